@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from slipstream.optim.native import CodedStore
 from slipstream.zero.unit import State, Unit
 
 Fact = Callable[[Any], Any]
@@ -86,21 +87,27 @@ def owner_of(edge: str) -> type:
 
 def pieces(engine: Any, unit: View) -> Any:
     """The parts of a unit's parameters that this rank's optimizer owns."""
-    return engine.single.steps.pieces[unit.index]
+    return engine.single.steps.members[unit._unit].pieces
 
 
 def moments(engine: Any, unit: View, piece: Any) -> Any:
     """The moments of a piece, by name."""
-    return engine.single.steps.states(unit._unit, piece)
+    return engine.single.steps.states(piece)
 
 
-def stores(engine: Any, unit: View | None = None) -> Any:
-    """The stores of a unit's moments, by name; without `unit`, of all units, by index."""
-    return engine.single.steps.stores if unit is None else engine.single.steps.stores[unit.index]
+def stores(engine: Any, unit: View) -> Any:
+    """The stores of a unit's moments, by name."""
+    return engine.single.steps.moments(unit._unit).states
+
+
+def has_moments(engine: Any, unit: View) -> bool:
+    return unit._unit in engine.single.steps._moments
 
 
 def state_nbytes(engine: Any, unit: View) -> int:
-    return int(engine.single.steps.state_nbytes(unit._unit))
+    """Bytes of a unit's optimizer states on this rank."""
+    states = engine.single.steps.moments(unit._unit).states.values()
+    return sum(state.codes.nbytes + state.scales.nbytes if isinstance(state, CodedStore) else state.nbytes for state in states)
 
 
 def chunks(engine: Any) -> int:

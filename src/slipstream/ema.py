@@ -29,7 +29,6 @@ from slipstream.checkpoint import FlatSlice
 from slipstream.train.gate import Block
 from slipstream.train.saving import entries
 from slipstream.train.saving.load import spread_weights
-from slipstream.zero.layout import overlap
 from slipstream.zero.storage.store import Store, copy_store
 from slipstream.zero.unit import Unit
 
@@ -201,8 +200,8 @@ class Ema:
 def _owned(unit: Unit) -> Iterator[tuple[str, int, slice]]:
     """Yield each parameter's name, the offset of its part in this rank's optimizer span, and the part's range in the parameter."""
     for name, slot in zip(unit.names, unit.layout.slots, strict=True):
-        start, stop = overlap(slot.span, unit.optim_span)
-        yield name, start - unit.optim_span[0], slice(start - slot.offset, stop - slot.offset)
+        inside, of_param = slot.common(unit.optim_span)
+        yield name, inside.start, of_param
 
 
 def _pieces(store: Store) -> Iterator[tuple[int, int]]:

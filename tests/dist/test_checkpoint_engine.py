@@ -311,7 +311,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 # In the reverse order of the checks, because the changes accumulate
 HOSTILE: dict[str, tuple[Callable[[Any], None], str]] = {
     "schedule": (lambda engine: setattr(engine.lr_scheduler, "last_batch_iteration", "x"), "last_batch_iteration is x"),
-    "moments' step": (lambda engine: setattr(engine.single.steps.pieces[1][0], "step", "n"), "blocks.0.*step is n"),
+    "moments' step": (
+        lambda engine: setattr(next(engine.single.steps.pieces(engine.units[1:])), "step", "n"),
+        "blocks.0.*step is n",
+    ),
     "group": (lambda engine: engine.optimizer.param_groups[0].update(lr="fast"), "group 0.lr is fast"),
     "loss scale": (lambda engine: setattr(engine.precision.scaler, "scale", float("nan")), "loss scale is nan"),
     "counter": (lambda engine: setattr(engine, "global_steps", "7"), "global_steps is '7'"),

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.ops import Blocks, Stochastic, cpu
-from slipstream.optim.lamb import Lamb, trust_ratio
-from slipstream.optim.lion import Lion
+from slipstream.optim import rules
 from tests.unit.test_ops import DTYPES, available, equal_bits, one_thread, run, run_as  # noqa: F401  # two are fixtures
 
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "step": 3, "bias_correction": True}
@@ -200,6 +199,43 @@ def test_neither_threads_nor_shards_change_a_bit(run: Callable[..., Any], rule: 
     assert all(map(equal_bits, together[1], alone[1]))
 
 
+class Lion(torch.optim.Optimizer):
+    """arXiv 2302.06675, algorithm 2, in torch's operations."""
+
+    def __init__(self, params: list[Tensor], **options: Any) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group, (p,) = self.param_groups[0], self.param_groups[0]["params"]
+        m, (beta1, beta2) = self.state[p].setdefault("exp_avg", torch.zeros_like(p)), group["betas"]
+        update = m.lerp(p.grad, 1 - beta1).sign_()
+        p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        m.lerp_(p.grad, 1 - beta2)
+
+
+class Lamb(torch.optim.Optimizer):
+    """arXiv 1904.00962, algorithm 2, in torch's operations."""
+
+    def __init__(self, params: list[Tensor], **options: Any) -> None:
+        defaults = {"eps": 1e-8, "eps_inside_sqrt": False, "bias_correction": True, "weight_decay": 0.0}
+        super().__init__(params, {**defaults, "min_coeff": 0.01, "max_coeff": 10.0, **options})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group, (p,) = self.param_groups[0], self.param_groups[0]["params"]
+        m, v = (self.state[p].setdefault(name, torch.zeros_like(p)) for name in ("exp_avg", "exp_avg_sq"))
+        self.count += 1
+        (beta1, beta2), power = group["betas"], self.count if group["bias_correction"] else math.inf
+        m.lerp_(p.grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+        corrected = v / (1 - beta2**power)
+        root = (corrected + group["eps"]).sqrt() if group["eps_inside_sqrt"] else corrected.sqrt() + group["eps"]
+        update = m / root / (1 - beta1**power) + group["weight_decay"] * p
+        p.sub_(update, alpha=group["lr"] * float((p.norm() / update.norm()).clamp(group["min_coeff"], group["max_coeff"])))
+
+
 def sgd(param: Tensor) -> torch.optim.Optimizer:
     return torch.optim.SGD([param], lr=1e-2, momentum=0.9, dampening=0.3, weight_decay=0.1)
 
@@ -227,8 +263,7 @@ def advance(peer: str, group: dict[str, Any], master: Tensor, grad: Tensor, stat
         kind |= {"beta1": 0.9, "beta2": 0.95, "step": count}
         halves = [(master[part], grad[part], *state[:, part]) for part in (slice(0, 512), slice(512, 1003))]
         sums = [ops.lamb_update(*half, scale=0.25, **kind) for half in halves]
-        norms = [torch.tensor([math.sqrt(sum(parts))]) for parts in zip(*sums, strict=True)]
-        lr = 1e-2 * float(trust_ratio(norms[0], norms[1], group["min_coeff"], group["max_coeff"]))
+        lr = 1e-2 * rules.trust_ratio(*map(sum, zip(*sums, strict=True)), group["min_coeff"], group["max_coeff"])
         ops.lamb_apply(master, *state, out, lr=lr, **kind)
     else:
         common |= {name: group[name] for name in ("momentum", "dampening", "nesterov")}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.optim import Lamb, Lion, Muon, muon_groups
-from slipstream.optim.lamb import trust_ratio
 from slipstream.optim.muon import orthogonalize
+from slipstream.optim.rules import trust_ratio
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (7,), (5, 3), (0, 4), (64, 130), (3, 4, 5)]
 
@@ -121,13 +121,45 @@ def test_closure_and_missing_gradients() -> None:
     assert torch.equal(unused, before)
 
 
-def test_trust_ratio_bounds() -> None:
-    one, zero = torch.ones(4), torch.zeros(4)
-    assert trust_ratio(one, one * 0.5, 0.01, 10).item() == 2
-    assert trust_ratio(one, one * 1e-6, 0.01, 10).item() == 10
-    assert trust_ratio(one, one * 1e6, 0.01, 10).item() == pytest.approx(0.01)
-    assert trust_ratio(zero, one, 0.01, 10).item() == 1
-    assert trust_ratio(one, zero, 0.01, 10).item() == 1
+def test_autograd_sees_that_weights_changed() -> None:
+    for make in (lambda p: Lion([p]), lambda p: Lamb([p]), lambda p: Muon([{"params": [p], "use_muon": False}])):
+        (param,) = parameters([(3, 3)])
+        loss = (param**2).sum()
+        param.grad = torch.ones(3, 3)
+        make(param).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("kind", [float, lambda square: torch.tensor(square, dtype=torch.float64)], ids=["cpu", "device"])
+def test_trust_ratio_bounds(kind: Callable[[float], Any]) -> None:
+    """Of sums of squares."""
+    assert trust_ratio(kind(4), kind(1), 0.01, 10) == 2
+    assert trust_ratio(kind(4), kind(4e-12), 0.01, 10) == 10
+    assert trust_ratio(kind(4), kind(4e12), 0.01, 10) == 0.01
+    assert trust_ratio(kind(0), kind(4), 0.01, 10) == trust_ratio(kind(4), kind(0), 0.01, 10) == 1
+
+
+def test_any_layout_in_memory_and_no_float64() -> None:
+    """Weights, gradients and loaded states in channels_last or transposed give the same values."""
+    for make in (lambda p: Lion([p]), lambda p: Lamb([p]), lambda p: Muon([{"params": [p], "use_muon": False}])):
+        plain, other = (nn.Parameter(torch.arange(48.0).view(2, 3, 4, 2).sin()) for _ in range(2))
+        other.data = other.data.to(memory_format=torch.channels_last)
+        optimizers = [make(plain), make(other)]
+        for i in range(3):
+            plain.grad = torch.arange(48.0).add(i).cos().view(2, 3, 4, 2)
+            other.grad = plain.grad.to(memory_format=torch.channels_last)
+            state = optimizers[1].state_dict()
+            for name, value in state["state"].get(0, {}).items():
+                state["state"][0][name] = value.to(memory_format=torch.channels_last) if value.dim() else value
+            optimizers[1].load_state_dict(state)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(plain, other) and other.is_contiguous(memory_format=torch.channels_last)
+    wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    wide.grad = torch.ones_like(wide)
+    with pytest.raises(ValueError, match=r"lion: master is torch\.float64"):
+        Lion([wide]).step()
 
 
 def test_lamb_without_bias_correction() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from slipstream.compat.zero import engine_of
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.layout import overlap
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
@@ -102,21 +101,19 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _local(param: nn.Parameter, values: Tensor | None) -> Any:
-    start, stop = _range(param)
-    return None if values is None else values.reshape(-1)[start:stop]
+    return None if values is None else values.reshape(-1)[_range(param)]
 
 
 def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
     """Concatenate all ranks' parts into one tensor. Collective."""
     engine, _ = engine_of(param)
     values = torch.zeros(param.numel(), dtype=torch.float32)
-    for start, part in gather_objects((_range(param)[0], value.reshape(-1).float().cpu()), engine.mesh.world):
+    for start, part in gather_objects((_range(param).start, value.reshape(-1).float().cpu()), engine.mesh.world):
         values[start : start + part.numel()] = part
     return values.view(param.shape)
 
 
-def _range(param: nn.Parameter) -> tuple[int, int]:
+def _range(param: nn.Parameter) -> slice:
+    """The elements of the flat parameter that this rank's optimizer owns."""
     ((unit, (i,)),) = access.units_of([param]).items()
-    slot = unit.layout.slots[i]
-    start, stop = overlap(slot.span, unit.optim_span)
-    return (start - slot.offset, stop - slot.offset) if stop > start else (0, 0)
+    return unit.layout.slots[i].common(unit.optim_span)[1]

@@ -66,13 +66,7 @@ def _get_mom(self: Any) -> list[tuple[float, float]] | None:
 
 
 _BOUNDS: Mapping[str, Callable[[Any], Any]] = {"min_lrs": _per_group("min_lr"), "max_lrs": _per_group("max_lr")}
-_RAMP: Mapping[str, Callable[[Any], Any]] = {
-    "warmup_num_steps": lambda self: self.ramp.steps,
-    "warmup_type": lambda self: _WARMUPS[not self.ramp.logarithmic],
-    "inverse_log_warm_up": lambda self: 1.0 / math.log(self.ramp.steps),
-}
 _WARMUP: Mapping[str, Callable[[Any], Any]] = {
-    **_RAMP,
     **_BOUNDS,
     "delta_lrs": lambda self: [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)],
 }
@@ -80,12 +74,7 @@ _CYCLE: Mapping[str, Callable[[Any], Any]] = {
     **_BOUNDS,
     "min_moms": _momenta("min_mom"),
     "max_moms": _momenta("max_mom"),
-    "total_size": lambda self: self.first_size + self.second_size,
-    "step_ratio": lambda self: self.first_size / (self.first_size + self.second_size),
-    "first_step_size": lambda self: self.first_size,
-    "second_step_size": lambda self: self.second_size,
-    "first_stair_count": lambda self: self.first_stairs,
-    "second_stair_count": lambda self: self.second_stairs,
+    "step_ratio": lambda self: self.first_step_size / self.total_size,
     "skip_lr_decay": lambda self: math.isclose(self.decay_step_size, 0) or math.isclose(self.decay_lr_rate, 0),
     "skip_mom_decay": lambda self: math.isclose(self.decay_step_size, 0) or math.isclose(self.decay_mom_rate, 0),
 }
@@ -94,9 +83,7 @@ LRRangeTest = _with_attributes(schedules.LRRangeTest, {})
 OneCycle = _with_attributes(schedules.OneCycle, _CYCLE, get_mom=_get_mom)
 WarmupLR = _with_attributes(schedules.WarmupLR, _WARMUP)
 WarmupDecayLR = _with_attributes(schedules.WarmupDecayLR, _WARMUP)
-WarmupCosineLR = _with_attributes(
-    schedules.WarmupCosineLR, {**_RAMP, "org_lrs": lambda self: list(self.base_lrs)}, get_lr_ratio=schedules.WarmupCosineLR._ratio
-)
+WarmupCosineLR = _with_attributes(schedules.WarmupCosineLR, {"org_lrs": lambda self: list(self.base_lrs)})
 _SERVED = {kind.__base__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 

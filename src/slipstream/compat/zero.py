@@ -32,7 +32,6 @@ from slipstream.zero import access
 from slipstream.zero.comm import Comm
 from slipstream.zero.hooks import Phase
 from slipstream.zero.init import asked, forget, supply
-from slipstream.zero.layout import overlap
 from slipstream.zero.unit import State, Unit
 
 
@@ -401,9 +400,9 @@ class _Read:
             start = min(rank * _chunk(self.param, size), self.param.ds_numel)
             stored = self.param.ds_tensor[: self.param.ds_numel - start]
         else:
-            slot, base = self.unit.layout.slots[self.i], self.unit.span[0]
-            first, last = overlap(slot.span, self.unit.span)
-            start, stored = first - slot.offset, self.unit.weights.get(first - base, last - base) if last > first else None
+            inside, of_param = self.unit.layout.slots[self.i].common(self.unit.span)
+            start = of_param.start
+            stored = self.unit.weights.get(inside.start, inside.stop) if inside.start < inside.stop else None
         if stored is None or not stored.numel():
             return False
         return _differ(stored, self.param.data.reshape(-1)[start : start + stored.numel()])
@@ -586,11 +585,11 @@ def show_ranges(engine: Engine) -> None:
     for unit in (unit for unit in engine.units if unit.state is not State.ASLEEP):
         for i, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
             if unit.placement.weights and unit.model_params[i] is param:
-                start, stop = overlap(slot.span, unit.span)
-                own = unit.weights.view(start - unit.span[0], stop - unit.span[0]) if stop > start else None
+                inside, _ = slot.common(unit.span)
+                own = unit.weights.view(inside.start, inside.stop) if inside.start < inside.stop else None
                 marked: Any = param
                 marked.ds_tensor = torch.empty(0, dtype=unit.weights.dtype) if own is None else own.detach()
-                marked.ds_tensor.ds_numel = stop - start
+                marked.ds_tensor.ds_numel = inside.stop - inside.start
 
 
 def hide_ranges(engine: Engine) -> None:

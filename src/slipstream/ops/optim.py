@@ -9,6 +9,8 @@ stochastically with `rounding`. A state given as `Blocks` is stored in 8 bits.
 import ctypes
 import math
 import struct
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from slipstream.ops.optim_reference import (
     Stochastic,
 )
 from slipstream.ops.reference import BLOCK, added
+
+Arrays = tuple[Tensor | None, Tensor | None, State, State, Tensor | None]  # master, grad, first and second state, weights
 
 _RECORD = struct.Struct("=15qq2I13fi")  # struct step of csrc/optim.h: pointer, scales and kind of five arrays first
 _CODES = 3
@@ -150,82 +154,59 @@ def adagrad(
     _step("adagrad", names, Rule.ADAGRAD, (master, grad, None, _plain("adagrad", square_sum), out), c, 0, rounding)
 
 
+class LambOptions(TypedDict):
+    """The options of LAMB's passes. `step` counts from 1."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    eps_inside_sqrt: bool
+    weight_decay: float
+    step: int
+    bias_correction: bool
+    rounding: NotRequired[Stochastic | None]
+
+
 def lamb_update(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    scale: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    eps_inside_sqrt: bool,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool,
-    rounding: Stochastic | None = None,
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, scale: float, **options: Unpack[LambOptions]
 ) -> tuple[float | Tensor, float | Tensor]:
-    """The first of LAMB's two passes, with the formulas of slipstream.optim.Lamb: updates the moments.
+    """The first of LAMB's two passes (arXiv 1904.00962, algorithm 2): updates the moments.
 
     Returns the fp64 sums of squares of the weights and of the update: floats on CPU, 0-dim tensors on other devices, so that
     nothing synchronizes. They do not depend on the number of threads. Sums over the ranges of a tensor may be added.
     """
-    c, flags = _lamb("lamb_update", step, scale, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
-    moments = (_plain("lamb_update", exp_avg), _plain("lamb_update", exp_avg_sq))
-    names = ("master", "grad", "exp_avg", "exp_avg_sq", "")
-    return _step("lamb_update", names, Rule.LAMB_UPDATE, (master, grad, *moments, None), c, flags, rounding)
+    return _lamb("lamb_update", Rule.LAMB_UPDATE, (master, grad, exp_avg, exp_avg_sq, None), {"scale": scale}, options)
 
 
 def lamb_apply(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    out: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    eps_inside_sqrt: bool,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool,
-    rounding: Stochastic | None = None,
+    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, *, lr: float | Tensor, **options: Unpack[LambOptions]
 ) -> None:
-    """LAMB's second pass: master -= lr * update. `lr` includes the trust ratio."""
-    c, flags = _lamb("lamb_apply", step, 1.0, beta1, beta2, eps, eps_inside_sqrt, weight_decay, bias_correction)
-    moments = (_plain("lamb_apply", exp_avg), _plain("lamb_apply", exp_avg_sq))
-    names = ("master", "", "exp_avg", "exp_avg_sq", "out")
-    _step("lamb_apply", names, Rule.LAMB_APPLY, (master, None, *moments, out), c._replace(lr=lr), flags, rounding)
+    """LAMB's second pass: master -= lr * update. `lr` includes the trust ratio; a tensor stays on its device."""
+    _lamb("lamb_apply", Rule.LAMB_APPLY, (master, None, exp_avg, exp_avg_sq, out), {"lr": lr}, options)
 
 
 def _lamb(
-    op: str,
-    step: int,
-    scale: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    eps_inside_sqrt: bool,
-    weight_decay: float,
-    bias_correction: bool,
-) -> tuple[Coefficients, int]:
+    op: str, rule: Rule, arrays: Arrays, factors: Mapping[str, Any], options: LambOptions
+) -> tuple[float | Tensor, float | Tensor]:
+    beta1, beta2, step = options["beta1"], options["beta2"], options["step"]
     _check_step(op, step)
     _check_betas(op, beta1, beta2)
-    correction1, correction2 = _corrections(bias_correction, step, beta1, beta2)
+    for state in arrays[2:4]:
+        _plain(op, state)
+    correction1, correction2 = _corrections(options["bias_correction"], step, beta1, beta2)
     rate, flags = _lerp(beta1, FROM_GRAD)
     c = Coefficients(
-        scale=scale,
-        l2=weight_decay,
+        l2=options["weight_decay"],
         rate=rate,
         beta=beta2,
         rest=1.0 - beta2,
         correction1=1.0 / correction1,
         correction2=1.0 / correction2,
-        eps=eps,
+        eps=options["eps"],
+        **factors,
     )
-    return c, flags | eps_inside_sqrt * EPS_INSIDE
+    names = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
+    return _step(op, names, rule, arrays, c, flags | options["eps_inside_sqrt"] * EPS_INSIDE, options.get("rounding"))
 
 
 def _check_step(op: str, step: int) -> None:
@@ -251,22 +232,16 @@ def _all_fp32(*states: State) -> bool:
     return all(isinstance(state, Tensor) and state.dtype is torch.float32 for state in states)
 
 
-def _plain(op: str, state: Tensor) -> Tensor:
+def _plain(op: str, state: State) -> State:
     if isinstance(state, Blocks):
         raise ValueError(f"{op}: a state is in 8-bit codes; this optimizer has no 8-bit states, pass fp32, bf16 or fp16")
     return state
 
 
 def _step(
-    op: str,
-    names: tuple[str, ...],
-    rule: Rule,
-    arrays: tuple[Tensor | None, Tensor | None, State, State, Tensor | None],
-    c: Coefficients,
-    flags: int,
-    rounding: Stochastic | None,
+    op: str, names: tuple[str, ...], rule: Rule, arrays: Arrays, c: Coefficients, flags: int, rounding: Stochastic | None
 ) -> tuple[float | Tensor, float | Tensor]:
-    """arrays: master, gradient, first state (signed), second state (a sum of squares), weights."""
+    """The first state is signed, the second is a sum of squares."""
     master, grad, first, second, out = arrays
     assert master is not None, "master is always given"
     numel, on_cpu = master.numel(), master.is_cpu

@@ -49,7 +49,7 @@ class Coefficients(NamedTuple):
     correction1: float = 1.0  # of m, in LAMB
     correction2: float = 1.0  # of v in LAMB; of its root in Adam
     eps: float = 0.0
-    lr: float = 0.0  # in Adam, includes the correction of m
+    lr: float | Tensor = 0.0  # in Adam, includes the correction of m
 
 
 class Blocks(NamedTuple):

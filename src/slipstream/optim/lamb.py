@@ -14,13 +14,12 @@ of sqrt(1 - beta2^t) / (1 - beta1^t): 0.32 at step 1 with the default betas, ten
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from slipstream.optim.loop import step_each
+from slipstream.optim.loop import step_by_rule, step_each
+from slipstream.optim.rules import LAMB
 
 
 class Lamb(Optimizer):
@@ -57,35 +56,4 @@ class Lamb(Optimizer):
         super().__init__(params, defaults)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, self._update)
-
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        exp_avg: Tensor = state["exp_avg"]
-        exp_avg_sq: Tensor = state["exp_avg_sq"]
-        state["step"] += 1
-        grad = grad.to(exp_avg.dtype)
-        beta1, beta2 = group["betas"]
-        exp_avg.lerp_(grad, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-
-        step = state["step"].item() if group["bias_correction"] else float("inf")  # beta ** inf = 0: no correction
-        denom = exp_avg_sq / (1 - beta2**step)
-        denom = denom.add_(group["eps"]).sqrt_() if group["eps_inside_sqrt"] else denom.sqrt_().add_(group["eps"])
-        update = torch.div(exp_avg, denom, out=denom).div_(1 - beta1**step)
-        update.add_(param, alpha=group["weight_decay"])
-
-        ratio = trust_ratio(param, update, group["min_coeff"], group["max_coeff"])
-        param.sub_(update.mul_(ratio * group["lr"]))
-
-
-def trust_ratio(param: Tensor, update: Tensor, minimum: float, maximum: float) -> Tensor:
-    """|param| / |update|, clamped to [minimum, maximum]; 1 if either norm is zero. A 0-dim tensor: no synchronization."""
-    param_norm = torch.linalg.vector_norm(param, dtype=torch.float32)
-    update_norm = torch.linalg.vector_norm(update, dtype=torch.float32)
-    ratio = (param_norm / update_norm).clamp(minimum, maximum)
-    return torch.where((param_norm > 0) & (update_norm > 0), ratio, 1.0)
+        return step_each(self, closure, partial(step_by_rule, LAMB))

@@ -1,7 +1,7 @@
 """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum.
 
 Elementwise: an element's update depends on its own weight, gradient and momentum only, so the optimizer may run on any range of a
-flat buffer. One fp32 state per element, and one temporary of the tensor's size.
+flat buffer. One fp32 state per element.
 
     update  = sign(beta1 * exp_avg + (1 - beta1) * grad)
     param   = param * (1 - lr * weight_decay) - lr * update
@@ -11,13 +11,13 @@ flat buffer. One fp32 state per element, and one temporary of the tensor's size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
-import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from slipstream.optim.loop import step_each
+from slipstream.optim.loop import step_by_rule, step_each
+from slipstream.optim.rules import LION
 
 
 class Lion(Optimizer):
@@ -35,16 +35,4 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, self._update)
-
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-        exp_avg: Tensor = state["exp_avg"]
-        grad = grad.to(exp_avg.dtype)
-        beta1, beta2 = group["betas"]
-        lr = float(group["lr"])
-        update = exp_avg.lerp(grad, 1 - beta1).sign_()
-        param.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
-        exp_avg.lerp_(grad, 1 - beta2)
+        return step_each(self, closure, partial(step_by_rule, LION))

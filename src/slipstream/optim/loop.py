@@ -1,30 +1,52 @@
-"""The step loop that Lion, LAMB and Muon share."""
+"""The steps of Lion, LAMB and Muon: a loop over parameters, and a rule's update of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from slipstream.optim.rules import Arrays, Rule, plain_numbers
+
+Update = Callable[[dict[str, Any], Tensor, Tensor, dict[str, Any]], None]
+
 
 @torch.no_grad()
-def step_each(
-    optimizer: Optimizer, closure: Callable[[], float] | None, update: Callable[[Tensor, Tensor, dict[str, Any]], None]
-) -> float | None:
-    """Evaluate `closure`, then call update(param, grad, group) for each parameter with a gradient. Returns the closure's loss."""
+def step_each(optimizer: Optimizer, closure: Callable[[], float] | None, update: Update) -> float | None:
+    """Evaluate `closure`, then call update(state, param, grad, group) for each parameter that has a gradient and elements.
+
+    Returns the closure's loss.
+    """
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.grad is not None:
-                if param.grad.is_sparse:
-                    raise ValueError(
-                        f"{type(optimizer).__name__}: the gradient of a parameter of shape {tuple(param.shape)} is sparse"
-                    )
-                update(param, param.grad, group)
+            if param.grad is not None and param.grad.is_sparse:
+                raise ValueError(f"{type(optimizer).__name__}: the gradient of a parameter of shape {tuple(param.shape)} is sparse")
+            if param.grad is not None and param.numel() > 0:
+                update(optimizer.state[param], param, param.grad, group)
     return loss
+
+
+def step_by_rule(rule: Rule, state: dict[str, Any], param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+    """Step one parameter with an optimizer's state of it. The state is fp32, and made in the first step.
+
+    Raises ValueError unless weights and gradients are fp32, bf16 or fp16.
+    """
+    if not state:
+        state.update((name, torch.zeros(param.shape, dtype=torch.float32, device=param.device)) for name in rule.states)
+        state.update({"step": torch.zeros((), dtype=torch.float32)} if rule.counts else {})
+    state.update((name, state[name].contiguous()) for name in rule.states)
+    if rule.counts:
+        state["step"] += 1
+    master = param.detach().contiguous().view(-1)
+    run = Arrays(master, grad.contiguous().view(-1), [state[name].view(-1) for name in rule.states], None)
+    rule.apply(plain_numbers(group), int(state.get("step", 0)), run, 1.0, None)
+    if master.data_ptr() != param.data_ptr():
+        param.copy_(master.view(param.shape))
+    torch.autograd.graph.increment_version(param)  # a kernel's write does not: a backward has to see that saved weights changed

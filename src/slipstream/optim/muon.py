@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from slipstream.optim.loop import step_each
+from slipstream.optim.loop import step_by_rule, step_each
+from slipstream.optim.rules import adamw
 
 # The quintic with the steepest slope at zero (Jordan 2024): singular values converge to about [0.7, 1.2], not to 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _MUON_LR, _ADAM_LR = 0.02, 3e-4
+_ADAM = {decoupled: adamw(decoupled=decoupled) for decoupled in (True, False)}
 
 
 class Muon(Optimizer):
@@ -84,12 +86,10 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return step_each(self, closure, self._update)
 
-    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        if param.numel() > 0:
-            (self._muon if group["use_muon"] else self._adam)(param, grad, group)
-
-    def _muon(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
+    def _update(self, state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if not group["use_muon"]:
+            step_by_rule(_ADAM[bool(group["adam_w_mode"])], state, param, grad, group)
+            return
         if not state:
             if param.ndim < 2:
                 raise ValueError(
@@ -107,27 +107,6 @@ class Muon(Optimizer):
         lr = float(group["lr"])
         param.mul_(1 - lr * group["weight_decay"])
         param.add_(update, alpha=-lr * math.sqrt(max(1.0, rows / columns)))
-
-    def _adam(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        state["step"] += 1
-        step = state["step"].item()
-        exp_avg: Tensor = state["exp_avg"]
-        exp_avg_sq: Tensor = state["exp_avg_sq"]
-        grad = grad.to(exp_avg.dtype)
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        if group["adam_w_mode"]:
-            param.mul_(1 - lr * group["weight_decay"])
-        else:
-            grad = grad.add(param, alpha=group["weight_decay"])
-        exp_avg.lerp_(grad, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denom = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        param.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))
 
 
 def muon_groups(

@@ -52,78 +52,86 @@ class Form:
         return _CODED if self.coded else ALIGN
 
 
+@dataclass(slots=True, kw_only=True)
+class Moments:
+    """One unit's states, and how a step walks them."""
+
+    states: dict[str, Store]  # the rule's; in 8 bits, `CodedStore`s
+    chunks: list[Chunk]
+    slot_nbytes: int  # of a ring's buffer that the largest chunk needs
+    runs: list[Run]  # of the current step
+
+
 class NativeSteps(ShardedSteps):
     """Applies a rule to the chunks of all units."""
+
+    rule: Rule
 
     def __init__(
         self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule, form: Form, *, chunk_numel: int, num_buffers: int
     ) -> None:
-        super().__init__(inner, units)
-        self.rule, self.form, self.homes = rule, form, units[0].homes
+        super().__init__(inner, units, rule)
+        self.form, self.homes = form, units[0].homes
         self.steps_on_host, self.streams = self.homes.steps_on_host, Tier.DISK in (self.homes.tiers.optim, self.homes.tiers.weights)
         self.chunk_numel, self.num_buffers = chunk_numel, num_buffers
-        self.stores: dict[int, dict[str, Store]] = {}  # unit index -> the rule's states, or their codes
-        self.scales: dict[int, dict[str, Tensor]] = {}  # unit index -> scales of codes; always in memory, 1/64 byte per element
-        self._chunks: dict[int, list[Chunk]] = {}
-        self._runs: dict[int, list[Run]] = {}
+        self._moments: dict[Unit, Moments] = {}
         self._options: list[dict[str, Any]] = []
-        self.unit_tables += [self.stores, self.scales, self._chunks]
 
     def drop(self, unit: Unit) -> None:
-        for store in self.stores.pop(unit.index, {}).values():
-            self.homes.drop(store)
-        self.scales.pop(unit.index, None)
-        self._chunks.pop(unit.index, None)  # they reference the stores
+        del self.members[unit]
+        moments = self._moments.pop(unit, None)
+        for store in moments.states.values() if moments is not None else ():
+            self.homes.drop(store.codes if isinstance(store, CodedStore) else store)
 
-    def _stores(self, unit: Unit) -> dict[str, Store]:
-        if unit.index not in self.stores:
-            self.stores[unit.index], self.scales[unit.index] = {}, {}
-            for name, signed in zip(self.rule.states, self.rule.signed, strict=True):
-                dtype = torch.uint8 if self.form.coded and not signed else self.form.dtype
-                self.stores[unit.index][name] = store = unit.homes.state(unit.master.numel, dtype)
-                if self.form.coded:
-                    device = "cpu" if store.view(0, 0) is None else store.get(0, 0).device
-                    self.scales[unit.index][name] = torch.zeros(-(-store.numel // _CODED), device=device)
-            for piece in self.pieces[unit.index]:
+    def memory(self) -> Iterator[Tensor | Store]:
+        for moments in self._moments.values():
+            for store in moments.states.values():
+                yield from (store.codes, store.scales) if isinstance(store, CodedStore) else (store,)
+
+    def moments(self, unit: Unit) -> Moments:
+        """The unit's states; made on first use, with the optimizer's initial state."""
+        if unit not in self._moments:
+            self._moments[unit] = self._allocate(unit)
+            for piece in self.pieces([unit]):
                 initial = self._initial_state(piece, flat=True)
-                for name, part in self.states(unit, piece).items():
+                for name, part in self.states(piece).items():
                     if isinstance(initial.get(name), Tensor):
                         write(part, initial[name])
                 if initial:
                     piece.step = int(initial.get("step", 1))
-        return self.stores[unit.index]
+        return self._moments[unit]
 
-    def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        return rules.unsupported_option(self.inner, self.rule, groups)
+    def _allocate(self, unit: Unit) -> Moments:
+        assert unit.grads is not None
+        states: dict[str, Store] = {}
+        uses, lane = {}, self.homes.lane_from
+        for name, signed in zip(self.rule.states, self.rule.signed, strict=True):
+            dtype = torch.uint8 if self.form.coded and not signed else self.form.dtype
+            store = unit.homes.state(unit.master.numel, dtype)
+            uses[name], states[name] = Use(store, read=True, write=True), CodedStore(store) if self.form.coded else store
+        uses["master"] = Use(unit.master, read=True, write=True, lane=lane(unit.master))
+        uses["grads"] = Use(unit.grads, read=True, write=False, lane=lane(unit.grads))
+        if unit.out is not None:
+            uses["out"] = Use(unit.out, read=False, write=True, lane=lane(unit.out))
+        cut = chunks(unit.master.numel, uses, unit.master.numel if self.rule.is_whole else self.chunk_numel)
+        return Moments(states=states, chunks=cut, slot_nbytes=max((chunk.nbytes() for chunk in cut), default=0), runs=[])
 
     def begin(self, units: Sequence[Unit]) -> None:
-        self._options = [
-            {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
-            for group in self.inner.param_groups
-        ]
-        nbytes = max((chunk.nbytes() for unit in units for chunk in self.chunks(unit)), default=0)
-        # Only after `chunks` has made the states: those may set step counts
-        self._runs = {unit.index: list(self._runs_of(unit)) for unit in units}
+        self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
+        nbytes = max((self.moments(unit).slot_nbytes for unit in units), default=0)
+        for unit in units:  # only after `moments` has made the states: those may set step counts
+            self.moments(unit).runs = list(self._runs_of(unit))
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = self.homes.ring(self.num_buffers, nbytes)
         if self.ring is not None:
             self.ring.since = self.homes.now()
-        for piece in (piece for unit in units for piece in self.pieces[unit.index] if piece.param.requires_grad):
-            piece.step += 1
+        for piece in self.pieces(units):
+            if piece.param.requires_grad:
+                piece.step += 1
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check that the optimizer stepped first
 
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
-        if unit.index not in self._chunks:
-            assert unit.grads is not None
-            lane = self.homes.lane_from
-            uses = {name: Use(store, read=True, write=True) for name, store in self._stores(unit).items()}
-            uses["master"] = Use(unit.master, read=True, write=True, lane=lane(unit.master))
-            uses["grads"] = Use(unit.grads, read=True, write=False, lane=lane(unit.grads))
-            if unit.out is not None:
-                uses["out"] = Use(unit.out, read=False, write=True, lane=lane(unit.out))
-            most = unit.master.numel if self.rule.is_whole else self.chunk_numel
-            self._chunks[unit.index] = chunks(unit.master.numel, uses, most)
-        return self._chunks[unit.index]
+        return self.moments(unit).chunks
 
     def _runs_of(self, unit: Unit) -> Iterator[Run]:
         """Maximal runs of adjacent trainable pieces for their next step, or one run per piece if the rule needs whole parameters.
@@ -132,7 +140,7 @@ class NativeSteps(ShardedSteps):
         changes them.
         """
         run: Run | None = None
-        for piece in self.pieces[unit.index]:
+        for piece in self.pieces([unit]):
             if not piece.param.requires_grad:
                 continue
             align, step = self.form.align, piece.step + 1
@@ -151,7 +159,7 @@ class NativeSteps(ShardedSteps):
         master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")
         is_buffer = chunk.slot is not None  # `weights` is then a ring buffer that holds other chunks' weights
         done = 0
-        for start, stop, group, step in self._runs[unit.index]:
+        for start, stop, group, step in self._moments[unit].runs:
             a, b = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
             if a >= b:
                 continue
@@ -166,12 +174,9 @@ class NativeSteps(ShardedSteps):
             weights[done:].copy_(master[done:])
 
     def _states(self, unit: Unit, chunk: Chunk, a: int, b: int) -> list[Tensor | Blocks]:
-        tensors = [chunk.tensors[name][a:b] for name in self.rule.states]
-        if not self.form.coded:
-            return list(tensors)
         span = slice((chunk.start + a) // _CODED, -(-(chunk.start + b) // _CODED))
-        scales = self.scales[unit.index]
-        return [Blocks(codes, scales[name][span]) for name, codes in zip(self.rule.states, tensors, strict=True)]
+        tensors = ((chunk.tensors[name][a:b], store) for name, store in self._moments[unit].states.items())
+        return [Blocks(tensor, store.scales[span]) if isinstance(store, CodedStore) else tensor for tensor, store in tensors]
 
     def _rounding(self, unit: Unit, step: int, start: int) -> Stochastic | None:
         if self.form.stochastic_seed is None:
@@ -179,35 +184,31 @@ class NativeSteps(ShardedSteps):
         # An element's number depends on its position in its unit, not on tiers, chunks or (except for padding) ranks
         return Stochastic(self.form.stochastic_seed, step, (unit.index << 40) + unit.optim_span[0] + start)
 
-    def state_nbytes(self, unit: Unit) -> int:
-        nbytes = unit.master.numel * self.form.dtype.itemsize + (-(-unit.master.numel // _CODED) * 4 if self.form.coded else 0)
-        return len(self.rule.states) * nbytes
+    def states(self, piece: Piece) -> dict[str, Tensor | Section]:
+        return {name: section(store, piece.start, piece.stop) for name, store in self.moments(piece.unit).states.items()}
 
-    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
-        stores = self._stores(unit)
-        if not self.form.coded:
-            return {name: section(store, piece.start, piece.stop) for name, store in stores.items()}
-        scales = self.scales[unit.index]
-        coded = {name: CodedStore(store, scales[name]) for name, store in stores.items()}
-        return {name: Section(store, piece.start, piece.stop - piece.start) for name, store in coded.items()}
-
-    def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
+    def scalars(self, piece: Piece) -> dict[str, Any]:
         return {"step": piece.step}
 
-    def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
-        return lambda: None  # `_stores` makes them on first use, as zeros
+    def make_states(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+        return lambda: None  # `moments` makes them on first use, as zeros
 
-    def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
+    def load_scalars(self, piece: Piece, values: dict[str, Any]) -> None:
         piece.step = int(values.get("step", 1))
 
 
 class CodedStore(Store):
-    """An fp32 view of an 8-bit state, for checkpoints and `optimizer_state`: decodes reads and encodes writes."""
+    """An 8-bit state; for checkpoints and `optimizer_state` in fp32: decodes reads and encodes writes.
+
+    The scales are always in memory, with the codes or on the host: 1/64 byte per element.
+    """
 
     dtype = torch.float32
 
-    def __init__(self, codes: Store, scales: Tensor) -> None:
-        self.codes, self.scales, self.numel = codes, scales, codes.numel
+    def __init__(self, codes: Store) -> None:
+        self.codes, self.numel = codes, codes.numel
+        device = "cpu" if codes.view(0, 0) is None else codes.get(0, 0).device
+        self.scales = torch.zeros(-(-codes.numel // _CODED), device=device)
 
     def is_away(self, start: int, stop: int) -> bool:
         return True

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from slipstream.optim import rules
 from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon
-from slipstream.optim.rules import UNSUPPORTED
 
 log = logging.getLogger(__name__)
 
@@ -124,11 +124,11 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
             kwargs[key] = tuple(kwargs[key])
     check_arguments(cls, kwargs, f"optimizer.params of {name}")
     _check_kinds(cls, kwargs, f"optimizer.params of {name}")
-    native = not torch_adam and not any(kwargs.get(key) for key in UNSUPPORTED)
+    native = not torch_adam and not any(kwargs.get(key) for key in rules.UNSUPPORTED)
     if options and not native:
         raise ValueError(
             f"optimizer.params of {name}: only the native kernel supports bias_correction=false, and it does not support"
-            f" torch_adam, {', '.join(UNSUPPORTED)}; remove those"
+            f" torch_adam, {', '.join(rules.UNSUPPORTED)}; remove those"
         )
     return Resolved(cls, kwargs, options, native)
 
@@ -146,11 +146,36 @@ def is_elementwise(optimizer: type[Optimizer] | Optimizer) -> bool:
     return (optimizer if isinstance(optimizer, type) else type(optimizer)) in _ELEMENTWISE
 
 
+def rule_of(optimizer: Optimizer) -> rules.Rule | None:
+    """The rule that is equivalent to this optimizer, or None. Membership is by exact type, as above."""
+    groups = optimizer.param_groups
+    if any(group.get(option) for group in groups for option in rules.UNSUPPORTED):
+        return None
+    kind = type(optimizer)
+    if kind in (torch.optim.AdamW, torch.optim.Adam):
+        return rules.adamw(decoupled=kind is torch.optim.AdamW)
+    if kind is Lion:
+        return rules.LION
+    if kind is Lamb and not any(param.is_cuda for group in groups for param in group["params"]):  # reading norms synchronizes
+        return rules.LAMB
+    if kind is torch.optim.Adagrad:
+        return rules.ADAGRAD
+    if kind is torch.optim.SGD and len({bool(group["momentum"]) for group in groups}) == 1:
+        return rules.sgd(momentum=bool(groups[0]["momentum"]))
+    return None
+
+
 def refuse_unshardable(optimizer: Optimizer) -> None:
-    """Raises ValueError for optimizers that cannot run on shards: two of `torch.optim`, and those that swap evaluation weights."""
+    """Raises ValueError for optimizers that cannot run on shards: two of `torch.optim`, and those that swap evaluation weights.
+
+    Also for our own over float64 parameters, for which they would raise in their step.
+    """
     for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         if isinstance(optimizer, cls):
             raise ValueError(f"optimizer {type(optimizer).__name__} {_REFUSED[cls.__name__.lower()]}")
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if isinstance(optimizer, (Lion, Lamb, Muon)) and any(param.dtype is torch.float64 for param in params):
+        raise ValueError(f"{type(optimizer).__name__} does not support float64 parameters; make the model float32, or use AdamW")
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} has train() and eval(), which swap the model's weights using per-parameter "

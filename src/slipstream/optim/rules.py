@@ -1,14 +1,15 @@
 """The optimizers with native kernels (ops/optim.py): their states, and their update of a run of elements.
 
-A rule does not know where its states are stored. `rule_of` returns the rule for a torch optimizer whose class and options the
-kernels support; any other runs torch's own step (optim/sharded.py, TorchSteps).
+A rule does not know where its states are stored. optim/native.py applies it to shards on any tier, optim/loop.py to parameters of
+our own torch optimizers. `rule_of` (optim/resolve.py) returns the rule for a torch optimizer whose class and options the kernels
+support; any other runs torch's own step (optim/sharded.py, TorchSteps).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,6 @@ from torch.optim.optimizer import Optimizer
 
 from slipstream import ops
 from slipstream.ops import Blocks, Stochastic
-from slipstream.optim.lamb import Lamb as TorchLamb
-from slipstream.optim.lion import Lion as TorchLion
 
 State = Tensor | Blocks
 
@@ -32,163 +31,113 @@ class Arrays(NamedTuple):
     out: Tensor | None  # the weights, if separate from the master
 
 
-class Rule(ABC):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
     """One optimizer's arithmetic. `states` have torch's names; 8-bit codes of `signed` ones are int8, else uint8.
 
     A group's options are read at every step, except those in `chosen`: they selected the rule, so no group may change them.
     """
 
+    kernel: Callable[..., None]  # (master, grad, *states, out, *, scale, rounding, **options), and `step` if it `counts`
+    counts: bool = True  # whether the update depends on the number of the step
+    options: tuple[str, ...]  # of a group, which the kernel has too; "betas" become beta1 and beta2
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # further options, which a group may lack
     states: tuple[str, ...]
     signed: tuple[bool, ...]
-    may_be_blocks = True  # whether the kernels support 8-bit states
-    chosen: Mapping[str, bool] = {"amsgrad": False, "maximize": False}
-    is_whole = False  # whether it needs norms of whole parameters, so that neither ranks nor chunks may cut one
+    may_be_blocks: bool = True  # whether the kernels support 8-bit states
+    chosen: Mapping[str, bool] = field(default_factory=lambda: {"amsgrad": False, "maximize": False})
+    is_whole: bool = False  # whether it needs norms of whole parameters, so that neither ranks nor chunks may cut one
 
-    @abstractmethod
     def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
         """Update `master` and `states` in place with `grad` times `scale`, and write the new weights to `out`."""
+        values = {name: options[name] for name in self.options}
+        values |= {name: options.get(name, value) for name, value in self.defaults.items()}
+        if "betas" in values:
+            values["beta1"], values["beta2"] = values.pop("betas")
+        if self.counts:
+            values["step"] = step
+        self.kernel(run.master, run.grad, *run.states, run.out, scale=scale, rounding=rounding, **values)
 
 
-class AdamW(Rule):
+def adamw(*, decoupled: bool) -> Rule:
     """Adam and AdamW. Source: Kingma & Ba (arXiv 1412.6980); Loshchilov & Hutter (arXiv 1711.05101)."""
-
-    states = ("exp_avg", "exp_avg_sq")
-    signed = (True, False)
-
-    def __init__(self, *, decoupled: bool) -> None:
-        self.decoupled = decoupled  # default for groups without the option
-
-    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
-        beta1, beta2 = options["betas"]
-        ops.adamw(
-            run.master,
-            run.grad,
-            run.states[0],
-            run.states[1],
-            run.out,
-            scale=scale,
-            lr=options["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            step=step,
-            decoupled=options.get("decoupled_weight_decay", self.decoupled),
-            bias_correction=options.get("bias_correction", True),
-            rounding=rounding,
-        )
+    return Rule(
+        kernel=_adamw,
+        options=("lr", "betas", "eps", "weight_decay"),
+        defaults={"decoupled_weight_decay": decoupled, "bias_correction": True},
+        states=("exp_avg", "exp_avg_sq"),
+        signed=(True, False),
+    )
 
 
-class Lion(Rule):
-    """slipstream.optim.Lion. Source: Chen et al. (arXiv 2302.06675)."""
-
-    states = ("exp_avg",)
-    signed = (True,)
-
-    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
-        beta1, beta2 = options["betas"]
-        ops.lion(
-            run.master,
-            run.grad,
-            run.states[0],
-            run.out,
-            scale=scale,
-            lr=options["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=options["weight_decay"],
-            rounding=rounding,
-        )
-
-
-class Adagrad(Rule):
-    """torch.optim.Adagrad. Its sum only grows: 8 bits would lose small increments."""
-
-    states = ("sum",)
-    signed = (False,)
-    may_be_blocks = False
-
-    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
-        assert isinstance(run.states[0], Tensor)
-        ops.adagrad(
-            run.master,
-            run.grad,
-            run.states[0],
-            run.out,
-            scale=scale,
-            lr=options["lr"],
-            lr_decay=options["lr_decay"],
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            step=step,
-            rounding=rounding,
-        )
-
-
-class SGD(Rule):
+def sgd(*, momentum: bool) -> Rule:
     """torch.optim.SGD."""
-
-    def __init__(self, *, momentum: bool) -> None:
-        self.states = ("momentum_buffer",) if momentum else ()
-        self.signed = (True,) if momentum else ()
-        self.chosen = {**Rule.chosen, "momentum": momentum}
-
-    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
-        ops.sgd(
-            run.master,
-            run.grad,
-            run.states[0] if run.states else None,
-            run.out,
-            scale=scale,
-            lr=options["lr"],
-            momentum=options["momentum"],
-            dampening=options["dampening"],
-            nesterov=options["nesterov"],
-            weight_decay=options["weight_decay"],
-            first=step == 1,
-            rounding=rounding,
-        )
+    return Rule(
+        kernel=_sgd,
+        options=("lr", "momentum", "dampening", "nesterov", "weight_decay"),
+        states=("momentum_buffer",) if momentum else (),
+        signed=(True,) if momentum else (),
+        chosen={"amsgrad": False, "maximize": False, "momentum": momentum},
+    )
 
 
-class Lamb(Rule):
-    """slipstream.optim.Lamb."""
+def _adamw(*arrays: Any, decoupled_weight_decay: bool, **options: Any) -> None:
+    ops.adamw(*arrays, decoupled=decoupled_weight_decay, **options)
 
-    states = ("exp_avg", "exp_avg_sq")
-    signed = (True, False)
-    may_be_blocks = False
-    is_whole = True
 
-    def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
-        master, grad, (exp_avg, exp_avg_sq), out = run
-        assert isinstance(exp_avg, Tensor) and isinstance(exp_avg_sq, Tensor)
-        beta1, beta2 = options["betas"]
-        common = {name: options[name] for name in ("eps", "eps_inside_sqrt", "weight_decay", "bias_correction")}
-        common |= {"beta1": beta1, "beta2": beta2, "step": step, "rounding": rounding}
-        weights, update = (math.sqrt(float(s)) for s in ops.lamb_update(master, grad, exp_avg, exp_avg_sq, scale=scale, **common))
-        ratio = min(max(weights / update, options["min_coeff"]), options["max_coeff"]) if weights and update else 1.0
-        ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=options["lr"] * ratio, **common)
+def _sgd(master: Tensor, grad: Tensor, *others: Any, step: int, **options: Any) -> None:
+    momentum, out = others if len(others) == 2 else (None, *others)
+    ops.sgd(master, grad, momentum, out, first=step == 1, **options)
+
+
+def _lamb(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None,
+    *,
+    scale: float,
+    lr: float,
+    min_coeff: float,
+    max_coeff: float,
+    **options: Any,
+) -> None:
+    squares = ops.lamb_update(master, grad, exp_avg, exp_avg_sq, scale=scale, **options)
+    ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=lr * trust_ratio(*squares, min_coeff, max_coeff), **options)
+
+
+def trust_ratio(weights: float | Tensor, update: float | Tensor, minimum: float, maximum: float) -> float | Tensor:
+    """|weights| / |update| of two sums of squares, clamped to [minimum, maximum]; 1 if one is 0. Tensors stay on their device."""
+    if isinstance(weights, Tensor) and isinstance(update, Tensor):
+        ratio = (weights.sqrt() / update.sqrt()).clamp(minimum, maximum)
+        return torch.where((weights != 0) & (update != 0), ratio, 1.0)
+    return min(max(math.sqrt(weights) / math.sqrt(update), minimum), maximum) if weights and update else 1.0
+
+
+# slipstream.optim.Lion. Source: Chen et al. (arXiv 2302.06675)
+LION = Rule(kernel=ops.lion, counts=False, options=("lr", "betas", "weight_decay"), states=("exp_avg",), signed=(True,))
+# torch.optim.Adagrad. Its sum only grows: 8 bits would lose small increments
+ADAGRAD = Rule(
+    kernel=ops.adagrad, options=("lr", "lr_decay", "eps", "weight_decay"), states=("sum",), signed=(False,), may_be_blocks=False
+)
+# slipstream.optim.Lamb
+LAMB = Rule(
+    kernel=_lamb,
+    options=("lr", "betas", "eps", "eps_inside_sqrt", "weight_decay", "bias_correction", "min_coeff", "max_coeff"),
+    states=("exp_avg", "exp_avg_sq"),
+    signed=(True, False),
+    may_be_blocks=False,
+    is_whole=True,
+)
+
+
+def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options; tensors as numbers."""
+    return {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
 
 
 UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")  # options without a kernel
-
-
-def rule_of(optimizer: Optimizer) -> Rule | None:
-    """The rule that is equivalent to this optimizer, or None."""
-    groups = optimizer.param_groups
-    if any(group.get(option) for group in groups for option in UNSUPPORTED):
-        return None
-    kind, options = type(optimizer), groups[0]
-    if kind in (torch.optim.AdamW, torch.optim.Adam):
-        return AdamW(decoupled=kind is torch.optim.AdamW)
-    if kind is TorchLion:
-        return Lion()
-    if kind is TorchLamb and not any(param.is_cuda for group in groups for param in group["params"]):  # reading norms synchronizes
-        return Lamb()
-    if kind is torch.optim.Adagrad:
-        return Adagrad()
-    if kind is torch.optim.SGD and len({bool(group["momentum"]) for group in groups}) == 1:
-        return SGD(momentum=bool(options["momentum"]))
-    return None
 
 
 def unsupported_option(optimizer: Optimizer, rule: Rule | None, groups: Sequence[Mapping[str, Any]]) -> str:

@@ -12,44 +12,61 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.optim import rules
-from slipstream.zero.layout import overlap
-from slipstream.zero.storage.store import Section
+from slipstream.optim.rules import Rule, unsupported_option
+from slipstream.zero.storage.store import Section, Store
 from slipstream.zero.storage.stream import Chunk, Ring
 from slipstream.zero.unit import Unit
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Piece:
     """The part of one parameter that this rank's optimizer owns; `start`, `stop` count from the optimizer span's start."""
 
-    name: str
-    param: nn.Parameter
-    shape: tuple[int, ...]
+    unit: Unit
+    i: int  # of the parameter in its unit
     offset: int  # of the piece within the flattened parameter
     start: int
     stop: int
     group: int
-    step: int = 0
+    step: int = 0  # counted by NativeSteps
+    leaf: Tensor | None = None  # the view of the master that TorchSteps passes to the optimizer
+
+    @property
+    def name(self) -> str:
+        return self.unit.names[self.i]
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self.unit.params[self.i]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.unit.layout.slots[self.i].shape
 
 
-def pieces_of(unit: Unit, group_of: dict[int, int]) -> list[Piece]:
-    """This rank's non-empty pieces of a unit, in span order."""
-    base = unit.optim_span[0]
-    pieces = []
-    for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
-        start, stop = overlap(slot.span, unit.optim_span)
-        if id(param) in group_of and start < stop:
-            pieces.append(Piece(name, param, slot.shape, start - slot.offset, start - base, stop - base, group_of[id(param)]))
-    return sorted(pieces, key=lambda piece: piece.start)
+class Membership(NamedTuple):
+    """A unit's parameters in an optimizer."""
+
+    pieces: list[Piece]  # this rank's non-empty ones, in span order
+    groups: list[int | None]  # the group of each of the unit's parameters, on every rank
+
+
+def membership(unit: Unit, group_of: Mapping[int, int]) -> Membership:
+    """The unit's parameters in an optimizer whose parameters, by id, are in these groups."""
+    groups, pieces = [group_of.get(id(param)) for param in unit.params], []
+    for i, (group, slot) in enumerate(zip(groups, unit.layout.slots, strict=True)):
+        inside, of_param = slot.common(unit.optim_span)
+        if group is not None and inside.start < inside.stop:
+            pieces.append(Piece(unit, i, of_param.start, inside.start, inside.stop, group))
+    return Membership(sorted(pieces, key=lambda piece: piece.start), groups)
 
 
 class NoOptimizer(torch.optim.Optimizer):
@@ -71,11 +88,9 @@ class ShardedSteps(ABC):
     steps_on_host = False  # steps on the host, while the device computes
     streams = False  # states or weights of some rank are on disk and pass through its ring
 
-    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> None:
-        self.inner = inner
-        self.pieces: dict[int, list[Piece]] = {}  # unit index -> this rank's
-        self.groups: dict[int, list[int | None]] = {}  # unit index -> the group of each of its parameters, on every rank
-        self.unit_tables: list[dict[int, Any]] = [self.pieces, self.groups]  # all dicts whose key is a unit's index
+    def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule | None) -> None:
+        self.inner, self.rule = inner, rule
+        self.members: dict[Unit, Membership] = {}
         # Some optimizers make state when they are built (Adagrad), and a user's may have stepped: that state is sharded here
         self._initial: dict[Tensor, dict[str, Any]] = dict(inner.state)
         inner.state.clear()
@@ -90,35 +105,30 @@ class ShardedSteps(ABC):
         groups = self.inner.param_groups
         group_of = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
         for unit in units:
-            self.pieces[unit.index] = pieces_of(unit, group_of)
-            self.groups[unit.index] = [group_of.get(id(param)) for param in unit.params]
-            for piece in self.pieces[unit.index] if isinstance(self.inner, torch.optim.Adagrad) else ():
+            self.members[unit] = membership(unit, group_of)
+            for piece in self.members[unit].pieces if isinstance(self.inner, torch.optim.Adagrad) else ():
                 first = torch.tensor(groups[piece.group]["initial_accumulator_value"], dtype=unit.dtypes.master)
                 self._initial.setdefault(piece.param, {"step": torch.tensor(0.0), "sum": first.expand(piece.shape)})
 
-    def adopt_initial_state(self, units: Iterable[Unit]) -> None:
-        """Copy the optimizer's initial state to the states of the units, and forget it."""
-        for unit in (unit for unit in units if unit.grads is not None):
-            for piece in self.pieces[unit.index]:
-                if piece.param in self._initial:
-                    self.states(unit, piece)
-        self._initial.clear()
+    def pieces(self, units: Iterable[Unit] | None = None) -> Iterator[Piece]:
+        """This rank's pieces of the units (None: of all), in unit and span order; frozen units have none."""
+        trained = (unit for unit in (self.members if units is None else units) if unit.grads is not None)
+        return (piece for unit in trained for piece in self.members[unit].pieces)
 
-    def renumber(self, units: Iterable[tuple[int, Unit]]) -> None:
-        """Update indices and names after a change of the model. `units`: (previous index, unit); drops entries of all others."""
-        pairs = list(units)
-        for entries in self.unit_tables:
-            moved = {unit.index: entries[before] for before, unit in pairs if before in entries}
-            entries.clear()
-            entries.update(moved)
-        for _, unit in pairs:
-            names = {id(param): name for param, name in zip(unit.params, unit.names, strict=True)}
-            for piece in self.pieces[unit.index]:
-                piece.name = names[id(piece.param)]
+    def piece(self, unit: Unit, i: int) -> Piece | None:
+        """This rank's piece of the unit's parameter i, if it owns one."""
+        return next((piece for piece in self.pieces([unit]) if piece.i == i), None)
+
+    def adopt_initial_state(self) -> None:
+        """Copy the optimizer's initial state to the states of the units, and forget it."""
+        for piece in self.pieces():
+            if piece.param in self._initial:
+                self.states(piece)
+        self._initial.clear()
 
     @abstractmethod
     def drop(self, unit: Unit) -> None:
-        """Free the memory of the states of a removed unit. `renumber` follows."""
+        """Forget a removed unit, and free the memory of its states."""
 
     def _initial_state(self, piece: Piece, flat: bool) -> dict[str, Any]:
         """The piece's part of the optimizer's initial state."""
@@ -130,9 +140,9 @@ class ShardedSteps(ABC):
                 result[name] = value.detach().clone() if isinstance(value, Tensor) else value
         return result
 
-    @abstractmethod
     def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """The error text for an option of these groups that `step` does not support, or "" if there is none."""
+        return unsupported_option(self.inner, self.rule, groups)
 
     def groups_loaded(self) -> None:
         """Let the optimizer's class process loaded groups: AdamW sets decoupled decay even in groups that Adam saved."""
@@ -151,23 +161,23 @@ class ShardedSteps(ABC):
         """Update the chunk's masters, and its weights if they are separate, with its gradients times `scale`."""
 
     @abstractmethod
-    def state_nbytes(self, unit: Unit) -> int:
-        """Bytes of optimizer state that this rank keeps for the unit."""
+    def memory(self) -> Iterator[Tensor | Store]:
+        """Everything that holds per-element state on this rank, in any storage; only what exists (it is made on first use)."""
 
     @abstractmethod
-    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
+    def states(self, piece: Piece) -> dict[str, Tensor | Section]:
         """Per-element optimizer state of a piece, 1D, in its storage; made on first use."""
 
     @abstractmethod
-    def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
+    def scalars(self, piece: Piece) -> dict[str, Any]:
         """All other optimizer state of the piece's parameter (step counts, whole small tensors)."""
 
     @abstractmethod
-    def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+    def make_states(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
         """Allocate the named per-element states for a checkpoint to fill. Returns the function that undoes it."""
 
     @abstractmethod
-    def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
+    def load_scalars(self, piece: Piece, values: dict[str, Any]) -> None:
         """Set the values that `scalars` returned."""
 
 
@@ -181,25 +191,21 @@ class TorchSteps(ShardedSteps):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
-        super().__init__(inner, units)
+        super().__init__(inner, units, None)
         self.whole, self.state_dtype = whole, state_dtype
-        self.stepped: dict[int, list[Tensor]] = {}  # unit index -> one leaf per piece, a view of the master
-        self.unit_tables.append(self.stepped)
         inner.register_step_pre_hook(self._refuse_outside)
         self._stepping = False
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
         self._after: dict[int, dict[str, Any]] = {}  # of the groups that have advanced since
-
-    def unsupported_option(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        return rules.unsupported_option(self.inner, None, groups)
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._before = [_values(group) for group in self.inner.param_groups]
         self._after.clear()
 
     def drop(self, unit: Unit) -> None:
-        for leaf in self.stepped.pop(unit.index, []):
-            self.inner.state.pop(leaf, None)
+        for piece in self.members.pop(unit).pieces:
+            if piece.leaf is not None:
+                self.inner.state.pop(piece.leaf, None)
 
     def _refuse_outside(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._stepping:
@@ -207,16 +213,14 @@ class TorchSteps(ShardedSteps):
                 f"{type(optimizer).__name__}.step() was called on an optimizer that an engine owns; call engine.step()"
             )
 
-    def _leaves(self, unit: Unit) -> list[Tensor]:
-        if unit.index not in self.stepped:
-            self.stepped[unit.index] = [
-                _in_memory(unit)[piece.start : piece.stop].view(piece.shape if self.whole else (-1,)).detach()
-                for piece in self.pieces[unit.index]
-            ]
-            for piece, leaf in zip(self.pieces[unit.index], self.stepped[unit.index], strict=True):
-                if initial := self._initial_state(piece, flat=not self.whole):
-                    self.inner.state[leaf] = initial
-        return self.stepped[unit.index]
+    def _leaf(self, piece: Piece) -> Tensor:
+        if piece.leaf is None:
+            view = piece.unit.master.view(piece.start, piece.stop)
+            assert view is not None, "train/initialize.py refuses torch optimizers with a disk tier"
+            piece.leaf = view.view(piece.shape if self.whole else (-1,)).detach()
+            if initial := self._initial_state(piece, flat=not self.whole):
+                self.inner.state[piece.leaf] = initial
+        return piece.leaf
 
     def chunks(self, unit: Unit) -> Sequence[Chunk]:
         return [Chunk(0, unit.master.numel, {})]
@@ -229,8 +233,9 @@ class TorchSteps(ShardedSteps):
         for group, values in zip(groups, self._before, strict=True):
             _set_values(group, values)
             group["params"] = []
-        leaves = self._leaves(unit)
-        for piece, leaf in zip(self.pieces[unit.index], leaves, strict=True):
+        pieces = self.members[unit].pieces
+        leaves = [self._leaf(piece) for piece in pieces]
+        for piece, leaf in zip(pieces, leaves, strict=True):
             if piece.param.requires_grad:
                 leaf.grad = grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape)
                 groups[piece.group]["params"].append(leaf)
@@ -262,27 +267,23 @@ class TorchSteps(ShardedSteps):
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape:
                     state[name] = value.to(dtype or leaf.dtype)
 
-    def state_nbytes(self, unit: Unit) -> int:
-        """Only existing state counts: torch optimizers make it in their first step."""
-        states = (self.inner.state.get(leaf, {}) for leaf in self._leaves(unit))
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+    def memory(self) -> Iterator[Tensor | Store]:
+        values = (value for state in self.inner.state.values() for value in state.values())
+        return (value for value in values if isinstance(value, Tensor) and value.dim() > 0)
 
-    def _leaf(self, unit: Unit, piece: Piece) -> Tensor:
-        return self._leaves(unit)[self.pieces[unit.index].index(piece)]
+    def _state(self, piece: Piece) -> dict[str, Any]:
+        return self.inner.state.get(self._leaf(piece), {})
 
-    def _state(self, unit: Unit, piece: Piece) -> dict[str, Any]:
-        return self.inner.state.get(self._leaf(unit, piece), {})
-
-    def states(self, unit: Unit, piece: Piece) -> dict[str, Tensor | Section]:
-        shape = self._leaf(unit, piece).shape
+    def states(self, piece: Piece) -> dict[str, Tensor | Section]:
+        shape = self._leaf(piece).shape
         return {
             name: value.view(-1)
-            for name, value in self._state(unit, piece).items()
+            for name, value in self._state(piece).items()
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
         }
 
-    def make_states(self, unit: Unit, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
-        leaf = self._leaf(unit, piece)
+    def make_states(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+        leaf = self._leaf(piece)
         before = self.inner.state.pop(leaf, None)
         if dtypes:
             self.inner.state[leaf] = {name: torch.zeros_like(leaf, dtype=dtype) for name, dtype in dtypes.items()}
@@ -294,18 +295,12 @@ class TorchSteps(ShardedSteps):
 
         return undo
 
-    def scalars(self, unit: Unit, piece: Piece) -> dict[str, Any]:
-        per_element = self.states(unit, piece)
-        return {name: value for name, value in self._state(unit, piece).items() if name not in per_element}
+    def scalars(self, piece: Piece) -> dict[str, Any]:
+        per_element = self.states(piece)
+        return {name: value for name, value in self._state(piece).items() if name not in per_element}
 
-    def load_scalars(self, unit: Unit, piece: Piece, values: dict[str, Any]) -> None:
-        self.inner.state[self._leaf(unit, piece)].update(values)
-
-
-def _in_memory(unit: Unit) -> Tensor:
-    view = unit.master.view(0, unit.master.numel)
-    assert view is not None, "train/initialize.py refuses torch optimizers with a disk tier"
-    return view
+    def load_scalars(self, piece: Piece, values: dict[str, Any]) -> None:
+        self.inner.state[self._leaf(piece)].update(values)
 
 
 _PARAMS = {"params", "param_names"}

@@ -31,6 +31,7 @@ from slipstream.train.deepspeed_names import explain_missing
 from slipstream.train.gate import IGNORED_BLOCKS, Block
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
+from slipstream.train.saving import optimizer_state
 from slipstream.train.states import States
 from slipstream.train.verdict import Verdict, judge
 from slipstream.train.window import AccumulationWindow
@@ -398,13 +399,13 @@ class Engine(nn.Module):
         """
         states, unit, i = self._find(name)
         with self.together("optimizer_state"):
-            return access.full_optimizer_state(unit, i, states.steps)
+            return optimizer_state.of_parameter(unit, i, states.steps)
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Overwrite optimizer states of parameter `name`; "master" also sets the weight. Collective; same values on all ranks."""
         states, unit, i = self._find(name)
         with self.together("set_optimizer_state"):
-            access.set_optimizer_state(unit, i, states.steps, values)
+            optimizer_state.set_parameter(unit, i, states.steps, values)
 
     def save_checkpoint(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.comm import Comm, gather_objects
-from slipstream.zero.storage.store import read
+from slipstream.zero.storage.store import read, write
 from slipstream.zero.unit import Unit
 
 
@@ -84,48 +84,40 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
     if old.grads is None:
         return
     sharded = bool(old.placement.optim)
-    held = {piece.name: (piece, steps.states(old, piece)) for piece in steps.pieces[old.index]}
-    own = {
-        name: ({state: part.dtype for state, part in parts.items()}, steps.scalars(old, piece))
-        for name, (piece, parts) in held.items()
-    }
+    held = [(piece, steps.states(piece)) for piece in steps.pieces([old])]
+    own = {piece.name: ({state: part.dtype for state, part in parts.items()}, steps.scalars(piece)) for piece, parts in held}
     known: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
     for each in gather_objects(own, old.comms.dp.axis) if sharded else [own]:
         known |= each
     wanted = list(_wanted(steps, old, units, origins, known))
-    for unit, piece, origin in wanted:
+    for piece, origin in wanted:
         dtypes, scalars = known[old.names[origin.i]]
         if dtypes or scalars:
-            steps.make_states(unit, piece, dtypes)
-            steps.load_scalars(unit, piece, copy.deepcopy(scalars))
+            steps.make_states(piece, dtypes)
+            steps.load_scalars(piece, copy.deepcopy(scalars))
     for state in sorted({state for dtypes, _ in known.values() for state in dtypes}):
         dtype = next(dtypes[state] for dtypes, _ in known.values() if state in dtypes)
         shard = torch.zeros(old.optim_span[1] - old.optim_span[0], dtype=dtype)
-        for piece, parts in held.values():
+        for piece, parts in held:
             if state in parts:
                 shard[piece.start : piece.stop].copy_(read(parts[state]))
         whole = old.whole(shard, sharded)
-        for unit, piece, origin in wanted:
-            part = steps.states(unit, piece).get(state)
+        for piece, origin in wanted:
+            part = steps.states(piece).get(state)
             stop = min(piece.offset + piece.stop - piece.start, origin.common)
             if part is not None and piece.offset < stop:
-                values = whole[origin.start + piece.offset : origin.start + stop]
-                if isinstance(part, Tensor):
-                    part[: values.numel()].copy_(values)
-                else:
-                    part.put(0, values)
+                write(part, whole[origin.start + piece.offset : origin.start + stop])
 
 
 def _wanted(
     steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], known: Mapping[str, Any]
-) -> Iterator[tuple[Unit, Piece, Origin]]:
+) -> Iterator[tuple[Piece, Origin]]:
     """This rank's pieces that continue the old unit's. Tensor states that are not per element are dropped if the shape changed."""
-    for unit in (unit for unit in units if unit.grads is not None):
-        for piece in steps.pieces[unit.index]:
-            origin = origins.get(piece.name)
-            if origin is None or origin.unit is not old or old.names[origin.i] not in known:
-                continue
-            scalars = known[old.names[origin.i]][1].values()
-            is_same_shape = old.layout.slots[origin.i].shape == piece.shape
-            if is_same_shape or not any(isinstance(value, Tensor) and value.dim() for value in scalars):
-                yield unit, piece, origin
+    for piece in steps.pieces(units):
+        origin = origins.get(piece.name)
+        if origin is None or origin.unit is not old or old.names[origin.i] not in known:
+            continue
+        scalars = known[old.names[origin.i]][1].values()
+        is_same_shape = old.layout.slots[origin.i].shape == piece.shape
+        if is_same_shape or not any(isinstance(value, Tensor) and value.dim() for value in scalars):
+            yield piece, origin

@@ -39,13 +39,23 @@ class Schedule(ABC):
 
     optimizer: Any  # anything with param_groups
     last_batch_iteration: int
+    argument: ClassVar[str]  # of the constructor, in errors; {} is the attribute
     rate: ClassVar[str]  # the attribute with the groups' own rates
-    bounds: ClassVar[tuple[str, ...]] = ()  # attributes that scale with a group's rate
+    bounds: ClassVar[tuple[str, ...]] = ()  # attributes that scale with a group's rate; the first is the lower bound, else 0
     momenta: ClassVar[tuple[str, ...]] = ()  # attributes that do not
 
     @abstractmethod
     def _values(self) -> list[dict[str, Any]]:
         """The values of each parameter group at `last_batch_iteration`: always `lr`, perhaps `betas`."""
+
+    def _of_groups(self, name: str) -> list[float]:
+        return _each(self.optimizer, self.argument.format(name), getattr(self, name))
+
+    def _between(self, fraction: float) -> list[dict[str, Any]]:
+        """Rates at this fraction of the way from the lower bounds to the groups' own rates."""
+        highs = self._of_groups(self.rate)
+        lows = self._of_groups(self.bounds[0]) if self.bounds else [0.0] * len(highs)
+        return [{"lr": low + (high - low) * fraction} for low, high in zip(lows, highs, strict=True)]
 
     def _start(self, last_batch_iteration: int) -> None:
         self.last_batch_iteration = last_batch_iteration
@@ -104,7 +114,7 @@ class Schedule(ABC):
 class LRRangeTest(Schedule):
     """The range test (Smith 2018, arXiv 1803.09820): the rate grows without bound, to find where training diverges."""
 
-    rate = "min_lr"
+    argument, rate = "lr_range_test_{}", "min_lr"
 
     def __init__(
         self,
@@ -124,8 +134,7 @@ class LRRangeTest(Schedule):
 
     def _values(self) -> list[dict[str, Any]]:
         interval = (self.last_batch_iteration + 1) / self.step_size
-        factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
-        return [{"lr": lr * factor} for lr in _each(self.optimizer, "lr_range_test_min_lr", self.min_lr)]
+        return self._between(1 + self.step_rate * (math.floor(interval) if self.staircase else interval))
 
 
 class OneCycle(Schedule):
@@ -137,7 +146,7 @@ class OneCycle(Schedule):
 
     BETA2 = 0.99
 
-    rate, bounds, momenta = "max_lr", ("min_lr",), ("min_mom", "max_mom")
+    argument, rate, bounds, momenta = "cycle_{}", "max_lr", ("min_lr",), ("min_mom", "max_mom")
 
     def __init__(
         self,
@@ -165,9 +174,10 @@ class OneCycle(Schedule):
             )
         self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
         self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
-        self.first_size, self.second_size = float(cycle_first_step_size), float(second)
-        self.first_stairs = cycle_first_stair_count
-        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
+        self.total_size = self.first_step_size + self.second_step_size
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_step_size = decay_step_size
         self.cycle_momentum = cycle_momentum and self._can_cycle_momentum()
         self._start(last_batch_iteration)
@@ -182,60 +192,68 @@ class OneCycle(Schedule):
         return bool(betas)
 
     def _values(self) -> list[dict[str, Any]]:
-        lrs = [self._lr(low, high) for low, high in self._bounds("lr", self.min_lr, self.max_lr)]
-        values: list[dict[str, Any]] = [{"lr": lr} for lr in lrs]
+        height, decay = self._height(), self._decay_intervals()
+        values = self._between(height)
+        for new in values:
+            new["lr"] /= 1 + self.decay_lr_rate * decay
         if self.cycle_momentum:
-            bounds = self._bounds("mom", self.min_mom, self.max_mom)
+            bounds = zip(self._of_groups("min_mom"), self._of_groups("max_mom"), strict=True)
             for group, new, (low, high) in zip(self.optimizer.param_groups, values, bounds, strict=True):
+                momentum = (high - (high - low) * height) * (1 + self.decay_mom_rate * decay)
                 if "betas" in group:
-                    new["betas"] = (self._momentum(low, high), self.BETA2)
+                    new["betas"] = (low if self.last_batch_iteration < 0 else momentum, self.BETA2)
         return values
 
-    def _bounds(self, name: str, low: PerGroup, high: PerGroup) -> list[tuple[float, float]]:
-        lows = _each(self.optimizer, f"cycle_min_{name}", low)
-        return list(zip(lows, _each(self.optimizer, f"cycle_max_{name}", high), strict=True))
-
-    def _lr(self, low: float, high: float) -> float:
-        if self.last_batch_iteration < 0:
-            return low
-        decay = self._decay_interval()
-        if decay is not None:
-            return low / (1 + self.decay_lr_rate * decay)
-        return low + (high - low) * self._height()
-
-    def _momentum(self, low: float, high: float) -> float:
-        if self.last_batch_iteration < 0:
-            return low
-        decay = self._decay_interval()
-        if decay is not None:
-            return high * (1 + self.decay_mom_rate * decay)
-        return high - (high - low) * self._height()
-
-    def _decay_interval(self) -> float | None:
-        """Decay intervals since the end of the cycle; None within the cycle, 0 without decay."""
-        past = self.last_batch_iteration - (self.first_size + self.second_size)
-        if past < 0:
-            return None
-        return (past + 1) / self.decay_step_size if self.decay_step_size > 0 else 0.0
+    def _decay_intervals(self) -> float:
+        """Decay intervals since the end of the cycle."""
+        past = self.last_batch_iteration - self.total_size
+        return (past + 1) / self.decay_step_size if past >= 0 and self.decay_step_size > 0 else 0.0
 
     def _height(self) -> float:
-        """The height in the cycle: 0 at its ends, 1 at its peak.
+        """The height in the cycle: 0 at its ends and after it, 1 at its peak.
 
         Stairs are computed from the integer position, because the quotient can be an ulp below a stair's edge.
         """
-        total = self.first_size + self.second_size
-        position = (self.last_batch_iteration + 1) % total
-        if position <= self.first_size:
-            part, size, stairs = position, self.first_size, self.first_stairs
+        if self.last_batch_iteration >= self.total_size:
+            return 0.0
+        position = (self.last_batch_iteration + 1) % self.total_size
+        if position <= self.first_step_size:
+            part, size, stairs = position, self.first_step_size, self.first_stair_count
         else:
-            part, size, stairs = total - position, self.second_size, self.second_stairs
+            part, size, stairs = self.total_size - position, self.second_step_size, self.second_stair_count
         return math.floor(part * stairs / size) / stairs if stairs > 0 else part / size
 
 
-class WarmupLR(Schedule):
+class _Warmup(Schedule):
+    """A schedule that begins with a ramp over `warmup_num_steps` (at least 2), linear or logarithmic (steep first)."""
+
+    def _set_ramp(self, warmup_num_steps: int, warmup_type: str) -> None:
+        if warmup_type not in ("log", "linear"):
+            hint = nearest(str(warmup_type), ("log", "linear"))
+            raise ValueError(f"{type(self).__name__}: warmup_type {warmup_type!r} must be 'log' or 'linear'{hint}")
+        self.warmup_num_steps = max(2, _whole("warmup_num_steps", warmup_num_steps, minimum=0))
+        self.warmup_type, self.inverse_log_warm_up = warmup_type, 1.0 / math.log(self.warmup_num_steps)
+
+    def _set_total(self, total_num_steps: int) -> None:
+        self.total_num_steps = _whole("total_num_steps", total_num_steps, minimum=0)
+        if self.total_num_steps < self.warmup_num_steps:
+            text = "%s: total_num_steps %d is less than warmup_num_steps %d"
+            log.warning(text, type(self).__name__, self.total_num_steps, self.warmup_num_steps)
+
+    def _ramp(self) -> float:
+        """From 0 to 1, then 1."""
+        iteration = self.last_batch_iteration
+        if not 0 < iteration < self.warmup_num_steps:
+            return float(iteration > 0)
+        return (
+            math.log(iteration + 1) * self.inverse_log_warm_up if self.warmup_type == "log" else iteration / self.warmup_num_steps
+        )
+
+
+class WarmupLR(_Warmup):
     """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays constant."""
 
-    rate, bounds = "max_lr", ("min_lr",)
+    argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
 
     def __init__(
         self,
@@ -247,21 +265,19 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = _checked(optimizer)
-        self.ramp = _Ramp("WarmupLR", warmup_num_steps, warmup_type)
+        self._set_ramp(warmup_num_steps, warmup_type)
         self.min_lr = warmup_min_lr
         self.max_lr = _rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        iteration = self.last_batch_iteration
-        fraction = self.ramp(iteration) if iteration < self.ramp.steps else 1.0
-        return _between(self.optimizer, self.min_lr, self.max_lr, fraction)
+        return self._between(self._ramp())
 
 
-class WarmupDecayLR(Schedule):
+class WarmupDecayLR(_Warmup):
     """WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
-    rate, bounds = "max_lr", ("min_lr",)
+    argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
 
     def __init__(
         self,
@@ -274,27 +290,25 @@ class WarmupDecayLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = _checked(optimizer)
-        self.ramp = _Ramp("WarmupDecayLR", warmup_num_steps, warmup_type)
-        self.total_num_steps = self.ramp.total(total_num_steps)
+        self._set_ramp(warmup_num_steps, warmup_type)
+        self._set_total(total_num_steps)
         self.min_lr, self.max_lr = warmup_min_lr, warmup_max_lr
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        iteration = self.last_batch_iteration
-        if iteration < self.ramp.steps:
-            fraction = self.ramp(iteration)
-        else:
-            fraction = max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.ramp.steps))
-        return _between(self.optimizer, self.min_lr, self.max_lr, fraction)
+        if self.last_batch_iteration < self.warmup_num_steps:
+            return self._between(self._ramp())
+        remaining = self.total_num_steps - self.last_batch_iteration
+        return self._between(max(0.0, remaining / max(1, self.total_num_steps - self.warmup_num_steps)))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(_Warmup):
     """Multiples of the optimizer's own rate: warmup from `warmup_min_ratio`, then half a cosine down to `cos_min_ratio`.
 
     As in DeepSpeed the rate is 0 until the first `step()`, whatever the minimum ratio.
     """
 
-    rate = "base_lrs"
+    argument, rate = "the optimizer's lr", "base_lrs"
 
     def __init__(
         self,
@@ -307,46 +321,24 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = _checked(optimizer)
-        self.ramp = _Ramp("WarmupCosineLR", warmup_num_steps, warmup_type)
-        self.total_num_steps = self.ramp.total(total_num_steps)
+        self._set_ramp(warmup_num_steps, warmup_type)
+        self._set_total(total_num_steps)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.base_lrs = _rates(self.optimizer)
         self._start(last_batch_iteration)
 
     def _values(self) -> list[dict[str, Any]]:
-        return [{"lr": lr * self._ratio()} for lr in _each(self.optimizer, "the optimizer's lr", self.base_lrs)]
+        return self._between(self.get_lr_ratio())
 
-    def _ratio(self) -> float:
-        iteration, warmup = self.last_batch_iteration, self.ramp.steps
+    def get_lr_ratio(self) -> float:
+        """Return the multiple of the optimizer's own rate at `last_batch_iteration`."""
+        iteration, warmup = self.last_batch_iteration, self.warmup_num_steps
         if iteration < 0:
             return 0.0
         if iteration < warmup:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.ramp(iteration)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._ramp()
         progress = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-class _Ramp:
-    """A ramp from 0 to 1 over `steps` (at least 2), linear or logarithmic (steep first)."""
-
-    def __init__(self, owner: str, warmup_num_steps: int, warmup_type: str) -> None:
-        if warmup_type not in ("log", "linear"):
-            hint = nearest(str(warmup_type), ("log", "linear"))
-            raise ValueError(f"{owner}: warmup_type {warmup_type!r} must be 'log' or 'linear'{hint}")
-        self.owner = owner
-        self.steps = max(2, _whole("warmup_num_steps", warmup_num_steps, minimum=0))
-        self.logarithmic = warmup_type == "log"
-
-    def __call__(self, iteration: int) -> float:
-        if iteration <= 0:
-            return 0.0
-        return math.log(iteration + 1) * (1.0 / math.log(self.steps)) if self.logarithmic else iteration / self.steps
-
-    def total(self, total_num_steps: int) -> int:
-        total = _whole("total_num_steps", total_num_steps, minimum=0)
-        if total < self.steps:
-            log.warning("%s: total_num_steps %d is less than warmup_num_steps %d", self.owner, total, self.steps)
-        return total
 
 
 _SCHEDULES: dict[str, type[Schedule]] = {
@@ -487,11 +479,6 @@ def _each(optimizer: Any, name: str, value: PerGroup) -> list[float]:
 
 def _per_group(value: PerGroup, count: int) -> list[float]:
     return list(value) if isinstance(value, Sequence) else [value] * count
-
-
-def _between(optimizer: Any, low: PerGroup, high: PerGroup, fraction: float) -> list[dict[str, Any]]:
-    lows, highs = _each(optimizer, "warmup_min_lr", low), _each(optimizer, "warmup_max_lr", high)
-    return [{"lr": a + (b - a) * fraction} for a, b in zip(lows, highs, strict=True)]
 
 
 def _whole(name: str, value: float, *, minimum: int) -> int:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
-from slipstream.optim.native import NativeSteps
 from slipstream.train.gate import Block
 from slipstream.train.saving import entries
 from slipstream.train.states import States
@@ -188,19 +187,8 @@ def _optimizer(states: States, add: Any) -> None:
     for unit in states.units:
         if unit.out is not None:
             add(_whole(unit.master))
-    if isinstance(states.steps, NativeSteps):
-        for stores in states.steps.stores.values():
-            for store in stores.values():
-                add(_whole(store))
-        for scales in states.steps.scales.values():
-            for tensor in scales.values():
-                add(tensor)
-    else:
-        for state in states.steps.inner.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    add(value)
-
+    for state in states.steps.memory():
+        add(state if isinstance(state, Tensor) else _whole(state))
     average = entries.average_of(states)
     for store in average.stores() if average is not None else ():
         add(_whole(store))

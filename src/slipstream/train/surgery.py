@@ -301,7 +301,7 @@ class Change:
 
     def _fits(self, unit: Unit, group: Group) -> bool:
         shapes = [tuple(self.params[name].shape) for name in group.param_names]
-        if self.states.steps.groups[unit.index] != [self.held.get(id(p)) for p in unit.params]:
+        if self.states.steps.members[unit].groups != [self.held.get(id(p)) for p in unit.params]:
             return False
         is_trained = unit.grads is not None
         return (
@@ -373,12 +373,11 @@ class Change:
         states, steps = self.states, self.states.steps
         states.fence()
         states.updater.finish()
-        steps.adopt_initial_state(states.units)
+        steps.adopt_initial_state()
         steps.ring = None
         self._regroup()
         self._take_writes()
-        staying, going = set(self.kept.values()), [unit for unit in states.units if unit not in set(self.kept.values())]
-        before = {unit: unit.index for unit in states.units}
+        going = [unit for unit in states.units if unit not in set(self.kept.values())]
         for unit in going:
             unit.shown.expire_graphs()
         built = self._build(going, len(states.units))
@@ -386,11 +385,9 @@ class Change:
         access.register(built.values())
         units = [self.kept[i] if i in self.kept else built[i] for i in range(len(self.groups))]
         modules = self.values.modules
-        known = [(before[unit] if unit in staying else unit.index, unit) for unit in units]
         for index, (unit, group) in enumerate(zip(units, self.groups, strict=True)):
             block = modules[group.module_name] if group.module_name else None
             unit.rename(index, group.name, block, [self.leaves[name] for name in group.param_names])
-        steps.renumber(known)
         states.units[:] = units  # in place: the updater holds the same list
         self._refit_ring()
         convert_buffers(self.model, states.recipe.weights_dtype, states.plan.precision.buffer_dtype)

@@ -13,7 +13,6 @@ from slipstream.train.states import States
 from slipstream.train.window import check_rounds
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import Comm, gather_objects
-from slipstream.zero.layout import overlap
 from slipstream.zero.unit import Unit
 
 
@@ -69,10 +68,9 @@ def _find_culprit(units: Sequence[Unit], world: Axis) -> str:
     for unit in units:
         if first is not None or math.isfinite(float(unit.window.partial.sumsq)) or unit.grads is None:
             continue
-        base = unit.optim_span[0]
         for i, slot in enumerate(unit.layout.slots):
-            start, stop = overlap(slot.span, unit.optim_span)
-            if not bool(torch.isfinite(unit.grads.get(start - base, stop - base)).all()):
+            inside, _ = slot.common(unit.optim_span)
+            if not bool(torch.isfinite(unit.grads.get(inside.start, inside.stop)).all()):
                 first = (unit.index, i, unit.names[i])
                 break
     candidates: list[tuple[int, int, str]] = [each for each in gather_objects(first, world) if each is not None]

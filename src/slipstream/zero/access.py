@@ -1,19 +1,18 @@
-"""Read and write unsharded parameters, gradients and optimizer states: `with zero.gathered(params): ...`."""
+"""Read and write unsharded parameters and gradients: `with zero.gathered(params): ...`."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
-from slipstream.zero.layout import overlap
-from slipstream.zero.storage.store import fill_zero, read, write
+from slipstream.zero.layout import Slot
+from slipstream.zero.storage.store import fill_zero
 from slipstream.zero.unit import State, Unit
 
 # Every live unit of the process, in the same order on all ranks (that of registration): a parameter does not know its unit
@@ -78,59 +77,12 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
     else:
         if not unit.window.has_gradient:
             fill_zero(unit.grads)
-        start, stop = overlap(slot.span, unit.span)
-        shard = value.reshape(-1)[start - slot.offset : stop - slot.offset]
-        unit.grads.put(start - unit.span[0], shard if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(shard))
+        inside, of_param = slot.common(unit.span)
+        shard = value.reshape(-1)[of_param]
+        unit.grads.put(inside.start, shard if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(shard))
         grads = unit.grads.whole()
         unit.window.overwritten(reduce_into(grads, [grads], 1.0, accumulate=False))
     unit.hide_gradients()
-
-
-def full_optimizer_state(unit: Unit, i: int, steps: Any) -> dict[str, Tensor]:
-    """Return parameter i's master and per-element optimizer states, in its shape. Collective."""
-    slot = unit.layout.slots[i]
-    part = slice(slot.offset, slot.offset + slot.numel)
-    sharded = bool(unit.placement.optim)
-    result = {"master": unit.whole(unit.master.whole(), sharded)[part].view(slot.shape).float()}
-    pieces = _pieces(unit, i, steps)
-    local = [(piece.offset, name, read(value)) for piece in pieces for name, value in steps.states(unit, piece).items()]
-    shards = gather_objects(local, unit.comms.dp.axis) if sharded else [local]
-    for offset, name, value in (state for shard in shards for state in shard):
-        whole = result.setdefault(name, torch.zeros(slot.shape, dtype=value.dtype))
-        whole.view(-1)[offset : offset + value.numel()].copy_(value)
-    return result
-
-
-def _pieces(unit: Unit, i: int, steps: Any) -> list[Any]:
-    """This rank's pieces of parameter i in the optimizer; frozen units have none."""
-    pieces = steps.pieces[unit.index] if steps and unit.grads is not None else []
-    return [piece for piece in pieces if piece.name == unit.names[i]]
-
-
-def set_optimizer_state(unit: Unit, i: int, steps: Any, values: Mapping[str, Tensor]) -> None:
-    """Overwrite parameter i's states on the ranks that own them, and the weights if `values` has "master". Collective.
-
-    Raises ValueError for a wrong shape and KeyError for an unknown state, on all ranks before anything is written.
-    """
-    slot = unit.layout.slots[i]
-    for name, value in values.items():
-        if tuple(value.shape) != slot.shape:
-            raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
-    pieces = _pieces(unit, i, steps)
-    known = [sorted(steps.states(unit, piece)) for piece in pieces]
-    for states in [state for rank in gather_objects(known, unit.comms.data.axis) for state in rank]:
-        if unknown := sorted(values.keys() - {"master", *states}):
-            raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *states]}")
-    if "master" in values:
-        with gathered_units({unit: [i]}, None), torch.no_grad():
-            unit.params[i].copy_(values["master"])
-        start, stop = overlap(slot.span, unit.optim_span)
-        base = unit.optim_span[0]
-        unit.master.put(start - base, values["master"].reshape(-1)[start - slot.offset : stop - slot.offset])
-    for piece in pieces:
-        for name, state in steps.states(unit, piece).items():
-            if name in values:
-                write(state, values[name].reshape(-1)[piece.offset : piece.offset + piece.stop - piece.start])
 
 
 def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
@@ -245,24 +197,23 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
     with torch.no_grad():
         for i in indices:
             slot = unit.layout.slots[i]
-            span = (slot.offset, slot.offset + slot.numel)
-            _write_masters(unit, span, values)
+            new = values[slice(*slot.span)]
+            _write_masters(unit, slot, new)
             if not unit.placement.weights:
-                unit.full[slice(*span)].copy_(values[slice(*span)])
+                unit.full[slice(*slot.span)].copy_(new)
             else:
-                start, stop = overlap(span, unit.span)
-                unit.weights.put(start - unit.span[0], values[start:stop])
+                inside, of_param = slot.common(unit.span)
+                unit.weights.put(inside.start, new[of_param])
     if unit.memory.common:
         unit.comms.dp.publish(unit.memory.common)
 
 
-def _write_masters(unit: Unit, span: tuple[int, int], values: Tensor) -> None:
-    """Write `values` into the masters. Elements whose rounded value has not changed keep their precision."""
+def _write_masters(unit: Unit, slot: Slot, values: Tensor) -> None:
+    """Write a parameter's values into the masters. Elements whose rounded value has not changed keep their precision."""
     if unit.out is None:
         return
-    start, stop = overlap(span, unit.optim_span)
-    base = unit.optim_span[0]
-    master, new = unit.master.get(start - base, stop - base), values[start:stop]
-    new = new.to(master.device)
+    inside, of_param = slot.common(unit.optim_span)
+    master = unit.master.get(inside.start, inside.stop)
+    new = values[of_param].to(master.device)
     changed = master.to(new.dtype) != new
-    unit.master.put(start - base, torch.where(changed, new.to(master.dtype), master))
+    unit.master.put(inside.start, torch.where(changed, new.to(master.dtype), master))

@@ -36,6 +36,11 @@ class Slot:
     def span(self) -> Span:
         return self.offset, self.offset + self.numel
 
+    def common(self, span: Span) -> tuple[slice, slice]:
+        """The parameter's elements in a span: as a slice of the span, and of the flat parameter. Both may be empty."""
+        start, stop = overlap(self.span, span)
+        return slice(start - span[0], stop - span[0]), slice(start - self.offset, stop - self.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

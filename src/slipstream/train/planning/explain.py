@@ -189,7 +189,7 @@ def part_of(unit: Unit) -> Part:
 
 def _num_moments(steps: ShardedSteps) -> int:
     """Moments of a native rule, or of a torch optimizer by its class."""
-    if isinstance(steps, NativeSteps):
+    if steps.rule is not None:
         return len(steps.rule.states)
     return moments_of(type(steps.inner).__name__, steps.inner.defaults)
 

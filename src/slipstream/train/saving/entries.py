@@ -23,7 +23,6 @@ from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.layout import overlap
 from slipstream.zero.leaves import part_of
 from slipstream.zero.storage.store import Store, section
 from slipstream.zero.unit import Unit
@@ -45,12 +44,10 @@ def weights(states: States, exclude_frozen: bool = False) -> dict[str, FlatSlice
 
 def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSlice]]:
     """The ranges of a unit's parameters in a state that covers this rank's optimizer span."""
-    span = unit.optim_span
     for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
-        start, stop = overlap(slot.span, span)
-        data = section(store, start - span[0], stop - span[0])
+        inside, of_param = slot.common(unit.optim_span)
         shape, box = place_of(unit, param, slot.shape)
-        yield name, param, FlatSlice(data, shape, min(max(start - slot.offset, 0), slot.numel), box)
+        yield name, param, FlatSlice(section(store, inside.start, inside.stop), shape, min(of_param.start, slot.numel), box)
 
 
 def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, Box | None]:
@@ -146,20 +143,18 @@ def first_buffers(states: States) -> dict[str, Tensor]:
     return dict(zip(own, first_values(list(own.values()), states.world), strict=True))
 
 
-def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Unit, Piece]]:
+def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Piece]]:
     """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
-    for unit in states.units:
-        if unit.grads is not None:
-            for piece in states.steps.pieces[unit.index]:
-                if not is_excluded(f"model.{piece.name}", exclude):
-                    yield states.steps, unit, piece
+    for piece in states.steps.pieces(states.units):
+        if not is_excluded(f"model.{piece.name}", exclude):
+            yield states.steps, piece
 
 
 def optimizer_tensors(states: States) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
-    for steps, unit, piece in pieces(states):
-        for state, values in steps.states(unit, piece).items():
-            shape, box = place_of(unit, piece.param, piece.shape)
+    for steps, piece in pieces(states):
+        shape, box = place_of(piece.unit, piece.param, piece.shape)
+        for state, values in steps.states(piece).items():
             entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, shape, piece.offset, box)
     return entries
 
@@ -176,7 +171,7 @@ def optimizer_scalars(parts: Sequence[States]) -> dict[str, Any] | None:
 
 def all_scalars(states: States) -> dict[str, Any]:
     """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
-    own = {piece.name: steps.scalars(unit, piece) for steps, unit, piece in pieces(states)}
+    own = {piece.name: steps.scalars(piece) for steps, piece in pieces(states)}
     return {name: values for scalars in gather_objects(own, states.mesh.world) for name, values in scalars.items()}
 
 

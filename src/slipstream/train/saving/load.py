@@ -337,7 +337,7 @@ def _prepare_optimizer(parts: Sequence[States], metadata: checkpoint.Metadata, e
             state, _, name = entry.partition(".")
             dtypes.setdefault(name, {})[state] = info.dtype
     pieces = (each for part in parts for each in entries.pieces(part, exclude))
-    return [steps.make_states(unit, piece, dtypes.get(piece.name, {})) for steps, unit, piece in pieces]
+    return [steps.make_states(piece, dtypes.get(piece.name, {})) for steps, piece in pieces]
 
 
 def spread_weights(states: States) -> None:
@@ -378,15 +378,15 @@ def _take_scalars(
     if why := steps.unsupported_option(groups):
         raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
     steps.groups_loaded()
-    for steps, unit, piece in (each for states in parts for each in entries.pieces(states, exclude)):
+    for steps, piece in (each for states in parts for each in entries.pieces(states, exclude)):
         if piece.name in saved["params"]:
-            present = copy.deepcopy(steps.scalars(unit, piece))
-            undo.append(partial(steps.load_scalars, unit, piece, present))
+            present = copy.deepcopy(steps.scalars(piece))
+            undo.append(partial(steps.load_scalars, piece, present))
             # SGD saved by torch or DeepSpeed has no step count
             uncounted = isinstance(steps.inner, torch.optim.SGD) and not saved["params"][piece.name]
             if present and not uncounted:
                 _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
-            steps.load_scalars(unit, piece, saved["params"][piece.name])
+            steps.load_scalars(piece, saved["params"][piece.name])
 
 
 def _restore_random(state: Mapping[str, Any], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer's unsharded `state_dict` in torch's format, equal to that of the same optimizer over a plain model.
+"""Optimizer states, unsharded: of one parameter, and as a `state_dict` equal to that of the same optimizer over a plain model.
 
 A parameter whose master is wider than its weight has an additional state `master`; torch passes it through. Every rank gets all
 states, so the model must fit into one process; `save_checkpoint` has no such limit.
@@ -7,17 +7,65 @@ states, so the model must fit into one process; `save_checkpoint` has no such li
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.optim.sharded import ShardedSteps
 from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
+from slipstream.zero.storage.store import Section, read, write
 from slipstream.zero.unit import Unit
+
+
+def of_parameter(unit: Unit, i: int, steps: ShardedSteps) -> dict[str, Tensor]:
+    """Return parameter i's master and per-element optimizer states, in its shape. Collective."""
+    slot, sharded = unit.layout.slots[i], bool(unit.placement.optim)
+    result = {"master": unit.whole(unit.master.whole(), sharded)[slice(*slot.span)].view(slot.shape).float()}
+    start = slot.common(unit.optim_span)[1].start
+    local = [(start, name, read(value)) for name, value in (_states(unit, i, steps) or {}).items()]
+    shards = gather_objects(local, unit.comms.dp.axis) if sharded else [local]
+    for offset, name, value in (state for shard in shards for state in shard):
+        whole = result.setdefault(name, torch.zeros(slot.shape, dtype=value.dtype))
+        whole.view(-1)[offset : offset + value.numel()].copy_(value)
+    return result
+
+
+def set_parameter(unit: Unit, i: int, steps: ShardedSteps, values: Mapping[str, Tensor]) -> None:
+    """Overwrite parameter i's states on the ranks that own them, and the weights if `values` has "master". Collective.
+
+    Raises ValueError for a wrong shape and KeyError for an unknown state, on all ranks before anything is written.
+    """
+    slot = unit.layout.slots[i]
+    for name, value in values.items():
+        if tuple(value.shape) != slot.shape:
+            raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
+    states = _states(unit, i, steps)
+    for known in gather_objects(None if states is None else sorted(states), unit.comms.data.axis):
+        if known is not None and (unknown := sorted(values.keys() - {"master", *known})):
+            raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *known]}")
+    _write(unit, i, states or {}, values)
+
+
+def _states(unit: Unit, i: int, steps: ShardedSteps) -> dict[str, Tensor | Section] | None:
+    """The states of this rank's piece of parameter i; None if it owns none."""
+    piece = steps.piece(unit, i)
+    return None if piece is None else steps.states(piece)
+
+
+def _write(unit: Unit, i: int, states: Mapping[str, Tensor | Section], values: Mapping[str, Tensor]) -> None:
+    """Write unsharded values into this rank's states of a parameter, and "master" also into the weights."""
+    inside, of_param = unit.layout.slots[i].common(unit.optim_span)
+    if "master" in values:
+        with access.gathered_units({unit: [i]}, None), torch.no_grad():
+            unit.params[i].copy_(values["master"])
+        unit.master.put(inside.start, values["master"].reshape(-1)[of_param])
+    for name in states.keys() & values.keys():
+        write(states[name], values[name].reshape(-1)[of_param])
 
 
 def _params(states: States) -> Iterator[tuple[int, Unit, int]]:
@@ -35,7 +83,7 @@ def gather(states: States) -> dict[str, Any]:
     scalars = entries.all_scalars(states)
     by_number: dict[int, dict[str, Any]] = {}
     for number, unit, i in _params(states):
-        tensors = access.full_optimizer_state(unit, i, steps)
+        tensors = of_parameter(unit, i, steps)
         master = tensors.pop("master")
         known = scalars.get(unit.names[i], {})
         if known.get("step") == 0 or not (known or tensors):
@@ -54,7 +102,7 @@ def _as_in_torch(name: str, value: Any) -> Any:
 
 
 def load(states: States, saved: Mapping[str, Any]) -> None:
-    """Load a state_dict of `whole`, or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
+    """Load a state_dict of `gather` or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
     steps = states.steps
     groups = states.steps.inner.param_groups
     present, loaded = ([len(group["params"]) for group in each] for each in (groups, saved["param_groups"]))
@@ -62,39 +110,26 @@ def load(states: States, saved: Mapping[str, Any]) -> None:
         raise ValueError(f"load_state_dict(): it has groups of {loaded} parameters, and this optimizer has groups of {present}")
     params = list(_params(states))
     for number, unit, i in params:
-        for name, value in saved["state"].get(number, {}).items():
+        known = saved["state"].get(number, {})
+        for name, value in known.items():
             if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != unit.layout.slots[i].shape:
                 raise ValueError(
                     f"load_state_dict(): {name} of {unit.names[i]!r} has shape {tuple(value.shape)}, but the parameter has shape "
                     f"{tuple(unit.layout.slots[i].shape)}"
                 )
+        expected = sorted(steps.rule.states) if steps.rule is not None else known.keys()  # torch optimizers accept any
+        for name in _tensors(known, unit.layout.slots[i].shape).keys() - {"master", *expected}:
+            raise ValueError(
+                f"load_state_dict(): {name!r} of {unit.names[i]!r} is none of {type(steps.inner).__name__}'s states {expected}; "
+                "remove it, or configure the optimizer that it was saved from"
+            )
     if why := steps.unsupported_option(saved["param_groups"]):
         raise ValueError(f"load_state_dict(): {why}")
-    _refuse_unknown(states, params, saved["state"])
     for group, values in zip(groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     steps.groups_loaded()
     for number, unit, i in params:
-        _take_one(states, unit, i, saved["state"].get(number))
-
-
-def _refuse_unknown(states: States, params: Sequence[tuple[int, Unit, int]], saved: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise ValueError on every rank for states that a native rule does not have; torch optimizers accept any."""
-    steps = states.steps
-    unknown = []
-    for number, unit, i in params:
-        tensors = _tensors(saved.get(number, {}), unit.layout.slots[i].shape)
-        wanted = {name: value.dtype for name, value in tensors.items() if name != "master"}
-        for piece in (piece for piece in steps.pieces[unit.index] if piece.name == unit.names[i]):
-            undo = steps.make_states(unit, piece, wanted)
-            known = steps.states(unit, piece).keys()
-            undo()
-            unknown += [(name, piece.name, sorted(known)) for name in wanted.keys() - known]
-    for name, param, known in (each for rank in gather_objects(unknown, states.mesh.world) for each in rank):
-        raise ValueError(
-            f"load_state_dict(): {name!r} of {param!r} is none of {type(steps.inner).__name__}'s states {known}; "
-            "remove it, or configure the optimizer that it was saved from"
-        )
+        _take_one(steps, unit, i, saved["state"].get(number))
 
 
 def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:
@@ -106,20 +141,16 @@ def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Ten
     }
 
 
-def _take_one(states: States, unit: Unit, i: int, values: Mapping[str, Any] | None) -> None:
-    steps = states.steps
-    shape, pieces = unit.layout.slots[i].shape, [piece for piece in steps.pieces[unit.index] if piece.name == unit.names[i]]
-    if values is None:  # as before the first step
-        for piece in pieces:
-            steps.make_states(unit, piece, {})
-        known = access.full_optimizer_state(unit, i, steps)
-        tensors = {name: torch.zeros_like(value) for name, value in known.items() if name != "master"}
-        scalars: dict[str, Any] = {"step": 0} if tensors else {}
-    else:
-        tensors = _tensors(values, shape)
-        scalars = {name: value for name, value in values.items() if name not in tensors}
-        for piece in pieces:
-            steps.make_states(unit, piece, {name: value.dtype for name, value in tensors.items() if name != "master"})
-    for piece in pieces if scalars or values is not None else ():  # even empty: torch's SGD has no scalars
-        steps.load_scalars(unit, piece, copy.deepcopy(scalars))  # the optimizer modifies them
-    access.set_optimizer_state(unit, i, steps, tensors)
+def _take_one(steps: ShardedSteps, unit: Unit, i: int, values: Mapping[str, Any] | None) -> None:
+    piece, tensors = steps.piece(unit, i), _tensors(values or {}, unit.layout.slots[i].shape)
+    states: dict[str, Tensor | Section] = {}
+    if piece is not None:
+        steps.make_states(piece, {name: value.dtype for name, value in tensors.items() if name != "master"})
+        states = steps.states(piece)
+        if values is None:  # as before the first step
+            for state in states.values():
+                write(state, torch.zeros(state.numel()))
+        scalars = {name: value for name, value in values.items() if name not in tensors} if values is not None else {"step": 0}
+        if states or values is not None:
+            steps.load_scalars(piece, copy.deepcopy(scalars))  # the optimizer modifies them
+    _write(unit, i, states, tensors)

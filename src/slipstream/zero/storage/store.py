@@ -208,9 +208,9 @@ def read(part: Tensor | Section) -> Tensor:
 
 
 def write(part: Tensor | Section, values: Tensor) -> None:
-    """Overwrite the elements, casting."""
+    """Overwrite the leading elements, casting."""
     if isinstance(part, Tensor):
-        part.copy_(values)
+        part[: values.numel()].copy_(values)
     else:
         part.put(0, values)
 

@@ -97,17 +97,18 @@ class Chunk:
     uses: Mapping[str, Use]
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the states, while in memory
     slot: Slot | None = None
+    moved: list[tuple[str, Use]] = field(init=False)  # the uses that pass through a slot
 
-    def _moved(self) -> list[tuple[str, Use]]:
-        return [(name, use) for name, use in self.uses.items() if use.passes(self.start, self.stop)]
+    def __post_init__(self) -> None:
+        self.moved = [(name, use) for name, use in self.uses.items() if use.passes(self.start, self.stop)]
 
     def nbytes(self) -> int:
         """Bytes of a ring's buffer that the chunk needs."""
-        return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self._moved())
+        return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self.moved)
 
     def fetch(self, next_slot: Callable[[], Slot]) -> None:
         """Start reading the states that pass through a slot."""
-        if self._moved():
+        if self.moved:
             self.slot = next_slot()
             self.slot.moving = self._move(Disk.read)
 
@@ -129,7 +130,7 @@ class Chunk:
         """The memory of each moved state in the slot, in whole pages."""
         assert self.slot is not None
         result, at = {}, 0
-        for name, use in self._moved():
+        for name, use in self.moved:
             nbytes = range_nbytes(self.stop - self.start, use.store.dtype.itemsize)
             result[name] = (use, self.slot.memory[at : at + nbytes])
             at += nbytes
