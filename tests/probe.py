@@ -37,10 +37,10 @@ FACTS: Mapping[str, Fact] = {
         unit.shown.read_in_graph
     ),  # gathered for the whole backward, because its parameters are used outside of its block
     "is_lent": lambda unit: unit.shown.copies,  # gathered for a surgery
-    "is_arriving": lambda unit: unit.arriving is not None,  # its weights are being prefetched
+    "is_arriving": lambda unit: unit.pending_gather is not None,  # its weights are being prefetched
     "updating": _same("updating"),  # the optimizer is stepping the unit on another thread
     "has_masters": lambda unit: unit.out is not None,  # in addition to weights of lower precision
-    "whole": _same("whole"),  # (part, is_sharded) -> the flat tensor of all ranks; collective
+    "unsharded": _same("unsharded"),  # (part, is_sharded) -> the flat tensor of all ranks; collective
     "gather": _same("gather"),
     "close": _same("close"),
 }

@@ -149,7 +149,7 @@ class Ema:
         with self.engine.together("ema"):
             averages: dict[str, Tensor] = {}
             for unit, average in self._averages.items():
-                whole = unit.whole(average.whole(), bool(unit.placement.optim))
+                whole = unit.unsharded(average.whole(), bool(unit.placement.optim))
                 for name, slot in zip(unit.names, unit.layout.slots, strict=True):
                     averages[name] = whole[slice(*slot.span)].view(slot.shape).clone()
         return {"num_updates": self.num_updates, "average": averages}

@@ -52,7 +52,7 @@ def masters(engine: Any) -> dict[str, Tensor]:
     """Whole, by name; what `engine.optimizer_state` gives, with one collective a unit."""
     found: dict[str, Tensor] = {}
     for unit in probe.units(engine):
-        full = unit.whole(unit.master.whole(), bool(unit.placement.optim))
+        full = unit.unsharded(unit.master.whole(), bool(unit.placement.optim))
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
             found[name] = full[slice(*slot.span)].view(slot.shape)
     return found

@@ -57,7 +57,7 @@ class Carried:
             origin = self.origins[name]
             unit = origin.unit
             if unit not in wholes:
-                wholes[unit] = unit.whole(unit.master.whole(), bool(unit.placement.optim))
+                wholes[unit] = unit.unsharded(unit.master.whole(), bool(unit.placement.optim))
             old = wholes[unit][origin.start : origin.start + origin.common]
             self.values[name] = old if origin.given is None else self._merged(origin, old, self.dtype(name))
 
@@ -101,7 +101,7 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
         for piece, parts in held:
             if state in parts:
                 shard[piece.start : piece.stop].copy_(read(parts[state]))
-        whole = old.whole(shard, sharded)
+        whole = old.unsharded(shard, sharded)
         for piece, origin in wanted:
             part = steps.states(piece).get(state)
             stop = min(piece.offset + piece.stop - piece.start, origin.common)

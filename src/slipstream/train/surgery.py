@@ -29,7 +29,16 @@ from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.train.states import States
 from slipstream.world.watch import PeerError
 from slipstream.zero import access
-from slipstream.zero.build import Plot, Site, allocate, build_block, convert_buffers, disk_needs, longest_on_wire, survey
+from slipstream.zero.build import (
+    BuildContext,
+    UnitPlan,
+    allocate,
+    build_block,
+    convert_buffers,
+    disk_needs,
+    longest_on_wire,
+    plan_units,
+)
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import named_leaves, open_up
@@ -68,7 +77,7 @@ class Surgery:
             unit.release()
         states.hooks.remove()
         for unit in states.units:
-            unit.shown.let_reads_copy(self._lend)
+            unit.shown.let_reads_copy(self._show_copy)
         self.before = _outline(states.model)
         groups = states.steps.inner.param_groups
         self.num_groups = len(groups)
@@ -76,11 +85,11 @@ class Surgery:
             self.undo.callback(group.__setitem__, "params", list(group["params"]))
         states.gate.shut(Block.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
 
-    def _lend(self, unit: Unit) -> None:
+    def _show_copy(self, unit: Unit) -> None:
         if unit not in self.copies:
             unit.shown.let_reads_raise()  # while its weights are copied
-            self.copies[unit] = access.lend(unit, range(len(unit.params)))
-            unit.shown.let_reads_copy(self._lend)
+            self.copies[unit] = access.show_copy(unit, range(len(unit.params)))
+            unit.shown.let_reads_copy(self._show_copy)
 
     def add_group(self, group: dict[str, Any], scheduler: Any) -> None:
         """`add_param_group` of the engine's optimizer. Raises like torch, and ValueError; then no group is added."""
@@ -112,7 +121,7 @@ class Surgery:
             touched = self._touched()
             for unit in states.units:  # over shared memory one rank may have read alone; all ranks need the copy from here on
                 if unit.placement.weights and (unit, 0) in touched:
-                    self._lend(unit)
+                    self._show_copy(unit)
             change = Change(states, states.model, self.copies, touched, self.group)
         except Exception as error:
             self._close(f"{type(error).__name__}: {error}", is_changed=True)
@@ -168,7 +177,7 @@ class Surgery:
         for unit in states.units:
             unit.shown.let_reads_raise()
             if unit in self.copies:
-                access.end_lend(unit, range(len(unit.params)), self.copies[unit], None, write=False)
+                access.end_copy(unit, range(len(unit.params)), self.copies[unit], None, write=False)
             elif not unit.placement.weights:
                 for param, view in zip(unit.params, unit.shown.views, strict=True):
                     if param.data_ptr() != view.data_ptr():  # discard `p.data = ...`
@@ -236,9 +245,9 @@ class Change:
         aliases = {name: firsts.get(id(param), name) for name, param in others} | {name: name for name in self.params}
         self.reader = Carried(self.origins, aliases, states.world)
         self.values = FirstValues(model, states.device, self.reader)
-        self.site = Site(states.recipe, states.homes)
+        self.context = BuildContext(states.recipe, states.homes)
         new = [i for i in range(len(self.groups)) if i not in self.kept]
-        self.plots = dict(zip(new, survey([self.groups[i] for i in new], model, states.recipe, states.families), strict=True))
+        self.plans = dict(zip(new, plan_units([self.groups[i] for i in new], model, states.recipe, states.families), strict=True))
         self._open_files()
 
     def _find_origins(self) -> dict[str, Origin]:
@@ -269,7 +278,7 @@ class Change:
         fresh = []
         for name in names:
             origin = origins[name]
-            old = self.copies[origin.unit] if origin.unit in self.copies else origin.unit.whole_weights()
+            old = self.copies[origin.unit] if origin.unit in self.copies else origin.unit.unsharded_weights()
             assert origin.given is not None, "a new parameter object has its own values"
             new = origin.given.reshape(-1)[: origin.common].to(old)
             if not new.equal(old[origin.start : origin.start + origin.common]):
@@ -365,8 +374,8 @@ class Change:
     def _open_files(self) -> None:
         """Open files for the new units' states on disk. Collective; all ranks raise ValueError if one lacks disk space."""
         states, homes = self.states, self.states.homes
-        if homes.on_disk and self.plots:
-            needs = disk_needs(list(self.plots.values()), states.recipe, homes.to_keep, on_host=homes.lane is None)
+        if homes.on_disk and self.plans:
+            needs = disk_needs(list(self.plans.values()), states.recipe, homes.to_keep, on_host=homes.lane is None)
             homes.extend(states.open_space(needs))
 
     def make(self) -> None:
@@ -398,14 +407,14 @@ class Change:
             touched = [i for i in range(len(unit.params)) if (unit, i) in self.touched]
             if touched:
                 copy = self.copies.pop(unit) if unit in self.copies else access.full_values(unit)
-                access.adopt(unit, touched, copy)
-                access.end_lend(unit, touched, copy, 0, write=True)
+                access.copy_assigned(unit, touched, copy)
+                access.end_copy(unit, touched, copy, 0, write=True)
 
     def _build(self, going: list[Unit], first: int) -> dict[int, Unit]:
         """Build the new units, keyed by group and numbered from `first` for now; free each unit of `going` after its last use."""
         steps = self.states.steps
         blocks: dict[str, list[int]] = {"": []}
-        for i in self.plots:
+        for i in self.plans:
             blocks.setdefault(self.groups[i].module_name, []).append(i)
         needed: dict[Unit, str] = {}  # the last block that uses the old unit
         for block, which in blocks.items():
@@ -417,13 +426,13 @@ class Change:
                 self._let_go(unit)
         built: dict[int, Unit] = {}
         for block, which in blocks.items():
-            plots: list[Plot] = [self.plots[i] for i in which]
-            everything = [name for plot in plots for name in plot.group.param_names]
+            plans: list[UnitPlan] = [self.plans[i] for i in which]
+            everything = [name for plan in plans for name in plan.group.param_names]
             names = [name for name in everything if name in self.origins]
             for name in everything:
                 self._prepare(self.params[name])
-            parts = zip((first + i for i in which), plots, allocate(self.site, plots), strict=True)
-            units = build_block(self.site, self.values, block, list(parts))
+            parts = zip((first + i for i in which), plans, allocate(self.context, plans), strict=True)
+            units = build_block(self.context, self.values, block, list(parts))
             built.update(zip(which, units, strict=True))
             steps.add(units)
             sources = {self.origins[name].unit: None for name in names}  # ordered, the same on all ranks
@@ -452,7 +461,7 @@ class Change:
         """Free a unit that is no longer used. Parameters that left the model become ordinary ones again."""
         lost = [i for i, param in enumerate(unit.params) if id(param) not in self.ids]
         if lost and unit not in self.copies:
-            whole = unit.whole_weights()
+            whole = unit.unsharded_weights()
             for i in lost:
                 slot, param = unit.layout.slots[i], unit.params[i]
                 unit.shown.make_plain(i)

@@ -57,7 +57,7 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
         return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape).to(unit.full.device)
     if unit.grads is None or not unit.window.has_gradient:
         return torch.zeros(slot.shape, device=unit.full.device)
-    full = unit.whole(unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
+    full = unit.unsharded(unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
     if unit.comms.dp_replicate.size > 1:
         replicas = gather_objects(full, unit.comms.dp_replicate.axis)
         full = torch.stack([replica.to(full.device) for replica in replicas]).sum(0)
@@ -85,7 +85,7 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
     unit.hide_gradients()
 
 
-def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
+def show_copy(unit: Unit, indices: Iterable[int]) -> Tensor:
     """Point some parameters at a private copy of the unit's unsharded weights, and return it, flat. Collective over the shards."""
     copy = full_values(unit)
     slots = unit.layout.slots
@@ -93,8 +93,8 @@ def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
     return copy
 
 
-def end_lend(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
-    """Undo `lend`. With `write`, which is collective, first store the values of `copy` (of `modifier_rank`'s if it is given)."""
+def end_copy(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
+    """Undo `show_copy`. With `write`, which is collective, first store the values of `copy` (or of `modifier_rank`'s)."""
     if write:
         _write_back(unit, indices, copy, modifier_rank)
     unit.shown.end_copies(indices)
@@ -126,12 +126,12 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
     written = False
     try:
         for unit, indices in chosen.items():
-            copies[unit] = lend(unit, indices)
+            copies[unit] = show_copy(unit, indices)
         with _keeping_for_backward() if copies and torch.is_grad_enabled() else nullcontext():
             yield
         if write:
             for unit, indices in chosen.items():
-                adopt(unit, indices, copies[unit])
+                copy_assigned(unit, indices, copies[unit])
             if data is not None and data.size > 1 and modifier_rank is not None:
                 for param in shown:
                     param.data = param.data.contiguous()
@@ -139,7 +139,7 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
         written = write
     finally:
         for unit, copy in copies.items():
-            end_lend(unit, chosen[unit], copy, modifier_rank, write=written)
+            end_copy(unit, chosen[unit], copy, modifier_rank, write=written)
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def shown_as(values: Mapping[Unit, Mapping[int, Tensor]]) -> Iterator[None]:
         yield
     finally:
         for unit, of_unit in values.items():
-            end_lend(unit, of_unit, unit.full, None, write=False)
+            end_copy(unit, of_unit, unit.full, None, write=False)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _keeping_for_backward() -> Iterator[None]:
         yield
 
 
-def adopt(unit: Unit, indices: Iterable[int], copy: Tensor) -> None:
+def copy_assigned(unit: Unit, indices: Iterable[int], copy: Tensor) -> None:
     """Copy values that were set with `p.data = ...`, not in place, into `copy`. Raises ValueError if a shape has changed."""
     for i in indices:
         slot, new = unit.layout.slots[i], unit.params[i].data

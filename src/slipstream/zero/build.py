@@ -97,7 +97,7 @@ def _layout(group: Group, leaves: Mapping[str, Leaf], recipe: Recipe, num_shards
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
+class UnitPlan:
     """The plan of a unit that is not built yet."""
 
     group: Group
@@ -107,21 +107,21 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BuildContext:
     """The objects that all units of an engine share."""
 
     recipe: Recipe
     homes: Homes
 
 
-def survey(groups: Sequence[Group], model: nn.Module, recipe: Recipe, families: Mapping[Differs, Comms]) -> list[Plot]:
+def plan_units(groups: Sequence[Group], model: nn.Module, recipe: Recipe, families: Mapping[Differs, Comms]) -> list[UnitPlan]:
     """Lay out every group. Allocates nothing."""
     leaves = {leaf.name: leaf for leaf in named_leaves(model)}
 
-    def plot(group: Group, comms: Comms) -> Plot:
-        return Plot(group, _layout(group, leaves, recipe, comms.data.size), _dtypes(group, recipe, comms), comms)
+    def plan(group: Group, comms: Comms) -> UnitPlan:
+        return UnitPlan(group, _layout(group, leaves, recipe, comms.data.size), _dtypes(group, recipe, comms), comms)
 
-    return [plot(group, families[group.differs]) for group in groups]
+    return [plan(group, families[group.differs]) for group in groups]
 
 
 def build_units(
@@ -138,97 +138,101 @@ def build_units(
     just before its units are built.
     """
     open_up(model)
-    plots, tiers, lane = survey(wrap(model), model, recipe, families), recipe.tiers, lane_of(device)
-    data, needs = families[()].data, disk_needs(plots, recipe, tiers.weights_kept, on_host=lane is None)
+    plans, tiers, lane = plan_units(wrap(model), model, recipe, families), recipe.tiers, lane_of(device)
+    data, needs = families[()].data, disk_needs(plans, recipe, tiers.weights_kept, on_host=lane is None)
     spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
-    site = Site(recipe, Homes(tiers, device, spaces, lane, has_peers=data.size > 1))
-    memories = allocate(site, plots)
-    slots = Slots(longest_on_wire([(plot.comms.dp, plot.layout, plot.dtypes) for plot in plots if plot.group.trainable], recipe))
+    context = BuildContext(recipe, Homes(tiers, device, spaces, lane, has_peers=data.size > 1))
+    memories = allocate(context, plans)
+    slots = Slots(longest_on_wire([(plan.comms.dp, plan.layout, plan.dtypes) for plan in plans if plan.group.trainable], recipe))
     blocks: dict[str, list[int]] = {"": []}  # the root comes first, even if it has no parameters
-    for i, plot in enumerate(plots):
-        blocks.setdefault(plot.group.module_name, []).append(i)
+    for i, plan in enumerate(plans):
+        blocks.setdefault(plan.group.module_name, []).append(i)
     values.begin(blocks)
     units = []
     for block, indices in blocks.items():
-        units += build_block(site, values, block, [(i, plots[i], memories[i]) for i in indices])
+        units += build_block(context, values, block, [(i, plans[i], memories[i]) for i in indices])
     values.finish()
     data.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: all ranks have written the common weights
     access.register(units)
-    return units, slots, site.homes
+    return units, slots, context.homes
 
 
-def allocate(site: Site, plots: Sequence[Plot]) -> list[Memory]:
+def allocate(context: BuildContext, plans: Sequence[UnitPlan]) -> list[Memory]:
     """Allocate the communication buffers of all units, family by family. Collective."""
-    memories = [Memory(poison=site.recipe.poison) for _ in plots]
+    memories = [Memory(poison=context.recipe.poison) for _ in plans]
     by_family: dict[Differs, list[int]] = {}
-    for i, plot in enumerate(plots):
-        by_family.setdefault(plot.group.differs, []).append(i)
+    for i, plan in enumerate(plans):
+        by_family.setdefault(plan.group.differs, []).append(i)
     for _, indices in sorted(by_family.items()):
-        _allocate(site, plots[indices[0]].comms, indices, plots, memories)
+        _allocate(context, plans[indices[0]].comms, indices, plans, memories)
     return memories
 
 
-def _allocate(site: Site, comms: Comms, indices: list[int], plots: Sequence[Plot], memories: Sequence[Memory]) -> None:
+def _allocate(
+    context: BuildContext, comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]
+) -> None:
     """Allocate the buffers of the units with these indices, which are of one family."""
-    recipe, place = site.recipe, site.recipe.placement
+    recipe, place = context.recipe, context.recipe.placement
 
     def assign(name: str, chosen: list[int], buffers: list[Buffer] | None) -> None:
         for i, buffer in zip(chosen, buffers or [], strict=False):
             setattr(memories[i], name, buffer)
 
-    trainable = [i for i in indices if plots[i].group.trainable]
-    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and site.homes.lane is None)
-    weights = [(plots[i].layout.numel, plots[i].dtypes.weights) for i in indices]
+    trainable = [i for i in indices if plans[i].group.trainable]
+    in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and context.homes.lane is None)
+    weights = [(plans[i].layout.numel, plans[i].dtypes.weights) for i in indices]
     if place.weights and not recipe.poison and in_place:
         assign("common", indices, comms.dp.allocate_common(weights))
     elif not place.weights:
         assign("full", indices, comms.dp.allocate(weights))
     if not place.grads:
-        local = [(plots[i].layout.numel, plots[i].dtypes.local) for i in trainable]
+        local = [(plans[i].layout.numel, plans[i].dtypes.local) for i in trainable]
         assign("local", trainable, comms.dp.allocate(local))
     elif comms.dp_replicate.size > 1:
-        spans = [plots[i].layout.span(comms.dp.size, comms.dp.rank) for i in trainable]
-        shards = [(stop - start, plots[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
+        spans = [plans[i].layout.span(comms.dp.size, comms.dp.rank) for i in trainable]
+        shards = [(stop - start, plans[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
         assign("replica", trainable, comms.dp_replicate.allocate(shards))
 
 
-def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tuple[int, Plot, Memory]]) -> list[Unit]:
-    """Build the units of one block from (index, plot, memory) each, and free their initial values. Collective."""
-    plots = [plot for _, plot, _ in parts]
-    firsts = values.of_block(block, [(plot.group, plot.layout, plot.comms.data) for plot in plots])
+def build_block(
+    context: BuildContext, values: FirstValues, block: str, parts: Sequence[tuple[int, UnitPlan, Memory]]
+) -> list[Unit]:
+    """Build the units of one block from (index, plan, memory) each, and free their initial values. Collective."""
+    plans = [plan for _, plan, _ in parts]
+    firsts = values.of_block(block, [(plan.group, plan.layout, plan.comms.data) for plan in plans])
     units = []
-    for (i, plot, memory), first in zip(parts, firsts, strict=True):
-        group, place = plot.group, site.recipe.placement
+    for (i, plan, memory), first in zip(parts, firsts, strict=True):
+        group, place = plan.group, context.recipe.placement
         module = values.modules[block] if block else None
         leaves = [values.leaves[name] for name in group.param_names]
-        unit = Unit(group.name, i, module, leaves, plot.layout, place, plot.dtypes, plot.comms, memory, site.homes, first)
+        unit = Unit(group.name, i, module, leaves, plan.layout, place, plan.dtypes, plan.comms, memory, context.homes, first)
         if group.trainable:
-            unit.start_training(plot.dtypes)
+            unit.start_training(plan.dtypes)
         unit.release()  # the initial values are in the shards, not in the gathered memory
         units.append(unit)
     values.close_reader()
     return units
 
 
-def disk_needs(plots: Sequence[Plot], recipe: Recipe, to_keep: int, *, on_host: bool) -> Needs:
+def disk_needs(plans: Sequence[UnitPlan], recipe: Recipe, to_keep: int, *, on_host: bool) -> Needs:
     """Bytes of this rank's files for these units. to_keep: weight elements that stay in memory."""
     tiers, place = recipe.tiers, recipe.placement
     grads_tier = tiers.grads(on_host=on_host)
     weights = optim = 0
-    for plot in plots:
-        dtypes, comms = plot.dtypes, plot.comms
-        start, stop = plot.layout.span(comms.dp.size, comms.dp.rank)
+    for plan in plans:
+        dtypes, comms = plan.dtypes, plan.comms
+        start, stop = plan.layout.span(comms.dp.size, comms.dp.rank)
         shard = stop - start
         if tiers.weights is Tier.DISK:
             kept = min(shard, to_keep)
             to_keep -= kept
             weights += disk_nbytes(shard, dtypes.weights.itemsize, kept)
-        if not plot.group.trainable:
+        if not plan.group.trainable:
             continue
         if place.grads and grads_tier is Tier.DISK and comms.dp_replicate.size == 1:
             optim += disk_nbytes(shard, dtypes.grads.itemsize)
         if tiers.optim is Tier.DISK:
-            numel = shard if place.optim else plot.layout.numel
+            numel = shard if place.optim else plan.layout.numel
             master = [dtypes.master.itemsize] if dtypes.master != dtypes.weights else []
             optim += sum(disk_nbytes(numel, item, round(numel * tiers.kept)) for item in [*master, *recipe.state_itemsizes])
     return Needs(weights, optim)

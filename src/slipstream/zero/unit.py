@@ -124,7 +124,7 @@ class Unit:
         self.cuts = layout.shards(comms.dp.size)
         self.span: Span = layout.span(comms.dp.size, comms.dp.rank)
         self.state = State.GATHERED
-        self.arriving: Pending[None] | None = None  # the gather in flight
+        self.pending_gather: Pending[None] | None = None  # the gather in flight
         self.updating: Updating | None = None  # the optimizer update in flight
         self.window = UnitWindow(self.params, layout)
         self._place_weights(values)
@@ -253,13 +253,13 @@ class Unit:
     @outside
     def prefetch(self) -> None:
         """Start the gather, if it moves bytes. Advisory: `gather` and `release` are correct with and without it."""
-        if self.state is not State.RELEASED or self.arriving is not None or self.memory.common:
+        if self.state is not State.RELEASED or self.pending_gather is not None or self.memory.common:
             return
         if self.updating is not None:
             if not self._fetches or self.comms.dp.size > 1 or not self.updating.done():
                 return  # all ranks launch a collective at the same point, however far their updates are
             self.await_update()
-        self.arriving = self._start_gather()
+        self.pending_gather = self._start_gather()
 
     @property
     def _fetches(self) -> bool:
@@ -285,17 +285,17 @@ class Unit:
             self.shown.show_plain()
         else:
             self.prefetch()
-            assert self.arriving is not None
+            assert self.pending_gather is not None
             with _preserve_version(self.full):
-                self.arriving.wait()
-            self.arriving = None
+                self.pending_gather.wait()
+            self.pending_gather = None
             self.shown.show_full()
         self.state = State.GATHERED
 
     @outside
     def release(self) -> None:
         """Free the full weights if they are sharded. A no-op if the unit is released."""
-        if self.arriving is not None:  # prefetched but not used
+        if self.pending_gather is not None:  # prefetched but not used
             self.gather()
         if not self.placement.weights or self.state is not State.GATHERED:
             return
@@ -463,7 +463,7 @@ class Unit:
         The unit is unusable afterwards.
         """
         with suppress(DiskError):  # of a read whose result is discarded
-            if not on_disk or self.arriving is not None:
+            if not on_disk or self.pending_gather is not None:
                 self.gather()
         self.await_update()
         for i, (param, view) in enumerate(zip(self.params, self.shown.views, strict=True)):
@@ -505,11 +505,11 @@ class Unit:
         self.layout = replace(self.layout, slots=tuple(replace(slot, name=leaf.name) for slot, leaf in slots))
         self.shown.rename(self.layout)
 
-    def whole_weights(self) -> Tensor:
+    def unsharded_weights(self) -> Tensor:
         """Return the unsharded weights, flat, even if the parameters currently show other values. Collective."""
-        return self.full.clone() if not self.placement.weights else self.whole(self.weights.whole(), sharded=True)
+        return self.full.clone() if not self.placement.weights else self.unsharded(self.weights.whole(), sharded=True)
 
-    def whole(self, shard: Tensor, sharded: bool) -> Tensor:
+    def unsharded(self, shard: Tensor, sharded: bool) -> Tensor:
         """Return a per-element state of the whole unit, flat: every rank's `shard` if it is `sharded`, else a copy. Collective."""
         if not sharded:
             return shard.clone()

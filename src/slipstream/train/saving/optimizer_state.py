@@ -25,7 +25,7 @@ from slipstream.zero.unit import Unit
 def of_parameter(unit: Unit, i: int, steps: ShardedSteps) -> dict[str, Tensor]:
     """Return parameter i's master and per-element optimizer states, in its shape. Collective."""
     slot, sharded = unit.layout.slots[i], bool(unit.placement.optim)
-    result = {"master": unit.whole(unit.master.whole(), sharded)[slice(*slot.span)].view(slot.shape).float()}
+    result = {"master": unit.unsharded(unit.master.whole(), sharded)[slice(*slot.span)].view(slot.shape).float()}
     start = slot.common(unit.optim_span)[1].start
     local = [(start, name, read(value)) for name, value in (_states(unit, i, steps) or {}).items()]
     shards = gather_objects(local, unit.comms.dp.axis) if sharded else [local]
