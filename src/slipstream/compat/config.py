@@ -21,8 +21,8 @@ from slipstream.compat.constants import TABLES, ValidationMode
 from slipstream.compat.engine import read_config, tolerant
 from slipstream.compat.names import CONFIG_VALUES
 from slipstream.compat.utils import logger
-from slipstream.config import features, schema
-from slipstream.config.parse import Parsed, parse, schema_keys
+from slipstream.config import features, keys, schema
+from slipstream.config.parse import Parsed, parse
 from slipstream.config.plan import plan_values
 from slipstream.config.resolution import triad
 from slipstream.config.values import Block, Names
@@ -286,7 +286,7 @@ class _Read:
 
     def value(self, key: str) -> Any:
         """The value of a key, or DeepSpeed's default. A block is an object, or None if DeepSpeed's default is None."""
-        default = schema_keys().get(key)
+        default = keys.table()[key].default if key in keys.table() else None
         if self.engine is not None and (key in self.parsed.autos or key in _BATCH):
             return plan_values(self.engine.plan).get(key, default)
         value: Any = self.parsed.config
