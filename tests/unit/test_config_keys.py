@@ -11,7 +11,6 @@ import pytest
 
 from slipstream.config import DataWorld, ModelFacts, describe, resolve, schema
 from slipstream.config.keys import Counts, Fate, Key, counts, of_fate, say_idle, table
-from slipstream.config.parse import schema_keys
 from slipstream.config.values import Block
 from tests.unit.test_config_schema import nest
 
@@ -63,7 +62,7 @@ def test_the_defaults_ask_for_nothing() -> None:
 def test_counts_add_up() -> None:
     total = counts()
     assert isinstance(total, Counts)
-    assert sum(total) == len(schema_keys())
+    assert sum(total) == len(table())
     assert total.honored == len(HONORED)
     assert total.no_effect == len(NO_EFFECT)
 
@@ -113,7 +112,7 @@ def test_a_feature_that_is_not_built_is_refused(switch: Key) -> None:
 
 @pytest.mark.parametrize("switch", [name for name, key in SWITCHES.items() if key.off])
 def test_a_feature_that_is_off_parses(switch: str) -> None:
-    raw = nest(switch, "dense" if switch == "sparse_attention.mode" else schema_keys()[switch])
+    raw = nest(switch, "dense" if switch == "sparse_attention.mode" else table()[switch].default)
     if "weight_quantization" in raw:  # on by being there
         raw["weight_quantization"]["enabled"] = False
     assert resolved(raw).notes == ()
@@ -167,7 +166,7 @@ def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
         "vocabulary_size": 50257,
         "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,
     }
-    raw = nest(key, special.get(key, other(schema_keys()[key])))
+    raw = nest(key, special.get(key, other(table()[key].default)))
     if key.startswith("optimizer."):
         raw["optimizer"]["type"] = "Adam"
     plan = resolved(raw)

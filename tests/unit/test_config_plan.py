@@ -232,6 +232,7 @@ def test_loss_scale() -> None:
     static = plan_of({"fp16": block}).precision.loss_scale
     assert static is not None
     assert dataclasses.astuple(static) == (128.0, 256.0, 5, 3, True, 0.5)
+    assert plan_values(plan_of({"fp16": block}))["fp16.initial_scale_power"] == 8
     with pytest.raises(ValueError, match=r"below fp16\.min_loss_scale"):
         plan_of({"fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 4}})
 

@@ -15,6 +15,7 @@ from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching
 from slipstream.config.resolution import Values, case_of
 from slipstream.optim import fit, resolve_optimizer, rule_of
 from slipstream.optim.rules import Rule
+from slipstream.train import rehearse
 
 Config = dict[str, Any]  # by dotted key
 DEVICES = {
@@ -189,5 +190,8 @@ def test_an_elementwise_native_optimizer_supports_every_home_and_form(name: str)
     ],
 )
 def test_what_an_optimizer_does_not_support(config: Config, text: str) -> None:
+    plan, optimizer, rule = built(config)
     with pytest.raises(ValueError, match=text):
-        fit.refuse(*built(config))
+        fit.refuse(plan, optimizer, rule)
+    with pytest.raises(ValueError, match=text):  # `slipstream plan` says so in advance
+        rehearse(plan)

@@ -15,11 +15,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from slipstream.config import parse as parsing
-from slipstream.config.parse import RENAMED, parse, schema_keys
+from slipstream.config.keys import table
+from slipstream.config.parse import RENAMED, parse
 from slipstream.config.schema import Config, child
 from slipstream.config.values import Block
 
-KEYS = sorted(schema_keys())
+KEYS = sorted(table())
 # Names that open a block count as keys too: a typo in one loses everything below it.
 NAMES = sorted({".".join(key.split(".")[: i + 1]) for key in KEYS for i in range(key.count(".") + 1)})
 CHECKED = [name for name in NAMES if not name.endswith("*") and not name.startswith("amp.")]  # amp takes any key

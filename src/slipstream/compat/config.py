@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_serialize
 
 from slipstream.compat.constants import TABLES, ValidationMode
 from slipstream.compat.engine import read_config, tolerant
-from slipstream.compat.names import CONFIG_VALUES
+from slipstream.compat.names import CONFIG_ATTRIBUTES
 from slipstream.compat.utils import logger
-from slipstream.config import features, schema
-from slipstream.config.parse import Parsed, parse, schema_keys
+from slipstream.config import features, keys, schema
+from slipstream.config.parse import Parsed, parse
 from slipstream.config.plan import plan_values
 from slipstream.config.resolution import triad
 from slipstream.config.values import Block, Names
@@ -286,7 +286,7 @@ class _Read:
 
     def value(self, key: str) -> Any:
         """The value of a key, or DeepSpeed's default. A block is an object, or None if DeepSpeed's default is None."""
-        default = schema_keys().get(key)
+        default = keys.table()[key].default if key in keys.table() else None
         if self.engine is not None and (key in self.parsed.autos or key in _BATCH):
             return plan_values(self.engine.plan).get(key, default)
         value: Any = self.parsed.config
@@ -318,22 +318,6 @@ class _Read:
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_SAME = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
-dump_state disable_python_gc disable_allgather prescale_gradients gradient_allreduce_op gradient_clipping dataloader_drop_last"""
-_OTHER = {
-    **CONFIG_VALUES,
-    "zero_optimization_stage": "zero_optimization.stage",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "scheduler_name": "scheduler.type",
-    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
-    **{key: f"data_types.{key}" for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype")},
-    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
-    "compile_config": "compile",
-    "expert_parallel_config": "expert_parallel",
-    "autotuning_config": "autotuning",
-    "checkpoint_config": "checkpoint",
-    "weight_quantization_config": "weight_quantization",
-}
 
 
 def _at(key: str) -> Callable[[_Read], Any]:
@@ -346,8 +330,7 @@ def _tag_validation(read: _Read) -> str:
 
 # attribute of DeepSpeedConfig -> the function that reads its value
 _ATTRIBUTES: Mapping[str, Callable[[_Read], Any]] = {
-    **{name: _at(name) for name in _SAME.split()},
-    **{name: _at(key) for name, key in _OTHER.items()},
+    **{name: _at(key) for name, key in CONFIG_ATTRIBUTES.items()},
     "communication_data_type": lambda read: read.dtype("communication_data_type"),
     "seq_parallel_communication_data_type": lambda read: read.dtype("seq_parallel_communication_data_type"),
     "torch_autocast_dtype": lambda read: read.dtype("torch_autocast.dtype") if "dtype" in read.block("torch_autocast") else None,

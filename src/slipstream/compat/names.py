@@ -325,7 +325,8 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.autotuning": {"*": _TUNING},
 }
 
-# engine methods that return a config value, or DeepSpeed's default -> key; the first are also attributes of DeepSpeedConfig
+# A config value, or DeepSpeed's default -> key: names of both methods of the engine and attributes of DeepSpeedConfig
+# (CONFIG_VALUES), of attributes, and of methods (CONFIG_GETTERS)
 _ZERO = """reduce_scatter overlap_comm offload_optimizer offload_param sub_group_size reduce_bucket_size allgather_bucket_size
 compute_grad_norm contiguous_gradients load_from_fp32_weights elastic_checkpoint legacy_stage1 ignore_unused_parameters
 save_muon_momentum_buffer_in_memory allgather_partitions round_robin_gradients parameter_alignment log_trace_cache_warnings"""
@@ -342,6 +343,19 @@ CONFIG_VALUES: Mapping[str, str] = {
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "data_efficiency_enabled": "data_efficiency.enabled",
     "tensor_parallel_config": "tensor_parallel",
+}
+_SAME = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
+dump_state disable_python_gc disable_allgather prescale_gradients gradient_allreduce_op gradient_clipping dataloader_drop_last"""
+CONFIG_ATTRIBUTES: Mapping[str, str] = {
+    **CONFIG_VALUES,
+    **{name: name for name in _SAME.split()},
+    **{name: f"data_types.{name}" for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype")},
+    **{f"{block}_config": block for block in ("compile", "expert_parallel", "autotuning", "checkpoint", "weight_quantization")},
+    "zero_optimization_stage": "zero_optimization.stage",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "scheduler_name": "scheduler.type",
+    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
 }
 CONFIG_GETTERS: Mapping[str, str] = {
     **CONFIG_VALUES,

@@ -87,12 +87,6 @@ def parse(raw: Mapping[str, Any]) -> Parsed:
     return Parsed(config, leaves, frozenset(cleaning.autos), tuple(cleaning.notes()))
 
 
-@cache
-def schema_keys() -> Mapping[str, Any]:
-    """Return every schema key with its default."""
-    return MappingProxyType({name: key.default for name, key in keys.table().items()})
-
-
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """Return up to three of `known` that are similar to `word`, best first, with scores close to the best."""
     word = word[:100].lower()  # a comparison needs time proportional to the product of the lengths
@@ -273,7 +267,7 @@ def _unknown(location: tuple[str, ...]) -> str:
 
 def _elsewhere(name: str) -> list[str]:
     """Return the paths at which a key of this name exists, if there are at most three."""
-    paths = [key for key in (*schema_keys(), *Config.model_fields) if f".{key}".endswith(f".{name}")]
+    paths = [key for key in (*keys.table(), *Config.model_fields) if f".{key}".endswith(f".{name}")]
     return paths if len(paths) <= 3 else []
 
 

@@ -14,6 +14,7 @@ DeepSpeed 0.19), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
@@ -145,7 +146,7 @@ class LossScalePlan:
     static: float | None = key(
         "fp16.loss_scale", read=lambda scale: scale or None, shown=lambda scale: "dynamic" if scale is None else scale
     )
-    initial: float = key("fp16.initial_scale_power", read=lambda power: 2.0**power)
+    initial: float = key("fp16.initial_scale_power", read=lambda power: 2.0**power, shown=math.log2)
     window: int = key("fp16.loss_scale_window")  # steps without overflow before the scale doubles
     hysteresis: int = key("fp16.hysteresis")  # overflows before the scale is halved
     consecutive_hysteresis: bool = key("fp16.consecutive_hysteresis")  # a step without overflow resets the count

@@ -170,9 +170,9 @@ class Values:
         return self.parsed.leaves[path].value
 
     def section(self, kind: type[T], **computed: Any) -> T:
-        """Create a section of the plan. Fields with a key that are not computed are read."""
-        read = {name: json[0] for name, json in json_keys(kind).items() if json and name not in computed}
-        return kind(**{name: json.read(self[json.name]) for name, json in read.items()}, **computed)
+        """Create a section of the plan. Fields that are not computed have one key each and are read."""
+        read = {name: json for name, json in json_keys(kind).items() if name not in computed}
+        return kind(**{name: json.read(self[json.name]) for name, (json,) in read.items()}, **computed)
 
     def tier(self, states: str) -> Any:
         """The device of `offload_optimizer` or `offload_param`, or of its older boolean form."""
@@ -226,22 +226,10 @@ def _batch(values: Values, world: DataWorld) -> BatchPlan:
             f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start {stated} processes",
             fits=stated,
         )
-    train = values["train_batch_size"]
+    train, accumulation = values["train_batch_size"], values["gradient_accumulation_steps"]
     micro = values["train_micro_batch_size_per_gpu"]
-    accumulation = values["gradient_accumulation_steps"]
-    if train is None and micro is None and values.is_auto("train_micro_batch_size_per_gpu"):
-        micro = values.facts.loader_batch_size or 1
-        if values.facts.loader_batch_size is None:
-            values.notes.append(
-                'train_micro_batch_size_per_gpu is "auto" and nothing determines it, so it became 1; '
-                "set train_batch_size or the micro batch size"
-            )
-    elif train is None and micro is None and values.facts.ahead:
-        micro = values.facts.loader_batch_size or 1
-        values.notes.append(
-            f"no batch size is set: planned with a micro-batch of {micro}; initialize needs train_batch_size or "
-            "train_micro_batch_size_per_gpu"
-        )
+    if train is None and micro is None:
+        micro = _default_micro_batch(values)
     batch = triad(train, micro, accumulation, ranks)
     for path, given, formula in (
         ("train_batch_size", train, "micro batch x accumulation x data parallel"),
@@ -252,12 +240,26 @@ def _batch(values: Values, world: DataWorld) -> BatchPlan:
             values.sources[path] = f"derived: {formula}"
     if accumulation is None and (train is None or micro is None):
         values.sources["gradient_accumulation_steps"] = "default"
-    return BatchPlan(
-        train_batch_size=batch.train,
-        micro_batch_size=batch.micro,
-        accumulation=batch.accumulation,
-        managed=values["managed_gradient_accumulation"],
-    )
+    return values.section(BatchPlan, train_batch_size=batch.train, micro_batch_size=batch.micro, accumulation=batch.accumulation)
+
+
+def _default_micro_batch(values: Values) -> int | None:
+    """Return the micro-batch size if the config sets no batch size, or None if it has to set one."""
+    is_auto, loader = values.is_auto("train_micro_batch_size_per_gpu"), values.facts.loader_batch_size
+    if not is_auto and not values.facts.ahead:
+        return None
+    micro = loader or 1
+    if not is_auto:
+        values.notes.append(
+            f"no batch size is set: planned with a micro-batch of {micro}; initialize needs train_batch_size or "
+            "train_micro_batch_size_per_gpu"
+        )
+    elif loader is None:
+        values.notes.append(
+            'train_micro_batch_size_per_gpu is "auto" and nothing determines it, so it became 1; '
+            "set train_batch_size or the micro batch size"
+        )
+    return micro
 
 
 class Triad(NamedTuple):

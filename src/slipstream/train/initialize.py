@@ -160,6 +160,8 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     model = torch.nn.Linear(1, 1)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
     inner, rule = _optimizer(named, model, None, None)
+    if inner is not None:
+        fit.refuse(plan, inner, rule)
     if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate
         known = {name: 1 << 30 if value is None else value for name, value in plan.scheduler.params.items()}
         build_scheduler(plan.scheduler.type, known, inner or torch.optim.AdamW(model.parameters()))
