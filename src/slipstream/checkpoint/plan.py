@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.errors import CheckpointError, Ranks
-from slipstream.checkpoint.flat_slice import Box, FlatSlice, Part, Shape, check_cover, whole_box
+from slipstream.checkpoint.flat_slice import Box, FlatSlice, Ranged, Shape, check_cover, whole_box
 
 STAGE = 1 << 24  # bytes of values that are copied to the host or converted at a time
 
@@ -29,15 +29,16 @@ class Share(NamedTuple):
     name: str
     shape: Shape
     box: Box
-    values: Tensor | Part
+    values: Tensor | Ranged  # a tensor of the box's sizes, or elements [first, first + box.numel)
+    first: int = 0
 
     def stages(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the values on the host as `dtype`, row-major and 1D, at most STAGE bytes at a time."""
         step = STAGE // max(self.values.dtype.itemsize, dtype.itemsize)
         flat = flattened(self.values) if isinstance(self.values, Tensor) else self.values
-        for start in range(0, flat.numel(), step):
-            stop = min(start + step, flat.numel())
-            stage = flat[start:stop] if isinstance(flat, Tensor) else flat.get(start, stop)
+        for start in range(0, self.box.numel, step):
+            stop = min(start + step, self.box.numel)
+            stage = flat[start:stop] if isinstance(flat, Tensor) else flat.get(self.first + start, self.first + stop)
             yield stage.to(dtype).cpu()
 
 
@@ -51,8 +52,11 @@ def shares_of(tensors: Mapping[str, FlatSlice | Tensor]) -> Iterator[Share]:
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if isinstance(tensor, FlatSlice):
-            for box, values in tensor.pieces():
-                yield Share(name, shape, box, values)
+            first, data = 0, tensor.data
+            for box in tensor.boxes():
+                values = data[first : first + box.numel].view(box.sizes) if isinstance(data, Tensor) else data
+                yield Share(name, shape, box, values, first)
+                first += box.numel
         elif not isinstance(tensor, dtensor):
             yield Share(name, shape, whole_box(shape), tensor)
         elif tensor.device_mesh.get_coordinate() is not None:  # else this rank is not in its mesh
