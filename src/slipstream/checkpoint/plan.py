@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +39,10 @@ class Share(NamedTuple):
             stop = min(start + step, self.box.numel)
             stage = flat[start:stop] if isinstance(flat, Tensor) else flat.get(self.first + start, self.first + stop)
             yield stage.to(dtype).cpu()
+
+
+def dtype_of(tensor: FlatSlice | Tensor) -> torch.dtype:
+    return tensor.data.dtype if isinstance(tensor, FlatSlice) else tensor.dtype
 
 
 def flattened(tensor: Tensor) -> Tensor:
@@ -81,9 +84,9 @@ def own_shares(ranks: Ranks, step: str, tensors: Mapping[str, FlatSlice | Tensor
 
     def extents() -> dict[str, Extent]:
         shares.extend(shares_of(tensors))
-        result: dict[str, Extent] = {}
+        result = {name: Extent(dtype_of(tensor), tuple(tensor.shape), []) for name, tensor in tensors.items()}
         for share in shares:
-            result.setdefault(share.name, Extent(share.values.dtype, share.shape, [])).boxes.append(share.box)
+            result[share.name].boxes.append(share.box)
         return result
 
     extents_by_rank = ranks.gather(step, extents)
@@ -104,7 +107,7 @@ def choose_writers(extents_by_rank: Sequence[Mapping[str, Extent]]) -> dict[tupl
                 )
             for box in boxes:
                 holders.setdefault((name, box), []).append(rank)
-    boxes_by_name: dict[str, list[Box]] = defaultdict(list)
+    boxes_by_name: dict[str, list[Box]] = {name: [] for name in kinds}
     writers: dict[tuple[str, Box], int] = {}
     nbytes = [0] * len(extents_by_rank)
     for (name, box), ranks in holders.items():
