@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes, check_cover, flat_range
+from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes, check_cover, flat_range, runs
+from slipstream.checkpoint.plan import Extent, choose_writers, shares_of
 
 shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -75,10 +76,40 @@ def test_pieces_are_views_of_data(case: tuple[tuple[int, ...], int, int]) -> Non
     shape, start, stop = case
     part = FlatSlice(torch.arange(start, stop), shape, start)
     values = torch.arange(math.prod(shape)).view(shape)
-    for box, view in part.pieces():
-        assert torch.equal(view, values[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))])
-        view.fill_(-1)
+    for share in shares_of({"w": part}):
+        assert isinstance(share.values, torch.Tensor)
+        assert torch.equal(share.values, values[tuple(slice(o, o + n) for o, n in zip(*share.box, strict=True))])
+        share.values.fill_(-1)
     assert bool((part.data == -1).all()) and part.stop == stop
+
+
+@given(st.data(), st.lists(st.integers(1, 4), min_size=0, max_size=4))
+def test_runs_are_the_box_in_order(data: st.DataObject, shape: list[int]) -> None:
+    offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)]
+    box = Box(tuple(offsets), tuple(sizes))
+    start, stop = sorted(data.draw(st.integers(0, box.numel)) for _ in range(2))
+    values = torch.arange(math.prod(shape)).view(shape)
+    found = [element for first, numel in runs(tuple(shape), box, start, stop) for element in range(first, first + numel)]
+    assert found == box.of(values).flatten()[start:stop].tolist()
+
+
+def test_equal_boxes_are_written_by_the_rank_with_the_least() -> None:
+    whole, halves = Box((0,), (8,)), boxes((8,), 0, 4) + boxes((8,), 4, 8)
+    extents = [
+        {
+            "a": Extent(torch.float32, (8,), [whole]),
+            "b": Extent(torch.float32, (8,), [half]),
+            "c": Extent(torch.int8, (8,), [whole]),
+        }
+        for half in halves
+    ]
+    for all_extents in (extents, [*extents, {"a": extents[0]["a"]}]):
+        assert choose_writers(all_extents) == {("a", whole): 0, ("c", whole): 1}
+    with pytest.raises(ValueError, match=r"'b' of shape .* only 4 of 8 elements"):
+        choose_writers(extents[:1])
+    with pytest.raises(ValueError, match=r"'a' is torch.int8 of shape .* on rank 1 and torch.float32"):
+        choose_writers([extents[0], {"a": extents[0]["c"]}])
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def _rows(box: Box) -> tuple[int, int]:
 
 
 class _StoredTensor:
-    """One tensor of a checkpoint as the data of a `FlatSlice` (the `Rested` protocol), read-only."""
+    """One tensor of a checkpoint as the data of a `FlatSlice` (the `Ranged` protocol), read-only."""
 
     def __init__(self, reader: BoxReader, name: str) -> None:
         self._reader, self._name = reader, name

@@ -176,7 +176,7 @@ def _words(box: Box) -> str:
     return f"the box at {list(box.offsets)} of sizes {list(box.sizes)}"
 
 
-class Rested(Protocol):
+class Ranged(Protocol):
     """A tensor that is not in memory, for example on disk: read and written by flat range."""
 
     @property
@@ -184,24 +184,6 @@ class Rested(Protocol):
     def numel(self) -> int: ...
     def get(self, start: int, stop: int) -> Tensor: ...
     def put(self, start: int, values: Tensor) -> None: ...
-
-
-class Part(NamedTuple):
-    """Elements [start, stop) of a tensor that is not in memory, read-only."""
-
-    data: Rested
-    start: int
-    stop: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def get(self, start: int, stop: int) -> Tensor:
-        return self.data.get(self.start + start, self.start + stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,7 +194,7 @@ class FlatSlice:
     element of a tensor passes an empty `data` (any start within bounds) or omits the name.
     """
 
-    data: Tensor | Rested  # 1D, this rank's span
+    data: Tensor | Ranged  # 1D, this rank's span
     shape: Shape  # of the whole tensor
     start: int  # in elements, row-major
     box: Box | None = None  # what the rank's tensor is of the whole; start then counts in the box. None: it is the whole
@@ -237,14 +219,11 @@ class FlatSlice:
     def stop(self) -> int:
         return self.start + self.data.numel()
 
-    def pieces(self) -> Iterator[tuple[Box, Tensor | Part]]:
-        """Each box of the range with its N-D view of `data`, or its `Part` if `data` is not in memory."""
-        position = 0
+    def boxes(self) -> list[Box]:
+        """The boxes of the whole tensor that `data` holds, consecutively."""
         outer = whole_box(self.shape) if self.box is None else self.box
-        for inner in boxes(outer.sizes, self.start, self.stop):
-            box, end = Box(tuple(map(add, outer.offsets, inner.offsets)), inner.sizes), position + inner.numel
-            yield box, self.data[position:end].view(box.sizes) if isinstance(self.data, Tensor) else Part(self.data, position, end)
-            position = end
+        parts = boxes(outer.sizes, self.start, self.stop)
+        return [Box(tuple(map(add, outer.offsets, part.offsets)), part.sizes) for part in parts]
 
 
 def memory(tensor: Tensor) -> memoryview:

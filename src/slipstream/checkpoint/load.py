@@ -29,7 +29,7 @@ from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate,
 from slipstream.checkpoint.document import Document, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape
-from slipstream.checkpoint.plan import shares_of
+from slipstream.checkpoint.plan import dtype_of, shares_of
 from slipstream.checkpoint.save import check_entry
 from slipstream.checkpoint.values import decode
 
@@ -115,7 +115,7 @@ def _load_metadata(directory: str | os.PathLike[str], tag: str, group: dist.Proc
     ranks, parent = Ranks(group), Path(directory)
     result: list[Metadata] = []
     step = ranks.first(f"checkpoint {parent / str(tag)} was not loaded")
-    deepspeed = ranks.decide(step, lambda: _deepspeed_document(locate(parent, tag)))
+    deepspeed = ranks.decide(step, lambda: read_document(path) if is_deepspeed(path := locate(parent, tag)) else None)
 
     def read() -> str:
         path = locate(parent, tag)
@@ -131,10 +131,6 @@ def _check_same(save_ids: list[str]) -> None:
     if len(set(save_ids)) > 1:
         rank = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
         raise CheckpointError(f"ranks 0 and {rank} see different checkpoints there; was it just replaced?")
-
-
-def _deepspeed_document(path: Path) -> Document | None:
-    return read_document(path) if is_deepspeed(path) else None
 
 
 def _metadata(path: Path, document: Document) -> Metadata:
@@ -236,8 +232,7 @@ def _check_target(name: str, tensor: FlatSlice | Tensor, document: Document, con
         )
     if tuple(tensor.shape) != entry.shape:
         raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in the checkpoint and {tuple(tensor.shape)} in the model")
-    dtype = tensor.data.dtype if isinstance(tensor, FlatSlice) else tensor.dtype
-    if dtype is not entry.dtype and not convert:
+    if (dtype := dtype_of(tensor)) is not entry.dtype and not convert:
         raise CheckpointError(
             f"tensor {name!r} is {entry.dtype} in the checkpoint and {dtype} in the model; pass convert=True to round it"
         )

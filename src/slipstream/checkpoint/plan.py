@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.errors import CheckpointError, Ranks
-from slipstream.checkpoint.flat_slice import Box, FlatSlice, Part, Shape, check_cover, whole_box
+from slipstream.checkpoint.flat_slice import Box, FlatSlice, Ranged, Shape, check_cover, whole_box
 
 STAGE = 1 << 24  # bytes of values that are copied to the host or converted at a time
 
@@ -29,16 +28,21 @@ class Share(NamedTuple):
     name: str
     shape: Shape
     box: Box
-    values: Tensor | Part
+    values: Tensor | Ranged  # a tensor of the box's sizes, or elements [first, first + box.numel)
+    first: int = 0
 
     def stages(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the values on the host as `dtype`, row-major and 1D, at most STAGE bytes at a time."""
         step = STAGE // max(self.values.dtype.itemsize, dtype.itemsize)
         flat = flattened(self.values) if isinstance(self.values, Tensor) else self.values
-        for start in range(0, flat.numel(), step):
-            stop = min(start + step, flat.numel())
-            stage = flat[start:stop] if isinstance(flat, Tensor) else flat.get(start, stop)
+        for start in range(0, self.box.numel, step):
+            stop = min(start + step, self.box.numel)
+            stage = flat[start:stop] if isinstance(flat, Tensor) else flat.get(self.first + start, self.first + stop)
             yield stage.to(dtype).cpu()
+
+
+def dtype_of(tensor: FlatSlice | Tensor) -> torch.dtype:
+    return tensor.data.dtype if isinstance(tensor, FlatSlice) else tensor.dtype
 
 
 def flattened(tensor: Tensor) -> Tensor:
@@ -51,8 +55,11 @@ def shares_of(tensors: Mapping[str, FlatSlice | Tensor]) -> Iterator[Share]:
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
         if isinstance(tensor, FlatSlice):
-            for box, values in tensor.pieces():
-                yield Share(name, shape, box, values)
+            first, data = 0, tensor.data
+            for box in tensor.boxes():
+                values = data[first : first + box.numel].view(box.sizes) if isinstance(data, Tensor) else data
+                yield Share(name, shape, box, values, first)
+                first += box.numel
         elif not isinstance(tensor, dtensor):
             yield Share(name, shape, whole_box(shape), tensor)
         elif tensor.device_mesh.get_coordinate() is not None:  # else this rank is not in its mesh
@@ -77,9 +84,9 @@ def own_shares(ranks: Ranks, step: str, tensors: Mapping[str, FlatSlice | Tensor
 
     def extents() -> dict[str, Extent]:
         shares.extend(shares_of(tensors))
-        result: dict[str, Extent] = {}
+        result = {name: Extent(dtype_of(tensor), tuple(tensor.shape), []) for name, tensor in tensors.items()}
         for share in shares:
-            result.setdefault(share.name, Extent(share.values.dtype, share.shape, [])).boxes.append(share.box)
+            result[share.name].boxes.append(share.box)
         return result
 
     extents_by_rank = ranks.gather(step, extents)
@@ -100,7 +107,7 @@ def choose_writers(extents_by_rank: Sequence[Mapping[str, Extent]]) -> dict[tupl
                 )
             for box in boxes:
                 holders.setdefault((name, box), []).append(rank)
-    boxes_by_name: dict[str, list[Box]] = defaultdict(list)
+    boxes_by_name: dict[str, list[Box]] = {name: [] for name in kinds}
     writers: dict[tuple[str, Box], int] = {}
     nbytes = [0] * len(extents_by_rank)
     for (name, box), ranks in holders.items():

@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint.background import PATIENCE_S, AsyncSave, Staging
 from slipstream.checkpoint.directory import Draft, check_tag, retain
-from slipstream.checkpoint.document import DTYPES, Document
+from slipstream.checkpoint.document import Document
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice
 from slipstream.checkpoint.plan import own_shares
-from slipstream.checkpoint.values import encode
+from slipstream.checkpoint.values import check_dense, encode
 from slipstream.checkpoint.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -188,13 +187,8 @@ def check_entry(name: str, tensor: FlatSlice | Tensor) -> None:
     if not isinstance(tensor, FlatSlice | Tensor):
         raise CheckpointError(f"tensor {name!r} is a {type(tensor).__name__}; pass a FlatSlice or a Tensor")
     data = tensor.data if isinstance(tensor, FlatSlice) else tensor
-    if not isinstance(data, Tensor):
-        return
-    if data.dtype not in DTYPES.values() or data.is_meta or data.layout is not torch.strided:
-        raise CheckpointError(
-            f"tensor {name!r} with dtype {data.dtype}, layout {data.layout}, on {data.device}: "
-            "only dense tensors with data can be stored"
-        )
+    if isinstance(data, Tensor):
+        check_dense(repr(name), data)
 
 
 def agree_on_tag(tags: Sequence[str], validation: TagValidation) -> str:

@@ -53,14 +53,6 @@ def _encode(value: Any, path: str, depth: int, keep: Callable[[Tensor], str]) ->
     if depth > _DEPTH:
         raise CheckpointError(f"{path[:200]}...: nested deeper than {_DEPTH} levels (a cycle?)")
     kind = type(value)
-    if value is None or kind is bool or kind is str:
-        return value
-    if kind is int:
-        if value.bit_length() > _INT_BITS:
-            raise CheckpointError(f"{path}: an int of {value.bit_length()} bits; at most {_INT_BITS} are kept")
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if kind is list:
         return [_encode(item, f"{path}[{i}]", depth + 1, keep) for i, item in enumerate(value)]
     if kind is tuple or kind is torch.Size:
@@ -81,18 +73,36 @@ def _encode(value: Any, path: str, depth: int, keep: Callable[[Tensor], str]) ->
             where = f"{path}[{key!r}]"
             pairs.append([_encode(key, where, depth + 1, keep), _encode(item, where, depth + 1, keep)])
         return {_MAPPINGS[kind]: pairs}
+    return _encode_leaf(value, path, keep)
+
+
+def _encode_leaf(value: Any, path: str, keep: Callable[[Tensor], str]) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        if value.bit_length() > _INT_BITS:
+            raise CheckpointError(f"{path}: an int of {value.bit_length()} bits; at most {_INT_BITS} are kept")
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind is torch.dtype:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind is Tensor or kind is torch.nn.Parameter:
-        if value.layout is not torch.strided or value.is_meta or value.dtype not in DTYPES.values():
-            raise CheckpointError(
-                f"{path}: a tensor with layout {value.layout}, dtype {value.dtype} on {value.device}; "
-                "only dense tensors with data can be stored"
-            )
+        check_dense(path, value)
         return {"$tensor": keep(value.detach())}
     return _encode_numpy(value, path, keep)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError for a sparse tensor, one on meta, and one of a dtype without a name in metadata.json."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in DTYPES.values():
+        raise CheckpointError(
+            f"{name}: a tensor with layout {tensor.layout}, dtype {tensor.dtype} on {tensor.device}; "
+            "only dense tensors with data can be stored"
+        )
 
 
 def _encode_numpy(value: Any, path: str, keep: Callable[[Tensor], str]) -> Any:
