@@ -490,7 +490,7 @@ def contents(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "metadata.json").read_bytes())["content"]
 
 
-def rewrite(folder: Path, content: Any, *, version: int = 1, text: str | None = None) -> None:
+def rewrite(folder: Path, content: Any, *, version: int = 2, text: str | None = None) -> None:
     """metadata.json with a right checksum, as an attacker would write it."""
     body = (json.dumps(content) if text is None else text).encode()
     head = f'{{"format": "slipstream-checkpoint", "version": {version}, "crc32": {zlib.crc32(body)}, '
@@ -552,7 +552,7 @@ HOSTILE = {
     "checksum type": (put(*W, "crc32", ["x"]), "a checksum is x"),
     "big endian": (put("byteorder", "big"), "big-endian"),
     "block of one": (put("block", 1), "block is 1"),
-    "world": (put("world_size", 3), "values of 1 ranks for a world of 3"),
+    "world": (put("mesh", {"batch": 3}), "values of 1 ranks for a mesh of"),
     "no values": (put("per_rank", None), "damaged or hostile"),
     "no tensors": (drop("tensors"), "KeyError: 'tensors'"),
     "tensors as a list": (put("tensors", []), "damaged or hostile"),
@@ -674,9 +674,28 @@ def test_versions_and_damage_are_told_apart(tmp_path: Path) -> None:
         metadata.write_bytes(raw[:stop])
         with pytest.raises(CheckpointError, match=r"truncated|not the metadata"):
             load_metadata(tmp_path, "a")
-    rewrite(tmp_path / "a", {}, version=2)
-    with pytest.raises(CheckpointError, match="format version 2; this one reads version 1"):
+    rewrite(tmp_path / "a", {}, version=3)
+    with pytest.raises(CheckpointError, match="format version 3; this one reads versions 1 to 2"):
         load(tmp_path, "a", tensors={})
+
+
+def test_version_1_is_read(tmp_path: Path) -> None:
+    """Its ranks were on one axis, and it named their number only."""
+    state = saved(tmp_path)
+    content = contents(tmp_path / "a")
+    assert content.pop("mesh") == {"batch": 1}
+    rewrite(tmp_path / "a", content | {"world_size": 1}, version=1)
+    target = blank(state)
+    loaded = load(tmp_path, "a", tensors=target)
+    assert loaded.per_rank is not None and load_metadata(tmp_path, "a").world_size == 1
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor), name
+
+
+def test_values_per_rank_belong_to_a_mesh(tmp_path: Path) -> None:
+    save(tmp_path, "a", tensors={}, shared={}, per_rank={"seed": 7}, mesh={"pp": 1, "batch": 1})
+    assert load(tmp_path, "a", tensors={}).per_rank is None
+    assert load(tmp_path, "a", tensors={}, mesh={"pp": 1, "batch": 1}).per_rank == {"seed": 7}
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "grow", "remove", "pipe", "folder"])

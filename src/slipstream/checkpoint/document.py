@@ -34,7 +34,7 @@ from slipstream.checkpoint.flat_slice import Box, Shape, check_cover
 
 METADATA = "metadata.json"
 FORMAT = "slipstream-checkpoint"
-VERSION = 1
+VERSION = 2  # 1 had no mesh: all ranks were on one axis
 BLOCK = 1 << 20  # bytes per checksum: small against a piece, large against the cost of a system call; fits the cache
 SLACK = 1 << 24  # bytes that a checkpoint's values may have regardless of the size of its files
 SIZE_LIMIT = 1 << 29  # bytes of metadata; some 3 million pieces
@@ -93,21 +93,34 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The content of metadata.json; for files of other programs, which have none, `world_size` is 0."""
+    """The content of metadata.json; for files of other programs, which have none, `mesh` is empty.
+
+    mesh: the axes of the run that saved, outermost first, and their sizes. `per_rank` has one entry per coordinate, row-major.
+    """
 
     save_id: str = ""  # unique per call of save: distinguishes a folder from its replacement
-    world_size: int = 0
+    mesh: Mapping[str, int] = field(default_factory=dict)
     block: int = BLOCK
     files: Mapping[str, int]  # name -> bytes
     tensors: Mapping[str, Entry]
     shared: Any = None
     per_rank: list[Any] = field(default_factory=list)
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved; 0 for files of other programs."""
+        return math.prod(self.mesh.values()) if self.mesh else 0
+
+
+def one_axis(size: int) -> dict[str, int]:
+    """The mesh of ranks that split a batch and share everything else."""
+    return {"batch": size}
+
 
 def render(document: Document) -> bytes:
     content = {
         "save_id": document.save_id,
-        "world_size": document.world_size,
+        "mesh": dict(document.mesh),
         "byteorder": sys.byteorder,
         "block": document.block,
         "files": dict(document.files),
@@ -159,14 +172,14 @@ def parse(raw: bytes) -> Document:
     header = _HEADER.match(raw)
     if header is None or header[1] != FORMAT.encode():
         raise CheckpointError(f"not the metadata of a Slipstream checkpoint (it begins with {raw[:24]!r})")
-    if int(header[2]) != VERSION:
-        raise CheckpointError(f"format version {int(header[2])}; this one reads version {VERSION}, use the one that wrote it")
+    if not 1 <= int(header[2]) <= VERSION:
+        raise CheckpointError(f"format version {int(header[2])}; this one reads versions 1 to {VERSION}, use the one that wrote it")
     body = raw[header.end() :].removesuffix(b"\n}\n")
     if zlib.crc32(body) != int(header[3]):
         raise CheckpointError("truncated, damaged or edited (its checksum does not match)")
     try:
         with _no_collection():
-            return _content(json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant))
+            return _content(json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant), int(header[2]))
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
@@ -185,7 +198,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _content(content: dict[str, Any]) -> Document:
+def _content(content: dict[str, Any], version: int) -> Document:
     if content["byteorder"] != sys.byteorder:
         raise CheckpointError(f"written on a {content['byteorder']}-endian machine; this one is {sys.byteorder}-endian")
     files = {}
@@ -196,15 +209,18 @@ def _content(content: dict[str, Any]) -> Document:
     block = _int_in_range(content["block"], "block", low=1 << 12, high=1 << 30)
     tensors = {name: _entry(name, raw, files, block) for name, raw in content["tensors"].items()}
     _check_bytes_disjoint(tensors)
-    world_size = _int_in_range(content["world_size"], "world_size", low=1)
+    mesh = one_axis(content["world_size"]) if version == 1 else content["mesh"]
+    if not isinstance(mesh, dict) or not mesh:
+        raise CheckpointError(f"mesh {str(mesh)[:40]}; it must name at least one axis")
+    mesh = {axis: _int_in_range(size, f"the size of axis {axis}", low=1) for axis, size in mesh.items()}
     per_rank = content["per_rank"]
-    if not isinstance(per_rank, list) or len(per_rank) != world_size:
-        raise CheckpointError(f"values of {len(per_rank)} ranks for a world of {world_size}")
+    if not isinstance(per_rank, list) or len(per_rank) != math.prod(mesh.values()):
+        raise CheckpointError(f"values of {len(per_rank)} ranks for a mesh of {mesh}")
     if type(content["save_id"]) is not str:
         raise CheckpointError(f"save_id {content['save_id']!r}")
     return Document(
         save_id=content["save_id"],
-        world_size=world_size,
+        mesh=mesh,
         block=block,
         files=files,
         tensors=tensors,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.box_reader import BoxReader, open_data
 from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest, state_of
-from slipstream.checkpoint.document import Document, ZipRecord
+from slipstream.checkpoint.document import Document, ZipRecord, one_axis
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape
 from slipstream.checkpoint.plan import dtype_of, shares_of
@@ -62,7 +62,7 @@ class Metadata:
 
 class Loaded(NamedTuple):
     shared: dict[str, Any]
-    per_rank: dict[str, Any] | None  # None if another number of ranks saved it
+    per_rank: dict[str, Any] | None  # None if ranks of another mesh saved it
 
 
 def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, universal: bool = False) -> str | None:
@@ -152,6 +152,7 @@ def load(
     *,
     tensors: Mapping[str, FlatSlice | Tensor],
     group: dist.ProcessGroup | None = None,
+    mesh: Mapping[str, int] | None = None,
     convert: bool = False,
     accept: Callable[[Loaded], None] | None = None,
     metadata: Metadata | None = None,
@@ -165,10 +166,10 @@ def load(
     any rank finds an error, with nothing changed.
     """
     if metadata is not None:
-        return _load(metadata, tensors, group, convert, accept)
+        return _load(metadata, tensors, group, mesh, convert, accept)
 
     def work() -> Loaded:
-        return _load(_load_metadata(directory, tag, group), tensors, group, convert, accept)
+        return _load(_load_metadata(directory, tag, group), tensors, group, mesh, convert, accept)
 
     return retry_if_replaced(directory, tag, work, group=group)
 
@@ -177,6 +178,7 @@ def _load(
     metadata: Metadata,
     tensors: Mapping[str, FlatSlice | Tensor],
     group: dist.ProcessGroup | None,
+    mesh: Mapping[str, int] | None,
     convert: bool,
     accept: Callable[[Loaded], None] | None,
 ) -> Loaded:
@@ -193,15 +195,15 @@ def _load(
     save_ids = ranks.gather(step, prepare)
     ranks.decide(step, lambda: _check_complete(path, document, save_ids))
 
-    same_size = document.world_size == ranks.size
+    is_same_mesh = dict(document.mesh) == dict(one_axis(ranks.size) if mesh is None else mesh)
     shared = _stand_ins(document, "$shared/", "cpu")
-    own = _stand_ins(document, f"$rank/{ranks.rank}/", "cpu") if same_size else {}
+    own = _stand_ins(document, f"$rank/{ranks.rank}/", "cpu") if is_same_mesh else {}
     with closing(BoxReader(path, document)) as files:
         _verify_records(ranks, step, files, [*shared, *tensors])
         _read(ranks, step, files, {**shared, **own})
         files.close()  # opened again for the tensors: if the checkpoint has been replaced by then, the load fails and is retried
         values = _values(document.shared, shared, f"{path}: shared")
-        per_rank = _values(document.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]") if same_size else None
+        per_rank = _values(document.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]") if is_same_mesh else None
         loaded = Loaded(values, per_rank)
         if accept is not None:
             ranks.gather(step, lambda: accept(loaded))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.background import PATIENCE_S, AsyncSave, Staging
 from slipstream.checkpoint.directory import Draft, check_tag, retain
-from slipstream.checkpoint.document import Document
+from slipstream.checkpoint.document import Document, one_axis
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice
 from slipstream.checkpoint.plan import own_shares
@@ -42,6 +42,7 @@ def save(
     shared: Mapping[str, Any],
     per_rank: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
+    mesh: Mapping[str, int] | None = None,
     save_latest: bool = True,
     tag_validation: TagValidation = "Warn",
     keep: int | None = None,
@@ -52,9 +53,10 @@ def save(
     the ranks; equal slices, and whole tensors that several ranks pass, are written once. `shared` is taken from rank 0,
     `per_rank` from each rank; both hold values that `values.encode` accepts. The tag is rank 0's; if another rank passes a
     different one, `tag_validation` decides between an error ("Fail"), a warning ("Warn") and nothing ("Ignore"). A checkpoint
-    with the same tag is replaced. `keep`: how many checkpoints stay in the directory, the newest ones.
+    with the same tag is replaced. `keep`: how many checkpoints stay in the directory, the newest ones. `mesh`: the axes of `group`
+    and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back.
     """
-    pending = _begin(directory, tag, tensors, shared, per_rank, group, save_latest, tag_validation, keep, None)
+    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, None)
     try:
         pending.ranks.decide(pending.step, pending.commit)
     finally:
@@ -73,15 +75,15 @@ def save_async(
     shared: Mapping[str, Any],
     per_rank: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
+    mesh: Mapping[str, int] | None = None,
     save_latest: bool = True,
     tag_validation: TagValidation = "Warn",
     keep: int | None = None,
     patience_s: float = PATIENCE_S,
 ) -> AsyncSave:
     """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time."""
-    return AsyncSave(
-        _begin(directory, tag, tensors, shared, per_rank, group, save_latest, tag_validation, keep, staging), patience_s
-    )
+    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, staging)
+    return AsyncSave(pending, patience_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +93,7 @@ class PendingSave:
     ranks: Ranks
     step: str
     path: Path
+    mesh: Mapping[str, int]
     writer: Writer
     draft: Draft | None
     shared: Any
@@ -102,7 +105,7 @@ class PendingSave:
         assert self.draft is not None, "only rank 0 commits"
         content = Document(
             save_id=self.draft.save_id,
-            world_size=self.ranks.size,
+            mesh=self.mesh,
             files=self.writer.files,
             tensors=self.writer.entries,
             shared=self.shared,
@@ -126,6 +129,7 @@ def _begin(
     shared: Mapping[str, Any],
     per_rank: Mapping[str, Any],
     group: dist.ProcessGroup | None,
+    mesh: Mapping[str, int] | None,
     save_latest: bool,
     tag_validation: TagValidation,
     keep: int | None,
@@ -171,6 +175,7 @@ def _begin(
         ranks=ranks,
         step=step,
         path=parent / tag,
+        mesh=one_axis(ranks.size) if mesh is None else mesh,
         writer=writer,
         draft=draft,
         shared=shared_skeleton,

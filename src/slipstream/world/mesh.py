@@ -66,6 +66,11 @@ class Mesh:
     families: Mapping[Differs, Family]
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The axes on which ranks differ by more than their share of states, outermost first: a checkpoint names them."""
+        return {"batch": self.batch.size}
+
+    @property
     def dense(self) -> Family:
         return self.families[()]
 

@@ -36,6 +36,7 @@ from slipstream.zero.leaves import Leaf
 from slipstream.zero.materialize import Values
 from slipstream.zero.parameter import drop_grad
 from slipstream.zero.placement import Placement, Tier
+from slipstream.zero.reduction import Dense, Reduction
 from slipstream.zero.shared import free_pages
 from slipstream.zero.shown import Reads, Shown
 from slipstream.zero.storage.homes import Homes, Pages
@@ -123,6 +124,7 @@ class Unit:
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
         self.span: Span = layout.span(comms.dp.size, comms.dp.rank)
+        self.reduction: Reduction = Dense(comms.dp)
         self.state = State.GATHERED
         self.pending_gather: Pending[None] | None = None  # the gather in flight
         self.updating: Updating | None = None  # the optimizer update in flight
@@ -340,7 +342,7 @@ class Unit:
         self.comms.dp.reusable(buffer)
         self.window.pack(buffer.tensor[: self.layout.numel])
         landing, accumulate = self.window.open(self.homes, self.grads), self.window.has_gradient
-        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, landing.memory, alpha=alpha, accumulate=accumulate)
+        pending = self.reduction.scatter(buffer, self.cuts, landing.memory, alpha=alpha, accumulate=accumulate)
         self.window.launched()
 
         def finish() -> None:
@@ -374,7 +376,7 @@ class Unit:
                 dp.reusable(wire)
                 wire.tensor[: self.layout.numel].copy_(local.tensor)
             out = local.tensor[slice(*self.span)]
-            scattered = dp.reduce_scatter(wire or local, self.cuts, out, alpha=alpha, accumulate=False)
+            scattered = self.reduction.scatter(wire or local, self.cuts, out, alpha=alpha, accumulate=False)
         elif not self.window.has_gradient:
             fill_zero(self.grads)
             self.window.reduced(ZERO)

@@ -140,7 +140,9 @@ def _load(
 
     try:
         _check_shapes(f"checkpoint {metadata.path} was not loaded", shapes)
-        loaded = checkpoint.load(directory, tag, tensors=wanted, group=group, convert=True, accept=accept, metadata=metadata)
+        loaded = checkpoint.load(
+            directory, tag, tensors=wanted, group=group, mesh=parts[0].mesh.sizes, convert=True, accept=accept, metadata=metadata
+        )
     except BaseException:
         for restore in reversed(undo):
             restore()

@@ -87,6 +87,7 @@ class Saves:
             "shared": shared,
             "per_rank": per_rank,
             "group": world.group,
+            "mesh": self.mesh.sizes,
             "save_latest": save_latest,
             "tag_validation": self.plan.tag_validation.capitalize(),
             "keep": self.plan.keep,
