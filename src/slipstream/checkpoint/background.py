@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -201,7 +200,7 @@ def _modified_ns(path: Path) -> int:
 
 def _with_sums(entry: Entry, sums_by_file: dict[str, dict[int, list[int]]]) -> Entry:
     def sums(piece: Piece) -> tuple[int, ...]:  # an empty piece has the offset of the next one
-        return tuple(sums_by_file[piece.file][piece.at]) if math.prod(piece.box.sizes) else ()
+        return tuple(sums_by_file[piece.file][piece.at]) if piece.box.numel else ()
 
     return replace(entry, pieces=tuple(replace(piece, crc32=sums(piece)) for piece in entry.pieces))
 

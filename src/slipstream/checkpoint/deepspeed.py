@@ -146,14 +146,14 @@ class _Import:
         at, parts = stored.at + first * stored.dtype.itemsize, self.pieces.setdefault(name, [])
         for box in boxes(shape, start, start + numel):
             parts.append(Piece(box=box, file=file, at=at, crc32=(), zip_record=record))
-            at += math.prod(box.sizes) * stored.dtype.itemsize
+            at += box.numel * stored.dtype.itemsize
 
     def _check_bytes(self) -> None:
         """Refuse a file whose tensors are many views of one storage: small on disk, vast when each is loaded."""
         loaded = dict.fromkeys(self.files, 0)
         for name, parts in self.pieces.items():
             for piece in parts:
-                loaded[piece.file] += math.prod(piece.box.sizes) * self.shapes[name][0].itemsize
+                loaded[piece.file] += piece.box.numel * self.shapes[name][0].itemsize
         for file, nbytes in loaded.items():
             if nbytes > 2 * self.files[file] + SLACK:
                 raise CheckpointError(
@@ -267,7 +267,7 @@ class _Import:
                 self._add(f"model.{name}", stored.shape, 0, stored, 0, stored.numel)
 
     def _elements(self, name: str) -> int:
-        return sum(math.prod(piece.box.sizes) for piece in self.pieces.get(f"model.{name}", []))
+        return sum(piece.box.numel for piece in self.pieces.get(f"model.{name}", []))
 
     def _buffers(self) -> None:
         for name in self.model["buffer_names"]:

@@ -88,7 +88,7 @@ class Entry:
     pieces: tuple[Piece, ...]
 
     def nbytes(self, piece: Piece) -> int:
-        return math.prod(piece.box.sizes) * self.dtype.itemsize
+        return piece.box.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +241,7 @@ def _entry(name: str, raw: dict[str, Any], files: Mapping[str, int], block: int)
             at=_int_in_range(part["at"], f"tensor {name!r}: an offset"),
             crc32=tuple(_int_in_range(crc, f"tensor {name!r}: a checksum", high=(1 << 32) - 1) for crc in part["crc32"]),
         )
-        nbytes = math.prod(piece.box.sizes) * dtype.itemsize
+        nbytes = piece.box.numel * dtype.itemsize
         if piece.file not in files:
             raise CheckpointError(f"tensor {name!r}: bytes in {piece.file!r}, which is not a file of this checkpoint")
         if piece.at + nbytes > files[piece.file]:

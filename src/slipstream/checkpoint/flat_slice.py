@@ -94,7 +94,7 @@ def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
 
 def flat_range(shape: Shape, box: Box) -> tuple[int, int] | None:
     """The row-major range [start, stop) of a box inside `shape`, or None if the box is not contiguous."""
-    start, numel, stride = 0, math.prod(box.sizes), 1
+    start, numel, stride = 0, box.numel, 1
     ragged = False  # whether an inner dim is not fully spanned by the box
     for size, offset, length in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
         if ragged and length != 1:
@@ -144,7 +144,7 @@ def check_cover(name: str, shape: Shape, parts: Sequence[Box]) -> None:
             raise ValueError(f"tensor {name!r} of shape {shape}: {len(parts)} boxes for zero elements")
         return
     _check_disjoint(name, shape, parts)
-    covered = sum(math.prod(box.sizes) for box in parts)
+    covered = sum(box.numel for box in parts)
     if covered != math.prod(shape):
         raise ValueError(f"tensor {name!r} of shape {shape}: only {covered} of {math.prod(shape)} elements are there")
 
