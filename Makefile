@@ -86,6 +86,7 @@ lint: $(READY)
 	$(BIN)/codespell --dictionary - --dictionary .ci/spelling.txt $$(git ls-files)
 	$(BIN)/mypy
 	$(BIN)/python .ci/lines.py
+	$(BIN)/python .ci/shape.py
 
 # The environments are ready before the benchmarks' clock starts.
 bench: $(READY) $(PEERS)/$(PINNED) $(SERVE_PEERS)/$(PINNED)

@@ -12,9 +12,6 @@ from typing import Any, Literal, get_args, get_origin
 import slipstream
 from slipstream import zero
 from slipstream.config import keys
-from slipstream.config.meanings import MEANINGS
-from slipstream.config.schema import Config, child
-from slipstream.config.values import Block
 
 PAGE = Path(__file__).with_name("REFERENCE.md")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -90,25 +87,14 @@ def members(prefix: str, owner: type) -> Iterator[str]:
 
 def tables() -> Iterator[str]:
     """One table a block of the JSON."""
-    known = dict(leaves(Config, ""))
     blocks: dict[str, list[str]] = {}
-    for name in keys.HONORED:
-        kind, default = known[name]
-        block, _, key = name.rpartition(".")
-        row = f"| `{key}` | {kind} | {shown(default)} | {MEANINGS[name]} |"
+    for name, key in keys.of_fate(keys.Fate.HONORED).items():
+        block, _, last = name.rpartition(".")
+        row = f"| `{last}` | {kind_of(key.annotation)} | {shown(key.default)} | {key.meaning} |"
         blocks.setdefault(block, []).append(row)
     for block, rows in blocks.items():
         title = f"### Block `{block}`" if block else "### Top level"
         yield "\n".join([title, "", "| key | value | default | |", "|---|---|---|---|", *rows])
-
-
-def leaves(block: type[Block], prefix: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    for name, field in block.model_fields.items():
-        below = child(field.annotation)
-        if below is not None:
-            yield from leaves(below.block, f"{prefix}{name}.")
-        else:
-            yield prefix + name, (kind_of(field.annotation), None if field.is_required() else field.get_default())
 
 
 def kind_of(annotation: Any) -> str:

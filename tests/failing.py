@@ -123,8 +123,6 @@ class Nursery:
 
 
 def serve() -> None:
-
-    from slipstream.checkpoint import storage  # noqa: F401
     from tests import toy
 
     warm = toy.make(toy.seeded(toy.Lm), 3)
@@ -243,7 +241,7 @@ def strike(edge: str, bad: int, how: str, nth: int) -> None:
     """Make rank `bad` call `act(how)` before it enters an edge for the nth time."""
     if _rank != bad:
         return
-    from slipstream.checkpoint import directory, storage
+    from slipstream.checkpoint import directory, writer
     from slipstream.zero.comm import ProcessGroupComm
     from slipstream.zero.shared import SharedComm
     from tests import probe
@@ -254,7 +252,7 @@ def strike(edge: str, bad: int, how: str, nth: int) -> None:
         "settle": [(probe.owner_of("settle"), "settle")],
         "publish": [(probe.owner_of("publish"), "publish")],
         "exchange": [(SharedComm, "exchange"), (ProcessGroupComm, "exchange")],
-        "save": [(storage.Writer, "write_data")],
+        "save": [(writer.Writer, "write")],
         "commit": [(directory.Draft, "commit")],
     }
     calls = 0

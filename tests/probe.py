@@ -28,11 +28,15 @@ FACTS: Mapping[str, Fact] = {
     # storage of states: each a Store, with whole(), nbytes, resident_nbytes, numel and dtype; `grads` is None if frozen
     **{name: _same(name) for name in ("weights", "master", "grads")},
     # memory: the flat gathered weights, their bytes, memory shared between ranks, pages that are mapped on demand
-    **{name: _same(name) for name in ("full", "full_nbytes", "memory", "pages")},
+    **{name: _same(name) for name in ("full", "memory")},
+    "full_nbytes": lambda unit: unit.layout.numel * unit.full.element_size(),
+    "pages": lambda unit: unit.memory.pages,
     "is_released": lambda unit: unit.state is State.RELEASED,
     "is_gathered": lambda unit: unit.state is State.GATHERED,
-    "is_direct": lambda unit: unit.direct,  # gathered for the whole backward, because its parameters are used outside of its block
-    "is_lent": lambda unit: unit.lent,  # gathered for a surgery
+    "is_direct": lambda unit: (
+        unit.shown.read_in_graph
+    ),  # gathered for the whole backward, because its parameters are used outside of its block
+    "is_lent": lambda unit: unit.shown.copies,  # gathered for a surgery
     "is_arriving": lambda unit: unit.arriving is not None,  # its weights are being prefetched
     "updating": _same("updating"),  # the optimizer is stepping the unit on another thread
     "has_masters": lambda unit: unit.out is not None,  # in addition to weights of lower precision

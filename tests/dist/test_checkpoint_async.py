@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, save_async
 from slipstream.checkpoint.directory import committed_tags
-from slipstream.checkpoint.storage import Writer
+from slipstream.checkpoint.writer import Writer
 from slipstream.train.gate import Block
 from tests import toy
 from tests.dist.test_checkpoint_engine import Noisy

@@ -137,7 +137,7 @@ def check_config(stage: int, transport: str, backend: str, **config: Any) -> Non
 
 
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
-def test_blocks_are_compiled_as_the_config_says(transport: str) -> None:
+def test_compile(transport: str) -> None:
     """One graph for all blocks, which contains the whole block; also with activation checkpointing."""
     for stage in cases.stages(transport, (0, 3)):
         for activations in ("keep", "recompute") if stage == 3 else ("keep",):

@@ -319,7 +319,7 @@ def test_an_engine_for_inference_offloads_at_every_stage(tmp_path: Path) -> None
         for i in range(1 if stage == 3 or engine.rank == 0 else 3):
             with torch.no_grad():
                 assert torch.equal(engine(toy.tokens(engine.rank, i)), plain(toy.tokens(engine.rank, i)))
-        assert [resident(unit.pages.memory) for unit in engine.units] == [0] * len(engine.units)
+        assert [resident(unit.pages.memory) for unit in probe.units(engine)] == [0] * len(probe.units(engine))
         state = engine.state_dict()
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
         engine.save_checkpoint(str(tmp_path / str(stage)))

@@ -297,6 +297,7 @@ def repeat(own: Pool, world: int) -> None:
         own.run(world, nothing, (), {}, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds far above the measured costs; -s shows the figures."""

@@ -269,10 +269,10 @@ def test_what_is_written_is_what_was_given(tmp_path: Path, monkeypatch: pytest.M
 
 def test_staged_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be read in place comes in stages; here many of them, and several boxes."""
-    from slipstream.checkpoint import storage
+    from slipstream.checkpoint import box_reader
 
     tensors = saved(tmp_path)
-    monkeypatch.setattr(storage, "_STAGE", 1000)
+    monkeypatch.setattr(box_reader, "STAGE", 1000)
     full = FlatSlice(torch.zeros(700_000, dtype=torch.float64), (700_000,), 0)
     part = FlatSlice(torch.zeros(60, dtype=torch.float64), (5, 3, 7), 11)
     load(tmp_path, "a", tensors={"big": full, "w": part}, convert=True)

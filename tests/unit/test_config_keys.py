@@ -1,4 +1,4 @@
-"""Every key has a class, every refusal teaches, and every honored key names a test that exists."""
+"""Every key has a fate, every refusal teaches, and every honored key names a test that exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import DataWorld, ModelFacts, describe, resolve, schema
-from slipstream.config.keys import FEATURES, HONORED, NO_EFFECT, Counts, Fate, Feature, counts, say_idle, table
+from slipstream.config.keys import Counts, Fate, Key, counts, of_fate, say_idle, table
 from slipstream.config.parse import schema_keys
 from slipstream.config.values import Block
 from tests.unit.test_config_schema import nest
@@ -18,6 +18,8 @@ from tests.unit.test_config_schema import nest
 TESTS = Path(__file__).resolve().parents[1]
 WORLD = DataWorld(data_parallel=2)
 FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
+HONORED, NO_EFFECT, REFUSED = map(of_fate, Fate)
+SWITCHES = {name: key for name, key in REFUSED.items() if key.off is not None}
 
 
 def resolved(raw: dict[str, Any], world: DataWorld = WORLD) -> Any:
@@ -36,25 +38,22 @@ def enumerate_schema(block: type[Block], prefix: str = "") -> list[str]:
     return names
 
 
-def test_every_key_has_exactly_one_class() -> None:
-    assert sorted(table()) == sorted(enumerate_schema(schema.Config))
-    assert not set(HONORED) & set(NO_EFFECT)
+def test_every_key_has_a_fate() -> None:
+    assert list(table()) == enumerate_schema(schema.Config)
+    assert not [key.name for key in table().values() if (key.fate is Fate.REFUSED) != (key.feature is not None)]
 
 
-def test_no_class_is_stale() -> None:
-    keys = set(schema_keys())
-    assert not (set(HONORED) | set(NO_EFFECT)) - keys
-    for feature in FEATURES:
-        assert not set(feature.switches) - keys, feature.what
-        for block in feature.blocks:
-            assert any(key.startswith(f"{block}.") for key in keys), f"{feature.what}: {block}"
+def test_a_key_without_a_fate_is_told() -> None:
+    class Forgotten(Block):
+        size: int = 3
+
+    with pytest.raises(AssertionError, match=r"config key block\.size has no fate: annotate it by honored, no_effect or switch"):
+        list(schema.walk(Forgotten, "block."))
 
 
-def test_a_key_is_refused_by_one_feature_only() -> None:
-    switches = [switch for feature in FEATURES for switch in feature.switches]
-    blocks = [block for feature in FEATURES for block in feature.blocks]
-    assert len(set(switches)) == len(switches)
-    assert len(set(blocks)) == len(blocks)
+def test_a_feature_has_a_switch() -> None:
+    """Otherwise nothing would refuse a config that asks for it."""
+    assert {key.feature for key in REFUSED.values()} == {key.feature for key in SWITCHES.values()}
 
 
 def test_the_defaults_ask_for_nothing() -> None:
@@ -69,25 +68,25 @@ def test_counts_add_up() -> None:
     assert total.no_effect == len(NO_EFFECT)
 
 
-def test_every_class_says_why() -> None:
+def test_every_fate_says_why() -> None:
     for key in table().values():
         if key.fate is Fate.HONORED:
-            assert key.proof.startswith("test_"), key.name
-        else:
+            assert key.meaning.endswith("."), key.name
+        elif key.fate is Fate.NO_EFFECT:
             assert key.reason, key.name
-        assert (key.fate is Fate.REFUSED) == bool(key.remedy), key.name
+        else:
+            assert key.feature is not None and key.feature.what and key.feature.remedy, key.name
 
 
 def test_every_honored_key_names_a_test_that_exists() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
     defined = set(re.findall(r"^\s*def (test_\w+)\(", source, re.MULTILINE))
-    missing = {key: proof for key, proof in HONORED.items() if proof not in defined}
+    missing = {name: key.proofs for name, key in HONORED.items() if defined.isdisjoint(key.proofs)}
     assert not missing, f"{len(missing)} honored keys without proof: {missing}"
 
 
-def asking(switch: str, feature: Feature) -> Any:
+def asking(switch: Key) -> Any:
     """A value of a switch that asks for its feature."""
-    default = schema_keys()[switch]
     special = {
         "zero_optimization.offload_optimizer.device": "cpu",
         "zero_optimization.offload_param.device": "nvme",
@@ -100,18 +99,19 @@ def asking(switch: str, feature: Feature) -> Any:
         "weight_quantization.quantized_initialization": {"num_bits": 4},
         "weight_quantization.post_init_quant": {"fc": {"num_bits": 4}},
     }
-    return special.get(switch, not default if isinstance(default, bool) else 2)
+    return special.get(switch.name, not switch.default if isinstance(switch.default, bool) else 2)
 
 
-@pytest.mark.parametrize(("switch", "feature"), [(s, f) for f in FEATURES for s in f.switches])
-def test_a_feature_that_is_not_built_is_refused(switch: str, feature: Feature) -> None:
+@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
+def test_a_feature_that_is_not_built_is_refused(switch: Key) -> None:
     with pytest.raises(ValueError) as error:
-        resolved(nest(switch, asking(switch, feature)), DataWorld(data_parallel=2, one_host=False))
-    text = str(error.value)
-    assert switch in text and feature.what in text and feature.remedy in text and "not built yet" in text
+        resolved(nest(switch.name, asking(switch)), DataWorld(data_parallel=2, one_host=False))
+    text, feature = str(error.value), switch.feature
+    assert feature is not None
+    assert switch.name in text and feature.what in text and feature.remedy in text and "not built yet" in text
 
 
-@pytest.mark.parametrize("switch", [switch for feature in FEATURES for switch in feature.switches if feature.off])
+@pytest.mark.parametrize("switch", [name for name, key in SWITCHES.items() if key.off])
 def test_a_feature_that_is_off_parses(switch: str) -> None:
     raw = nest(switch, "dense" if switch == "sparse_attention.mode" else schema_keys()[switch])
     if "weight_quantization" in raw:  # on by being there
@@ -171,7 +171,7 @@ def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
     if key.startswith("optimizer."):
         raw["optimizer"]["type"] = "Adam"
     plan = resolved(raw)
-    assert plan.idle == {key: NO_EFFECT[key]} and plan.notes == ()
+    assert plan.idle == {key: NO_EFFECT[key].reason} and plan.notes == ()
 
 
 def test_a_key_without_effect_at_its_default_is_quiet() -> None:

@@ -294,7 +294,7 @@ def test_a_typo_is_refused_although_unknown_keys_are_left_out(data: st.DataObjec
         parse(WARN | raw if "slipstream" not in raw else {"slipstream": WARN["slipstream"] | raw["slipstream"]})
 
 
-def test_unknown_keys_that_are_left_out() -> None:
+def test_unknown_keys() -> None:
     raw = {"train_batch_size": 8, "model_name": "x", "max_epochs": 3, "overlap_comm": True}
     with pytest.raises(ValueError) as error:
         parse(raw)

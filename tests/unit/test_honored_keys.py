@@ -1,4 +1,4 @@
-"""Every honored key of the JSON changes what training does: one test per key, named in `config/keys.py`.
+"""Every honored key of the JSON changes what training does: one test per key, named in `config/schema.py`.
 
 Each trains two engines (or more) that differ in that one key and sees the difference where a user would: in weights,
 gradients, dtypes inside the model, batches, log lines. Those that need several ranks are in `tests/dist`.

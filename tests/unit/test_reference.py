@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 
 import slipstream
-from slipstream.config import keys
-from slipstream.config.meanings import MEANINGS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -22,11 +20,6 @@ def test_the_reference_is_current() -> None:
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
     assert (DOCS / "REFERENCE.md").read_text() == reference.page(), "run `python docs/reference.py`"
-
-
-def test_each_honored_key_has_a_meaning() -> None:
-    assert set(MEANINGS) == set(keys.HONORED)
-    assert all(meaning.endswith(".") for meaning in MEANINGS.values())
 
 
 def test_the_engine_has_the_attributes_that_its_docstring_lists() -> None:

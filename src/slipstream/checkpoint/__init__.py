@@ -1,8 +1,9 @@
 """Checkpoints that any world size, stage or topology can load: named tensors, atomic commits, no pickle.
 
-Independent of the engine: an entry is a `FlatSlice` (this rank's flat range of a named tensor), a whole tensor, or a
-plain value. `save` and `load` are collective over a group. storage.py reads and writes the bytes, document.py defines
-metadata.json, directory.py handles tags and atomic renames, values.py lists the types a value may have.
+Independent of the engine: an entry is a `FlatSlice` (this rank's flat range of a named tensor), a whole tensor, a DTensor, or a
+plain value. `save` and `load` are collective over a group. plan.py chooses the writer of each box, writer.py writes and
+box_reader.py reads the bytes, document.py defines metadata.json, directory.py handles tags and atomic renames, values.py lists the
+types a value may have.
 """
 
 from slipstream.checkpoint.background import AsyncSave, Staging

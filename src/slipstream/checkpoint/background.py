@@ -19,7 +19,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from slipstream.checkpoint.errors import CheckpointError, describe
 from slipstream.ops.disk import ALIGNMENT, aligned
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.storage import Writer
+    from slipstream.checkpoint.save import PendingSave
 
 PATIENCE_S = 60.0
 _POLL_S = 0.02  # between two checks for another rank's checksums: each check takes the GIL from training
@@ -108,22 +107,15 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 class AsyncSave:
-    """One asynchronous save, on one rank. Only rank 0 calls `commit`, and then `tidy`."""
+    """One asynchronous save, on one rank."""
 
-    def __init__(
-        self,
-        path: Path,
-        writer: Writer,
-        commit: Callable[[Writer], None] | None,
-        tidy: Callable[[], None],
-        discard: Callable[[], None],
-        patience_s: float,
-    ) -> None:
-        self.path, self._writer, self._commit, self._tidy, self._discard = path, writer, commit, tidy, discard
+    def __init__(self, pending: PendingSave, patience_s: float) -> None:
+        self.path, self._pending, self._writer = pending.path, pending, pending.writer
+        self._is_first = pending.ranks.rank == 0
         self._patience_s = patience_s
         self._failure: BaseException | None = None
         self._untidy: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save {path.name}")
+        self._thread = threading.Thread(target=self._run, name=f"save {self.path.name}")
         self._thread.start()
 
     def result(self) -> None:
@@ -145,10 +137,10 @@ class AsyncSave:
             self._failure = error
             logger.error("asynchronous checkpoint %s was not saved: %s", self.path, describe(error))
         finally:
-            self._discard()
-        if self._failure is None and self._commit is not None:
+            self._pending.discard()
+        if self._failure is None and self._is_first:
             try:
-                self._tidy()
+                self._pending.tidy()
             except BaseException as error:  # raised by `tidied`
                 self._untidy = error
                 logger.error("checkpoint %s is saved, but older ones could not be removed: %s", self.path, describe(error))
@@ -158,11 +150,11 @@ class AsyncSave:
         try:
             sums = self._writer.flush()
         except BaseException as error:
-            if self._commit is None:
+            if not self._is_first:
                 (folder / self._writer.file).unlink(missing_ok=True)
                 _put(folder / f"{self._writer.file}.failed", f"rank {rank}: {describe(error)}")
             raise
-        if self._commit is None:
+        if not self._is_first:
             if sums:
                 _put(folder / f"{self._writer.file}.crc", json.dumps(sums))
             return
@@ -171,7 +163,7 @@ class AsyncSave:
             if file not in sums_by_file:
                 sums_by_file[file] = self._await(folder, file)
         self._writer.entries = {name: _with_sums(entry, sums_by_file) for name, entry in self._writer.entries.items()}
-        self._commit(self._writer)
+        self._pending.commit()
 
     def _await(self, folder: Path, file: str) -> dict[int, list[int]]:
         """Wait for another rank's checksums and return them."""

@@ -6,27 +6,25 @@ to    a Hugging Face folder, our format, DeepSpeed's universal format (which nee
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from slipstream.checkpoint import pretrained
+from slipstream.checkpoint.box_reader import BoxReader
 from slipstream.checkpoint.directory import LATEST, LATEST_UNIVERSAL, is_deepspeed, locate, read_document, read_latest, sync_folder
-from slipstream.checkpoint.document import BLOCK, METADATA, SIZE_LIMIT, Document, Entry, Piece
+from slipstream.checkpoint.document import METADATA, Document, Entry
 from slipstream.checkpoint.errors import CheckpointError
-from slipstream.checkpoint.flat_slice import Box
 from slipstream.checkpoint.load import retry_if_replaced
-from slipstream.checkpoint.ranges import Folder
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.values import decode, encode
-from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of
+from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of, read_header
 from slipstream.config.huggingface import read_config
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
@@ -53,13 +51,14 @@ def convert(
     source, target = Path(os.path.abspath(source)), Path(target)
 
     def work() -> Path:
-        with _opened(_find(source, tag)) as folder:
+        path = _find(source, tag)
+        with closing(BoxReader(path, _of_hf(path) if _is_hf(path) else read_document(path))) as stored:
             if to == "hf":
-                _to_hf(folder, target, cast, shard_nbytes, None if like is None else Path(like))
+                _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like))
                 return target
             if cast is not None or like is not None:
                 raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps every dtype")
-            return _to_slipstream(folder, target) if to == "slipstream" else _to_deepspeed(folder, target)
+            return _to_slipstream(stored, target) if to == "slipstream" else _to_deepspeed(stored, target)
 
     return retry_if_replaced(source, tag, work)
 
@@ -88,9 +87,12 @@ def _of_hf(folder: Path) -> Document:
     try:
         for file in files_of(folder):
             files[file.name] = file.stat().st_size
-            for name, entry in _entries(file):
-                if tensors.setdefault(f"model.{name}", entry) is not entry:
-                    raise ValueError(f"{name!r} is in two of its files")
+            for stored in read_header(file):
+                if stored.dtype not in DTYPES:
+                    raise ValueError(f"{stored.name!r} is {stored.dtype}, which needs more than a cast")
+                entry = stored.entry(file.name)
+                if tensors.setdefault(f"model.{stored.name}", entry) is not entry:
+                    raise ValueError(f"{stored.name!r} is in two of its files")
         config = folder / "config.json"
         model_config = read_config(config) if config.is_file() else None
         shared, _ = encode({"contents": "weights", "client": {}, "model_config": model_config}, "config.json", "$shared")
@@ -98,61 +100,31 @@ def _of_hf(folder: Path) -> Document:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder} is no whole Hugging Face folder: {type(error).__name__}: {error}") from error
-    return Document(save_id=folder.name, world_size=0, block=BLOCK, files=files, tensors=tensors, shared=shared, per_rank=[])
+    return Document(save_id=folder.name, files=files, tensors=tensors, shared=shared)
 
 
-def _entries(file: Path) -> Iterator[tuple[str, Entry]]:
-    """The tensors of a safetensors file."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
-        first = 8 + int.from_bytes(opened.read(8), "little")
-        if not 8 < first <= min(size, SIZE_LIMIT):
-            raise ValueError(f"{file.name} is no safetensors file, or cut off")
-        header = json.loads(opened.read(first - 8))
-    for name, fields in header.items():
-        if name == "__metadata__":
-            continue
-        shape, (start, stop) = tuple(map(int, fields["shape"])), fields["data_offsets"]
-        if fields["dtype"] not in DTYPES:
-            raise ValueError(f"{name!r} is {fields['dtype']}, which needs more than a cast")
-        piece = Piece(box=Box((0,) * len(shape), shape), file=file.name, at=first + int(start), crc32=())
-        entry = Entry(dtype=DTYPES[fields["dtype"]], shape=shape, pieces=(piece,))
-        if min(shape, default=0) < 0 or start < 0 or stop - start != entry.nbytes(piece) or first + stop > size:
-            raise ValueError(f"{name!r} of shape {shape} claims bytes [{start}, {stop}) of {file.name}, which has {size}")
-        yield name, entry
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Folder]:
-    folder = Folder(path, _of_hf(path) if _is_hf(path) else read_document(path))
-    try:
-        yield folder
-    finally:
-        folder.close()
-
-
-def _shared(folder: Folder) -> dict[str, Any]:
-    shared = decode(folder.document.shared, folder.tensor, f"{folder.path}: shared")
+def _shared(source: BoxReader) -> dict[str, Any]:
+    shared = decode(source.document.shared, source.tensor, f"{source.folder}: shared")
     assert isinstance(shared, dict), "train/saving/entries.py writes a dict, deepspeed.py makes one"
     return shared
 
 
-def _named(folder: Folder, kind: str) -> dict[str, str]:
+def _named(source: BoxReader, kind: str) -> dict[str, str]:
     """Names without the prefix `kind` -> names in the checkpoint."""
-    return {name.partition(".")[2]: name for name in folder.document.tensors if name.startswith(f"{kind}.")}
+    return {name.partition(".")[2]: name for name in source.document.tensors if name.startswith(f"{kind}.")}
 
 
-def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
-    _check_complete_weights(folder)
+def _to_hf(source: BoxReader, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
+    _check_complete_weights(source)
     tensors = {}
     for kind in ("model", "buffer"):
-        for name, key in _named(folder, kind).items():
-            stored = folder.document.tensors[key].dtype
+        for name, key in _named(source, kind).items():
+            stored = source.document.tensors[key].dtype
             cast = dtype if kind == "model" and dtype is not None and stored.is_floating_point else stored
-            tensors[name] = pretrained.Out(folder.slice(key), cast)
+            tensors[name] = pretrained.Out(source.slice(key), cast)
     if not tensors:
-        raise CheckpointError(f"{folder.path} has no parameters")
-    config, texts = _shared(folder).get("model_config"), dict[str, str | bytes]()
+        raise CheckpointError(f"{source.folder} has no parameters")
+    config, texts = _shared(source).get("model_config"), dict[str, str | bytes]()
     if config is not None:
         texts |= pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
     if like is not None:
@@ -161,46 +133,48 @@ def _to_hf(folder: Folder, target: Path, dtype: torch.dtype | None, shard_nbytes
     pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
 
 
-def _check_complete_weights(folder: Folder) -> None:
+def _check_complete_weights(source: BoxReader) -> None:
     """Raise CheckpointError for a run's adapters or quantized codes: loaders of Hugging Face folders do not combine them."""
-    if not folder.document.world_size and _is_hf(folder.path):
+    if not source.document.world_size and _is_hf(source.folder):
         return
-    for name, key in _named(folder, "model").items():
+    for name, key in _named(source, "model").items():
         if name.startswith("base_model.model.") or ".base_layer." in name:
             what = f"{name!r} is of a model with PEFT's adapters, which a Hugging Face folder holds merged, or alone"
-        elif folder.document.tensors[key].dtype in (torch.uint8, torch.int8):
+        elif source.document.tensors[key].dtype in (torch.uint8, torch.int8):
             what = f"{name!r} are codes of a quantized weight, which loaders would take for the weight"
         else:
             continue
         raise CheckpointError(
-            f"{folder.path}: {what}: load it into its engine, and engine.save_pretrained() writes the folder (only_trainable=True: "
-            f"the adapters)"
+            f"{source.folder}: {what}: load it into its engine, and engine.save_pretrained() writes the folder "
+            f"(only_trainable=True: the adapters)"
         )
 
 
-def _to_slipstream(folder: Folder, target: Path) -> Path:
-    tensors = {name: folder.slice(name) for name in folder.document.tensors if not name.startswith("$")}
-    return save(target, folder.path.name, tensors=tensors, shared=_shared(folder), per_rank={})
+def _to_slipstream(source: BoxReader, target: Path) -> Path:
+    tensors = {name: source.slice(name) for name in source.document.tensors if not name.startswith("$")}
+    return save(target, source.folder.name, tensors=tensors, shared=_shared(source), per_rank={})
 
 
-def _to_deepspeed(folder: Folder, target: Path) -> Path:
+def _to_deepspeed(source: BoxReader, target: Path) -> Path:
     """The universal format, which DeepSpeed loads at any world and stage with `"checkpoint": {"load_universal": true}`.
 
     The loss scale is reset, since DeepSpeed stores it as an object of its own class. Parameters without optimizer state (frozen
     ones) are in the module's state, where DeepSpeed writes them; it does not load them, and keeps the model's initial values.
     """
-    shared, states = _shared(folder), _states(folder)
+    shared, states = _shared(source), _states(source)
     if shared.get("optimizer") is None:
-        raise CheckpointError(f"{folder.path} has no optimizer state; write a Hugging Face folder of it, which DeepSpeed loads too")
-    tag = f"{folder.path.name}_universal"
+        raise CheckpointError(
+            f"{source.folder} has no optimizer state; write a Hugging Face folder of it, which DeepSpeed loads too"
+        )
+    tag = f"{source.folder.name}_universal"
     draft, result = target / f"{tag}.tmp", target / tag
     if result.exists():
         raise CheckpointError(f"{result} exists already; remove it or choose another directory")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         (draft / "zero").mkdir(parents=True)
-        _write_states(folder, draft / "zero", shared["optimizer"], states)
-        model = _model_file(folder, shared, states)
+        _write_states(source, draft / "zero", shared["optimizer"], states)
+        model = _model_file(source, shared, states)
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2; stage 3
             torch.save(model, draft / name)
         for path in (draft, *draft.rglob("*")):
@@ -213,23 +187,23 @@ def _to_deepspeed(folder: Folder, target: Path) -> Path:
     return result
 
 
-def _states(folder: Folder) -> dict[str, dict[str, str]]:
+def _states(source: BoxReader) -> dict[str, dict[str, str]]:
     """Parameter -> stem of DeepSpeed's file -> tensor of the checkpoint."""
     states: dict[str, dict[str, str]] = {}
-    for state, key in _named(folder, "optim").items():
+    for state, key in _named(source, "optim").items():
         kind, _, name = state.partition(".")
         states.setdefault(name, {"fp32": f"model.{name}"})[kind] = key
     return states
 
 
-def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states: Mapping[str, Mapping[str, str]]) -> None:
+def _write_states(source: BoxReader, zero: Path, optimizer: dict[str, Any], states: Mapping[str, Mapping[str, str]]) -> None:
     step: Any = None
     for name, files in states.items():
         if any(part == ".." or Path(part).name != part for part in (name, *files)):  # a path outside the folder
             raise CheckpointError(f"optimizer states {sorted(files)} of a parameter named {name!r}")
         (zero / name).mkdir()
         for kind, key in files.items():
-            torch.save({"param": folder.tensor(key).float(), "cat_dim": 0}, zero / name / f"{kind}.pt")
+            torch.save({"param": source.tensor(key).float(), "cat_dim": 0}, zero / name / f"{kind}.pt")
         step = optimizer["params"].get(name, {}).get("step")
         if step is not None:
             step = torch.tensor(float(step))
@@ -241,11 +215,11 @@ def _write_states(folder: Folder, zero: Path, optimizer: dict[str, Any], states:
     torch.save(common | {"optimizer_state_dict": stage_3}, zero / "optimizer_state.pt")
 
 
-def _model_file(folder: Folder, shared: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-    frozen = {name: key for name, key in _named(folder, "model").items() if name not in states}
-    buffers = _named(folder, "buffer")
-    shapes = OrderedDict((name, torch.Size(folder.document.tensors[f"model.{name}"].shape)) for name in states)
-    module = OrderedDict((name, folder.tensor(key)) for name, key in (frozen | buffers).items())
+def _model_file(source: BoxReader, shared: dict[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    frozen = {name: key for name, key in _named(source, "model").items() if name not in states}
+    buffers = _named(source, "buffer")
+    shapes = OrderedDict((name, torch.Size(source.document.tensors[f"model.{name}"].shape)) for name in states)
+    module = OrderedDict((name, source.tensor(key)) for name, key in (frozen | buffers).items())
     return {
         **shared["client"],
         "module": module,

@@ -10,7 +10,7 @@ ZeRO-3     the same files, with ceil(numel / world) elements of every parameter 
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
-Each zip record has a CRC-32, which load.py and ranges.py verify. The files hold no random states.
+Each zip record has a CRC-32, which box_reader.py verifies. The files hold no random states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.document import BLOCK, SLACK, Document, Entry, Piece, ZipRecord
+from slipstream.checkpoint.document import SLACK, Document, Entry, Piece, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Shape, boxes, check_cover
 from slipstream.checkpoint.pickled import Array, Record, Stored, read
@@ -41,26 +41,9 @@ _NODES = 1_000_000  # values of a client_state
 # Keys that DeepSpeed itself stores next to those of the caller's client_state
 _OWN = frozenset(
     {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-        "num_experts",
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"),
+        *("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size"),
+        *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts"),
     }
 )
 # Optimizers by the states they keep. For other sets of states the class is unknown and not checked at load
@@ -91,10 +74,10 @@ class _Import:
         names = sorted(os.listdir(folder))
         self.model_files = self._by_rank(names, _MODEL)
         self.optim_files = self._by_rank(names, _OPTIM)
-        other = [name for name in names if _OTHER.fullmatch(name)]
-        if other or not self.model_files:
-            what = "pipeline stages or experts" if other else "tensor-parallel ranks"
-            raise CheckpointError(f"it has files of {what} ({(other or names)[0]}); only data-parallel checkpoints are imported")
+        refused = [name for name in names if _OTHER.fullmatch(name)]
+        if refused or not self.model_files:
+            what = "pipeline stages or experts" if refused else "tensor-parallel ranks"
+            raise CheckpointError(f"it has files of {what} ({(refused or names)[0]}); only data-parallel checkpoints are imported")
         self.model = read(folder / self.model_files[0])
         self.files: dict[str, int] = {}
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
@@ -139,35 +122,31 @@ class _Import:
         entries = {
             name: Entry(dtype=dtype, shape=shape, pieces=tuple(self.pieces[name])) for name, (dtype, shape) in self.shapes.items()
         }
-        seen = [(name, (self.folder / name).stat().st_size, (self.folder / name).stat().st_mtime_ns) for name in self.files]
+        facts = [(name, (self.folder / name).stat().st_size, (self.folder / name).stat().st_mtime_ns) for name in self.files]
         return Document(
-            save_id=hashlib.sha256(repr(sorted(seen)).encode()).hexdigest()[:16],
-            world_size=0,
-            block=BLOCK,
-            files=self.files,
-            tensors=entries,
-            shared=shared,
-            per_rank=[],
+            save_id=hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:16], files=self.files, tensors=entries, shared=shared
         )
 
     # -- tensors --
 
-    def _add(self, name: str, shape: Shape, start: int, held: Stored, first: int, numel: int) -> None:
+    def _add(self, name: str, shape: Shape, start: int, stored: Stored, first: int, numel: int) -> None:
         """Record that elements [first, first + numel) of a stored tensor are the parameter's elements from `start`."""
-        if held.at < 0 or first + numel > held.numel:
-            raise CheckpointError(f"{name!r}: {numel} elements from {first} of a tensor of shape {held.shape} in {held.path.name}")
-        if self.shapes.setdefault(name, (held.dtype, shape)) != (held.dtype, shape):
-            raise CheckpointError(f"{name!r} is both {self.shapes[name]} and {(held.dtype, shape)}")
-        if held.path not in self._names:
-            self._names[held.path] = held.path.relative_to(self.folder).as_posix()
-            self.files[self._names[held.path]] = held.path.stat().st_size
-        file, record = self._names[held.path], held.record
+        if stored.at < 0 or first + numel > stored.numel:
+            raise CheckpointError(
+                f"{name!r}: {numel} elements from {first} of a tensor of shape {stored.shape} in {stored.path.name}"
+            )
+        if self.shapes.setdefault(name, (stored.dtype, shape)) != (stored.dtype, shape):
+            raise CheckpointError(f"{name!r} is both {self.shapes[name]} and {(stored.dtype, shape)}")
+        if stored.path not in self._names:
+            self._names[stored.path] = stored.path.relative_to(self.folder).as_posix()
+            self.files[self._names[stored.path]] = stored.path.stat().st_size
+        file, record = self._names[stored.path], stored.record
         if record is not None:
             record = self._records.setdefault(record, record._replace(file=file))
-        at, parts = held.at + first * held.dtype.itemsize, self.pieces.setdefault(name, [])
+        at, parts = stored.at + first * stored.dtype.itemsize, self.pieces.setdefault(name, [])
         for box in boxes(shape, start, start + numel):
             parts.append(Piece(box=box, file=file, at=at, crc32=(), zip_record=record))
-            at += math.prod(box.sizes) * held.dtype.itemsize
+            at += math.prod(box.sizes) * stored.dtype.itemsize
 
     def _check_bytes(self) -> None:
         """Refuse a file whose tensors are many views of one storage: small on disk, vast when each is loaded."""
@@ -183,7 +162,7 @@ class _Import:
                 )
 
     def _optimizer_files(self, trained: Mapping[str, Shape]) -> None:
-        done = dict.fromkeys(trained, 0)  # elements of each parameter on lower ranks
+        num_read = dict.fromkeys(trained, 0)  # elements of each parameter on lower ranks
         world = len(self.optim_files)
         for file in self.optim_files:
             state = read(self.folder / file)["optimizer_state_dict"]
@@ -197,11 +176,11 @@ class _Import:
                 raise CheckpointError("it was saved with zero_optimization.elastic_checkpoint, which is not imported")
             self._values(base["param_groups"], state)
             for index, master in enumerate(masters):
-                held = base["state"].get(index, {})
-                spans = self._stage_3(index, trained, done, world) if is_stage_3 else self._stage_1(state, index)
+                param_state = base["state"].get(index, {})
+                spans = self._stage_3(index, trained, num_read, world) if is_stage_3 else self._stage_1(state, index)
                 for name, first, numel in spans:
-                    start, done[name] = done[name], done[name] + numel
-                    self._parameter(name, trained[name], start, master, held, base["param_groups"], first, numel)
+                    start, num_read[name] = num_read[name], num_read[name] + numel
+                    self._parameter(name, trained[name], start, master, param_state, base["param_groups"], first, numel)
 
     def _stage_1(self, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
         zero = (self.model.get("ds_config") or {}).get("zero_optimization") or {}
@@ -214,13 +193,13 @@ class _Import:
             yield name, place.get("start"), place.get("numel")
 
     def _stage_3(
-        self, index: int, trained: Mapping[str, Shape], done: Mapping[str, int], world: int
+        self, index: int, trained: Mapping[str, Shape], num_read: Mapping[str, int], world: int
     ) -> Iterator[tuple[str, int, int]]:
         first = 0
         for name in self.model["param_shapes"][index]:
             numel = math.prod(trained[name])
             part = -(-numel // world)
-            yield name, first, max(0, min(part, numel - done[name]))
+            yield name, first, max(0, min(part, numel - num_read[name]))
             first += part
 
     def _parameter(
@@ -253,15 +232,15 @@ class _Import:
                 raise CheckpointError(f"a parameter named {name!r}")
             folder, numel = self.folder / "zero" / name, math.prod(shape)
             scalars = {key: value for key, value in states.get(0, {}).items() if not isinstance(value, Stored) or not value.shape}
-            held = {}
+            tensors = {}
             for file in sorted(folder.glob("*.pt")):
                 value = read(file)
                 value = value["param"] if isinstance(value, dict) else value
                 if isinstance(value, Stored) and value.numel == numel and file.stem != "step":
-                    held[file.stem] = value
+                    tensors[file.stem] = value
                 else:
                     scalars[file.stem] = value
-            self._parameter(name, shape, 0, held.pop("fp32"), scalars | held, common["param_groups"], 0, numel)
+            self._parameter(name, shape, 0, tensors.pop("fp32"), scalars | tensors, common["param_groups"], 0, numel)
 
     def _name_states(self) -> None:
         """Rename Adagrad's sum, which DeepSpeed stores as exp_avg_sq; drop the exp_avg_sq that its Lion never uses."""
@@ -278,22 +257,22 @@ class _Import:
         fragments = self.model.get("frozen_param_fragments") or {}
         for file in self.model_files if fragments else []:
             state = self.model if file == self.model_files[0] else read(self.folder / file)
-            for name, held in state["frozen_param_fragments"].items():
+            for name, stored in state["frozen_param_fragments"].items():
                 shape, start = tuple(state["frozen_param_shapes"][name]), self._elements(name)
                 if start < math.prod(shape) or f"model.{name}" not in self.pieces:
-                    self._add(f"model.{name}", shape, start, held, 0, min(held.numel, math.prod(shape) - start))
-        known = {*trained, *fragments, *self.model["buffer_names"], *aliases}
-        for name, held in module.items():
-            if name not in known and isinstance(held, Stored) and len(self.model_files) == 1:
-                self._add(f"model.{name}", held.shape, 0, held, 0, held.numel)
+                    self._add(f"model.{name}", shape, start, stored, 0, min(stored.numel, math.prod(shape) - start))
+        other_names = {*trained, *fragments, *self.model["buffer_names"], *aliases}
+        for name, stored in module.items():
+            if name not in other_names and isinstance(stored, Stored) and len(self.model_files) == 1:
+                self._add(f"model.{name}", stored.shape, 0, stored, 0, stored.numel)
 
     def _elements(self, name: str) -> int:
         return sum(math.prod(piece.box.sizes) for piece in self.pieces.get(f"model.{name}", []))
 
     def _buffers(self) -> None:
         for name in self.model["buffer_names"]:
-            held = self.model["module"][name]
-            self._add(f"buffer.{name}", held.shape, 0, held, 0, held.numel)
+            stored = self.model["module"][name]
+            self._add(f"buffer.{name}", stored.shape, 0, stored, 0, stored.numel)
 
     # -- values --
 
@@ -332,17 +311,17 @@ class _Import:
         return {key: self._skeleton(value, key) for key, value in values.items()} | {"client": self._client()}
 
     def _client(self) -> dict[str, Any]:
-        kept = {}
+        client = {}
         for key, value in self.model.items():
             if key not in _OWN:
-                known = len(self.shapes)
+                num_tensors = len(self.shapes)
                 try:
-                    kept[key] = self._skeleton(value, f"client_state[{key!r}]")
+                    client[key] = self._skeleton(value, f"client_state[{key!r}]")
                 except CheckpointError as error:
-                    while len(self.shapes) > known:
+                    while len(self.shapes) > num_tensors:
                         self.pieces.pop(self.shapes.popitem()[0], None)
                     logger.warning("client_state[%r] of %s is left out: %s", key, self.folder, error)
-        return kept
+        return client
 
     def _skeleton(self, value: Any, path: str) -> Any:
         """The value as `values.encode` writes it. A tensor becomes an entry, an object a dictionary, a numpy array a list."""

@@ -87,7 +87,7 @@ def state_of(parent: Path, tag: str | None) -> list[tuple[str, int, int, int]] |
             facts = [(file.name, file.stat()) for file in files]
     except (OSError, CheckpointError):
         return None
-    return sorted((name, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in facts)
+    return sorted((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in facts)
 
 
 def locate(parent: Path, tag: str) -> Path:
@@ -158,7 +158,7 @@ def _read_document(folder: Path) -> Document:
 
         return deepspeed.read_document(folder)
     try:
-        data_nbytes = sum(each.stat().st_size for each in os.scandir(folder) if each.name != METADATA)
+        data_nbytes = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name != METADATA)
         with open(path, "rb") as file:
             raw = file.read(size_limit(data_nbytes) + 1)
     except OSError as error:
@@ -284,10 +284,10 @@ def _remove_dead(path: Path, own: bool) -> None:
 
 
 def retain(directory: Path, keep: int, tag: str) -> None:
-    """Remove all but the newest `keep` checkpoints; `tag` and the one in `latest` are always kept."""
-    others = [name for name in committed_tags(directory) if name not in (tag, read_latest(directory))]
-    kept = len(committed_tags(directory)) - len(others)
-    for name in others[: max(0, len(others) - max(0, keep - kept))]:
+    """Remove all but the newest `keep` checkpoints; `tag` and the one in `latest` are always num_kept."""
+    removable = [name for name in committed_tags(directory) if name not in (tag, read_latest(directory))]
+    num_kept = len(committed_tags(directory)) - len(removable)
+    for name in removable[: max(0, len(removable) - max(0, keep - num_kept))]:
         remove(directory / name)
 
 
@@ -295,19 +295,19 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint; it is renamed first, so that its tag never names a partial one."""
     match = _WORKING.fullmatch(folder.name)
     tag = folder.name if match is None else match["tag"]
-    doomed = folder.with_name(f"{tag}.tmp-{secrets.token_hex(8)}")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    renamed = folder.with_name(f"{tag}.tmp-{secrets.token_hex(8)}")
+    os.rename(folder, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
-def exchange(one: Path, other: Path) -> None:
+def exchange(first: Path, second: Path) -> None:
     """Swap two names atomically. Raises OSError if the system or the file system does not support it."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux; glibc from 2.28
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if call(here, os.fsencode(one), here, os.fsencode(other), flag):
+    working_folder, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if call(working_folder, os.fsencode(first), working_folder, os.fsencode(second), flag):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

@@ -9,7 +9,7 @@ edited or damaged file is detected before its content is parsed. No pickle is re
 - `shared` and `per_rank`: skeletons of `values.encode`. Their tensors are entries whose names begin with "$".
 
 Invariants that `parse` enforces on any input: pieces cover each tensor exactly once; byte ranges are inside their files and never
-overlap, so that the bytes on disk bound allocations; every number is an int in range. storage.py checks the sizes of the real
+overlap, so that the bytes on disk bound allocations; every number is an int in range. box_reader.py checks the sizes of the real
 files and the checksums when it reads the bytes.
 """
 
@@ -23,7 +23,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -93,15 +93,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """The content of metadata.json."""
+    """The content of metadata.json; for files of other programs, which have none, `world_size` is 0."""
 
-    save_id: str  # unique per call of save: distinguishes a folder from its replacement
-    world_size: int
-    block: int
+    save_id: str = ""  # unique per call of save: distinguishes a folder from its replacement
+    world_size: int = 0
+    block: int = BLOCK
     files: Mapping[str, int]  # name -> bytes
     tensors: Mapping[str, Entry]
-    shared: Any
-    per_rank: list[Any]
+    shared: Any = None
+    per_rank: list[Any] = field(default_factory=list)
 
 
 def render(document: Document) -> bytes:
@@ -246,9 +246,9 @@ def _check_bytes_disjoint(tensors: Mapping[str, Entry]) -> None:
         for piece in entry.pieces
         if entry.nbytes(piece)
     )
-    for (file, _, stop, one), (next_file, start, _, other) in pairwise(spans):
+    for (file, _, stop, name), (next_file, start, _, next_name) in pairwise(spans):
         if file == next_file and start < stop:
-            raise CheckpointError(f"tensors {one!r} and {other!r} lie in the same bytes of {file}")
+            raise CheckpointError(f"tensors {name!r} and {next_name!r} lie in the same bytes of {file}")
 
 
 def _shape(raw: Any, name: str) -> Shape:

@@ -1,8 +1,7 @@
 """A flat range of a tensor, and the boxes it is made of.
 
 A rank owns the row-major elements [start, stop) of a parameter. Storage and resharding use boxes (hyper-rectangles: offsets and
-sizes per dim), because `torch.distributed.checkpoint` plans with them and a tensor-parallel shard is one. The pure functions here
-convert between the two:
+sizes per dim), because a tensor-parallel shard is one. The pure functions here convert between the two:
 
 - a flat range of an N-d tensor is at most 2N-1 boxes (N-1 ragged ones at each end, one whole one between);
 - those boxes, in order, are consecutive in memory: cutting a range into boxes moves no bytes;
@@ -19,6 +18,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import add, mul, sub
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,6 +33,31 @@ class Box(NamedTuple):
     offsets: Shape
     sizes: Shape
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The elements that both boxes contain, or None if there are none."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
+        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Box) -> Box:
+        """This box in coordinates of `outer`, which contains it."""
+        return Box(tuple(map(sub, self.offsets, outer.offsets)), self.sizes)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of `tensor` that the box contains."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The boxes of the row-major range [start, stop) of `shape`, in memory order.
@@ -44,22 +69,22 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not 0 <= start <= stop <= numel:
         raise ValueError(f"range [{start}, {stop}) is outside a tensor of shape {shape} with {numel} elements")
     if stop - start == numel:
-        return [Box((0,) * len(shape), shape)]
+        return [whole_box(shape)]
     if start == stop:
         return []
     row = numel // shape[0]
     first_whole, end_whole = -(-start // row), stop // row
     if first_whole > end_whole:  # begins and ends inside one row
         return _in_row(shape, end_whole, start, stop)
-    found = []
+    parts = []
     if start < first_whole * row:
-        found += _in_row(shape, first_whole - 1, start, first_whole * row)
+        parts += _in_row(shape, first_whole - 1, start, first_whole * row)
     if first_whole < end_whole:
         inner = shape[1:]
-        found.append(Box((first_whole,) + (0,) * len(inner), (end_whole - first_whole, *inner)))
+        parts.append(Box((first_whole,) + (0,) * len(inner), (end_whole - first_whole, *inner)))
     if end_whole * row < stop:
-        found += _in_row(shape, end_whole, end_whole * row, stop)
-    return found
+        parts += _in_row(shape, end_whole, end_whole * row, stop)
+    return parts
 
 
 def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
@@ -78,6 +103,27 @@ def flat_range(shape: Shape, box: Box) -> tuple[int, int] | None:
         start += offset * stride
         stride *= size
     return start, start + numel
+
+
+def runs(shape: Shape, box: Box, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+    """(first element in a tensor of `shape`, number of elements) of each contiguous part of a box, in row-major order.
+
+    start, stop: only these of the box's elements.
+    """
+    outer = len(shape)  # the dims before this one are iterated over; the others form one run
+    while outer and (outer == len(shape) or box.sizes[outer] == shape[outer]):
+        outer -= 1
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    origin = sum(map(mul, box.offsets, strides))
+    length, position, stop = math.prod(box.sizes[outer:]), start, box.numel if stop is None else stop
+    while position < stop:
+        index, skip = divmod(position, length)
+        first, numel = origin + skip, min(length - skip, stop - position)
+        for dim in reversed(range(outer)):
+            index, step = divmod(index, box.sizes[dim])
+            first += step * strides[dim]
+        yield first, numel
+        position += numel
 
 
 def check_cover(name: str, shape: Shape, parts: Sequence[Box]) -> None:
@@ -107,9 +153,9 @@ def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
     ranges = [flat_range(shape, box) for box in parts]
     if all(span is not None for span in ranges):  # the common case: compare neighbors
         ordered = sorted(zip([span for span in ranges if span is not None], parts, strict=True))
-        for ((_, stop), one), ((start, _), other) in pairwise(ordered):
+        for ((_, stop), box), ((start, _), next_box) in pairwise(ordered):
             if start < stop:
-                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(one)} and {_words(other)} overlap")
+                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(box)} and {_words(next_box)} overlap")
         return
     # Sweep along the dim with the most distinct offsets; only boxes that overlap there are compared.
     dim = max(range(len(shape)), key=lambda d: len({box.offsets[d] for box in parts}))
@@ -117,9 +163,12 @@ def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
     for box in sorted(parts, key=lambda b: b.offsets[dim]):
         while active and active[0][0] <= box.offsets[dim]:
             active.pop(0)
-        for _, other in active:
-            if all(a < b + n and b < a + m for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)):
-                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(other)} and {_words(box)} overlap")
+        for _, active_box in active:
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(box.offsets, box.sizes, active_box.offsets, active_box.sizes, strict=True)
+            ):
+                raise ValueError(f"tensor {name!r} of shape {shape}: {_words(active_box)} and {_words(box)} overlap")
         insort(active, (box.offsets[dim] + box.sizes[dim], box))
 
 
@@ -138,24 +187,21 @@ class Rested(Protocol):
 
 
 class Part(NamedTuple):
-    """One box of a slice whose data are not in memory: its elements begin at `start` of `held`."""
+    """Elements [start, stop) of a tensor that is not in memory, read-only."""
 
-    held: Rested
+    data: Rested
     start: int
-    sizes: Shape
+    stop: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.held.dtype
+        return self.data.dtype
 
     def numel(self) -> int:
-        return math.prod(self.sizes)
+        return self.stop - self.start
 
     def get(self, start: int, stop: int) -> Tensor:
-        return self.held.get(self.start + start, self.start + stop)
-
-    def put(self, start: int, values: Tensor) -> None:
-        self.held.put(self.start + start, values)
+        return self.data.get(self.start + start, self.start + stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,15 +240,11 @@ class FlatSlice:
     def pieces(self) -> Iterator[tuple[Box, Tensor | Part]]:
         """Each box of the range with its N-D view of `data`, or its `Part` if `data` is not in memory."""
         position = 0
-        outer = Box((0,) * len(self.shape), self.shape) if self.box is None else self.box
+        outer = whole_box(self.shape) if self.box is None else self.box
         for inner in boxes(outer.sizes, self.start, self.stop):
-            box = Box(tuple(a + b for a, b in zip(outer.offsets, inner.offsets, strict=True)), inner.sizes)
-            numel = math.prod(box.sizes)
-            if isinstance(self.data, Tensor):
-                yield box, self.data[position : position + numel].view(box.sizes)
-            else:
-                yield box, Part(self.data, position, box.sizes)
-            position += numel
+            box, end = Box(tuple(map(add, outer.offsets, inner.offsets)), inner.sizes), position + inner.numel
+            yield box, self.data[position:end].view(box.sizes) if isinstance(self.data, Tensor) else Part(self.data, position, end)
+            position = end
 
 
 def memory(tensor: Tensor) -> memoryview:

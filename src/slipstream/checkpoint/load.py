@@ -4,7 +4,7 @@
     -> checksums of every needed block -> all ranks agree -> read bytes into the tensors in place
 
 Any world size can load a checkpoint of any other: each rank reads the bytes of its own ranges. A failed load raises on every rank
-and changes nothing, without extra memory (see storage.py).
+and changes nothing, without extra memory (see box_reader.py).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import difflib
 import heapq
 import logging
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,17 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.checkpoint.box_reader import BoxReader, open_data
 from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest, state_of
 from slipstream.checkpoint.document import Document, ZipRecord
-from slipstream.checkpoint.errors import CheckpointError, Ranks, describe
-from slipstream.checkpoint.files import Files, open_data
+from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape
+from slipstream.checkpoint.plan import shares_of
 from slipstream.checkpoint.save import check_entry
 from slipstream.checkpoint.values import decode
 
 if TYPE_CHECKING:
-    from slipstream.checkpoint.storage import Reader
-
+    from slipstream.checkpoint.torch_reader import TorchReader
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ def _load_metadata(directory: str | os.PathLike[str], tag: str, group: dist.Proc
 
 def _check_same(save_ids: list[str]) -> None:
     if len(set(save_ids)) > 1:
-        other = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
-        raise CheckpointError(f"ranks 0 and {other} see different checkpoints there; was it just replaced?")
+        rank = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
+        raise CheckpointError(f"ranks 0 and {rank} see different checkpoints there; was it just replaced?")
 
 
 def _deepspeed_document(path: Path) -> Document | None:
@@ -189,9 +189,9 @@ def _load(
     step = ranks.first(f"checkpoint {path} was not loaded")
 
     def prepare() -> str:
-        for name, held in tensors.items():
-            check_entry(name, held)
-            _check_target(name, held, document, convert)
+        for name, tensor in tensors.items():
+            check_entry(name, tensor)
+            _check_target(name, tensor, document, convert)
         return document.save_id
 
     save_ids = ranks.gather(step, prepare)
@@ -200,41 +200,43 @@ def _load(
     same_size = document.world_size == ranks.size
     shared = _stand_ins(document, "$shared/", "cpu")
     own = _stand_ins(document, f"$rank/{ranks.rank}/", "cpu") if same_size else {}
-    _verify_records(ranks, step, path, document, [*shared, *tensors])
-    _read(ranks, step, path, document, {**shared, **own})
-    values = _values(document.shared, shared, f"{path}: shared")
-    per_rank = _values(document.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]") if same_size else None
-    loaded = Loaded(values, per_rank)
-    if accept is not None:
-        ranks.gather(step, lambda: accept(loaded))
-    _read(ranks, step, path, document, dict(tensors))
-    for held in tensors.values():
-        data = held.data if isinstance(held, FlatSlice) else held
+    with closing(BoxReader(path, document)) as files:
+        _verify_records(ranks, step, files, [*shared, *tensors])
+        _read(ranks, step, files, {**shared, **own})
+        files.close()  # opened again for the tensors: if the checkpoint has been replaced by then, the load fails and is retried
+        values = _values(document.shared, shared, f"{path}: shared")
+        per_rank = _values(document.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]") if same_size else None
+        loaded = Loaded(values, per_rank)
+        if accept is not None:
+            ranks.gather(step, lambda: accept(loaded))
+        _read(ranks, step, files, tensors)
+    for tensor in tensors.values():
+        data = tensor.data if isinstance(tensor, FlatSlice) else tensor
         if isinstance(data, Tensor):
             torch.autograd.graph.increment_version(data)
     return loaded
 
 
-def reader(directory: str | os.PathLike[str], tag: str) -> Reader:
+def reader(directory: str | os.PathLike[str], tag: str) -> TorchReader:
     """A reader for `torch.distributed.checkpoint.load(state, storage_reader=...)`; its keys are the tensors' names."""
-    from slipstream.checkpoint.storage import Reader
+    from slipstream.checkpoint.torch_reader import TorchReader
 
     path = locate(Path(directory), tag)
-    return Reader(path, read_document(path))
+    return TorchReader(BoxReader(path, read_document(path)))
 
 
-def _check_target(name: str, held: FlatSlice | Tensor, document: Document, convert: bool) -> None:
+def _check_target(name: str, tensor: FlatSlice | Tensor, document: Document, convert: bool) -> None:
     entry = document.tensors.get(name)
     if entry is None:
-        names = [known for known in document.tensors if not known.startswith("$")]
+        names = [stored for stored in document.tensors if not stored.startswith("$")]
         near = difflib.get_close_matches(name, names, 1)
         raise CheckpointError(
             f"it has no tensor {name!r}; "
             + (f"the nearest of its {len(names)} names is {near[0]!r}" if near else f"it has {len(names)} others")
         )
-    if tuple(held.shape) != entry.shape:
-        raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in the checkpoint and {tuple(held.shape)} in the model")
-    dtype = held.data.dtype if isinstance(held, FlatSlice) else held.dtype
+    if tuple(tensor.shape) != entry.shape:
+        raise CheckpointError(f"tensor {name!r} has shape {entry.shape} in the checkpoint and {tuple(tensor.shape)} in the model")
+    dtype = tensor.data.dtype if isinstance(tensor, FlatSlice) else tensor.dtype
     if dtype is not entry.dtype and not convert:
         raise CheckpointError(
             f"tensor {name!r} is {entry.dtype} in the checkpoint and {dtype} in the model; pass convert=True to round it"
@@ -254,58 +256,42 @@ def _check_complete(path: Path, document: Document, save_ids: list[str]) -> None
         _values(skeleton, stand_ins[f"$rank/{rank}"], f"{path}: per_rank[{rank}]")
 
 
-def _verify_records(ranks: Ranks, step: str, path: Path, document: Document, names: Iterable[str]) -> None:
+def _verify_records(ranks: Ranks, step: str, files: BoxReader, names: Iterable[str]) -> None:
     """Verify each zip record of DeepSpeed's files that any rank needs, on one rank: its checksum covers the whole record."""
-    if document.world_size:  # our format has a checksum per block; the reader verifies those that it reads
+    if files.document.world_size:  # our format has a checksum per block; the reader verifies those that it reads
         return
-    needed = {piece.zip_record for name in names for piece in document.tensors[name].pieces}
+    pieces = (piece for name in names for piece in files.document.tensors[name].pieces)
+    needed = {piece.zip_record for piece in pieces if piece.zip_record is not None}
     needed_by_rank = ranks.gather(step, lambda: needed)
 
     def divide() -> list[list[ZipRecord]]:
         shares: list[list[ZipRecord]] = [[] for _ in range(ranks.size)]
         loads = [(0, rank) for rank in range(ranks.size)]
-        records = [each for each in set().union(*needed_by_rank) if each is not None]
-        for record in sorted(records, key=lambda each: (-each.nbytes, each)):
+        for record in sorted(set().union(*needed_by_rank), key=lambda each: (-each.nbytes, each)):
             nbytes, rank = heapq.heappop(loads)
             shares[rank].append(record)
             heapq.heappush(loads, (nbytes + record.nbytes, rank))
         return shares
 
-    mine = ranks.decide(step, divide)[ranks.rank]
-    files = Files(path, document.files)
+    share = ranks.decide(step, divide)[ranks.rank]
 
     def verify() -> None:
-        for record in sorted(mine, key=lambda each: (each.file, each.at)):
-            files.verify(record)
+        for record in sorted(share, key=lambda each: (each.file, each.at)):
+            files.verify_record(record)
 
-    try:
-        ranks.gather(step, verify)
-    finally:
-        files.close()
+    ranks.gather(step, verify)
+    files.verified |= needed
 
 
-def _read(ranks: Ranks, step: str, path: Path, document: Document, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` through DCP; see storage.py for its two passes."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+def _read(ranks: Ranks, step: str, files: BoxReader, tensors: Mapping[str, FlatSlice | Tensor]) -> None:
+    """Verify on all ranks, then fill."""
 
-    from slipstream.checkpoint.storage import FlatLoadPlanner, Reader
+    def fill() -> None:
+        for name, tensor in tensors.items():
+            files.fill(name, tensor)
 
-    named = {name: document.tensors[name] for name in state}  # DCP makes objects for every tensor of the metadata
-    storage = Reader(path, replace(document, tensors=named), records_verified=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
-            dcp_load(
-                state, storage_reader=storage, planner=FlatLoadPlanner(), process_group=ranks.group, no_dist=ranks.group is None
-            )
-    except CheckpointException as error:
-        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    else:
-        return
-    finally:
-        storage.close()
-    raise ranks.failure(step, {rank: describe(e) for rank, e in causes.items()}, causes.get(ranks.rank))
+    ranks.gather(step, lambda: files.verify((share.name, share.box) for share in shares_of(tensors)))
+    ranks.gather(step, fill)
 
 
 def _stand_ins(document: Document, prefix: str, device: str) -> dict[str, Tensor]:

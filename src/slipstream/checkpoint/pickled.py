@@ -42,17 +42,13 @@ _EMPTY = 10_000  # tensors without bytes of their own in the file: empty records
 _BYTES = 64  # bytes in the file per tensor beyond _EMPTY; torch aligns records to 64 bytes
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip record: signature, lengths of name and extra field
 _STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "UntypedStorage": torch.uint8,
+    f"{name}Storage": dtype
+    for dtypes in (
+        {"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Bool": torch.bool},
+        {"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
+        {"Untyped": torch.uint8},
+    )
+    for name, dtype in dtypes.items()
 }
 
 
@@ -99,8 +95,8 @@ def read(path: Path) -> Any:
 
 
 def _read(path: Path, file: IO[bytes]) -> Any:
-    with zipfile.ZipFile(file) as archive:
-        records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
+    with zipfile.ZipFile(file) as opened:
+        records = {record.filename.partition("/")[2]: record for record in opened.infolist()}
     if "data.pkl" not in records:
         raise CheckpointError("it is no file of torch.save")
     if any(record.compress_type != zipfile.ZIP_STORED for record in records.values()):
@@ -109,14 +105,14 @@ def _read(path: Path, file: IO[bytes]) -> Any:
         raise CheckpointError(f"damaged or hostile: {empty:,} of its records are empty; at most {_EMPTY:,} are read")
     if records["data.pkl"].file_size > _LIMIT:
         raise CheckpointError(f"its pickle has {records['data.pkl'].file_size} bytes; at most {_LIMIT} are read")
-    held = _Archive(path, file, records)
-    if not held.has_checksums:
+    archive = _Archive(path, file, records)
+    if not archive.has_checksums:
         logger.warning("%s was saved without checksums (torch.serialization.set_crc32_options): damage cannot be detected", path)
-    if "byteorder" in records and held.read("byteorder") != sys.byteorder.encode():
+    if "byteorder" in records and archive.read("byteorder") != sys.byteorder.encode():
         raise CheckpointError(f"written on a machine of another byte order; this one is {sys.byteorder}-endian")
-    raw = held.read("data.pkl")
-    _check_size(raw, most_tensors=_EMPTY + (held.nbytes - len(raw)) // _BYTES)
-    return _Unpickler(raw, held).load()
+    raw = archive.read("data.pkl")
+    _check_size(raw, most_tensors=_EMPTY + (archive.nbytes - len(raw)) // _BYTES)
+    return _Unpickler(raw, archive).load()
 
 
 class _Archive:
@@ -146,14 +142,8 @@ class _Archive:
         return raw
 
 
-_GROWS = {
-    "APPEND",
-    "APPENDS",
-    "SETITEM",
-    "SETITEMS",
-    "ADDITEMS",
-    "BUILD",
-}  # opcodes that modify a container, which stays on the stack
+# Opcodes that modify a container, which stays on the stack
+_GROWS = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 
 
 def _check_size(raw: bytes, most_tensors: int) -> None:

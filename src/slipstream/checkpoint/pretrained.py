@@ -1,9 +1,8 @@
 """Writes a Hugging Face folder: sharded safetensors, an index, config.json. All ranks write in place, a few megabytes at a time.
 
 The position of every byte follows from names, shapes and dtypes alone (`shards`). Rank 0 creates the files with their headers,
-then each rank writes the ranges that it owns at their offsets: nothing is gathered, and a rank needs at most `_STAGE` extra bytes.
-If several ranks hold the same range, they write such tensors round-robin. Computed tensors (merged adapters) come as a stream of
-whole tensors that every rank iterates, and are written likewise.
+then each rank writes its boxes (plan.py) at their offsets: nothing is gathered, and a rank needs at most `STAGE` extra bytes.
+Computed tensors (merged adapters) come as a stream of whole tensors that every rank iterates, and are written likewise.
 
 A new folder appears atomically. For an existing folder the draft is a subfolder (renames stay on one file system, and the parent
 need not be writable), and one rename, of the index or of the only file, switches to the new weights: new shards are first moved
@@ -22,7 +21,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +31,10 @@ from torch import Tensor
 
 from slipstream.checkpoint.directory import exchange, lock_folder, sweep_drafts, sync_folder, unlock, write_synced
 from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError, Ranks
-from slipstream.checkpoint.flat_slice import FlatSlice, Shape, memory
+from slipstream.checkpoint.flat_slice import FlatSlice, Shape, memory, runs
+from slipstream.checkpoint.plan import Share, own_shares
 from slipstream.checkpoint.weights import INDEX, SINGLE, WORDS
 
-_STAGE = 1 << 24  # bytes
 SHARD_NBYTES = 5_000_000_000  # per file; transformers' default
 
 
@@ -146,21 +145,18 @@ def write(
     """
     ranks, target = Ranks(group), Path(os.path.abspath(folder))
     step = ranks.first(f"{target} was not written")
-    headers: dict[str, bytes] = {}
-    places: dict[str, Place] = {}
 
-    def plan() -> None:
+    def plan() -> tuple[dict[str, bytes], dict[str, Place]]:
         unknown = sorted({str(out.dtype) for out in tensors.values() if out.dtype not in WORDS})
         if unknown:
             raise CheckpointError(f"safetensors files have no {', '.join(unknown)}")
         sizes = {name: (WORDS[out.dtype], tuple(out.held.shape), out.nbytes) for name, out in tensors.items()}
-        new_headers, new_places = shards(sizes, shard_nbytes, stem, single)
-        headers.update(new_headers)
-        places.update(new_places)
+        return shards(sizes, shard_nbytes, stem, single)
 
     mark = ranks.first(secrets.token_hex(8))
     stem, draft = ranks.decide(step, lambda: (_stem(target, mark), _draft(target, mark)))
-    ranks.gather(step, plan)
+    headers, places = ranks.decide(step, plan)
+    shares = own_shares(ranks, step, {name: out.held for name, out in tensors.items()})
     lock: int | None = None
 
     def begin() -> None:
@@ -171,8 +167,7 @@ def write(
 
     try:
         ranks.decide(step, begin)
-        own = _own_names(ranks, step, tensors)
-        ranks.gather(step, lambda: _fill(draft, places, tensors, own, stream))
+        ranks.gather(step, lambda: _fill(draft, places, tensors, shares, stream))
         ranks.decide(step, lambda: _finish(draft, target, texts, places, tensors, single))
     finally:
         if ranks.rank == 0:
@@ -190,65 +185,40 @@ def _begin(draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place
             opened.truncate(ends[file])
 
 
-def _own_names(ranks: Ranks, step: str, tensors: Mapping[str, Out]) -> list[str]:
-    """The tensors whose range this rank writes; ranks with the same range alternate. Raises if the ranks lack an element."""
-    ranges = {name: _range(out.held) for name, out in tensors.items()}
-    ranges_by_rank: list[dict[str, tuple[int, int]]] = [ranges] * ranks.size
-    if ranks.group is not None:
-        dist.all_gather_object(ranges_by_rank, ranges, group=ranks.group)
-    chosen: list[str] = []
-
-    def choose() -> None:
-        for i, (name, out) in enumerate(tensors.items()):
-            holders: dict[tuple[int, int], list[int]] = {}
-            for rank, rank_ranges in enumerate(ranges_by_rank):
-                if name not in rank_ranges:
-                    raise CheckpointError(f"rank {rank} has no {name!r}")
-                holders.setdefault(rank_ranges[name], []).append(rank)
-            parts = sorted(span for span in holders if span[0] < span[1])
-            if sum(stop - start for start, stop in parts) != math.prod(out.held.shape):
-                raise CheckpointError(f"{name!r} of shape {tuple(out.held.shape)} is incomplete: the ranks hold the ranges {parts}")
-            owners = holders[ranges[name]]
-            if owners[i % len(owners)] == ranks.rank:
-                chosen.append(name)
-
-    ranks.gather(step, choose)
-    return chosen
-
-
-def _range(held: FlatSlice | Tensor) -> tuple[int, int]:
-    if isinstance(held, Tensor):
-        return 0, held.numel()
-    return (held.start, held.stop) if held.start < held.stop else (0, 0)
-
-
 def _fill(
-    draft: Path, places: Mapping[str, Place], tensors: Mapping[str, Out], own: Sequence[str], stream: Iterable[tuple[str, Tensor]]
+    draft: Path,
+    places: Mapping[str, Place],
+    tensors: Mapping[str, Out],
+    shares: Sequence[Share],
+    stream: Iterable[tuple[str, Tensor]],
 ) -> None:
+    """Write this rank's shares; those of meta tensors get their values from `stream`."""
     handles: dict[str, int] = {}
     awaited = {name for name, out in tensors.items() if isinstance(out.held, Tensor) and out.held.is_meta}
-    coming = iter(stream)
+    streamed = {share.name: share for share in shares if share.name in awaited}
+    values = iter(stream)
 
-    def put(name: str, out: Out) -> None:
-        place = places[name]
-        if place.file not in handles:
-            handles[place.file] = os.open(draft / place.file, os.O_WRONLY)
-        at = place.at + _range(out.held)[0] * out.dtype.itemsize
-        for part in _parts(out):
-            raw = memory(part)
-            while len(raw):
-                done = os.pwrite(handles[place.file], raw, at)
-                raw, at = raw[done:], at + done
+    def put(share: Share) -> None:
+        (file, at), dtype = places[share.name], tensors[share.name].dtype
+        if file not in handles:
+            handles[file] = os.open(draft / file, os.O_WRONLY)
+        position = 0
+        for stage in share.stages(dtype):
+            raw = memory(stage)
+            for first, numel in runs(share.shape, share.box, position, position + stage.numel()):
+                _pwrite(handles[file], raw[: numel * dtype.itemsize], at + first * dtype.itemsize)
+                raw = raw[numel * dtype.itemsize :]
+            position += stage.numel()
 
     try:
-        for name in own:
-            if name not in awaited:
-                put(name, tensors[name])
-        for name, value in coming:
+        for share in shares:
+            if share.name not in awaited:
+                put(share)
+        for name, value in values:
             assert value.shape == tensors[name].held.shape, f"{name} was announced with shape {tuple(tensors[name].held.shape)}"
             awaited.remove(name)
-            if name in own:
-                put(name, Out(value, tensors[name].dtype))
+            if name in streamed:
+                put(streamed[name]._replace(values=value))
         assert not awaited, f"{sorted(awaited)[:3]} did not come"
         for handle in handles.values():
             os.fsync(handle)
@@ -259,18 +229,14 @@ def _fill(
     finally:
         for handle in handles.values():
             os.close(handle)
-        for _ in coming:
+        for _ in values:
             pass
 
 
-def _parts(out: Out) -> Iterator[Tensor]:
-    """The values in the dtype of the file, on the host, one stage at a time."""
-    held = out.held.data if isinstance(out.held, FlatSlice) else out.held.detach().reshape(-1)
-    step = _STAGE // max(held.dtype.itemsize, out.dtype.itemsize)
-    for start in range(0, held.numel(), step):
-        stop = min(start + step, held.numel())
-        part = held[start:stop] if isinstance(held, Tensor) else held.get(start, stop)
-        yield part.to(out.dtype).cpu().contiguous()
+def _pwrite(handle: int, raw: memoryview, at: int) -> None:
+    while len(raw):
+        written = os.pwrite(handle, raw, at)
+        raw, at = raw[written:], at + written
 
 
 def _draft(target: Path, mark: str) -> Path:
@@ -281,8 +247,8 @@ def _draft(target: Path, mark: str) -> Path:
 def _stem(target: Path, mark: str) -> str:
     """The prefix of the shards' names, unlike those in the folder. Also removes the drafts of killed saves."""
     sweep_drafts(target)
-    taken = target.is_dir() and any(path.name.startswith("model-0") for path in target.iterdir())
-    return f"model-{mark[:8]}" if taken else "model"
+    has_shards = target.is_dir() and any(path.name.startswith("model-0") for path in target.iterdir())
+    return f"model-{mark[:8]}" if has_shards else "model"
 
 
 def _finish(

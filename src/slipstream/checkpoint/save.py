@@ -1,6 +1,6 @@
 """Save: every rank writes its pieces, and rank 0 commits them atomically.
 
-    agree (inputs, tag) -> draft folder -> DCP: plan, write, gather -> commit (rename, `latest`) -> retention
+    agree (inputs, tag) -> draft folder -> plan -> write -> gather entries -> commit (rename, `latest`) -> retention
 
 An asynchronous save plans, copies and gathers in the call; background.py does the rest.
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,13 +23,12 @@ from torch import Tensor
 
 from slipstream.checkpoint.background import PATIENCE_S, AsyncSave, Staging
 from slipstream.checkpoint.directory import Draft, check_tag, retain
-from slipstream.checkpoint.document import BLOCK, DTYPES, Document
-from slipstream.checkpoint.errors import CheckpointError, Ranks, describe
+from slipstream.checkpoint.document import DTYPES, Document
+from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice
+from slipstream.checkpoint.plan import own_shares
 from slipstream.checkpoint.values import encode
-
-if TYPE_CHECKING:
-    from slipstream.checkpoint.storage import Writer
+from slipstream.checkpoint.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +55,14 @@ def save(
     different one, `tag_validation` decides between an error ("Fail"), a warning ("Warn") and nothing ("Ignore"). A checkpoint
     with the same tag is replaced. `keep`: how many checkpoints stay in the directory, the newest ones.
     """
-    pending = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, None)
+    pending = _begin(directory, tag, tensors, shared, per_rank, group, save_latest, tag_validation, keep, None)
     try:
-        pending.ranks.decide(pending.step, lambda: pending.commit(pending.writer, save_latest))
+        pending.ranks.decide(pending.step, pending.commit)
     finally:
         pending.discard()
-    path = pending.path
     if keep is not None:
-        step = f"checkpoint {path} is saved, but older ones could not be removed"
-        pending.ranks.decide(step, lambda: retain(path.parent, keep, path.name))
-    return path
+        pending.ranks.decide(f"checkpoint {pending.path} is saved, but older ones could not be removed", pending.tidy)
+    return pending.path
 
 
 def save_async(
@@ -85,40 +80,40 @@ def save_async(
     patience_s: float = PATIENCE_S,
 ) -> AsyncSave:
     """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time."""
-    pending = _begin(Path(directory), tag, tensors, shared, per_rank, Ranks(group), tag_validation, keep, staging)
-
-    def tidy() -> None:
-        if keep is not None:
-            retain(pending.path.parent, keep, pending.path.name)
-
-    commit = partial(pending.commit, save_latest=save_latest) if pending.ranks.rank == 0 else None
-    return AsyncSave(pending.path, pending.writer, commit, tidy, pending.discard, patience_s)
+    return AsyncSave(
+        _begin(directory, tag, tensors, shared, per_rank, group, save_latest, tag_validation, keep, staging), patience_s
+    )
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pending:
-    """An uncommitted save: its bytes are written or staged."""
+class PendingSave:
+    """An uncommitted save on one rank: its bytes are written or staged. Only rank 0 has a draft, and commits and tidies."""
 
     ranks: Ranks
     step: str
     path: Path
     writer: Writer
-    draft: Draft | None  # on rank 0 only
+    draft: Draft | None
     shared: Any
     per_rank: list[Any]
+    save_latest: bool
+    keep: int | None
 
-    def commit(self, writer: Writer, save_latest: bool) -> None:
+    def commit(self) -> None:
         assert self.draft is not None, "only rank 0 commits"
         content = Document(
             save_id=self.draft.save_id,
             world_size=self.ranks.size,
-            block=BLOCK,
-            files=writer.files,
-            tensors=writer.entries,
+            files=self.writer.files,
+            tensors=self.writer.entries,
             shared=self.shared,
             per_rank=self.per_rank,
         )
-        self.draft.commit(content, save_latest=save_latest)
+        self.draft.commit(content, save_latest=self.save_latest)
+
+    def tidy(self) -> None:
+        if self.keep is not None:
+            retain(self.path.parent, self.keep, self.path.name)
 
     def discard(self) -> None:
         if self.draft is not None:
@@ -126,81 +121,73 @@ class _Pending:
 
 
 def _begin(
-    parent: Path,
+    directory: str | os.PathLike[str],
     tag: str,
     tensors: Mapping[str, FlatSlice | Tensor],
     shared: Mapping[str, Any],
     per_rank: Mapping[str, Any],
-    ranks: Ranks,
+    group: dist.ProcessGroup | None,
+    save_latest: bool,
     tag_validation: TagValidation,
     keep: int | None,
     staging: Staging | None,
-) -> _Pending:
+) -> PendingSave:
+    ranks, parent = Ranks(group), Path(directory)
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
-    state: dict[str, Any] = dict(tensors)
-    common: Any = None
+    state = dict(tensors)
+    shared_skeleton: Any = None
 
     def prepare() -> tuple[str, Any]:
-        nonlocal common
+        nonlocal shared_skeleton
         check_tag(tag)
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} must be at least 1: the new checkpoint is kept")
-        for name, held in tensors.items():
-            check_entry(name, held)
-        own, values = encode(dict(per_rank), "per_rank", f"$rank/{ranks.rank}")
+        for name, tensor in tensors.items():
+            check_entry(name, tensor)
+        skeleton, values = encode(dict(per_rank), "per_rank", f"$rank/{ranks.rank}")
         state.update(values)
         if ranks.rank == 0:
-            common, values = encode(dict(shared), "shared", "$shared")
+            shared_skeleton, values = encode(dict(shared), "shared", "$shared")
             state.update(values)
-        return tag, own
+        return tag, skeleton
 
     prepared = ranks.gather(step, prepare)
     draft: Draft | None = None
 
     def begin() -> tuple[str, str]:
         nonlocal draft
-        draft = Draft(parent, agree_on_tag([each for each, _ in prepared], tag_validation))
+        draft = Draft(parent, agree_on_tag([rank_tag for rank_tag, _ in prepared], tag_validation))
         return draft.tag, draft.folder.name
 
     try:
         tag, folder = ranks.decide(step, begin)
-        writer = _write(ranks, step, parent / folder, state, staging)
+        writer = Writer(parent / folder, ranks.rank, staging)
+        shares = own_shares(ranks, step, state)
+        writer.collect(ranks.gather(step, lambda: writer.write(shares)))
     except BaseException:
         if draft is not None:
             draft.discard()
         raise
-    own_values = [own for _, own in prepared]
-    return _Pending(ranks=ranks, step=step, path=parent / tag, writer=writer, draft=draft, shared=common, per_rank=own_values)
+    return PendingSave(
+        ranks=ranks,
+        step=step,
+        path=parent / tag,
+        writer=writer,
+        draft=draft,
+        shared=shared_skeleton,
+        per_rank=[skeleton for _, skeleton in prepared],
+        save_latest=save_latest,
+        keep=keep,
+    )
 
 
-def _write(ranks: Ranks, step: str, folder: Path, state: dict[str, Any], staging: Staging | None) -> Writer:
-    """Write every rank's pieces into `folder` through DCP; rank 0's writer then lists them all."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-
-    from slipstream.checkpoint.storage import FlatSavePlanner, Writer
-
-    writer = Writer(folder, ranks.rank, staging)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
-            dcp_save(
-                state, storage_writer=writer, planner=FlatSavePlanner(), process_group=ranks.group, no_dist=ranks.group is None
-            )
-    except CheckpointException as error:
-        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    else:
-        return writer
-    raise ranks.failure(step, {rank: describe(e) for rank, e in causes.items()}, causes.get(ranks.rank))
-
-
-def check_entry(name: str, held: FlatSlice | Tensor) -> None:
-    """Raise CheckpointError unless `held` can be saved or filled under `name`."""
+def check_entry(name: str, tensor: FlatSlice | Tensor) -> None:
+    """Raise CheckpointError unless `tensor` can be saved or filled under `name`."""
     if not isinstance(name, str) or not name or name.startswith("$"):
         raise CheckpointError(f"a tensor named {name!r}; a name is a string that does not begin with '$'")
-    if not isinstance(held, FlatSlice | Tensor):
-        raise CheckpointError(f"tensor {name!r} is a {type(held).__name__}; pass a FlatSlice or a Tensor")
-    data = held.data if isinstance(held, FlatSlice) else held
+    if not isinstance(tensor, FlatSlice | Tensor):
+        raise CheckpointError(f"tensor {name!r} is a {type(tensor).__name__}; pass a FlatSlice or a Tensor")
+    data = tensor.data if isinstance(tensor, FlatSlice) else tensor
     if not isinstance(data, Tensor):
         return
     if data.dtype not in DTYPES.values() or data.is_meta or data.layout is not torch.strided:
@@ -212,11 +199,11 @@ def check_entry(name: str, held: FlatSlice | Tensor) -> None:
 
 def agree_on_tag(tags: Sequence[str], validation: TagValidation) -> str:
     """Return rank 0's tag. If the ranks' tags differ, raises CheckpointError ("Fail") or warns ("Warn")."""
-    others = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
-    if others and validation != "Ignore":
-        rank, tag = next(iter(others.items()))
+    other_tags = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
+    if other_tags and validation != "Ignore":
+        rank, tag = next(iter(other_tags.items()))
         message = (
-            f"checkpoint tags differ: rank 0 has {tags[0]!r}, {len(others)} of {len(tags)} ranks have "
+            f"checkpoint tags differ: rank 0 has {tags[0]!r}, {len(other_tags)} of {len(tags)} ranks have "
             f"another (rank {rank}: {tag!r}); a tag must not depend on the rank"
         )
         if validation == "Fail":

@@ -1,15 +1,16 @@
 """Maps the tensors of safetensors files to a model's parameters and buffers, and reads flat ranges of them on demand.
 
-Files are memory-mapped; only headers are read before `WeightFiles.read`, which touches only the bytes of its range. `rename` maps
-a stored name to the model's; tied parameters are found under any of their names.
+Only headers are read before `WeightFiles.read`, which reads only the bytes of its range. `rename` maps a stored name to the
+model's; tied parameters are found under any of their names.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from slipstream.checkpoint.flat_slice import Shape, boxes
+from slipstream.checkpoint.box_reader import BoxReader
+from slipstream.checkpoint.document import SIZE_LIMIT, Document, Entry, Piece
+from slipstream.checkpoint.flat_slice import Shape, whole_box
 from slipstream.config.huggingface import read_index
 from slipstream.ops.rows import RowForm, quantize_rows
 
@@ -45,6 +48,11 @@ class Stored(NamedTuple):
     name: str  # in the file
     shape: Shape
     dtype: str  # safetensors' name
+    at: int  # the first byte
+
+    def entry(self, file: str) -> Entry:
+        piece = Piece(box=whole_box(self.shape), file=file, at=self.at, crc32=())
+        return Entry(dtype=DTYPES[self.dtype], shape=self.shape, pieces=(piece,))
 
 
 class WeightFiles:
@@ -54,49 +62,38 @@ class WeightFiles:
     quantizes them.
     """
 
-    def __init__(self, taken: Mapping[str, Stored], left_out: str, forms: Mapping[str, RowForm]) -> None:
-        self._taken, self.left_out = taken, left_out
-        self._forms = {name: form for name, form in forms.items() if name in taken and taken[name].dtype != "U8"}
-        self._open: dict[Path, Any] = {}
-        self._closing = ExitStack()
-        heads = sorted((name, stored.name, stored.shape, stored.dtype, stored.file.name) for name, stored in taken.items())
+    def __init__(self, stored: Mapping[str, Stored], left_out: str, forms: Mapping[str, RowForm]) -> None:
+        self._stored, self.left_out = stored, left_out
+        self._forms = {name: form for name, form in forms.items() if name in stored and stored[name].dtype != "U8"}
+        files = {str(each.file): each.file.stat().st_size for each in stored.values()}
+        tensors = {name: each.entry(str(each.file)) for name, each in stored.items()}
+        self._reader = BoxReader(Path(), Document(files=files, tensors=tensors))
+        heads = sorted((name, each.name, each.shape, each.dtype, each.file.name) for name, each in stored.items())
         self.fingerprint = hashlib.sha256(repr(heads).encode()).hexdigest()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._taken
+        return name in self._stored
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self._forms:
             return torch.uint8
-        return DTYPES[self._taken[name].dtype]
+        return DTYPES[self._stored[name].dtype]
 
     def fetch(self, names: Sequence[str]) -> None:
         """A no-op: `read` reads ranges from the files."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) in row-major order, 1D. It may view the mapped file: copy it before `close`."""
+        """Elements [start, stop) in row-major order, 1D, in new memory."""
         form = self._forms.get(name)
         if form is None:
-            return self._stored(name, start, stop)
+            return self._reader.read(name, start, stop)
         first, last = start // form.row_nbytes, -(-stop // form.row_nbytes)
-        w = self._stored(name, first * form.columns, last * form.columns).view(-1, form.columns)
+        w = self._reader.read(name, first * form.columns, last * form.columns).view(-1, form.columns)
         return quantize_rows(w, form).view(-1)[start - first * form.row_nbytes : stop - first * form.row_nbytes]
 
-    def _stored(self, name: str, start: int, stop: int) -> Tensor:
-        stored = self._taken[name]
-        if stored.file not in self._open:
-            self._open[stored.file] = self._closing.enter_context(_open(stored.file))
-        lazy = self._open[stored.file].get_slice(stored.name)
-        parts = [
-            lazy[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
-            for box in boxes(stored.shape, start, stop)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def close(self) -> None:
-        """Unmap the files; `read` maps them again."""
-        self._open.clear()
-        self._closing.close()
+        """Close the files; `read` opens them again."""
+        self._reader.close()
 
 
 def open_weights(
@@ -113,35 +110,35 @@ def open_weights(
     """
     stored: dict[str, Stored] = {}
     for file in files_of(path):
-        for each in _header(file):
-            name = each.name if rename is None else rename(each.name)
+        for entry in _header(file):
+            name = entry.name if rename is None else rename(entry.name)
             if name in stored:
-                both = f"{each.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
+                both = f"{entry.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
                 raise ValueError(f"{both} are both to be {name!r}; name only one of the files, or mend rename=")
-            stored[name] = each
-    wanted = _names(model)
-    taken: dict[str, Stored] = {}
+            stored[name] = entry
+    tensors = _names(model)
+    entries: dict[str, Stored] = {}
     missing: list[str] = []
-    wrong: list[str] = []
-    for names, tensor in wanted:
-        held = next((stored[name] for name in names if name in stored), None)
-        if held is None:
+    misfits: list[str] = []
+    for names, tensor in tensors:
+        source = next((stored[name] for name in names if name in stored), None)
+        if source is None:
             missing.append(names[0])
             continue
-        taken |= dict.fromkeys(names, held)
+        entries |= dict.fromkeys(names, source)
         form = (forms or {}).get(names[0])
-        if form is not None and held.dtype != "U8":
-            wrong += _misfit(names[0], torch.empty(len(tensor), form.columns, device="meta"), held)
-        else:
-            wrong += _misfit(names[0], tensor, held)
-    known = {name for names, _ in wanted for name in names}
-    surplus = [name for name in stored if name not in known]
-    said = [f"they lack {_some(missing)}"] if missing else []
-    said += [f"they have {_some(surplus)}, which the model does not"] if surplus else []
-    if wrong or (strict and said):
-        remedy = _remedy(missing, surplus) if strict and said else ""
-        raise ValueError(f"the weights in {path} do not fit this {type(model).__name__}: {'; '.join(wrong[:5] + said)}{remedy}")
-    return WeightFiles(taken, f"{'; '.join(said)} ({path})" if said else "", forms or {})
+        if form is not None and source.dtype != "U8":  # `read` quantizes it
+            tensor = torch.empty(len(tensor), form.columns, device="meta")
+        misfits += _misfit(names[0], tensor, source)
+    model_names = {name for names, _ in tensors for name in names}
+    surplus = [name for name in stored if name not in model_names]
+    differences = [f"they lack {_some(missing)}"] if missing else []
+    differences += [f"they have {_some(surplus)}, which the model does not"] if surplus else []
+    if misfits or (strict and differences):
+        remedy = _remedy(missing, surplus) if strict and differences else ""
+        reasons = "; ".join(misfits[:5] + differences)
+        raise ValueError(f"the weights in {path} do not fit this {type(model).__name__}: {reasons}{remedy}")
+    return WeightFiles(entries, f"{'; '.join(differences)} ({path})" if differences else "", forms or {})
 
 
 def check_same(fingerprints: Iterable[str]) -> None:
@@ -152,7 +149,7 @@ def check_same(fingerprints: Iterable[str]) -> None:
 
 def files_of(path: Any) -> list[Path]:
     if not isinstance(path, str | os.PathLike):
-        files = [Path(each) for each in path]
+        files = [Path(name) for name in path]
         if not files:
             raise ValueError("no file was named")
         return files
@@ -166,42 +163,53 @@ def files_of(path: Any) -> list[Path]:
     raise ValueError(f"there is neither {INDEX} nor {SINGLE} in {folder}; name the .safetensors files themselves")
 
 
-def _open(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
+def _header(file: Path) -> list[Stored]:
     try:
-        return safe_open(file, framework="pt")
+        return sorted(read_header(file))
     except FileNotFoundError:
         raise ValueError(f"there is no {file}") from None
-    except SafetensorError as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is no whole safetensors file (pickled weights are never read): {error}") from None
 
 
-def _header(file: Path) -> list[Stored]:
-    with _open(file) as opened:
-        heads = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 (it is no dict)
-        return [Stored(file, name, tuple(head.get_shape()), head.get_dtype()) for name, head in heads]
+def read_header(file: Path) -> Iterator[Stored]:
+    """The tensors of a safetensors file. Another file raises ValueError, KeyError, TypeError or AttributeError."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        first = 8 + int.from_bytes(opened.read(8), "little")
+        if not 8 < first <= min(size, SIZE_LIMIT):
+            raise ValueError(f"{file.name} is no safetensors file, or cut off")
+        header = json.loads(opened.read(first - 8))
+    for name, fields in header.items():
+        if name == "__metadata__":
+            continue
+        shape, (start, stop) = tuple(map(int, fields["shape"])), map(int, fields["data_offsets"])
+        dtype = DTYPES.get(fields["dtype"])
+        fits = dtype is None or stop - start == math.prod(shape) * dtype.itemsize
+        if not fits or min(shape, default=0) < 0 or not 0 <= start <= stop <= size - first:
+            raise ValueError(f"{name!r} of shape {shape} claims bytes [{start}, {stop}) of {file.name}, which has {size}")
+        yield Stored(file, name, shape, fields["dtype"], first + start)
 
 
 def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Parameters and persistent buffers, each with all its names."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    names_of: dict[int, tuple[list[str], Tensor]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        saved = [(name, held) for name, held in module._buffers.items() if name not in module._non_persistent_buffers_set]
+        saved = [(name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set]
         for leaf, tensor in [*module._parameters.items(), *saved]:
             if tensor is not None:
-                found.setdefault(id(tensor), ([], tensor))[0].append(f"{prefix}.{leaf}" if prefix else leaf)
-    return list(found.values())
+                names_of.setdefault(id(tensor), ([], tensor))[0].append(f"{prefix}.{leaf}" if prefix else leaf)
+    return list(names_of.values())
 
 
-def _misfit(name: str, tensor: Tensor, held: Stored) -> list[str]:
-    if held.shape != tuple(tensor.shape):
-        return [f"{name!r} has shape {held.shape} in the files and {tuple(tensor.shape)} in the model"]
-    dtype = DTYPES.get(held.dtype)
+def _misfit(name: str, tensor: Tensor, stored: Stored) -> list[str]:
+    if stored.shape != tuple(tensor.shape):
+        return [f"{name!r} has shape {stored.shape} in the files and {tuple(tensor.shape)} in the model"]
+    dtype = DTYPES.get(stored.dtype)
     if dtype is None:
-        return [f"{name!r} is {held.dtype} in the files, which needs more than a cast; save it as BF16 or F32"]
+        return [f"{name!r} is {stored.dtype} in the files, which needs more than a cast; save it as BF16 or F32"]
     if dtype is not tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-        return [f"{name!r} is {held.dtype} in the files and {tensor.dtype} in the model, and no cast converts one to the other"]
+        return [f"{name!r} is {stored.dtype} in the files and {tensor.dtype} in the model, and no cast converts one to the other"]
     return []
 
 

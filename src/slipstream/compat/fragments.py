@@ -53,8 +53,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
     ((unit, (i,)),) = access.units_of([param]).items()
-    grad, local, slot = unit.unreduced(i), unit.memory.local, unit.layout.slots[i]
-    if local is not None and i in unit.filled:
+    grad, local, slot = unit.window.unreduced(i), unit.memory.local, unit.layout.slots[i]
+    if local is not None and unit.window.is_in_local(i):
         grad = local.tensor[slice(*slot.span)].view(slot.shape)
     divisor = engine.averaged_over * engine.precision.loss_scale
     return grad if grad is None else grad.clone() if divisor == 1 else grad.float() / divisor  # which fp16 could not hold

@@ -47,7 +47,7 @@ def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, A
 
 
 def _copies(unit: Unit, flat: Tensor, exclude_frozen: bool) -> Iterator[tuple[int, Tensor]]:
-    for i, (param, full, slot) in enumerate(zip(unit.params, unit.wholes, unit.layout.slots, strict=True)):
+    for i, (param, full, slot) in enumerate(zip(unit.params, unit.model_params, unit.layout.slots, strict=True)):
         is_scale = full is not param and not is_traceable_wrapper_subclass(full)  # the layer's state_dict() reads its scales
         if param.requires_grad or is_scale or not exclude_frozen:
             copy = torch.empty(slot.shape, dtype=flat.dtype)

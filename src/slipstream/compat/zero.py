@@ -357,7 +357,7 @@ class GatheredParameters:
             self._stack.enter_context(_as_available([unit.params[i] for unit, indices in chosen.items() for i in indices]))
             if rank is None:
                 chosen = {unit: indices for unit, indices in chosen.items() if not _is_computing(unit)}
-                readable = [(unit, i) for unit, indices in chosen.items() for i in indices if i not in unit.lent]
+                readable = [(unit, i) for unit, indices in chosen.items() for i in indices if i not in unit.shown.copies]
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
         if self.modifier_rank is None:
             self._read = [_Read(param, None, 0) for param in self.held_params if not Init.is_open()]
@@ -555,7 +555,7 @@ def register_engine(engine: Any) -> None:
 
 def parameters_of(engine: Engine) -> list[nn.Parameter]:
     """The model's parameters; a quantized one counts once, not per inner tensor."""
-    return list({id(param): param for unit in engine.units for param in unit.wholes}.values())
+    return list({id(param): param for unit in engine.units for param in unit.model_params}.values())
 
 
 def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
@@ -582,9 +582,9 @@ def show_ranges(engine: Engine) -> None:
 
     Quantized parameters (several tensors) and those of a sleeping engine have no `ds_tensor`.
     """
-    for unit in (unit for unit in engine.units if not unit.asleep):
+    for unit in (unit for unit in engine.units if unit.state is not State.ASLEEP):
         for i, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True)):
-            if unit.placement.weights and unit.wholes[i] is param:
+            if unit.placement.weights and unit.model_params[i] is param:
                 inside, _ = slot.common(unit.span)
                 own = unit.weights.view(inside.start, inside.stop) if inside.start < inside.stop else None
                 marked: Any = param

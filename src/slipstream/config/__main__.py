@@ -5,29 +5,39 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from slipstream.config.keys import FEATURES, HONORED, NO_EFFECT
+from slipstream.config.keys import Fate, Feature, table
 
 
 def tables() -> str:
-    honored: dict[str, list[str]] = {}
-    for name in HONORED:
-        block, _, key = name.rpartition(".")
-        honored.setdefault(block, []).append(key)
-    idle: dict[str, list[str]] = {}
-    for name, reason in NO_EFFECT.items():
-        idle.setdefault(reason, []).append(name)
-    refused = (
-        (_names((*feature.switches, *(f"{block}.*" for block in feature.blocks))), f"{feature.what}: {feature.remedy}")
-        for feature in FEATURES
-    )
-    blocks = ((f"`{block}`" if block else "", _names(names)) for block, names in honored.items())
+    """Group honored keys by block, keys without effect by reason and the others by feature."""
+    blocks: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    features: dict[Feature, dict[str, None]] = {}  # switches, then blocks
+    for name, key in table().items():
+        if key.feature is not None:
+            names = features.setdefault(key.feature, {})
+            names |= dict.fromkeys(([] if key.off is None else [name]) + ([f"{key.block}.*"] if key.block else []))
+        elif key.fate is Fate.HONORED:
+            block, _, last = name.rpartition(".")
+            blocks.setdefault(f"`{block}`" if block else "", []).append(last)
+        else:
+            reasons.setdefault(key.reason, []).append(name)
+    refused = {f"{feature.what}: {feature.remedy}": sorted(names, key=_is_block) for feature, names in features.items()}
     return "\n\n".join(
         [
-            _table("Honored", ("block", "keys"), blocks),
-            _table("Without effect (logged once)", ("keys", "why"), ((_names(keys), why) for why, keys in idle.items())),
-            _table("Refused if they enable a feature that is not built", ("keys", "feature and alternative"), refused),
+            _table("Honored", ("block", "keys"), ((block, _names(names)) for block, names in blocks.items())),
+            _table("Without effect (logged once)", ("keys", "why"), ((_names(names), why) for why, names in reasons.items())),
+            _table(
+                "Refused if they enable a feature that is not built",
+                ("keys", "feature and alternative"),
+                ((_names(names), why) for why, names in refused.items()),
+            ),
         ]
     )
+
+
+def _is_block(name: str) -> bool:
+    return name.endswith(".*")
 
 
 def _names(names: Iterable[str]) -> str:

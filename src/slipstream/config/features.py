@@ -7,17 +7,31 @@ The rules are those of `schema.py`, which has the core and the root: DeepSpeed's
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator
-
-from slipstream.config.values import MIB, Block, Count, Dtype, Fraction, Int, Names, Real, Seed, Size, lower
+from slipstream.config.keys import Feature
+from slipstream.config.values import (
+    MIB,
+    Block,
+    Count,
+    Dtype,
+    Fraction,
+    Int,
+    Names,
+    Real,
+    Seed,
+    Size,
+    Word,
+    honored,
+    no_effect,
+    switch,
+)
 
 # Parallelism
 
 
 class TensorParallelSize(Block):
-    tp_size: Count = 1
+    tp_size: Count = switch(1, off=(0, 1))
     tp_grain_size: Count = 1
     mpu: Any = None
     tp_group: Any = None
@@ -25,7 +39,7 @@ class TensorParallelSize(Block):
 
 class LayerSpec(Block):
     patterns: Names = []
-    partition_type: Annotated[Literal["column", "row", "skip"], BeforeValidator(lower)] = "column"
+    partition_type: Word[Literal["column", "row", "skip"]] = "column"
     shape: list[Any] | None = None
     partition_dim: Int | None = None
     model_types: Names | None = None
@@ -42,7 +56,8 @@ class PartitionConfig(Block):
 
 
 class TensorParallel(Block):
-    autotp_size: Size = 0
+    feature = Feature("tensor parallelism", "set the size to 0 or 1; zero_optimization.stage 3 shards the weights as well")
+    autotp_size: Size = switch(0, off=(0, 1))
     tp: TensorParallelSize = TensorParallelSize()
     dtype: Dtype = "fp16"
     preset_model: str | None = None
@@ -56,7 +71,8 @@ class TensorParallel(Block):
 
 
 class ExpertParallel(Block):
-    enabled: bool = False
+    feature = Feature("expert parallelism", "drop the key; experts are trained as ordinary parameters at every ZeRO stage")
+    enabled: bool = switch()
     autoep_size: Count = 1
     expert_tensor_parallel_size: Count = 1
     validate_folding_routing: bool = False
@@ -95,7 +111,10 @@ class ExpertParallel(Block):
 
 
 class Pipeline(Block):
-    stages: Count | str = "auto"
+    feature = Feature(
+        "pipeline parallelism", 'set pipeline.stages to 1 or "auto"; zero_optimization.stage 3 shards the layers as well'
+    )
+    stages: Count | str = switch("auto", off=("auto", 1, "1"))
     partition: str = "best"
     seed_layers: bool = False
     activation_checkpoint_interval: Size = 0
@@ -107,7 +126,10 @@ class Pipeline(Block):
 
 
 class HybridEngine(Block):
-    enabled: bool = False
+    feature = Feature(
+        "the hybrid engine for RLHF", "set hybrid_engine.enabled to false; generation under torch.no_grad() works at every stage"
+    )
+    enabled: bool = switch()
     max_out_tokens: Count = 512
     inference_tp_size: Count = 1
     release_inference_cache: bool = False
@@ -117,20 +139,26 @@ class HybridEngine(Block):
 
 
 class InferenceWeightQuantization(Block):
-    enabled: bool = True
+    feature = Feature("weight quantization for inference", "drop the block weight_quantization, or set its enabled to false")
+    enabled: bool = switch(True, off=(False, {}))
     num_bits: Count = 8
     q_type: str = "symmetric"
     q_groups: Count = 1
-    quantized_initialization: dict[str, Any] = {}
-    post_init_quant: dict[str, Any] = {}
+    quantized_initialization: dict[str, Any] = switch({}, off=(False, {}))
+    post_init_quant: dict[str, Any] = switch({}, off=(False, {}))
 
 
 class Compile(Block):
-    enabled: bool = False
-    disable: bool = False
-    backend: str = "inductor"
-    kwargs: dict[str, Any] = {}
-    deepcompile: bool = False
+    feature = Feature(
+        "DeepCompile", 'set compile.deepcompile to false; {"compile": {"enabled": true}} is torch.compile of each block'
+    )
+    enabled: bool = honored(False, "Apply `torch.compile` to each repeated block, or to the model if it has none.", "test_compile")
+    disable: bool = honored(False, "True: do not compile, even if `enabled` is true.")
+    backend: str = honored("inductor", "Backend of `torch.compile`, by name or as `module.attribute`.", "test_compile")
+    kwargs: dict[str, Any] = honored(
+        {}, "Other arguments of `torch.compile` (`mode`, `fullgraph`, `dynamic`, ...).", "test_compile"
+    )
+    deepcompile: bool = switch()
     autoep_non_moe: bool = False
     free_activation: bool = False
     free_activation_threshold: Size = 10 * MIB
@@ -151,16 +179,23 @@ class Compile(Block):
 
 
 class ActivationCheckpointing(Block):
-    partition_activations: bool = False
-    cpu_checkpointing: bool = False
-    contiguous_memory_optimization: bool = False
-    number_checkpoints: Size | None = None
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
+    partition_activations: bool = no_effect(False, "there are no tensor-parallel ranks to partition activations over")
+    cpu_checkpointing: bool = honored(False, "Keep the saved inputs of recomputed blocks in host memory.")
+    contiguous_memory_optimization: bool = no_effect(
+        False,
+        "saved inputs are the block's own input tensors, not copies in a buffer; "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True reduces fragmentation of CUDA memory",
+    )
+    number_checkpoints: Size | None = honored(None, "Recompute this many of the repeated blocks, from the first; not set: all.")
+    synchronize_checkpoint_boundary: bool = honored(False, "Synchronize the device before and after each recomputed block.")
+    profile: bool = honored(False, "Log the time of recomputation, in seconds.")
 
 
 class SparseAttention(Block):
-    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], BeforeValidator(lower)] = "fixed"
+    feature = Feature(
+        "block-sparse attention", 'drop the block or set its mode to "dense"; FlexAttention of torch supports block masks'
+    )
+    mode: Word[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"]] = switch("fixed", off=("dense",))
     block: Count = 16
     different_layout_per_head: bool = False
     num_local_blocks: Size = 4
@@ -176,7 +211,8 @@ class SparseAttention(Block):
 
 
 class FlopsProfiler(Block):
-    enabled: bool = False
+    feature = Feature("the flops profiler", "set it to false; torch.utils.flop_counter counts a forward and backward")
+    enabled: bool = switch()
     profile_step: Size = 1
     module_depth: Int = -1
     top_modules: Size = 1
@@ -199,7 +235,8 @@ class CurriculumSchedule(Block):
 class Curriculum(Block):
     """The older, top-level block, whose difficulty is the sequence length."""
 
-    enabled: bool = False
+    feature = Feature("curriculum learning", "set curriculum_learning.enabled to false and cut the sequences in the data loader")
+    enabled: bool = switch()
     curriculum_type: str = "seqlen"
     min_difficulty: Size = 1
     max_difficulty: Size | None = None
@@ -236,7 +273,7 @@ class DynamicBatching(Block):
 
 
 class DataSampling(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     num_epochs: Size = 1000
     num_workers: Size = 0
     pin_memory: bool = False
@@ -278,28 +315,35 @@ class RandomLtd(Block):
 
 
 class DataRouting(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     random_ltd: RandomLtd = RandomLtd()
 
 
 class DataEfficiency(Block):
-    enabled: bool = False
+    feature = Feature("data efficiency (curriculum sampling, random-LTD)", "set data_efficiency.enabled to false")
+    enabled: bool = switch()
     seed: Seed = 1234
     data_sampling: DataSampling = DataSampling()
     data_routing: DataRouting = DataRouting()
 
 
 class ProgressiveLayerDrop(Block):
-    enabled: bool = False
+    feature = Feature("progressive layer dropping", "set progressive_layer_drop.enabled to false")
+    enabled: bool = switch()
     theta: Real = 1.0
     gamma: Real = 0.001
 
 
 # Compression
 
+_COMPRESSION = Feature(
+    "compression (quantization-aware training, pruning, layer reduction)", "set the technique's enabled to false"
+)
+
 
 class Eigenvalue(Block):
-    enabled: bool = False
+    feature = Feature("eigenvalue estimation", "set eigenvalue.enabled to false")
+    enabled: bool = switch()
     verbose: bool = False
     max_iter: Size = 100
     tol: Real = 1e-2
@@ -332,7 +376,8 @@ class QuantizeSchedule(Block):
 class QuantizeTraining(Block):
     """The older block of MoQ, before `compression_training`."""
 
-    enabled: bool = False
+    feature = _COMPRESSION
+    enabled: bool = switch()
     quantize_verbose: bool = False
     quantizer_kernel: bool = False
     quantize_groups: Size = 1
@@ -345,7 +390,7 @@ class QuantizeTraining(Block):
 
 
 class LayerReduction(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     keep_number_layer: Size | None = None
     module_name_prefix: str = ""
     teacher_layer: list[Size] = []
@@ -353,7 +398,7 @@ class LayerReduction(Block):
 
 
 class WeightQuantizationShared(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     quantizer_kernel: bool = False
     schedule_offset: Size = 0
     quantize_groups: Size = 1
@@ -382,7 +427,7 @@ class WeightQuantization(Block):
 
 
 class ActivationQuantizationShared(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     schedule_offset: Size = 1000
     quantization_type: str = "symmetric"
     range_calibration: str = "dynamic"
@@ -404,7 +449,7 @@ class ActivationQuantization(Block):
 
 
 class SparsePruningShared(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     method: str = "l1"
     schedule_offset: Size = 1000
     schedule_offset_end: Size | None = None
@@ -415,13 +460,13 @@ class SparsePruningShared(Block):
 
 
 class PruningShared(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     method: str = "l1"
     schedule_offset: Size = 1000
 
 
 class HeadPruningShared(Block):
-    enabled: bool = False
+    enabled: bool = switch()
     method: str = "topk"
     schedule_offset: Size = 1000
     num_heads: Size | None = None
@@ -453,6 +498,7 @@ class HeadPruning(Block):
 
 
 class CompressionTraining(Block):
+    feature = _COMPRESSION
     layer_reduction: LayerReduction = LayerReduction()
     weight_quantization: WeightQuantization = WeightQuantization()
     activation_quantization: ActivationQuantization = ActivationQuantization()
@@ -464,15 +510,23 @@ class CompressionTraining(Block):
 
 # Monitoring, checkpoints, tuning
 
+_WRITER = "each rank writes its shards to its own file with direct I/O and without pickle"
 
-class Tensorboard(Block):
-    enabled: bool = False
+
+class Monitor(Block):
+    feature = Feature(
+        "monitoring by TensorBoard, Weights & Biases, Comet or CSV",
+        "set it to false and log the loss and engine.global_grad_norm from the script",
+    )
+    enabled: bool = switch()
+
+
+class Tensorboard(Monitor):
     output_path: str = ""
     job_name: str = "DeepSpeedJobName"
 
 
-class Wandb(Block):
-    enabled: bool = False
+class Wandb(Monitor):
     group: str | None = None
     team: str | None = None
     project: str = "deepspeed"
@@ -482,8 +536,7 @@ class CsvMonitor(Tensorboard):
     pass
 
 
-class Comet(Block):
-    enabled: bool = False
+class Comet(Monitor):
     samples_log_interval: Count = 100
     project: str | None = None
     workspace: str | None = None
@@ -495,7 +548,8 @@ class Comet(Block):
 
 
 class CommsLogger(Block):
-    enabled: bool = False
+    feature = Feature("the communication log", "set it to false; engine.explain() reports the bytes communicated per step")
+    enabled: bool = switch()
     prof_all: bool = True
     prof_ops: Names = []
     verbose: bool = False
@@ -503,8 +557,8 @@ class CommsLogger(Block):
 
 
 class ThroughputTimer(Block):
-    enabled: bool = True
-    synchronized: bool = True
+    enabled: bool = no_effect(True, "steps_per_print and wall_clock_breakdown enable timing")
+    synchronized: bool = no_effect(True, "timers read the clock only where the step synchronizes anyway")
 
 
 class Timers(Block):
@@ -512,7 +566,8 @@ class Timers(Block):
 
 
 class Elasticity(Block):
-    enabled: bool = False
+    feature = Feature("elastic batch sizes", "set elasticity.enabled to false and restart; checkpoints load at any world size")
+    enabled: bool = switch()
     max_train_batch_size: Count = 2000
     micro_batch_sizes: list[Count] = [2, 4, 6]
     min_gpus: Count = 1
@@ -526,30 +581,40 @@ class Elasticity(Block):
 
 
 class ParallelWrite(Block):
-    pipeline_stage: bool = False
+    pipeline_stage: bool = no_effect(False, _WRITER)
 
 
 class CheckpointWriter(Block):
-    type: str = "fast"
-    decoupled: bool = False
-    io_buffer_size: Size = 64 * MIB
-    io_buffer_double: bool = True
-    io_multiplier: Count = 1
-    show_statistics: bool = False
-    data_parallel: str | None = None
+    type: str = no_effect("fast", _WRITER)
+    decoupled: bool = honored(False, "Asynchronous checkpoints: `save_checkpoint` returns after copying, and a thread writes.")
+    io_buffer_size: Size = no_effect(64 * MIB, _WRITER)
+    io_buffer_double: bool = no_effect(True, _WRITER)
+    io_multiplier: Count = no_effect(1, _WRITER)
+    show_statistics: bool = no_effect(False, _WRITER)
+    data_parallel: str | None = no_effect(None, _WRITER)
 
 
 class Checkpoint(Block):
-    tag_validation: Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lower)] = "warn"
-    load_universal: bool = False
-    use_node_local_storage: bool = False
+    tag_validation: Word[Literal["ignore", "warn", "fail"]] = honored(
+        "warn", "Action if ranks pass different tags to `save_checkpoint`: `ignore`, `warn` or `fail`."
+    )
+    load_universal: bool = honored(False, "A load without a tag prefers `latest_universal` to `latest`.")
+    use_node_local_storage: bool = switch(
+        False,
+        Feature(
+            "checkpoints on node-local disks",
+            "set it to false and save to a shared directory",
+            moot_on_one_host="all ranks share one host and its disk",
+        ),
+    )
     parallel_write: ParallelWrite = ParallelWrite()
-    checkpoint_serialization: bool = True
+    checkpoint_serialization: bool = no_effect(True, _WRITER)
     writer: CheckpointWriter = CheckpointWriter()
 
 
 class Nebula(Block):
-    enabled: bool = False
+    feature = Feature("Nebula checkpoints", "set nebula.enabled to false; checkpoints are already atomic and sharded")
+    enabled: bool = switch()
     persistent_storage_path: str | None = None
     persistent_time_interval: Size = 100
     num_of_version_in_retention: Size = 2
@@ -565,7 +630,8 @@ class ModelInfo(Block):
 
 
 class Autotuning(Block):
-    enabled: bool = False
+    feature = Feature("autotuning", "set autotuning.enabled to false; `slipstream plan` estimates memory in advance")
+    enabled: bool = switch()
     results_dir: str = "autotuning_results"
     exps_dir: str = "autotuning_exps"
     overwrite: bool = True

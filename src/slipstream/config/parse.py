@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from slipstream.config import keys
 from slipstream.config.schema import Child, Config, ZeroOptimization, child
 from slipstream.config.text import check_depth, shown
 from slipstream.config.values import Block
@@ -63,7 +64,6 @@ class Leaf(NamedTuple):
     key: str
     path: str
     value: Any
-    default: Any
     given: bool
 
 
@@ -90,7 +90,7 @@ def parse(raw: Mapping[str, Any]) -> Parsed:
 @cache
 def schema_keys() -> Mapping[str, Any]:
     """Return every schema key with its default."""
-    return MappingProxyType(dict(_static(Config, "")))
+    return MappingProxyType({name: key.default for name, key in keys.table().items()})
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
@@ -216,22 +216,12 @@ def _one_less(word: str) -> set[str]:
     return {word[:100], *(word[:i] + word[i + 1 : 100] for i in range(min(len(word), 100)))}
 
 
-def _static(block: type[Block], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, field in block.model_fields.items():
-        below = child(field.annotation)
-        if below is None:
-            yield prefix + name, None if field.is_required() else field.get_default(call_default_factory=True)
-        else:
-            yield from _static(below.block, f"{prefix}{name}.*." if below.many else f"{prefix}{name}.")
-
-
 def _leaves(block: Block, key: str = "", path: str = "") -> Iterator[Leaf]:
     for name, field in type(block).model_fields.items():
         value = getattr(block, name)
         below = child(field.annotation)
         if below is None:
-            default = None if field.is_required() else field.get_default(call_default_factory=True)
-            yield Leaf(key + name, path + name, value, default, name in block.model_fields_set)
+            yield Leaf(key + name, path + name, value, name in block.model_fields_set)
         elif below.many:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for item_name, item in items:

@@ -3,23 +3,59 @@
 Code outside `config/` never sees JSON, `"auto"`, aliases or defaults. A plan is plain data: it can be compared, pickled and sent to
 another process. `resolution.py` creates it.
 
+A field names its JSON key. `Values.section` in resolution.py reads the fields that it does not compute from several values, and
+`plan_values` leads back to keys.
+
 Values of `sources`, by dotted key: "config" (set by the user), "argument" (an override passed with the config), "default" (of
 DeepSpeed 0.19), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (computed from other values).
 """
 
+# ruff: noqa: RUF009 (key and of return a dataclasses.field)
+
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-MOST_CHUNK = (
-    1 << 21
-)  # elements: 28 MiB with gradients and weights in 16 bits; large enough for any disk, small compared to a memory budget
+# Elements: 28 MiB with gradients and weights in 16 bits; large enough for any disk, small compared to a memory budget.
+MOST_CHUNK = 1 << 21
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _always(section: Any) -> bool:
+    return True
+
+
+class Json(NamedTuple):
+    """The JSON key of a field. `x.*`: one key for each item of a mapping."""
+
+    name: str
+    read: Callable[[Any], Any] = _same  # the key's value -> the field's
+    shown: Callable[[Any], Any] = _same  # the field's value -> the key's
+    when: Callable[[Any], bool] = _always  # whether the section of the plan uses the key
+
+
+def of(*keys: Json) -> Any:
+    """A field that follows from several keys."""
+    return field(metadata={"keys": keys})
+
+
+def key(name: str, **conversions: Callable[[Any], Any]) -> Any:
+    """A field that holds the value of a key. conversions: as in `Json`"""
+    return of(Json(name, **conversions))
+
+
+def json_keys(section: Any) -> dict[str, tuple[Json, ...]]:
+    """Return the keys of each field of a section, which is a dataclass of the plan or an instance of one."""
+    return {each.name: each.metadata.get("keys", ()) for each in fields(section)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,111 +80,169 @@ class ModelFacts:
 class BatchPlan:
     """`train_batch_size` = `micro_batch_size` x `accumulation` x data-parallel ranks."""
 
-    train_batch_size: int
-    micro_batch_size: int
-    accumulation: int
-    managed: bool  # step() updates at the accumulation boundary; otherwise at every call
+    train_batch_size: int = key("train_batch_size")
+    micro_batch_size: int = key("train_micro_batch_size_per_gpu")
+    accumulation: int = key("gradient_accumulation_steps")
+    managed: bool = key("managed_gradient_accumulation")  # step() updates at the accumulation boundary; otherwise at every call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPlan:
-    stage: Literal[0, 1, 2, 3]
-    shard_size: int | None  # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
-    transport: Literal["auto", "shared", "gloo"]
-    reduce_op: Literal["mean", "sum"]
-    ignore_unused: bool  # parameters without a gradient; otherwise the step raises an error
+    stage: Literal[0, 1, 2, 3] = key("zero_optimization.stage")
+    # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
+    shard_size: int | None = key("zero_optimization.mics_shard_size", read=lambda size: size if size > 0 else None)
+    transport: Literal["auto", "shared", "gloo"] = key("slipstream.transport")
+    reduce_op: Literal["mean", "sum"] = key("gradient_allreduce_op")
+    # Parameters without a gradient; otherwise the step raises an error.
+    ignore_unused: bool = key("zero_optimization.ignore_unused_parameters")
+
+
+_OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+
+
+def _is_offloaded(plan: OffloadPlan) -> bool:
+    return plan.optimizer != "none"
+
+
+def _is_on_disk(plan: OffloadPlan) -> bool:
+    return plan.optimizer == "nvme"
+
+
+def _params_on_disk(plan: OffloadPlan) -> bool:
+    return plan.param == "nvme"
+
+
+def _uses_disk(plan: OffloadPlan) -> bool:
+    return plan.uses_disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
     """Where states are stored. "cpu" is host memory, which has no effect if the device is a CPU."""
 
-    optimizer: Literal["none", "cpu", "nvme"]  # masters and moments
-    optimizer_path: str | None
-    ratio: float  # fraction of each unit's masters and moments that is offloaded
-    num_buffers: int  # chunks in memory at a time
-    chunk_numel: int  # maximum, when the optimizer streams states
-    param: Literal["none", "cpu", "nvme"]  # sharded weights
-    param_path: str | None
-    max_in_cpu: int  # elements per rank that stay in host memory with device nvme
-    block_nbytes: int
-    queue_depth: int
-    threads: int  # if the kernel does not allow io_uring
+    optimizer: Literal["none", "cpu", "nvme"] = key(f"{_OPTIMIZER}.device", when=_is_offloaded)  # masters and moments
+    optimizer_path: str | None = key(f"{_OPTIMIZER}.nvme_path", when=_is_on_disk)
+    ratio: float = key(f"{_OPTIMIZER}.ratio", when=_is_offloaded)  # fraction of each unit's masters and moments that is offloaded
+    num_buffers: int = key(f"{_OPTIMIZER}.buffer_count", when=_is_on_disk)  # chunks in memory at a time
+    # Maximum, when the optimizer streams states.
+    chunk_numel: int = key("zero_optimization.sub_group_size", read=lambda numel: min(max(numel, 1), MOST_CHUNK), when=_is_on_disk)
+    param: Literal["none", "cpu", "nvme"] = key(f"{_PARAM}.device", when=lambda plan: plan.param != "none")  # sharded weights
+    param_path: str | None = key(f"{_PARAM}.nvme_path", when=_params_on_disk)
+    max_in_cpu: int = key(f"{_PARAM}.max_in_cpu", when=_params_on_disk)  # elements per rank that stay in host memory
+    block_nbytes: int = key("aio.block_size", when=_uses_disk)
+    queue_depth: int = key("aio.queue_depth", when=_uses_disk)
+    # If the kernel does not allow io_uring.
+    threads: int = key("aio.intra_op_parallelism", read=lambda threads: max(threads, 1), when=_uses_disk)
+
+    @property
+    def uses_disk(self) -> bool:
+        return "nvme" in (self.optimizer, self.param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScalePlan:
-    static: float | None  # None = dynamic, by the fields below
-    initial: float
-    window: int  # steps without overflow before the scale doubles
-    hysteresis: int  # overflows before the scale is halved
-    consecutive_hysteresis: bool  # a step without overflow resets the count
-    minimum: float
+    # None = dynamic, by the fields below
+    static: float | None = key(
+        "fp16.loss_scale", read=lambda scale: scale or None, shown=lambda scale: "dynamic" if scale is None else scale
+    )
+    initial: float = key("fp16.initial_scale_power", read=lambda power: 2.0**power)
+    window: int = key("fp16.loss_scale_window")  # steps without overflow before the scale doubles
+    hysteresis: int = key("fp16.hysteresis")  # overflows before the scale is halved
+    consecutive_hysteresis: bool = key("fp16.consecutive_hysteresis")  # a step without overflow resets the count
+    minimum: float = key("fp16.min_loss_scale")
+
+
+def _is(dtype: torch.dtype) -> Callable[[Any], bool]:
+    return lambda value: value is dtype
+
+
+def _in_bf16(plan: PrecisionPlan) -> bool:
+    return plan.param_dtype is torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPlan:
-    param_dtype: torch.dtype
-    buffer_dtype: torch.dtype | None  # None = saved buffers follow the weights, others keep their own
-    master_dtype: torch.dtype
-    state_dtype: torch.dtype  # int8: quantized to 8 bits
-    stochastic_rounding: bool  # of bf16 weights without masters
-    grad_accum_dtype: torch.dtype | None  # None = the gradient's own at accumulation 1, fp32 above
-    comm_dtype: torch.dtype | None  # None = the gradient's own
-    autocast_dtype: torch.dtype | None
-    auto_cast_inputs: bool
-    check_overflow: bool
+    param_dtype: torch.dtype = of(
+        Json("fp16.enabled", shown=_is(torch.float16)),
+        Json("bf16.enabled", shown=_is(torch.bfloat16)),
+        Json("data_types.param_dtype"),
+    )
+    # None = saved buffers follow the weights, others keep their own
+    buffer_dtype: torch.dtype | None = key("data_types.buffer_dtype", read=DTYPES.get)
+    master_dtype: torch.dtype = of(
+        Json("fp16.fp16_master_weights_and_grads", shown=_is(torch.float16)),
+        Json("bf16.bf16_master_weights_and_grads", shown=_is(torch.bfloat16)),
+    )
+    state_dtype: torch.dtype = of(  # int8: quantized to 8 bits
+        Json("bf16.bf16_optimizer_states", shown=_is(torch.bfloat16)),
+        Json("slipstream.optimizer_states", shown=lambda dtype: "int8" if dtype is torch.int8 else "default"),
+    )
+    stochastic_rounding: bool = key("slipstream.stochastic_rounding")  # of bf16 weights without masters
+    # None = the gradient's own at accumulation 1, fp32 above
+    grad_accum_dtype: torch.dtype | None = key("data_types.grad_accum_dtype")
+    comm_dtype: torch.dtype | None = key("communication_data_type", read=DTYPES.get)  # None = the gradient's own
+    autocast_dtype: torch.dtype | None = of(
+        Json("torch_autocast.enabled", shown=lambda dtype: dtype is not None),
+        Json("torch_autocast.dtype", when=lambda plan: plan.autocast_dtype is not None),
+    )
+    auto_cast_inputs: bool = key("fp16.auto_cast")
+    check_overflow: bool = of(
+        Json("bf16.check_grad_overflow", when=_in_bf16),
+        Json("slipstream.check_grad_overflow", when=lambda plan: not _in_bf16(plan) and plan.loss_scale is None),
+    )
     loss_scale: LossScalePlan | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPlan:
-    type: str
-    params: dict[str, Any]
+    type: str = key("optimizer.type")
+    params: dict[str, Any] = key("optimizer.params.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPlan:
-    type: str
-    params: dict[str, Any]
+    type: str = key("scheduler.type")
+    params: dict[str, Any] = key("scheduler.params.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
     """How activations of the repeated blocks are stored."""
 
-    way: Literal["keep", "recompute", "offload"]
-    num_blocks: int | None  # recompute: number of blocks, from the first; None = all
-    inputs_on_host: bool  # recompute: keep saved inputs in host memory
-    synchronize: bool  # with the device, before and after each block's forward and recompute
-    profile: bool
+    way: Literal["keep", "recompute", "offload"] = key("slipstream.activations")
+    # Recompute: number of blocks, from the first; None = all.
+    num_blocks: int | None = key("activation_checkpointing.number_checkpoints", read=lambda number: number or None)
+    inputs_on_host: bool = key("activation_checkpointing.cpu_checkpointing")  # recompute: keep saved inputs in host memory
+    # With the device, before and after each block's forward and recompute.
+    synchronize: bool = key("activation_checkpointing.synchronize_checkpoint_boundary")
+    profile: bool = key("activation_checkpointing.profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilePlan:
     """Arguments of `torch.compile(forward, backend=backend, **kwargs)` for each repeated block."""
 
-    backend: str  # a backend registered with torch, or MODULE.FUNCTION
-    kwargs: dict[str, Any]
+    backend: str = key("compile.backend")  # a backend registered with torch, or MODULE.FUNCTION
+    kwargs: dict[str, Any] = key("compile.kwargs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
-    drop_last: bool
+    drop_last: bool = key("dataloader_drop_last")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
-    tag_validation: Literal["ignore", "warn", "fail"]
-    asynchronous: bool = False
-    universal: bool = False  # a load without a tag prefers `latest_universal` to `latest`
-    keep: int | None = None  # number of newest checkpoints to keep in a directory; None = all
+    tag_validation: Literal["ignore", "warn", "fail"] = key("checkpoint.tag_validation")
+    asynchronous: bool = key("checkpoint.writer.decoupled")
+    universal: bool = key("checkpoint.load_universal")  # a load without a tag prefers `latest_universal` to `latest`
+    keep: int | None = key("slipstream.keep_checkpoints")  # number of newest checkpoints to keep in a directory; None = all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugPlan:
-    timeout_s: float = 1800.0
-    poison_released: bool = False
+    timeout_s: float = key("slipstream.timeout_s")
+    poison_released: bool = key("slipstream.poison_released")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,17 +253,17 @@ class Plan:
     precision: PrecisionPlan
     optimizer: OptimizerPlan | None
     scheduler: SchedulerPlan | None
-    gradient_clipping: float  # 0 = off
+    gradient_clipping: float = key("gradient_clipping")  # 0 = off
     activations: ActivationPlan
-    compile: CompilePlan | None
+    compile: CompilePlan | None = key("compile.enabled", shown=bool, when=lambda plan: plan.compile is not None)
     data: DataPlan
     checkpoint: CheckpointPlan
-    broadcast_buffers: bool  # broadcast rank 0's before each forward
-    steps_per_print: int | None  # None = never
-    wall_clock_breakdown: bool
-    dump_state: bool
-    log_level: str | None
-    seed: int  # of the data loader's shuffle
+    broadcast_buffers: bool = key("slipstream.broadcast_buffers")  # broadcast rank 0's before each forward
+    steps_per_print: int | None = key("steps_per_print")  # None = never
+    wall_clock_breakdown: bool = key("wall_clock_breakdown")
+    dump_state: bool = key("dump_state")
+    log_level: str | None = key("log_level")
+    seed: int = key("slipstream.seed")  # of the data loader's shuffle
     debug: DebugPlan
     idle: Mapping[str, str]  # keys that the user set and that have no effect here -> why; `keys.say_idle` logs them
     notes: tuple[str, ...]  # on other keys; `keys.say` logs them
@@ -211,98 +305,22 @@ def _have(keys: Collection[str]) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
-    """Return the plan's values by JSON key, in reading order."""
-    batch, zero, precision, offload = plan.batch, plan.zero, plan.precision, plan.offload
-    half = {dtype: precision.param_dtype is dtype for dtype in (torch.float16, torch.bfloat16)}
-    values: dict[str, Any] = {
-        "train_batch_size": batch.train_batch_size,
-        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-        "gradient_accumulation_steps": batch.accumulation,
-        "managed_gradient_accumulation": batch.managed,
-        "zero_optimization.stage": zero.stage,
-        "zero_optimization.mics_shard_size": zero.shard_size,
-        "zero_optimization.ignore_unused_parameters": zero.ignore_unused,
-        "gradient_allreduce_op": zero.reduce_op,
-        "communication_data_type": precision.comm_dtype,
-        "fp16.enabled": half[torch.float16],
-        "bf16.enabled": half[torch.bfloat16],
-        "data_types.param_dtype": precision.param_dtype,
-        "data_types.buffer_dtype": precision.buffer_dtype,
-        "data_types.grad_accum_dtype": precision.grad_accum_dtype,
-        "fp16.fp16_master_weights_and_grads": precision.master_dtype is torch.float16,
-        "bf16.bf16_master_weights_and_grads": precision.master_dtype is torch.bfloat16,
-        "bf16.bf16_optimizer_states": precision.state_dtype is torch.bfloat16,
-        "fp16.auto_cast": precision.auto_cast_inputs,
-        "torch_autocast.enabled": precision.autocast_dtype is not None,
-    }
-    if precision.autocast_dtype is not None:
-        values["torch_autocast.dtype"] = precision.autocast_dtype
-    if half[torch.bfloat16]:
-        values["bf16.check_grad_overflow"] = precision.check_overflow
-    elif precision.loss_scale is None:
-        values["slipstream.check_grad_overflow"] = precision.check_overflow
-    if precision.loss_scale is not None:
-        scale = precision.loss_scale
-        values |= {
-            "fp16.loss_scale": "dynamic" if scale.static is None else scale.static,
-            "fp16.initial_scale_power": scale.initial,
-            "fp16.loss_scale_window": scale.window,
-            "fp16.hysteresis": scale.hysteresis,
-            "fp16.consecutive_hysteresis": scale.consecutive_hysteresis,
-            "fp16.min_loss_scale": scale.minimum,
-        }
-    if offload.optimizer != "none":
-        values["zero_optimization.offload_optimizer.device"] = offload.optimizer
-        values["zero_optimization.offload_optimizer.ratio"] = offload.ratio
-    if offload.param != "none":
-        values["zero_optimization.offload_param.device"] = offload.param
-    if offload.optimizer == "nvme":
-        values |= {
-            "zero_optimization.offload_optimizer.nvme_path": offload.optimizer_path,
-            "zero_optimization.offload_optimizer.buffer_count": offload.num_buffers,
-            "zero_optimization.sub_group_size": offload.chunk_numel,
-        }
-    if offload.param == "nvme":
-        values |= {
-            "zero_optimization.offload_param.nvme_path": offload.param_path,
-            "zero_optimization.offload_param.max_in_cpu": offload.max_in_cpu,
-        }
-    if "nvme" in (offload.optimizer, offload.param):
-        values |= {
-            "aio.block_size": offload.block_nbytes,
-            "aio.queue_depth": offload.queue_depth,
-            "aio.intra_op_parallelism": offload.threads,
-        }
-    if plan.compile is not None:
-        values |= {"compile.enabled": True, "compile.backend": plan.compile.backend, "compile.kwargs": plan.compile.kwargs}
-    for name, part in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler)):
-        if part is not None:
-            values[f"{name}.type"] = part.type
-            values |= {f"{name}.params.{key}": value for key, value in part.params.items()}
-    return values | {
-        "gradient_clipping": plan.gradient_clipping,
-        "slipstream.activations": plan.activations.way,
-        "activation_checkpointing.number_checkpoints": plan.activations.num_blocks,
-        "activation_checkpointing.cpu_checkpointing": plan.activations.inputs_on_host,
-        "activation_checkpointing.synchronize_checkpoint_boundary": plan.activations.synchronize,
-        "activation_checkpointing.profile": plan.activations.profile,
-        "dataloader_drop_last": plan.data.drop_last,
-        "checkpoint.tag_validation": plan.checkpoint.tag_validation,
-        "checkpoint.load_universal": plan.checkpoint.universal,
-        "checkpoint.writer.decoupled": plan.checkpoint.asynchronous,
-        "slipstream.keep_checkpoints": plan.checkpoint.keep,
-        "slipstream.broadcast_buffers": plan.broadcast_buffers,
-        "steps_per_print": plan.steps_per_print,
-        "wall_clock_breakdown": plan.wall_clock_breakdown,
-        "dump_state": plan.dump_state,
-        "log_level": plan.log_level,
-        "slipstream.optimizer_states": "int8" if precision.state_dtype is torch.int8 else "default",
-        "slipstream.stochastic_rounding": precision.stochastic_rounding,
-        "slipstream.seed": plan.seed,
-        "slipstream.transport": zero.transport,
-        "slipstream.timeout_s": plan.debug.timeout_s,
-        "slipstream.poison_released": plan.debug.poison_released,
-    }
+    """Return the plan's values by JSON key, in the order of the fields."""
+    return dict(_items(plan))
+
+
+def _items(section: Any) -> Iterator[tuple[str, Any]]:
+    for name, keys in json_keys(section).items():
+        value = getattr(section, name)
+        for json in keys:
+            if not json.when(section):
+                continue
+            if json.name.endswith(".*"):
+                yield from ((json.name[:-1] + item, inner) for item, inner in value.items())
+            else:
+                yield json.name, json.shown(value)
+        if is_dataclass(value):
+            yield from _items(value)
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Resolve a parsed config into a `Plan`: "auto" and the batch triad are computed, contradictions raise errors.
+"""Resolve a parsed config into a `Plan`: "auto", the batch triad and values that follow from several keys.
 
 `resolve` is a pure function, so ranks that pass the same arguments get the same plan or the same error before any collective.
 
@@ -9,16 +9,16 @@ its default.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from slipstream.config import keys
 from slipstream.config.plan import (
     DTYPES,
-    MOST_CHUNK,
     ActivationPlan,
     BatchPlan,
     CheckpointPlan,
@@ -34,10 +34,14 @@ from slipstream.config.plan import (
     PrecisionPlan,
     SchedulerPlan,
     ZeroPlan,
+    json_keys,
 )
+from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching
 
 if TYPE_CHECKING:
     from slipstream.config.parse import Parsed
+
+T = TypeVar("T")
 
 
 class Auto(NamedTuple):
@@ -91,7 +95,6 @@ DEFAULT_CLIPPING = "default: DeepSpeed's; gradients with a larger norm are scale
 _FROM_OPTIMIZER = ("warmup_max_lr", "cycle_max_lr")  # "auto" is the optimizer's learning rate
 _FROM_LOOP = ("total_num_steps",)  # "auto" cannot be resolved here
 _TUPLES = ("betas", "etas", "step_sizes")
-_CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for bf16 only
 
 
 def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, overrides: Mapping[str, Any] | None = None) -> Plan:
@@ -103,50 +106,37 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
 
     parsed = parse(_overridden(raw, overrides or {}))
     keys.refuse(parsed.leaves.values(), one_host=world.one_host)
-    values = _Values(parsed, facts, frozenset(overrides or ()))
-    values.take("slipstream.unknown_keys")  # applied by `parse`
+    case = case_of(Values(parsed, facts, frozenset(overrides or ())), world)
+    for text in matching(REFUSALS, case):
+        raise ValueError(text)
+    notes = (*parsed.notes, *case.values.notes, *matching(NO_EFFECT, case))
+    return replace(case.plan, notes=notes, sources=dict(sorted(case.values.sources.items())))
+
+
+def case_of(values: Values, world: DataWorld) -> Case:
+    """Compute the plan, also of a config that a row of refusals.py refuses."""
     batch, offload = _batch(values, world), _offload(values)
-    precision = _precision(values)
     optimizer, clipping = _optimizer(values)
-    return Plan(
+    plan = values.section(
+        Plan,
         batch=batch,
-        zero=_zero(values, world),
+        zero=values.section(ZeroPlan),
         offload=offload,
-        precision=precision,
+        precision=_precision(values),
         optimizer=optimizer,
         scheduler=_scheduler(values, optimizer),
         gradient_clipping=clipping,
         activations=_activations(values),
         compile=_compile(values),
-        data=DataPlan(drop_last=values.take("dataloader_drop_last")),
-        checkpoint=_checkpoint(values, offload),
-        broadcast_buffers=values.take("slipstream.broadcast_buffers"),
-        steps_per_print=values.take("steps_per_print"),
-        wall_clock_breakdown=values.take("wall_clock_breakdown"),
-        dump_state=values.take("dump_state"),
-        log_level=values.take("log_level"),
-        seed=values.take("slipstream.seed"),
-        debug=DebugPlan(timeout_s=values.take("slipstream.timeout_s"), poison_released=values.take("slipstream.poison_released")),
-        idle=keys.without_effect(parsed.leaves.values()),
-        notes=(*parsed.notes, *values.notes),
-        sources=dict(sorted(values.sources.items())),
+        data=values.section(DataPlan),
+        # With states on disk, the next step overwrites in place what a background thread would still read.
+        checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),
+        debug=values.section(DebugPlan),
+        idle=keys.without_effect(values.parsed.leaves.values()),
+        notes=(),
+        sources=values.sources,
     )
-
-
-def _checkpoint(values: _Values, offload: OffloadPlan) -> CheckpointPlan:
-    decoupled = values.take("checkpoint.writer.decoupled")
-    on_disk = "nvme" in (offload.optimizer, offload.param)
-    if decoupled and on_disk:
-        values.notes.append(
-            "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next "
-            "step overwrites them in place"
-        )
-    return CheckpointPlan(
-        tag_validation=values.take("checkpoint.tag_validation"),
-        asynchronous=decoupled and not on_disk,
-        universal=values.take("checkpoint.load_universal"),
-        keep=values.take("slipstream.keep_checkpoints"),
-    )
+    return Case(values, plan, world)
 
 
 def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,28 +152,43 @@ def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if offloaded and zero.stage < 3 else {}
 
 
-class _Values:
-    """Read a parsed config key by key, resolve "auto" and record the source of each value."""
+class Values:
+    """A parsed config by dotted key, with "auto" resolved. `sources` has the source of each honored key."""
 
     def __init__(self, parsed: Parsed, facts: ModelFacts, arguments: frozenset[str]) -> None:
         self.parsed, self.facts, self.arguments = parsed, facts, arguments
-        self.sources: dict[str, str] = {}
         self.notes: list[str] = []
+        honored = (path for path, leaf in parsed.leaves.items() if keys.table()[leaf.key].fate is keys.Fate.HONORED)
+        self.sources = {path: self._source(path) for path in honored}
 
-    def take(self, path: str) -> Any:
-        leaf = self.parsed.leaves[path]
-        rule = AUTO.get(path)
-        if not self.is_auto(path):
-            self.sources[path] = self.origin(path) if leaf.given else "default"
-            return leaf.value
-        self.sources[path] = "auto: the default" if rule is None else f"auto: {rule.text}"
-        return leaf.value if rule is None else rule.value(self.parsed, self.facts)
+    def __getitem__(self, path: str) -> Any:
+        """The value of a key, or its default if the config does not have the block."""
+        if path not in self.parsed.leaves:
+            return keys.table()[path].default
+        if self.is_auto(path) and path in AUTO:
+            return AUTO[path].value(self.parsed, self.facts)
+        return self.parsed.leaves[path].value
 
-    def idle(self, block: str, why: str) -> None:
-        """Set the source of a disabled block's values to `why`: the plan does not use them."""
-        for path, source in self.sources.items():
-            if path.startswith(f"{block}.") and path != f"{block}.enabled" and source in ("config", "argument"):
+    def section(self, kind: type[T], **computed: Any) -> T:
+        """Create a section of the plan. Fields with a key that are not computed are read."""
+        read = {name: json[0] for name, json in json_keys(kind).items() if json and name not in computed}
+        return kind(**{name: json.read(self[json.name]) for name, json in read.items()}, **computed)
+
+    def tier(self, states: str) -> Any:
+        """The device of `offload_optimizer` or `offload_param`, or of its older boolean form."""
+        device = self[f"zero_optimization.offload_{states}.device"]
+        older = self["zero_optimization.cpu_offload" if states == "optimizer" else "zero_optimization.cpu_offload_param"]
+        return "cpu" if device == "none" and older else device
+
+    def idle(self, block: str, why: str, used: Iterable[str] = ()) -> None:
+        """Set the source of a disabled block's values to `why`: the plan does not use them, except `used`."""
+        for path in self.sources.keys() - {f"{block}.enabled", *used}:
+            if path.startswith(f"{block}.") and self.sources[path] in ("config", "argument"):
                 self.sources[path] = why
+
+    def is_given(self, path: str) -> bool:
+        """Whether the user set the key to a value."""
+        return path in self.parsed.leaves and self.parsed.leaves[path].given
 
     def is_auto(self, path: str) -> bool:
         parts = path.split(".")
@@ -191,6 +196,11 @@ class _Values:
 
     def origin(self, path: str) -> str:
         return "argument" if any(f"{path}.".startswith(f"{name}.") for name in self.arguments) else "config"
+
+    def _source(self, path: str) -> str:
+        if self.is_auto(path):
+            return f"auto: {AUTO[path].text}" if path in AUTO else "auto: the default"
+        return self.origin(path) if self.is_given(path) else "default"
 
 
 def _overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,17 +218,17 @@ def _overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return result
 
 
-def _batch(values: _Values, world: DataWorld) -> BatchPlan:
+def _batch(values: Values, world: DataWorld) -> BatchPlan:
     ranks = world.data_parallel
-    stated = values.take("data_parallel_size")
+    stated = values["data_parallel_size"]
     if stated is not None and stated != ranks:
         raise WorldError(
             f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start {stated} processes",
             fits=stated,
         )
-    train = values.take("train_batch_size")
-    micro = values.take("train_micro_batch_size_per_gpu")
-    accumulation = values.take("gradient_accumulation_steps")
+    train = values["train_batch_size"]
+    micro = values["train_micro_batch_size_per_gpu"]
+    accumulation = values["gradient_accumulation_steps"]
     if train is None and micro is None and values.is_auto("train_micro_batch_size_per_gpu"):
         micro = values.facts.loader_batch_size or 1
         if values.facts.loader_batch_size is None:
@@ -246,7 +256,7 @@ def _batch(values: _Values, world: DataWorld) -> BatchPlan:
         train_batch_size=batch.train,
         micro_batch_size=batch.micro,
         accumulation=batch.accumulation,
-        managed=values.take("managed_gradient_accumulation"),
+        managed=values["managed_gradient_accumulation"],
     )
 
 
@@ -309,218 +319,98 @@ def _divides(train: int, name: str, factor: int, ranks: int) -> None:
         )
 
 
-def _precision(values: _Values) -> PrecisionPlan:
-    fp16, bf16 = values.take("fp16.enabled"), values.take("bf16.enabled")
-    if fp16 and bf16:
-        raise ValueError("fp16.enabled and bf16.enabled are both true, but weights have one dtype; turn one of them off")
-    if bf16 and not values.facts.supports_bf16:
-        raise ValueError(
-            f"bf16.enabled is true, but this {values.facts.device_type} device does not support bf16; "
-            'use {"fp16": {"enabled": true}}, or "auto" in both'
-        )
-    param = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
-    stated = values.take("data_types.param_dtype")
-    if stated is None:
-        values.sources["data_types.param_dtype"] = "derived: fp16.enabled and bf16.enabled"
-    elif (fp16 or bf16) and DTYPES[stated] is not param:
-        raise ValueError(
-            f"data_types.param_dtype is {stated}, but {'fp16' if fp16 else 'bf16'}.enabled is true; drop one of the two"
-        )
-    elif stated == "fp16" and not fp16:
-        raise ValueError('data_types.param_dtype fp16 needs a loss scale; set {"fp16": {"enabled": true}} instead')
-    else:
-        param = DTYPES[stated]
-    master = torch.float32
-    for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        if values.take(f"{half}.{half}_master_weights_and_grads") and param is dtype:
-            master = dtype
-    stochastic = values.take("slipstream.stochastic_rounding")
-    if stochastic:
-        if param is not torch.bfloat16:
-            raise ValueError(
-                '"slipstream": {"stochastic_rounding": true} trains bf16 weights without fp32 masters; also set '
-                '{"bf16": {"enabled": true}}, or drop it'
-            )
-        master = torch.bfloat16
-    states = torch.bfloat16 if values.take("bf16.bf16_optimizer_states") and param is torch.bfloat16 else torch.float32
-    if values.take("slipstream.optimizer_states") == "int8":
-        states = torch.int8
-    autocast: torch.dtype | None = DTYPES[values.take("torch_autocast.dtype")]
-    if not values.take("torch_autocast.enabled"):
-        autocast = None
-    checks = {torch.bfloat16: values.take("bf16.check_grad_overflow"), torch.float32: values.take(_CHECK)}
+def _precision(values: Values) -> PrecisionPlan:
+    fp16, param = values["fp16.enabled"], _param_dtype(values)
+    autocast = DTYPES[values["torch_autocast.dtype"]] if values["torch_autocast.enabled"] else None
     scaled = fp16 or autocast is torch.float16
-    if values.parsed.leaves[_CHECK].given and (scaled or param is not torch.float32):
-        why = (
-            "with a loss scale, steps that overflow are always skipped"
-            if scaled
-            else "bf16.check_grad_overflow applies to bf16 weights"
-        )
-        values.notes.append(f"{_CHECK} has no effect here: {why}")
-    auto_cast = values.take("fp16.auto_cast")
-    for half, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        if param is not dtype:
-            values.idle(half, f"derived: the weights are not {half}")
-    accum = values.take("data_types.grad_accum_dtype")
-    if accum is None and master is not torch.float32 and not stochastic:
-        values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
-    comm = values.take("communication_data_type")
-    buffers = values.take("data_types.buffer_dtype")
-    return PrecisionPlan(
+    check = "bf16.check_grad_overflow" if param is torch.bfloat16 else "slipstream.check_grad_overflow"
+    used = [json.name for jsons in json_keys(LossScalePlan).values() for json in jsons] if scaled else []
+    for half in ("fp16", "bf16"):
+        if param is not DTYPES[half]:
+            values.idle(half, f"derived: the weights are not {half}", used)
+    master = _master_dtype(values, param)
+    return values.section(
+        PrecisionPlan,
         param_dtype=param,
-        buffer_dtype=DTYPES[buffers] if buffers else None,
         master_dtype=master,
-        state_dtype=states,
-        stochastic_rounding=stochastic,
-        grad_accum_dtype=DTYPES[accum] if accum else None if stochastic or master is torch.float32 else master,
-        comm_dtype=DTYPES[comm] if comm else None,
+        state_dtype=_state_dtype(values, param),
+        grad_accum_dtype=_accumulation_dtype(values, master),
         autocast_dtype=autocast,
-        auto_cast_inputs=auto_cast and fp16,
-        check_overflow=scaled or checks[param],
-        loss_scale=_loss_scale(values) if scaled else None,
+        auto_cast_inputs=fp16 and values["fp16.auto_cast"],
+        check_overflow=scaled or values[check],
+        loss_scale=values.section(LossScalePlan) if scaled else None,
     )
 
 
-def _loss_scale(values: _Values) -> LossScalePlan:
-    static = values.take("fp16.loss_scale")
-    plan = LossScalePlan(
-        static=static or None,
-        initial=2.0 ** values.take("fp16.initial_scale_power"),
-        window=values.take("fp16.loss_scale_window"),
-        hysteresis=values.take("fp16.hysteresis"),
-        consecutive_hysteresis=values.take("fp16.consecutive_hysteresis"),
-        minimum=values.take("fp16.min_loss_scale"),
-    )
-    if plan.static is None and plan.initial < plan.minimum:
-        raise ValueError(
-            f"fp16.initial_scale_power gives a loss scale of {plan.initial:g}, below fp16.min_loss_scale "
-            f"({plan.minimum:g}); raise the power or lower the minimum"
-        )
-    return plan
+def _param_dtype(values: Values) -> torch.dtype:
+    half = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else None
+    param = values["data_types.param_dtype"]
+    if param is None:
+        values.sources["data_types.param_dtype"] = "derived: fp16.enabled and bf16.enabled"
+    return DTYPES[half or param or "fp32"]
 
 
-def _zero(values: _Values, world: DataWorld) -> ZeroPlan:
-    stage, shard = values.take("zero_optimization.stage"), values.take("zero_optimization.mics_shard_size")
-    shard = shard if shard > 0 else None
-    if shard is not None and stage != 3:
-        raise ValueError(
-            f"zero_optimization.mics_shard_size ({shard}) requires zero_optimization.stage 3, but the stage is "
-            f"{stage}; set it to 3 or drop mics_shard_size"
-        )
-    if shard is not None and world.data_parallel % shard:
-        sizes = [size for size in range(1, world.data_parallel + 1) if world.data_parallel % size == 0]
-        raise ValueError(
-            f"zero_optimization.mics_shard_size ({shard}) does not divide the {world.data_parallel} "
-            f"data-parallel ranks; use one of {', '.join(map(str, sizes))}"
-        )
-    return ZeroPlan(
-        stage=stage,
-        shard_size=shard,
-        transport=values.take("slipstream.transport"),
-        reduce_op=values.take("gradient_allreduce_op"),
-        ignore_unused=values.take("zero_optimization.ignore_unused_parameters"),
-    )
+def _master_dtype(values: Values, param: torch.dtype) -> torch.dtype:
+    if values["slipstream.stochastic_rounding"]:
+        return torch.bfloat16
+    lean = [half for half in ("fp16", "bf16") if values[f"{half}.{half}_master_weights_and_grads"]]
+    return param if param in [DTYPES[half] for half in lean] else torch.float32
 
 
-def _offload(values: _Values) -> OffloadPlan:
-    optimizer, optimizer_path = _tier(values, "offload_optimizer", "cpu_offload")
-    stage = values.take("zero_optimization.stage")
-    param, param_path = _tier(
-        values,
-        "offload_param",
-        "cpu_offload_param",
-        f"at stage {stage} every rank keeps all weights on its device; only stage 3 shards them" * (stage < 3),
-    )
-    on_disk = "nvme" in (optimizer, param)
-    block, depth = values.take("aio.block_size"), values.take("aio.queue_depth")
-    if on_disk and (block < 4096 or block % 4096 or not 1 <= depth <= 4096):
-        raise ValueError(
-            f"aio.block_size ({block}) must be a multiple of 4096 (direct I/O), and aio.queue_depth ({depth}) from 1 to 4096"
-        )
-    buffers, ratio = _taken(values, "offload_optimizer", "buffer_count", 4), _taken(values, "offload_optimizer", "ratio", 1.0)
-    to_host = optimizer == "cpu" and values.facts.device_type != "cpu"
-    if to_host and ratio < 1:
-        values.notes.append(
-            "zero_optimization.offload_optimizer.ratio has no effect with device cpu: all optimizer states are offloaded"
-        )
-    if (on_disk or to_host) and buffers < 2:
-        raise ValueError(
-            f"zero_optimization.offload_optimizer.buffer_count is {buffers}; set it to 2 or more to overlap I/O with computation"
-        )
-    return OffloadPlan(
-        optimizer=optimizer,
-        optimizer_path=optimizer_path,
-        ratio=ratio,
-        num_buffers=buffers,
-        chunk_numel=min(max(values.take("zero_optimization.sub_group_size"), 1), MOST_CHUNK),
-        param=param,
-        param_path=param_path,
-        max_in_cpu=_taken(values, "offload_param", "max_in_cpu", 1_000_000_000),
-        block_nbytes=block,
-        queue_depth=depth,
-        threads=max(values.take("aio.intra_op_parallelism"), 1),
-    )
+def _state_dtype(values: Values, param: torch.dtype) -> torch.dtype:
+    if values["slipstream.optimizer_states"] == "int8":
+        return torch.int8
+    return torch.bfloat16 if values["bf16.bf16_optimizer_states"] and param is torch.bfloat16 else torch.float32
 
 
-def _taken(values: _Values, block: str, key: str, default: Any) -> Any:
-    """Read a key of an offload block, or return `default` if the config has no such block."""
-    path = f"zero_optimization.{block}.{key}"
-    return values.take(path) if path in values.parsed.leaves else default
+def _accumulation_dtype(values: Values, master: torch.dtype) -> torch.dtype | None:
+    dtype = DTYPES.get(values["data_types.grad_accum_dtype"])
+    if dtype is not None or master is torch.float32 or values["slipstream.stochastic_rounding"]:
+        return dtype
+    values.sources["data_types.grad_accum_dtype"] = "derived: master_weights_and_grads"
+    return master
 
 
-def _tier(values: _Values, block: str, older: str, idle: str = "") -> tuple[Any, str | None]:
-    """Return the device of an offload block (or of its older boolean form) and the directory for nvme.
-
-    idle: why the block has no effect; "" if it has one
-    """
-    device, asked_for_cpu = _taken(values, block, "device", "none"), values.take(f"zero_optimization.{older}")
-    if device == "none" and asked_for_cpu:
-        device = "cpu"
-    if device != "none" and idle:
-        values.notes.append(f"zero_optimization.{block} ({device}) has no effect here: {idle}")
-        values.idle(f"zero_optimization.{block}", "derived: it has no effect at this stage")
-        return "none", None
-    if device == "cpu" and values.facts.device_type == "cpu":
-        values.notes.append(
-            f"zero_optimization.{block} (cpu) has no effect here: the device is a CPU, so states are already in host memory"
-        )
-    path = _taken(values, block, "nvme_path", None)
-    if device == "nvme" and not path:
-        raise ValueError(
-            f"zero_optimization.{block}.device is nvme; set zero_optimization.{block}.nvme_path to a directory on the disk"
-        )
-    return device, path
+def _offload(values: Values) -> OffloadPlan:
+    optimizer, param = values.tier("optimizer"), values.tier("param")
+    if param == "none" or values["zero_optimization.stage"] == 3:
+        return values.section(OffloadPlan, optimizer=optimizer, param=param)
+    values.idle("zero_optimization.offload_param", "derived: it has no effect at this stage")
+    return values.section(OffloadPlan, optimizer=optimizer, param="none", param_path=None)
 
 
-def _optimizer(values: _Values) -> tuple[OptimizerPlan | None, float]:
-    clipping = float(values.take("gradient_clipping"))
+def _optimizer(values: Values) -> tuple[OptimizerPlan | None, float]:
+    """Return the optimizer and the clipping norm, which can be among the optimizer's arguments."""
+    clipping = float(values["gradient_clipping"])
     if values.sources["gradient_clipping"] == "default":
         values.sources["gradient_clipping"] = DEFAULT_CLIPPING
     if values.parsed.config.optimizer is None:
         return None, clipping
-    name = values.take("optimizer.type")
+    name = values["optimizer.type"]
     params = _params(values, "optimizer", name)
     norm = params.pop("max_grad_norm", None)
     values.sources.pop("optimizer.params.max_grad_norm", None)
-    if norm is not None:
-        if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 <= norm < math.inf:
-            raise ValueError(f"optimizer.params.max_grad_norm ({norm!r}) must be a number, at least 0 (no clipping)")
-        stated = values.parsed.leaves["gradient_clipping"].given and not values.is_auto("gradient_clipping")
-        if norm and stated and clipping != norm:  # 0 with gradient_clipping is allowed: DeepSpeed's fused optimizers had it
-            raise ValueError(
-                f"gradient_clipping ({clipping:g}) and optimizer.params.max_grad_norm ({norm:g}) "
-                "disagree, but both set the clipping norm; keep gradient_clipping"
-            )
-        if not stated:
-            clipping = float(norm)
-            values.sources["gradient_clipping"] = "derived: optimizer.params.max_grad_norm"
-    return OptimizerPlan(type=name, params=params), clipping
+    return OptimizerPlan(type=name, params=params), clipping if norm is None else _clipping(values, clipping, norm)
 
 
-def _scheduler(values: _Values, optimizer: OptimizerPlan | None) -> SchedulerPlan | None:
+def _clipping(values: Values, clipping: float, norm: Any) -> float:
+    if isinstance(norm, bool) or not isinstance(norm, (int, float)) or not 0 <= norm < math.inf:
+        raise ValueError(f"optimizer.params.max_grad_norm ({norm!r}) must be a number, at least 0 (no clipping)")
+    if not values.is_given("gradient_clipping"):
+        values.sources["gradient_clipping"] = "derived: optimizer.params.max_grad_norm"
+        return float(norm)
+    if norm and clipping != norm:  # 0 with gradient_clipping is allowed: DeepSpeed's fused optimizers had it
+        raise ValueError(
+            f"gradient_clipping ({clipping:g}) and optimizer.params.max_grad_norm ({norm:g}) "
+            "disagree, but both set the clipping norm; keep gradient_clipping"
+        )
+    return clipping
+
+
+def _scheduler(values: Values, optimizer: OptimizerPlan | None) -> SchedulerPlan | None:
     if values.parsed.config.scheduler is None:
         return None
-    name = values.take("scheduler.type")
+    name = values["scheduler.type"]
     params = _params(values, "scheduler", name)
     given = values.parsed.leaves["scheduler.params"].value
     for key in (key for key, value in given.items() if _is_auto(value)):
@@ -550,62 +440,35 @@ def _learning_rate(optimizer: OptimizerPlan | None, facts: ModelFacts) -> float 
     return None if rate is None else float(rate)
 
 
-def _activations(values: _Values) -> ActivationPlan:
+def _activations(values: Values) -> ActivationPlan:
     """`number_checkpoints` or `cpu_checkpointing` of DeepSpeed's block enables activation checkpointing; without them only models
     that call checkpoint() recompute. `slipstream.activations` enables the same or, without those keys, another mode."""
-    block = "activation_checkpointing"
-    way, stated = values.take("slipstream.activations"), values.parsed.leaves["slipstream.activations"].given
-    names = ("number_checkpoints", "cpu_checkpointing", "synchronize_checkpoint_boundary", "profile")
-    number, on_host, synchronize, profile = (values.take(f"{block}.{name}") for name in names)
-    asking = [f"{block}.{name} ({str(value).lower()})" for name, value in zip(names[:2], (number, on_host), strict=True) if value]
-    if asking and stated and way != "recompute":
-        raise ValueError(
-            f"slipstream.activations is {way!r}, but {' and '.join(asking)} enables recomputation; "
-            f'drop one of the two, or set slipstream.activations to "recompute"'
-        )
-    if asking and not stated:
-        way = "recompute"
-        values.sources["slipstream.activations"] = f"derived: {block}"
-    cuda = values.facts.device_type == "cuda"
-    for path, idle, why in (
-        (
-            "slipstream.activations = offload",
-            way == "offload" and not cuda,
-            "without a CUDA device activations are already in host memory",
-        ),
-        (f"{block}.cpu_checkpointing", on_host and not cuda, "without a CUDA device saved inputs are already in host memory"),
-        (f"{block}.{names[2]}", synchronize and not cuda, "without a CUDA device operations are synchronous"),
-        (f"{block}.{names[2]}", synchronize and cuda and way != "recompute", "no block is recomputed"),
-        (f"{block}.profile", profile and way != "recompute", "no block is recomputed"),
-    ):
-        if idle:
-            values.notes.append(f"{path} has no effect here: {why}")
+    block, cuda = "activation_checkpointing", values.facts.device_type == "cuda"
+    way, on_host = values["slipstream.activations"], values[f"{block}.cpu_checkpointing"]
+    if (values[f"{block}.number_checkpoints"] or on_host) and not values.is_given("slipstream.activations"):
+        way, values.sources["slipstream.activations"] = "recompute", f"derived: {block}"
     if way == "offload" and not cuda:
         way, values.sources["slipstream.activations"] = "keep", "derived: there is no CUDA device"
     recomputes = way == "recompute"
-    return ActivationPlan(
+    return values.section(
+        ActivationPlan,
         way=way,
-        num_blocks=number or None,
         inputs_on_host=on_host and cuda,
-        synchronize=synchronize and cuda and recomputes,
-        profile=profile and recomputes,
+        synchronize=values[f"{block}.synchronize_checkpoint_boundary"] and cuda and recomputes,
+        profile=values[f"{block}.profile"] and recomputes,
     )
 
 
-def _compile(values: _Values) -> CompilePlan | None:
+def _compile(values: Values) -> CompilePlan | None:
     """DeepSpeed of 2024 compiled if `enabled` was true, its first versions if `disable` was false; 0.19 has neither key."""
-    names = ("enabled", "disable", "backend", "kwargs")
-    enabled, disable, backend, kwargs = (values.take(f"compile.{name}") for name in names)
-    given = {name for name in names if values.parsed.leaves[f"compile.{name}"].given}
-    if not disable and (enabled or ("disable" in given and "enabled" not in given)):
-        return CompilePlan(backend=backend, kwargs=kwargs)
-    if given and not given & {"enabled", "disable"}:
-        values.notes.append("compile.backend and compile.kwargs have no effect here: compile.enabled is not set to true")
+    older = values.is_given("compile.disable") and not values.is_given("compile.enabled")
+    if not values["compile.disable"] and (values["compile.enabled"] or older):
+        return values.section(CompilePlan)
     values.idle("compile", "derived: compilation is disabled")
     return None
 
 
-def _params(values: _Values, block: str, name: str) -> dict[str, Any]:
+def _params(values: Values, block: str, name: str) -> dict[str, Any]:
     """Return the arguments of an optimizer or scheduler as Python values, with "auto" resolved by `AUTO_PARAMS`."""
     rules = AUTO_PARAMS.get(name.lower(), {})
     params: dict[str, Any] = {}

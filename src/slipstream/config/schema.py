@@ -1,51 +1,29 @@
 """DeepSpeed's JSON as pydantic models: names, types, defaults and ranges.
 
 One class per block and one field per key, with DeepSpeed's names; defaults are those of DeepSpeed 0.19. Keys that 0.19.8 has
-removed (sparse attention, elasticity, MoQ, ...) stay, so that old files parse; `keys.py` classifies every key. Slipstream's own
-options are in the block `slipstream`.
+removed (sparse attention, elasticity, MoQ, ...) stay, so that old files parse. Slipstream's own options are in the block
+`slipstream`.
+
+A field states the fate of its key (see keys.py): `honored` with its meaning, `no_effect` with the reason, or `switch` if it enables
+a feature that is not built yet. A field without one configures the `feature` of its block. A new key is one line here, and one in
+plan.py if the plan carries it.
 
 Invariants: no field accepts `"auto"` or `null` (`parse.py` removes both first, so the default means "not set"); every class forbids
 unknown keys; `import slipstream` does not import this file or pydantic.
 """
 
-# ruff: noqa: RUF012 (pydantic copies a mutable default for every instance)
-
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from slipstream.config.features import (
-    ActivationCheckpointing,
-    Autotuning,
-    Checkpoint,
-    Comet,
-    CommsLogger,
-    Compile,
-    CompressionTraining,
-    CsvMonitor,
-    Curriculum,
-    DataEfficiency,
-    Eigenvalue,
-    Elasticity,
-    ExpertParallel,
-    FlopsProfiler,
-    HybridEngine,
-    InferenceWeightQuantization,
-    Nebula,
-    Pipeline,
-    ProgressiveLayerDrop,
-    QuantizeTraining,
-    SparseAttention,
-    Tensorboard,
-    TensorParallel,
-    Timers,
-    Wandb,
-)
+from slipstream.config import features
+from slipstream.config.keys import Fate, Feature, Key
 from slipstream.config.values import (
     MIB,
     Block,
@@ -63,104 +41,143 @@ from slipstream.config.values import (
     Seed,
     Size,
     Stage,
-    lower,
+    Word,
+    honored,
+    no_effect,
     numeric,
+    switch,
 )
+
+# Why keys have no effect
+
+_UNITS = "parameters are communicated in whole units (one per repeated block), not in buckets of this size"
+_WHOLE = "each unit is gathered as a whole, so its modules already behave as leaf modules"
+_TRANSPORT = "the transport chooses the collective; reductions have a fixed order and send each byte once"
+_PINNED = "host buffers for GPU copies are always pinned"
+_STREAMED = "the optimizer always prefetches chunks and writes them back asynchronously"
+_DIRECT = "weights are read directly into the memory that the forward uses, one unit ahead"
+_SUBMITTED = "I/O requests are always submitted as soon as the queue has a free slot and reaped as they complete"
+_UNSCALED = "bf16 has the exponent range of fp32 and needs no loss scale"
+_ROUNDING = "gradients are summed in fp32 and divided once at the end"
+
+# Features that are not built yet
+
+_AMP = 'use "bf16", "fp16" or "torch_autocast" with "enabled": true'
+_FP32_BUFFERS = Feature(
+    "a list of buffers that stay in fp32", "drop the key; data_types.buffer_dtype sets the dtype of all buffers"
+)
+_HPZ = Feature(
+    "a secondary partition of the parameters (hpZ)",
+    "drop the key; zero_optimization.mics_shard_size limits all-gathers to a group of ranks",
+)
+_ZERO_PP = Feature(
+    "quantized ZeRO communication (ZeRO++)", "drop the key; a 16-bit communication_data_type halves gradient traffic"
+)
+_GDS = Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory")
+_SPARSE = Feature("sparse gradients of embeddings", "drop the key; dense reduction produces the same values")
+_SEQUENCE = Feature("sequence parallelism", "set sequence_parallel_size to 1")
+_GRAPHS = Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs')
+_DATASTATES = Feature("DataStates checkpoints", "drop the key; checkpoints are already atomic and sharded")
 
 # Optimizer, schedule, precision
 
 
 class Optimizer(Block):
-    type: str
-    params: dict[str, Any] = {}
-    legacy_fusion: bool = False
+    type: str = honored(..., "AdamW, Adam, SGD, Lion, Adagrad, Lamb, Muon, or one of `torch.optim`; `initialize(optimizer=)` wins.")
+    params: dict[str, Any] = honored({}, "Arguments of the optimizer (`lr`, `betas`, `eps`, `weight_decay`, ...).")
+    legacy_fusion: bool = no_effect(False, "each optimizer has one implementation")
 
 
 class Scheduler(Block):
-    type: str
-    params: dict[str, Any] = {}
+    type: str = honored(..., "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR or WarmupCosineLR; stepped after each applied update.")
+    params: dict[str, Any] = honored({}, "Arguments of the scheduler, as in DeepSpeed.")
 
 
 class Fp16(Block):
-    enabled: bool = False
-    auto_cast: bool = False
-    loss_scale: Annotated[Scale, Field(ge=0)] = 0.0
-    initial_scale_power: Annotated[Real, Field(ge=0, le=64)] = 16.0
-    loss_scale_window: Count = 1000
-    hysteresis: Count = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: Annotated[Scale, Field(gt=0)] = 1.0
-    fp16_master_weights_and_grads: bool = False
-    fused_mode: bool = True
-    opt_level: Any = None
+    enabled: bool = honored(False, "Train with fp16 weights and gradients, fp32 master weights and a loss scale.")
+    auto_cast: bool = honored(False, "Cast floating-point inputs of the model to fp16.")
+    loss_scale: Annotated[Scale, Field(ge=0)] = honored(0.0, "Static loss scale; 0: dynamic.")
+    initial_scale_power: Annotated[Real, Field(ge=0, le=64)] = honored(16.0, "Initial dynamic loss scale, as a power of 2.")
+    loss_scale_window: Count = honored(1000, "Steps without overflow before the dynamic loss scale doubles.")
+    hysteresis: Count = honored(2, "Overflows before the dynamic loss scale is halved.")
+    consecutive_hysteresis: bool = honored(False, "A step without overflow resets the count of `hysteresis`.")
+    min_loss_scale: Annotated[Scale, Field(gt=0)] = honored(1.0, "Minimum dynamic loss scale.")
+    fp16_master_weights_and_grads: bool = honored(False, "Keep master weights in fp16 as well.")
+    fused_mode: bool = no_effect(True, "there is one mixed-precision path")
+    opt_level: Any = no_effect(None, "it is an option of NVIDIA Apex; fp16 weights always have fp32 masters here")
 
 
 class Bf16(Block):
-    enabled: bool = False
-    immediate_grad_update: bool = False
-    check_grad_overflow: bool = True
-    bf16_master_weights_and_grads: bool = False
-    bf16_optimizer_states: bool = False
-    loss_scale: Any = None
-    loss_scale_window: Any = None
-    initial_scale_power: Any = None
-    hysteresis: Any = None
-    min_loss_scale: Any = None
+    enabled: bool = honored(False, "Train with bf16 weights and gradients and fp32 master weights.")
+    immediate_grad_update: bool = no_effect(False, "gradients are always reduced as soon as they are complete")
+    check_grad_overflow: bool = honored(True, "Skip steps whose gradients are not finite.")
+    bf16_master_weights_and_grads: bool = honored(False, "Keep master weights in bf16 as well.")
+    bf16_optimizer_states: bool = honored(False, "Keep the optimizer's moments in bf16.")
+    loss_scale: Any = no_effect(None, _UNSCALED)
+    loss_scale_window: Any = no_effect(None, _UNSCALED)
+    initial_scale_power: Any = no_effect(None, _UNSCALED)
+    hysteresis: Any = no_effect(None, _UNSCALED)
+    min_loss_scale: Any = no_effect(None, _UNSCALED)
 
 
 class Amp(Block):
     """NVIDIA Apex: every key but `enabled` is an argument of `apex.amp.initialize`."""
 
+    feature = Feature("NVIDIA Apex AMP", _AMP)
     model_config = ConfigDict(extra="allow")
-    enabled: bool = False
+    enabled: bool = switch()
 
 
 class MsAmp(Block):
-    enabled: bool = False
+    feature = Feature("MS-AMP", _AMP)
+    enabled: bool = switch()
     opt_level: str | None = None
     use_te: bool = False
 
 
 class TorchAutocast(Block):
-    enabled: bool = False
-    dtype: Dtype = "bf16"
-    lower_precision_safe_modules: Names | None = None
+    enabled: bool = honored(False, "Run the forward under `torch.autocast`, with fp32 weights.")
+    dtype: Dtype = honored("bf16", "Dtype of `torch.autocast`.")
+    lower_precision_safe_modules: Names | None = no_effect(None, "torch.autocast selects dtypes per operation, not per module")
 
 
 class DataTypes(Block):
-    grad_accum_dtype: DtypeOrNone = None
-    param_dtype: DtypeOrNone = None
-    buffer_dtype: DtypeOrNone = None
-    keep_in_fp32_modules: Names | None = None
+    grad_accum_dtype: DtypeOrNone = honored(
+        None, "Dtype of accumulated gradients; not set: the gradients' own without accumulation, else fp32."
+    )
+    param_dtype: DtypeOrNone = honored(None, "Dtype of the weights if neither fp16 nor bf16 is enabled.")
+    buffer_dtype: DtypeOrNone = honored(None, "Dtype of all buffers.")
+    keep_in_fp32_modules: Names | None = switch(None, _FP32_BUFFERS, off=(None, []))
 
 
 # ZeRO and offload
 
 
 class OffloadParam(Block):
-    device: Device = "none"
-    nvme_path: str | None = None
-    buffer_count: Size = 5
-    buffer_size: Size = 100_000_000
-    max_in_cpu: Size = 1_000_000_000
-    pin_memory: bool = True
+    device: Device = honored("none", "Where sharded weights are stored at stage 3.")
+    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.", "test_offload_param_device")
+    buffer_count: Size = no_effect(5, _DIRECT)
+    buffer_size: Size = no_effect(100_000_000, _DIRECT)
+    max_in_cpu: Size = honored(1_000_000_000, "Elements per rank that stay in host memory if device is nvme.")
+    pin_memory: bool = no_effect(True, _PINNED)
 
 
 class OffloadOptimizer(Block):
-    device: Device = "none"
-    nvme_path: str | None = None
-    buffer_count: Size = 4
-    pin_memory: bool = True
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-    fast_init: bool = False
-    ratio: Fraction = 1.0
-    super_offload: bool = False
-    cpuadam_cores_perc: Fraction = 0.8
+    device: Device = honored("none", "Where master weights and moments are stored.")
+    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.", "test_offload_optimizer_device")
+    buffer_count: Size = honored(4, "Chunks in memory at a time if device is nvme.")
+    pin_memory: bool = no_effect(True, _PINNED)
+    pipeline_read: bool = no_effect(False, _STREAMED)
+    pipeline_write: bool = no_effect(False, _STREAMED)
+    fast_init: bool = no_effect(False, "new files read as zeros, so they need no initialization")
+    ratio: Fraction = honored(1.0, "Fraction of master weights and moments that is offloaded.")
+    super_offload: bool = no_effect(False, "in stage 3 the optimizer step overlaps the next forward")
+    cpuadam_cores_perc: Fraction = no_effect(0.8, "the optimizer step uses all threads of the process")
 
 
 class ZenFlow(Block):
-    topk_ratio: Annotated[Real, Field(gt=0, lt=1)] = 0.1
+    feature = Feature("ZenFlow", "drop the block zero_optimization.zenflow")
+    topk_ratio: Annotated[Real, Field(gt=0, lt=1)] = switch(0.1, off=())
     select_strategy: str = "auto"
     select_interval: Int | str = "auto"
     update_interval: Int | str = "auto"
@@ -173,108 +190,129 @@ class ZenFlow(Block):
 
 
 class LeafModule(Block):
-    classes: Names = []
-    names: Names = []
-    name_suffixes: Names = []
+    classes: Names = no_effect([], _WHOLE)
+    names: Names = no_effect([], _WHOLE)
+    name_suffixes: Names = no_effect([], _WHOLE)
 
 
 class Loco(Block):
-    err_beta: Real = 0.8
+    feature = Feature(
+        "quantized ZeRO communication with error feedback (LoCo)", "drop the block zero_optimization.zeropp_loco_param"
+    )
+    err_beta: Real = switch(0.8, off=())
     reset_T: Size = 1024
 
 
 class ZeroOptimization(Block):
-    stage: Stage = 0
-    mics_shard_size: Annotated[Int, Field(ge=-1)] = -1
-    mics_hierarchical_params_gather: bool = False
-    contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: Size = 500_000_000
-    use_multi_rank_bucket_allreduce: bool = True
-    allgather_partitions: bool = True
-    allgather_bucket_size: Size = 500_000_000
-    overlap_comm: bool | None = None
-    compute_grad_norm: bool = True
-    load_from_fp32_weights: bool = True
-    elastic_checkpoint: bool = False
+    stage: Stage = honored(0, "Sharded over data-parallel ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.")
+    mics_shard_size: Annotated[Int, Field(ge=-1)] = honored(-1, "Ranks per sharding group (MiCS, HSDP); -1: all.")
+    mics_hierarchical_params_gather: bool = no_effect(False, "units are gathered within the sharding group only")
+    contiguous_gradients: bool = no_effect(True, "gradients are always contiguous")
+    reduce_scatter: bool = no_effect(True, _TRANSPORT)
+    reduce_bucket_size: Size = no_effect(500_000_000, _UNITS)
+    use_multi_rank_bucket_allreduce: bool = no_effect(True, _TRANSPORT)
+    allgather_partitions: bool = no_effect(True, _TRANSPORT)
+    allgather_bucket_size: Size = no_effect(500_000_000, _UNITS)
+    overlap_comm: bool | None = no_effect(None, "communication always overlaps with computation if the device has streams")
+    compute_grad_norm: bool = no_effect(True, "the norm is computed during the reduction, without an extra pass")
+    load_from_fp32_weights: bool = no_effect(True, "checkpoints contain the master weights, which are always loaded")
+    elastic_checkpoint: bool = no_effect(False, "every checkpoint loads at any world size")
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
     zenflow: ZenFlow | None = None
-    sub_group_size: Size = 1_000_000_000
-    cpu_offload: bool = False
-    cpu_offload_param: bool = False
-    cpu_offload_use_pin_memory: bool = False
-    stage3_prefetch_bucket_size: Size = 50_000_000
-    stage3_param_persistence_threshold: Size = 100_000
-    stage3_model_persistence_threshold: Size = sys.maxsize
-    stage3_max_live_parameters: Size = 1_000_000_000
-    stage3_max_reuse_distance: Size = 1_000_000_000
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    stage3_module_granularity_threshold: Size = 0
-    stage3_use_all_reduce_for_fetch_params: bool = False
-    stage3_allgather_sequential: bool = False
-    ignore_unused_parameters: bool = True
-    legacy_stage1: bool = False
-    round_robin_gradients: bool = False
-    parameter_alignment: bool = False
-    zero_hpz_partition_size: Size = 1
-    zero_quantized_weights: bool = False
-    zero_quantized_nontrainable_weights: bool = False
-    zero_quantized_gradients: bool = False
+    sub_group_size: Size = honored(1_000_000_000, "Maximum chunk size, in elements, when the optimizer streams offloaded states.")
+    cpu_offload: bool = honored(False, "Older spelling of `offload_optimizer.device: cpu`.")
+    cpu_offload_param: bool = honored(False, "Older spelling of `offload_param.device: cpu`.", "test_cpu_offload")
+    cpu_offload_use_pin_memory: bool = no_effect(False, _PINNED)
+    stage3_prefetch_bucket_size: Size = no_effect(50_000_000, _UNITS)
+    stage3_param_persistence_threshold: Size = no_effect(100_000, _UNITS)
+    stage3_model_persistence_threshold: Size = no_effect(sys.maxsize, _UNITS)
+    stage3_max_live_parameters: Size = no_effect(1_000_000_000, _UNITS)
+    stage3_max_reuse_distance: Size = no_effect(1_000_000_000, _UNITS)
+    stage3_gather_16bit_weights_on_model_save: bool = no_effect(False, "engine.state_dict() is always complete")
+    stage3_module_granularity_threshold: Size = no_effect(0, _UNITS)
+    stage3_use_all_reduce_for_fetch_params: bool = no_effect(False, _TRANSPORT)
+    stage3_allgather_sequential: bool = no_effect(False, _TRANSPORT)
+    ignore_unused_parameters: bool = honored(True, "Treat a missing gradient as zero; false: raise an error.")
+    legacy_stage1: bool = no_effect(False, "each stage has one implementation")
+    round_robin_gradients: bool = no_effect(False, "every unit is already sharded evenly over all ranks")
+    parameter_alignment: bool = no_effect(False, "parameters are always aligned to 128 bytes")
+    zero_hpz_partition_size: Size = switch(1, _HPZ, off=(0, 1))
+    zero_quantized_weights: bool = switch(False, _ZERO_PP)
+    zero_quantized_nontrainable_weights: bool = switch(False, _ZERO_PP)
+    zero_quantized_gradients: bool = switch(False, _ZERO_PP)
     zeropp_loco_param: Loco | None = None
-    memory_efficient_linear: bool = True
-    pipeline_loading_checkpoint: bool = False
-    override_module_apply: bool = True
-    log_trace_cache_warnings: bool = False
-    enable_sanity_checks: bool = False
-    save_muon_momentum_buffer_in_memory: bool = False
-    grad_hooks: bool = True
+    memory_efficient_linear: bool = no_effect(True, "torch.nn.functional.linear is not patched")
+    pipeline_loading_checkpoint: bool = no_effect(False, "each rank reads only its shard of a checkpoint")
+    override_module_apply: bool = no_effect(True, "torch.nn.Module is not patched")
+    log_trace_cache_warnings: bool = no_effect(False, "there is no trace cache")
+    enable_sanity_checks: bool = no_effect(False, "the checks are always enabled")
+    save_muon_momentum_buffer_in_memory: bool = no_effect(False, "Muon's states always stay in memory")
+    grad_hooks: bool = no_effect(True, "gradients are always reduced from hooks")
     leaf_module: LeafModule = LeafModule()
 
 
 class Aio(Block):
-    block_size: Size = MIB
-    queue_depth: Size = 8
-    intra_op_parallelism: Size = 1
-    single_submit: bool = False
-    overlap_events: bool = True
-    use_gds: bool = False
+    block_size: Size = honored(MIB, "Bytes per disk transfer.", "test_aio")
+    queue_depth: Size = honored(8, "Transfers in flight.", "test_aio")
+    intra_op_parallelism: Size = honored(1, "I/O threads if the kernel does not allow io_uring.", "test_aio")
+    single_submit: bool = no_effect(False, _SUBMITTED)
+    overlap_events: bool = no_effect(True, _SUBMITTED)
+    use_gds: bool = switch(False, _GDS)
 
 
 class Slipstream(Block):
     """Slipstream's own options."""
 
-    transport: Annotated[Literal["auto", "shared", "gloo"], BeforeValidator(lower)] = "auto"
-    timeout_s: Annotated[float, BeforeValidator(numeric), Field(gt=0)] = 1800.0  # infinity: never
-    poison_released: bool = False
-    optimizer_states: Annotated[Literal["default", "int8"], BeforeValidator(lower)] = "default"
-    stochastic_rounding: bool = False
-    check_grad_overflow: bool = True
-    seed: Seed = 0
-    unknown_keys: Annotated[Literal["error", "warn"], BeforeValidator(lower)] = "error"
-    activations: Annotated[Literal["keep", "recompute", "offload"], BeforeValidator(lower)] = "keep"
-    keep_checkpoints: Count | None = None
-    broadcast_buffers: bool = False
+    transport: Word[Literal["auto", "shared", "gloo"]] = honored(
+        "auto", "Transport between CPU ranks of a host: `shared` (memory) or `gloo`; auto: shared memory if possible."
+    )
+    timeout_s: Annotated[float, BeforeValidator(numeric), Field(gt=0)] = honored(
+        1800.0, "Seconds that a rank waits for others before it raises PeerError."
+    )  # infinity: never
+    poison_released: bool = honored(False, "For debugging: fill released weights with NaN.")
+    optimizer_states: Word[Literal["default", "int8"]] = honored("default", "Keep the moments in their default dtype or in 8 bits.")
+    stochastic_rounding: bool = honored(False, "Update bf16 weights by stochastic rounding, without master weights.")
+    check_grad_overflow: bool = honored(True, "In fp32, skip steps whose gradients are not finite.")
+    seed: Seed = honored(0, "Seed of the data loader's shuffle.")
+    unknown_keys: Word[Literal["error", "warn"]] = honored(
+        "error", "`warn`: ignore unknown top-level keys with a warning, unless they resemble a known key."
+    )
+    activations: Word[Literal["keep", "recompute", "offload"]] = honored(
+        "keep", "Keep, recompute or offload to the host the activations of repeated blocks."
+    )
+    keep_checkpoints: Count | None = honored(None, "Number of newest checkpoints to keep in a directory; not set: all.")
+    broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 
 
 class Config(Block):
-    train_batch_size: Count | None = None
-    train_micro_batch_size_per_gpu: Count | None = None
-    gradient_accumulation_steps: Count | None = None
-    managed_gradient_accumulation: bool = True
+    train_batch_size: Count | None = honored(
+        None, "Samples per optimizer step over all ranks: micro-batch x accumulation x data-parallel ranks."
+    )
+    train_micro_batch_size_per_gpu: Count | None = honored(
+        None, "Samples per forward on one rank; the batch size of the loader of `training_data`."
+    )
+    gradient_accumulation_steps: Count | None = honored(None, "Micro-batches per optimizer step. Losses are divided by it.")
+    managed_gradient_accumulation: bool = honored(
+        True, "`engine.step()` updates only after the last micro-batch; false: every call updates."
+    )
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
-    zero_allow_untested_optimizer: bool = False
-    zero_force_ds_cpu_optimizer: bool = True
-    communication_data_type: DtypeOrNone = None
-    seq_parallel_communication_data_type: DtypeOrNone = "fp32"
-    prescale_gradients: bool = False
-    gradient_predivide_factor: Positive = 1.0
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
-    sparse_gradients: bool = False
-    disable_allgather: bool = False
-    allgather_size: Size = 500_000_000
-    gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0
+    zero_allow_untested_optimizer: bool = no_effect(False, "every optimizer is allowed at every stage")
+    zero_force_ds_cpu_optimizer: bool = no_effect(True, "every optimizer can run on the CPU")
+    communication_data_type: DtypeOrNone = honored(None, "Dtype of gradients in communication; not set: the gradients' own dtype.")
+    seq_parallel_communication_data_type: DtypeOrNone = no_effect("fp32", "sequence parallelism is not built yet")
+    prescale_gradients: bool = no_effect(False, _ROUNDING)
+    gradient_predivide_factor: Positive = no_effect(1.0, _ROUNDING)
+    gradient_allreduce_op: Word[Literal["mean", "sum"]] = honored(
+        "mean", "Whether gradients are averaged (`mean`) or summed (`sum`) over ranks."
+    )
+    sparse_gradients: bool = switch(False, _SPARSE)
+    disable_allgather: bool = no_effect(False, "DeepSpeed does not read it either")
+    allgather_size: Size = no_effect(500_000_000, _UNITS)
+    gradient_clipping: Annotated[Real, Field(ge=0)] = honored(
+        1.0, "Maximum global L2 norm of the gradients; gradients above it are scaled down. 0: no clipping."
+    )
     fp16: Fp16 = Fp16()
     bf16: Bf16 = Bf16()
     amp: Amp = Amp()
@@ -283,44 +321,50 @@ class Config(Block):
     data_types: DataTypes = DataTypes()
     zero_optimization: ZeroOptimization = ZeroOptimization()
     aio: Aio = Aio()
-    tensor_parallel: TensorParallel = TensorParallel()
-    expert_parallel: ExpertParallel = ExpertParallel()
-    use_data_before_expert_parallelism: bool = False
-    sequence_parallel_size: Count = 1
-    data_parallel_size: Count | None = None
-    pipeline: Pipeline = Pipeline()
-    hybrid_engine: HybridEngine = HybridEngine()
-    weight_quantization: InferenceWeightQuantization | None = None
-    compile: Compile = Compile()
-    graph_harvesting: bool = False
-    disable_python_gc: bool = False
-    steps_per_print: Interval = None
-    wall_clock_breakdown: bool = False
-    memory_breakdown: bool = False
-    dump_state: bool = False
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(lower)] = None
-    timers: Timers = Timers()
-    autotuning: Autotuning = Autotuning()
-    flops_profiler: FlopsProfiler = FlopsProfiler()
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    sparse_attention: SparseAttention | None = None
-    data_efficiency: DataEfficiency = DataEfficiency()
-    curriculum_learning: Curriculum = Curriculum()
-    progressive_layer_drop: ProgressiveLayerDrop = ProgressiveLayerDrop()
-    eigenvalue: Eigenvalue = Eigenvalue()
-    compression_training: CompressionTraining = CompressionTraining()
-    quantize_training: QuantizeTraining = QuantizeTraining()
-    tensorboard: Tensorboard = Tensorboard()
-    wandb: Wandb = Wandb()
-    comet: Comet = Comet()
-    csv_monitor: CsvMonitor = CsvMonitor()
-    comms_logger: CommsLogger = CommsLogger()
-    elasticity: Elasticity = Elasticity()
-    checkpoint: Checkpoint = Checkpoint()
-    nebula: Nebula = Nebula()
-    datastates_ckpt: bool | dict[str, Any] = False
-    dataloader_drop_last: bool = False
-    vocabulary_size: Size | None = None
+    tensor_parallel: features.TensorParallel = features.TensorParallel()
+    expert_parallel: features.ExpertParallel = features.ExpertParallel()
+    use_data_before_expert_parallelism: bool = switch(False, features.ExpertParallel.feature)
+    sequence_parallel_size: Count = switch(1, _SEQUENCE, off=(1,))
+    data_parallel_size: Count | None = honored(
+        None, "Expected number of data-parallel ranks; initialize raises an error if it differs."
+    )
+    pipeline: features.Pipeline = features.Pipeline()
+    hybrid_engine: features.HybridEngine = features.HybridEngine()
+    weight_quantization: features.InferenceWeightQuantization | None = None
+    compile: features.Compile = features.Compile()
+    graph_harvesting: bool = switch(False, _GRAPHS)
+    disable_python_gc: bool = no_effect(
+        False, "Slipstream does not change Python's garbage collector; call gc.disable() in the script"
+    )
+    steps_per_print: Interval = honored(None, "Steps between progress lines in the log; not set: none.")
+    wall_clock_breakdown: bool = honored(False, "Log the time of forward, backward and step, in seconds.")
+    memory_breakdown: bool = no_effect(False, "engine.explain() reports the bytes of every state")
+    dump_state: bool = honored(False, "Log the resolved plan at startup.")
+    log_level: Word[Literal["debug", "info", "warning", "error", "critical"] | None] = honored(
+        None, "Log level of the logger `slipstream`."
+    )
+    timers: features.Timers = features.Timers()
+    autotuning: features.Autotuning = features.Autotuning()
+    flops_profiler: features.FlopsProfiler = features.FlopsProfiler()
+    activation_checkpointing: features.ActivationCheckpointing = features.ActivationCheckpointing()
+    sparse_attention: features.SparseAttention | None = None
+    data_efficiency: features.DataEfficiency = features.DataEfficiency()
+    curriculum_learning: features.Curriculum = features.Curriculum()
+    progressive_layer_drop: features.ProgressiveLayerDrop = features.ProgressiveLayerDrop()
+    eigenvalue: features.Eigenvalue = features.Eigenvalue()
+    compression_training: features.CompressionTraining = features.CompressionTraining()
+    quantize_training: features.QuantizeTraining = features.QuantizeTraining()
+    tensorboard: features.Tensorboard = features.Tensorboard()
+    wandb: features.Wandb = features.Wandb()
+    comet: features.Comet = features.Comet()
+    csv_monitor: features.CsvMonitor = features.CsvMonitor()
+    comms_logger: features.CommsLogger = features.CommsLogger()
+    elasticity: features.Elasticity = features.Elasticity()
+    checkpoint: features.Checkpoint = features.Checkpoint()
+    nebula: features.Nebula = features.Nebula()
+    datastates_ckpt: bool | dict[str, Any] = switch(False, _DATASTATES)
+    dataloader_drop_last: bool = honored(False, "Drop the last incomplete batch of an epoch.")
+    vocabulary_size: Size | None = no_effect(None, "DeepSpeed uses it only to print an alignment hint")
     slipstream: Slipstream = Slipstream()
 
 
@@ -340,3 +384,22 @@ def _child(annotation: Any) -> Child | None:
 
 
 child: Callable[[Any], Child | None] = cache(_child)
+
+
+def walk(block: type[Block] = Config, prefix: str = "", feature: Feature | None = None, owner: str = "") -> Iterator[Key]:
+    """Yield every key below a block. A field without a fate belongs to the nearest block with a feature."""
+    if block.feature is not None:
+        feature, owner = block.feature, prefix.rstrip(".")
+    for name, field in block.model_fields.items():
+        below = child(field.annotation)
+        if below is not None:
+            yield from walk(below.block, f"{prefix}{name}.{'*.' * below.many}", feature, owner)
+            continue
+        key = field.json_schema_extra["key"] if isinstance(field.json_schema_extra, dict) else Key()
+        assert isinstance(key, Key)
+        default = None if field.is_required() else field.get_default()
+        key = replace(key, name=prefix + name, annotation=field.annotation, default=default)
+        if key.fate is Fate.REFUSED and key.feature is None:
+            key = replace(key, feature=feature, block=owner)
+            assert feature is not None, f"config key {key.name} has no fate: annotate it by honored, no_effect or switch"
+        yield key

@@ -1,4 +1,4 @@
-"""Pydantic types of the values of JSON keys, tolerant of the forms that users and launchers write.
+"""Fields of the schema: types of values, tolerant of the forms that users and launchers write, and fates (see keys.py).
 
 Numbers may be strings (YAML parses 1e-5 as one), sizes may be floats (0.9 * hidden * hidden), "never" may be infinity, and dtypes
 have several spellings. Every key of a type accepts the same forms.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from slipstream.config.keys import Fate, Feature, Key
+
+T = TypeVar("T")
 MIB = 1 << 20
 
 _DTYPES = {
@@ -71,7 +74,7 @@ def _dtype_or_none(value: Any) -> Any:
     return None if str(value).lower() == "none" else _dtype(value)
 
 
-def lower(value: Any) -> Any:
+def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
@@ -91,11 +94,34 @@ Fraction = Annotated[float, BeforeValidator(numeric), Field(ge=0, le=1)]
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_interval)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 DtypeOrNone = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_dtype_or_none)]
-Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower)]
+Word = Annotated[T, BeforeValidator(_lower)]  # of a literal type, in any case
+Device = Word[Literal["none", "cpu", "nvme"]]
 Names = Annotated[list[str], BeforeValidator(_one_or_many)]
 
 
 class Block(BaseModel):
     """A JSON object. Keys that are not fields are rejected."""
 
+    feature: ClassVar[Feature | None] = None  # to which keys without a fate belong, here and in blocks below
+
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
+
+
+def honored(default: Any, meaning: str, proof: str = "") -> Any:
+    """A key that changes what Slipstream does. meaning: for docs/REFERENCE.md; proof: see `Key.proofs`."""
+    return _field(default, Key(fate=Fate.HONORED, meaning=meaning, proof=proof))
+
+
+def no_effect(default: Any, reason: str) -> Any:
+    """A key that has nothing to control here."""
+    return _field(default, Key(fate=Fate.NO_EFFECT, reason=reason))
+
+
+def switch(default: Any = False, feature: Feature | None = None, *, off: tuple[Any, ...] = (False, None)) -> Any:
+    """A key that enables a feature that is not built yet, the block's if none is passed. off: values that do not enable it."""
+    return _field(default, Key(feature=feature, off=off))
+
+
+def _field(default: Any, key: Key) -> Any:
+    extra: Any = {"key": key}
+    return Field(default, json_schema_extra=extra)

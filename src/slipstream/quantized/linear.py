@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 from slipstream.zero import access
+from slipstream.zero.shown import Reads
 
 
 class QuantizedLinear(nn.Linear):
@@ -107,7 +108,7 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
     if not chosen:
         raise ValueError(f"no nn.Linear of {type(model).__name__} is left to quantize: skip={list(skip)}")
     for unit in access.units_of(model.parameters()):
-        if unit.on_touch is None:
+        if unit.shown.reads is not Reads.COPY:
             raise ValueError(
                 f"parameter {unit.names[0]!r} belongs to an engine: quantize the model before slipstream.initialize(), or inside "
                 f"`with engine.surgery():`"

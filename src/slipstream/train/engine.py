@@ -34,7 +34,7 @@ from slipstream.train.progress import Progress
 from slipstream.train.saving import optimizer_state
 from slipstream.train.states import States
 from slipstream.train.verdict import Verdict, judge
-from slipstream.train.window import Window
+from slipstream.train.window import AccumulationWindow
 from slipstream.world.watch import PeerError
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
@@ -111,7 +111,7 @@ class Engine(nn.Module):
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_grad_norm: float | None = None
         self.progress = Progress(self.plan, logs=self.mesh.is_first)
-        self.window = Window(self.plan, self.mesh.batch.size)
+        self.window = AccumulationWindow(self.plan, self.mesh.batch.size)
         self.step_applied = False
         self.overflow = False
         self.nonfinite_steps = 0
@@ -212,7 +212,10 @@ class Engine(nn.Module):
                 states.settle()
         if self.step_applied:
             self.saves.prepare()
-        self.progress.step_done(self)
+        rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
+        self.progress.step_done(
+            self.global_steps, self.skipped_steps, rates, verdict.norm, self.precision.loss_scale, self.plan.batch.train_batch_size
+        )
         self.watch.phase = "idle"
 
     def _finish_window(self) -> Verdict:

@@ -94,7 +94,7 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
     with torch.no_grad():
         unit.gather()
     try:
-        for name, view in ((unit.names[i], unit.views[i]) for i in kept):
+        for name, view in ((unit.names[i], unit.shown.views[i]) for i in kept):
             with torch.no_grad():
                 weight = dequantize_rows(view, source.forms[name], torch.float32) if name in source.forms else view
                 weight = _merged(weight, source.adapted[name]) if name in source.adapted else weight
@@ -107,7 +107,7 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
 def _source(states: States) -> _Source:
     """Classify the parameters. Raises ValueError for a model that cannot be streamed."""
     for unit in states.units:
-        for name, param, whole in zip(unit.names, unit.params, unit.wholes, strict=True):
+        for name, param, whole in zip(unit.names, unit.params, unit.model_params, strict=True):
             if whole is not param:
                 raise ValueError(
                     f"{name!r} is a part of a weight that another library quantized, and such weights cannot be handed over: use "

@@ -17,7 +17,7 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, Loaded, read_config
-from slipstream.optim import Resolved, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
+from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
@@ -41,7 +41,7 @@ from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import differs_of, refuse_sparse
 from slipstream.zero.materialize import FirstValues, Reader
-from slipstream.zero.placement import Tier, Tiers, stage_placement
+from slipstream.zero.placement import Tier, stage_placement
 from slipstream.zero.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ def _engine(
     precision, tiers = plan.precision, tiers_of(plan.offload)
     form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
     if inner is not None:
-        _check_states(inner, rule, plan, tiers, coded=form.coded)
+        fit.refuse(plan, inner, rule)
     recipe = Recipe(
         placement=stage_placement(plan.zero.stage),
         weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
@@ -310,43 +310,9 @@ def _steps(
     return TorchSteps(inner or NoOptimizer(), units, whole=whole, state_dtype=plan.precision.state_dtype)
 
 
-def _check_states(inner: torch.optim.Optimizer, rule: Rule | None, plan: Plan, tiers: Tiers, *, coded: bool) -> None:
-    """Raise ValueError for offload and precision settings that the optimizer does not support."""
-    name, precision = type(inner).__name__, plan.precision
-    if rule is None and tiers.optim is Tier.DISK:
-        raise ValueError(
-            f"offload_optimizer to disk needs a native kernel, and {name} with these options has none; use AdamW, Adam, Lion, "
-            f"LAMB, Adagrad or SGD, or keep the states in memory"
-        )
-    in_place = precision.param_dtype.itemsize >= precision.master_dtype.itemsize  # the weights are their own masters
-    if rule is None and tiers.weights is Tier.DISK and in_place:
-        raise ValueError(
-            f"offload_param to disk needs a native kernel for {precision.param_dtype} weights, which are their own masters, and "
-            f"{name} with these options has none; use AdamW, Adam, Lion, Adagrad or SGD, or train in bf16 with fp32 masters, which "
-            f"stay in memory"
-        )
-    cuts = (tiers.optim is Tier.DISK and tiers.kept) or (tiers.weights is Tier.DISK and tiers.weights_kept)
-    if rule is not None and rule.is_whole and cuts:
-        raise ValueError(
-            f"{name} computes norms of whole parameters, which cannot be split between memory and disk: set "
-            f"offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0"
-        )
-    if coded and (rule is None or not rule.may_be_blocks):
-        raise ValueError(f'"slipstream": {{"optimizer_states": "int8"}} supports AdamW, Adam, Lion and SGD, not {name}')
-    if rule is None and precision.stochastic_rounding:
-        raise ValueError(
-            f'"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, '
-            f"SGD), and {name} with these options has none"
-        )
-
-
 def _transport(plan: Plan, device: torch.device) -> str:
     """Other ranks cannot read weights in shared memory if these are evicted to disk, or poisoned when released: use gloo then."""
     is_evicted = plan.offload.param == "nvme" and device.type == "cpu"
-    if is_evicted and plan.zero.transport == "shared":
-        raise ValueError(
-            '"slipstream": {"transport": "shared"} keeps all weights in memory, but offload_param puts them on disk; use "auto"'
-        )
     return "gloo" if is_evicted or plan.debug.poison_released else plan.zero.transport
 
 

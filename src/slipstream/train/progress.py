@@ -5,14 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from slipstream.config import Plan, describe, keys
-
-if TYPE_CHECKING:
-    from slipstream.train.engine import Engine
 
 logger = logging.getLogger("slipstream.train")
 
@@ -53,21 +49,20 @@ class Progress:
         finally:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
-    def step_done(self, engine: Engine) -> None:
-        """Log at the end of a window."""
-        if self.every and engine.global_steps % self.every == 0:
+    def step_done(self, step: int, skipped: int, rates: Sequence[float], norm: float, loss_scale: float, samples: int) -> None:
+        """Log at the end of a window. samples: of all ranks in one step."""
+        if self.every and step % self.every == 0:
             elapsed, self.since = time.perf_counter() - self.since, time.perf_counter()
-            rates = [group["lr"] for group in engine.optimizer.param_groups] if engine.optimizer else []
             logger.info(
                 "step %d, skipped %d, lr %s, gradient norm %.4g, loss scale %g, %.1f samples/s",
-                engine.global_steps,
-                engine.skipped_steps,
+                step,
+                skipped,
                 rates,
-                engine.global_grad_norm,
-                engine.precision.loss_scale,
-                self.every * engine.plan.batch.train_batch_size / elapsed,
+                norm,
+                loss_scale,
+                self.every * samples / elapsed,
             )
         if self.times:
             parts = ", ".join(f"{part} {1e3 * seconds:.2f} ms" for part, seconds in self.seconds.items())
-            logger.info("step %d: %s", engine.global_steps, parts)
+            logger.info("step %d: %s", step, parts)
         self.seconds.clear()

@@ -64,10 +64,10 @@ def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
     states.gate.shut(Block.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
         for unit in states.units:
-            unit.fall_asleep()
+            unit.sleep()
     for unit in states.units:
         stays = isinstance(unit.master, HostStore) or (folder is None and states.homes.tiers.optim is not Tier.DEVICE)
-        unit.master_is_away = "optimizer" in kinds and not stays
+        unit.shown.lock_writes("optimizer" in kinds and not stays)
     if "gradients" in kinds:
         states.hooks.refusal = "the engine's gradients are away: call engine.wake() first, or compute under torch.no_grad()"
         states.homes.close_landings()
@@ -85,7 +85,7 @@ def wake(states: States) -> None:
     errors = gather_objects(asleep.bring_back(), states.mesh.world)  # after it, all ranks' parts of shared memory are back
     states.hooks.refusal = ""
     for unit in states.units:
-        unit.master_is_away = False
+        unit.shown.lock_writes(False)
     if "weights" in asleep.kinds:
         for unit in states.units:
             unit.wake_up()
@@ -205,7 +205,7 @@ def _weights(states: States, add: Any) -> None:
 
 def _gradients(states: States, add: Any) -> None:
     for unit in states.units:
-        holds = unit.has_gradient
+        holds = unit.window.has_gradient
         add(unit.memory.local.tensor if unit.memory.local else None, holds)
         add(unit.memory.replica.tensor if unit.memory.replica else None, holds)
         add(_whole(unit.grads) if unit.grads is not None and unit.memory.local is None else None, holds)

@@ -68,7 +68,7 @@ class Surgery:
             unit.release()
         states.hooks.remove()
         for unit in states.units:
-            unit.on_touch = self._lend
+            unit.shown.let_reads_copy(self._lend)
         self.before = _outline(states.model)
         groups = states.steps.inner.param_groups
         self.num_groups = len(groups)
@@ -78,9 +78,9 @@ class Surgery:
 
     def _lend(self, unit: Unit) -> None:
         if unit not in self.copies:
-            unit.on_touch = None  # while its weights are copied
+            unit.shown.let_reads_raise()  # while its weights are copied
             self.copies[unit] = access.lend(unit, range(len(unit.params)))
-            unit.on_touch = self._lend
+            unit.shown.let_reads_copy(self._lend)
 
     def add_group(self, group: dict[str, Any], scheduler: Any) -> None:
         """`add_param_group` of the engine's optimizer. Raises like torch, and ValueError; then no group is added."""
@@ -136,7 +136,7 @@ class Surgery:
     def _is_changed(self) -> bool:
         """Whether there is a change that `_close` cannot undo: to the model, or in place to replicated weights."""
         replicated = (unit for unit in self.states.units if not unit.placement.weights and unit not in self.copies)
-        written = any(param._version != at for unit in replicated for param, at in zip(unit.params, unit._versions, strict=True))
+        written = any(unit.shown.is_written(i) for unit in replicated for i in range(len(unit.params)))
         return written or _outline(self.states.model) != self.before
 
     def _exchange(self, *, failed: bool, is_changed: bool, checksum: int = 0) -> Tensor:
@@ -166,11 +166,11 @@ class Surgery:
         states = self.states
         self.undo.close()
         for unit in states.units:
-            unit.on_touch = None
+            unit.shown.let_reads_raise()
             if unit in self.copies:
                 access.end_lend(unit, range(len(unit.params)), self.copies[unit], None, write=False)
             elif not unit.placement.weights:
-                for param, view in zip(unit.params, unit.views, strict=True):
+                for param, view in zip(unit.params, unit.shown.views, strict=True):
                     if param.data_ptr() != view.data_ptr():  # discard `p.data = ...`
                         param.data = view
         self.copies = {}
@@ -207,10 +207,10 @@ def _is_touched(unit: Unit, i: int, copies: Mapping[Unit, Tensor]) -> bool:
     """Whether the parameter's values may have changed."""
     if unit in copies:
         return True
-    param, view = unit.params[i], unit.views[i]
+    param, view = unit.params[i], unit.shown.views[i]
     if unit.placement.weights or not view.numel():
         return False
-    return param.data_ptr() != view.data_ptr() or param.shape != view.shape or param._version != unit._versions[i]
+    return param.data_ptr() != view.data_ptr() or param.shape != view.shape or unit.shown.is_written(i)
 
 
 class Change:
@@ -223,7 +223,7 @@ class Change:
         open_up(model)
         self.leaves = {leaf.name: leaf for leaf in named_leaves(model)}
         self.params = {name: leaf.tensor for name, leaf in self.leaves.items()}
-        self.before = {id(param) for unit in states.units for param in (*unit.params, *unit.wholes)}
+        self.before = {id(param) for unit in states.units for param in (*unit.params, *unit.model_params)}
         self.ids = {id(param) for leaf in self.leaves.values() for param in (leaf.tensor, leaf.whole)}
         self.places = {id(param): (unit, i) for unit in states.units for i, param in enumerate(unit.params)}  # before the change
         self.origins = self._find_origins()
@@ -379,7 +379,7 @@ class Change:
         self._take_writes()
         going = [unit for unit in states.units if unit not in set(self.kept.values())]
         for unit in going:
-            unit.expire_graphs()
+            unit.shown.expire_graphs()
         built = self._build(going, len(states.units))
         access.forget(going)
         access.register(built.values())
@@ -441,7 +441,7 @@ class Change:
         if id(param) not in self.places:
             return
         unit, i = self.places[id(param)]
-        unit.dress(i, nn.Parameter)
+        unit.shown.make_plain(i)
         if unit.layout.slots[i].shape != tuple(param.shape):
             # While an old graph lives, autograd's metadata of the parameter has the old shape: a change of dtype resets it
             data = param.data
@@ -455,14 +455,14 @@ class Change:
             whole = unit.whole_weights()
             for i in lost:
                 slot, param = unit.layout.slots[i], unit.params[i]
-                unit.dress(i, nn.Parameter)
+                unit.shown.make_plain(i)
                 param.data = whole[slice(*slot.span)].view(slot.shape).clone()
         elif lost:
             for i in lost:
                 unit.params[i].data = unit.params[i].data.clone()
         self.copies.pop(unit, None)
         self.states.steps.drop(unit)
-        unit.leave()
+        unit.free()
 
     def _refit_ring(self) -> None:
         """Resize the ring of gradient buffers to the longest unit."""

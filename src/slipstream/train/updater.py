@@ -57,7 +57,7 @@ class Updater:
         trainable = [unit for unit in self.units if unit.trainable]
         self.steps.begin(trainable)
         for unit in trainable:
-            unit.expire_graphs()
+            unit.shown.expire_graphs()
         if not (self.steps.streams or self.steps.steps_on_host) or not all(unit.placement.weights for unit in trainable):
             self._run(trainable[::-1] if self.steps.steps_on_host else trainable, scale, {})
             return

@@ -55,7 +55,7 @@ def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: flo
 
 def _squares(units: Sequence[Unit]) -> list[float]:
     """Each unit's sum of squares on this rank, with one device synchronization."""
-    squares = [unit.partial.sumsq for unit in units]
+    squares = [unit.window.partial.sumsq for unit in units]
     if any(isinstance(square, Tensor) for square in squares):
         device = units[0].full.device
         return torch.stack([torch.as_tensor(square, dtype=torch.float64, device=device) for square in squares]).tolist()
@@ -66,7 +66,7 @@ def _find_culprit(units: Sequence[Unit], world: Axis) -> str:
     """The first parameter, in model order, whose gradient is not finite on some rank; "" for none. Collective, rare."""
     first: tuple[int, int, str] | None = None
     for unit in units:
-        if first is not None or math.isfinite(float(unit.partial.sumsq)) or unit.grads is None:
+        if first is not None or math.isfinite(float(unit.window.partial.sumsq)) or unit.grads is None:
             continue
         for i, slot in enumerate(unit.layout.slots):
             inside, _ = slot.common(unit.optim_span)

@@ -18,7 +18,7 @@ from slipstream.zero.hooks import Phase
 logger = logging.getLogger(__name__)
 
 
-class Window:
+class AccumulationWindow:
     """The current accumulation window of one engine."""
 
     def __init__(self, plan: Plan, num_ranks: int) -> None:

@@ -15,26 +15,25 @@ from slipstream.zero.layout import Slot
 from slipstream.zero.storage.store import fill_zero
 from slipstream.zero.unit import State, Unit
 
-# Every live unit of the process: a parameter does not know its unit
-_living: weakref.WeakSet[Unit] = weakref.WeakSet()
+# Every live unit of the process, in the same order on all ranks (that of registration): a parameter does not know its unit
+_living: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
 
 
 def register(units: Iterable[Unit]) -> None:
     """Make the units' parameters known to `units_of`."""
-    _living.update(units)
+    _living.update(dict.fromkeys(units))
 
 
 def forget(units: Iterable[Unit]) -> None:
     """Remove the units from `units_of`."""
     for unit in units:
-        _living.discard(unit)
+        _living.pop(unit, None)
 
 
 def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
     """The units of these parameters and the parameters' indices in them, in unit order. Parameters of no unit are left out."""
     wanted = {id(param) for param in params}
-    units = sorted(_living, key=lambda unit: unit.serial)
-    indices_of = {unit: [i for i, whole in enumerate(unit.wholes) if id(whole) in wanted] for unit in units}
+    indices_of = {unit: [i for i, param in enumerate(unit.model_params) if id(param) in wanted] for unit in list(_living)}
     return {unit: indices for unit, indices in indices_of.items() if indices}
 
 
@@ -53,10 +52,10 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     slot = unit.layout.slots[i]
     part = slice(slot.offset, slot.offset + slot.numel)
     if unit.memory.local is not None:  # not reduced yet
-        local = unit.memory.local.tensor[part].float().cpu() if i in unit.filled else torch.zeros(slot.numel)
+        local = unit.memory.local.tensor[part].float().cpu() if unit.window.is_in_local(i) else torch.zeros(slot.numel)
         pieces = gather_objects(local, unit.comms.data.axis)
         return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape).to(unit.full.device)
-    if unit.grads is None or not unit.has_gradient:
+    if unit.grads is None or not unit.window.has_gradient:
         return torch.zeros(slot.shape, device=unit.full.device)
     full = unit.whole(unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
     if unit.comms.dp_replicate.size > 1:
@@ -74,40 +73,31 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
         raise ValueError(f"the gradient of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
     if unit.memory.local is not None:
         whole = value.reshape(-1) / alpha if unit.comms.data.rank == 0 else torch.zeros(slot.numel)
-        unit.memory.local.tensor[slice(*slot.span)].copy_(whole)
-        unit.filled.add(i)
+        unit.window.overwrite_local(unit.memory.local.tensor, i, whole)
     else:
-        if not unit.has_gradient:
+        if not unit.window.has_gradient:
             fill_zero(unit.grads)
         inside, of_param = slot.common(unit.span)
         shard = value.reshape(-1)[of_param]
         unit.grads.put(inside.start, shard if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(shard))
         grads = unit.grads.whole()
-        unit.partial = reduce_into(grads, [grads], 1.0, accumulate=False)
-    unit.has_gradient = True
+        unit.window.overwritten(reduce_into(grads, [grads], 1.0, accumulate=False))
     unit.hide_gradients()
 
 
 def lend(unit: Unit, indices: Iterable[int]) -> Tensor:
     """Point some parameters at a private copy of the unit's unsharded weights, and return it, flat. Collective over the shards."""
     copy = full_values(unit)
-    unit.lent |= frozenset(indices)
-    for i in indices:
-        param, slot = unit.params[i], unit.layout.slots[i]
-        unit.dress(i, nn.Parameter)
-        param.data = copy[slot.offset : slot.offset + slot.numel].view(slot.shape)
+    slots = unit.layout.slots
+    unit.shown.show_copies({i: copy[slice(*slots[i].span)].view(slots[i].shape) for i in indices})
     return copy
 
 
 def end_lend(unit: Unit, indices: Iterable[int], copy: Tensor, modifier_rank: int | None, *, write: bool) -> None:
     """Undo `lend`. With `write`, which is collective, first store the values of `copy` (of `modifier_rank`'s if it is given)."""
-    unit.lent -= frozenset(indices)
     if write:
         _write_back(unit, indices, copy, modifier_rank)
-    else:
-        _restore(unit, indices)
-    for i in indices:
-        unit.dress(i, unit.shown)
+    unit.shown.end_copies(indices)
 
 
 @contextmanager
@@ -126,9 +116,11 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
             unit.refuse_writes()
     data = next((unit.comms.data for unit in chosen), None)
     for unit in chosen:
-        unit.lend_on_demand()
-    shown = [unit.params[i] for unit, indices in chosen.items() for i in indices if i in unit.lent]  # a surgery writes these back
-    chosen = {unit: [i for i in indices if i not in unit.lent] for unit, indices in chosen.items()}
+        unit.copy_on_read()
+    shown = [
+        unit.params[i] for unit, indices in chosen.items() for i in indices if i in unit.shown.copies
+    ]  # a surgery writes these back
+    chosen = {unit: [i for i in indices if i not in unit.shown.copies] for unit, indices in chosen.items()}
     chosen = {unit: indices for unit, indices in chosen.items() if indices}
     copies: dict[Unit, Tensor] = {}
     written = False
@@ -153,12 +145,9 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
 @contextmanager
 def shown_as(values: Mapping[Unit, Mapping[int, Tensor]]) -> Iterator[None]:
     """Inside, parameters have these unsharded values on this rank. Nothing is written back; not collective."""
-    values = {unit: {i: value for i, value in of_unit.items() if i not in unit.lent} for unit, of_unit in values.items()}
+    values = {unit: {i: value for i, value in of_unit.items() if i not in unit.shown.copies} for unit, of_unit in values.items()}
     for unit, of_unit in values.items():
-        unit.lent |= frozenset(of_unit)
-        for i, value in of_unit.items():
-            unit.dress(i, nn.Parameter)
-            unit.params[i].data = value
+        unit.shown.show_copies(of_unit)
     try:
         yield
     finally:
@@ -200,13 +189,6 @@ def adopt(unit: Unit, indices: Iterable[int], copy: Tensor) -> None:
             view.copy_(new)
 
 
-def _restore(unit: Unit, indices: Iterable[int]) -> None:
-    for i in indices:
-        unit.dress(i, nn.Parameter)
-        unit.params[i].data = unit.views[i]
-        unit.accept_version(i)
-
-
 def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_rank: int | None) -> None:
     data = unit.comms.data
     if modifier_rank is not None and data.size > 1:
@@ -222,7 +204,6 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
             else:
                 inside, of_param = slot.common(unit.span)
                 unit.weights.put(inside.start, new[of_param])
-    _restore(unit, indices)
     if unit.memory.common:
         unit.comms.dp.publish(unit.memory.common)
 

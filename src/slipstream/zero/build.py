@@ -159,7 +159,7 @@ def build_units(
 
 def allocate(site: Site, plots: Sequence[Plot]) -> list[Memory]:
     """Allocate the communication buffers of all units, family by family. Collective."""
-    memories = [Memory(full=None, common=None, local=None, replica=None) for _ in plots]
+    memories = [Memory(poison=site.recipe.poison) for _ in plots]
     by_family: dict[Differs, list[int]] = {}
     for i, plot in enumerate(plots):
         by_family.setdefault(plot.group.differs, []).append(i)
@@ -202,7 +202,6 @@ def build_block(site: Site, values: FirstValues, block: str, parts: Sequence[tup
         module = values.modules[block] if block else None
         leaves = [values.leaves[name] for name in group.param_names]
         unit = Unit(group.name, i, module, leaves, plot.layout, place, plot.dtypes, plot.comms, memory, site.homes, first)
-        unit.poison = site.recipe.poison
         if group.trainable:
             unit.start_training(plot.dtypes)
         unit.release()  # the initial values are in the shards, not in the gathered memory

@@ -64,15 +64,8 @@ class Pending(Generic[T]):
 class Comm(ABC):
     """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks."""
 
-    axis: Axis
-
-    @property
-    def rank(self) -> int:
-        return self.axis.index
-
-    @property
-    def size(self) -> int:
-        return self.axis.size
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.rank, self.size = axis, axis.index, axis.size
 
     @abstractmethod
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
@@ -144,7 +137,8 @@ class LocalComm(Comm):
     """An axis of one rank: nothing moves."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis, self.device = axis, device
+        super().__init__(axis)
+        self.device = device
 
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]
@@ -203,7 +197,8 @@ class ProcessGroupComm(Comm):
 
     def __init__(self, axis: Axis, device: torch.device, watch: Watch, deterministic: bool = False) -> None:
         assert axis.group is not None, f"axis {axis.name} has one rank"
-        self.axis, self.device, self.watch, self.group = axis, device, watch, axis.group
+        super().__init__(axis)
+        self.device, self.watch, self.group = device, watch, axis.group
         self.staged = device.type != "cpu" and axis.group._get_backend(device).name() == "gloo"
         self.on_host = device.type == "cpu" or self.staged
         self.native_reduce = not self.on_host and not deterministic

@@ -3,7 +3,7 @@
 [Note: When things happen]
 forward   the root's pre-hook starts the engine's forward. A block's pre-hook gathers its units and its post-hook releases
           them. In between, access to a released parameter gathers it on demand until the end of the forward, and every
-          later backward starts by gathering it (`Unit.direct`).
+          later backward starts by gathering it (`Shown.read_in_graph`).
 backward  the first hook that fires starts it and queues the callback that ends it. The gradient of a block's output
           gathers the block's units. A unit is complete when all its parameters' gradients have landed, when the
           gradient of the block's input has (unused parameters), or at the end. Complete units are reduced in reverse
@@ -150,7 +150,7 @@ class Reducer:
         while self.in_flight:
             self.in_flight.popleft().wait()
         for unit in self.order:
-            unit.landing = None  # left by an abandoned backward
+            unit.window.close()  # left by an abandoned backward
 
 
 class Hooks:
@@ -193,8 +193,8 @@ class Hooks:
         add(self.model.register_forward_hook(_eager(self._root_post), with_kwargs=True, always_call=True))
         trainable = [unit for unit in self.units if unit.full.is_floating_point() and not unit.exact]
         self.frozen = [(unit, i) for unit in trainable for i in range(len(unit.params))]
-        wholes = {id(whole): whole for unit in self.units if unit.exact for whole in unit.wholes}
-        self.codes = [whole for whole in wholes.values() if whole.is_floating_point()]  # integers cannot require gradients
+        exact = {id(param): param for unit in self.units if unit.exact for param in unit.model_params}
+        self.codes = [param for param in exact.values() if param.is_floating_point()]  # integers cannot require gradients
         self._hook_gradients()
         if not any(unit.placement.weights for unit in self.units):
             return
@@ -228,8 +228,8 @@ class Hooks:
         module gathers those of its direct parameters, for calls that bypass the root (T5's encoder in generate)."""
         units_of: dict[int, list[Unit]] = {}  # several if codes and scales of a parameter are in different units
         for unit in self.units:
-            for whole in unit.wholes:
-                units_of.setdefault(id(whole), []).append(unit)
+            for param in unit.model_params:
+                units_of.setdefault(id(param), []).append(unit)
 
         def units_in(module: nn.Module, recurse: bool) -> list[Unit]:
             return list(dict.fromkeys(unit for p in module.parameters(recurse) for unit in units_of.get(id(p), ())))
@@ -268,7 +268,7 @@ class Hooks:
             if unit.state is State.GATHERED:
                 unit.check_writes()
                 unit.show_weights()
-            unit.may_gather_on_demand = True
+            unit.shown.let_reads_gather(True)
         for unit in self.root_units:
             unit.gather()
         return self.on_inputs(args, kwargs)
@@ -278,7 +278,7 @@ class Hooks:
             return None
         self.phase = self.watch_phase(Phase.IDLE)
         for unit in self.units:
-            unit.may_gather_on_demand = False
+            unit.shown.let_reads_gather(False)
             if not self.keep:
                 unit.release()
         if output is None:
@@ -326,7 +326,7 @@ class Hooks:
         for unit in units:
             if unit.block is None and (self.phase is Phase.FORWARD or grad):
                 continue  # root units stay until the end of the forward; outside a forward, until the backward
-            if not unit.pinned:
+            if not unit.shown.pinned:
                 unit.release()
 
     # -- backward --
@@ -344,10 +344,10 @@ class Hooks:
             self.reducer.begin(self.units if self.lands else ())
             self.active.clear()
             for unit in self.units:
-                unit.may_gather_on_demand = True
+                unit.shown.let_reads_gather(True)
                 unit.show_weights()
-                if unit.direct:  # no hook fires before autograd reads it
-                    unit.pinned = True
+                if unit.shown.read_in_graph:  # no hook fires before autograd reads it
+                    unit.shown.pin()
                     unit.gather()
         if torch.is_grad_enabled():  # create_graph: the backward of this backward reads the weights again
             self.keep = True
@@ -392,12 +392,12 @@ class Hooks:
         if unit.memory.local is not None:
             unit.add_local(i)
         elif not self.sync:
-            unit.keep(i)
+            unit.window.keep_unreduced(i, unit.dtypes.grads)
         elif unit.index in self.reducer.missing and self.reducer.landed(unit, i):
             self._complete(unit)
 
     def _complete(self, unit: Unit, reduce: bool = True) -> None:
-        if not self.keep and not unit.pinned and unit.block is not None:
+        if not self.keep and not unit.shown.pinned and unit.block is not None:
             unit.release()
         if reduce and self.sync and unit.trainable and unit.placement.grads:
             with torch.no_grad():
@@ -414,7 +414,7 @@ class Hooks:
     def _close_backward(self) -> None:
         self.graph = None
         for unit in self.units:
-            unit.may_gather_on_demand = False
+            unit.shown.let_reads_gather(False)
             if not self.keep:
                 unit.release()
             unit.hide_gradients()
@@ -444,7 +444,9 @@ class Hooks:
     def leftovers(self) -> list[bool]:
         """Per unit, whether gradients are unreduced: late ones, and those of no_sync()."""
         return [
-            unit.placement.grads != () and unit.trainable and any(unit.unreduced(i) is not None for i in range(len(unit.params)))
+            unit.placement.grads != ()
+            and unit.trainable
+            and any(unit.window.unreduced(i) is not None for i in range(len(unit.params)))
             for unit in self.units
         ]
 

@@ -30,10 +30,10 @@ class Owner(Protocol):
     def view_of(self, param: nn.Parameter) -> torch.Tensor:
         """The parameter's view of the unit's memory, which may be empty."""
 
-    def gather_on_demand(self) -> bool:
+    def gather_on_read(self) -> bool:
         """Gather if that is safe here (inside the engine's forward or backward); returns whether it was."""
 
-    def lend_on_demand(self) -> bool:
+    def copy_on_read(self) -> bool:
         """Make the parameters plain views of a private copy if that is safe here (inside a surgery); returns whether it was."""
 
 
@@ -113,7 +113,7 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         for param in _released(args, kwargs):
             is_gathered = not isinstance(param, ReleasedParameter)  # with another parameter of its unit
-            if not (is_gathered or _unit(param).lend_on_demand() or _unit(param).gather_on_demand()):
+            if not (is_gathered or _unit(param).copy_on_read() or _unit(param).gather_on_read()):
                 _refuse(param, getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
@@ -201,7 +201,7 @@ def _released(args: Any, kwargs: Any) -> list[ReleasedParameter]:
 
 def _plain(param: Any, operation: str) -> Any:
     """Return the parameter as a plain one inside a surgery; raises RuntimeError elsewhere."""
-    if not _unit(param).lend_on_demand():
+    if not _unit(param).copy_on_read():
         _refuse(param, operation)
     return param
 

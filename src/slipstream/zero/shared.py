@@ -94,7 +94,8 @@ class SharedComm(Comm):
 
     def __init__(self, axis: Axis, watch: Watch) -> None:
         assert axis.group is not None, f"axis {axis.name} has one rank"
-        self.axis, self.watch = axis, watch
+        super().__init__(axis)
+        self.watch = watch
         self.pids: list[int] = gather_objects(os.getpid(), axis)
         self.counters: list[tuple[Tensor, int]] = []  # per allocation: its counters and the address of the first
         self.exchange_buffers = self.allocate([(_EXCHANGE_NUMEL, torch.float64)] * 2)

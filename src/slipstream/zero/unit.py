@@ -17,7 +17,7 @@ between parameters are zero in every buffer. Edges are methods, and zero/hooks.p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -33,19 +33,19 @@ from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
-from slipstream.zero.materialize import Values, move_in
-from slipstream.zero.parameter import drop_grad, parameter_classes, raw_grad
+from slipstream.zero.materialize import Values
+from slipstream.zero.parameter import drop_grad
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.shared import free_pages
-from slipstream.zero.storage.homes import Homes, Landing, Pages
+from slipstream.zero.shown import Reads, Shown
+from slipstream.zero.storage.homes import Homes, Pages
 from slipstream.zero.storage.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
 from slipstream.zero.transforms import outside
+from slipstream.zero.window import ZERO, UnitWindow
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch does not export it)
 
 _PIECE = 256 * GRAIN  # elements of initial values in memory at a time
-
-_serials = itertools.count()
 
 
 class State(Enum):
@@ -53,6 +53,7 @@ class State(Enum):
 
     RELEASED = "released"
     GATHERED = "gathered"
+    ASLEEP = "asleep"  # the weights have been moved away (train/sleep.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +79,14 @@ class Dtypes:
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """A unit's communication buffers, allocated for all units at once (zero/build.py)."""
+    """A unit's memory. The communication buffers are allocated for all units at once (zero/build.py)."""
 
-    full: Buffer | None  # replicated weights
-    common: Buffer | None  # sharded weights in one mapping shared by the ranks
-    local: Buffer | None  # unreduced gradients
-    replica: Buffer | None  # this rank's gradient shard, if the shards are replicated
+    full: Buffer | None = None  # replicated weights
+    common: Buffer | None = None  # sharded weights in one mapping shared by the ranks
+    local: Buffer | None = None  # unreduced gradients
+    replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
+    pages: Pages | None = None  # the memory of gathered weights, if its pages are freed on release
+    poison: bool = False  # debugging: fill released weights with NaN instead of freeing them
 
 
 class Updating(Protocol):
@@ -112,41 +115,22 @@ class Unit:
         values: Values,
     ) -> None:
         self.name, self.index = name, index
-        self.serial = next(_serials)  # the same on all ranks, because all ranks create engines in the same order
         self.block = block  # the module whose forward gathers it; None for the root's units
         self.layout, self.placement, self.dtypes, self.comms = layout, placement, dtypes, comms
         self.params = [leaf.tensor for leaf in leaves]
-        self.names = [leaf.name for leaf in leaves]
-        self.wholes = [leaf.whole for leaf in leaves]  # the model's parameters that `params` are, or are parts of
+        self.model_params = [leaf.whole for leaf in leaves]  # the model's parameters that `params` are, or are parts of
         self.exact = leaves[0].exact  # never trained or cast: quantized codes, their scales, integers
-        self.plain = [type(param) for param in self.params]  # their classes while gathered
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
         self.span: Span = layout.span(comms.dp.size, comms.dp.rank)
-        self.optim_span: Span = self.span if placement.optim else (0, layout.numel)
-        self.gaps = _gaps(layout)
-        self.reduced_class, self.released_class = parameter_classes(self)
         self.state = State.GATHERED
         self.arriving: Pending[None] | None = None  # the gather in flight
-        self.poison = False  # debugging: fill released weights with NaN instead of freeing them
-        self.asleep = False  # the weights are away (train/sleep.py)
-        self.master_is_away = False
-        self.pinned = False  # gathered on demand: stays gathered until the end of this forward or backward
-        self.direct = False  # a graph since the last step uses it outside its block: every backward gathers it first
-        self.may_gather_on_demand = False  # set by the hooks during the engine's forward and backward
-        self.on_touch: Callable[[Unit], None] | None = None  # inside a surgery: lends the whole unit (train/surgery.py)
-        self.shown: type[nn.Parameter] = nn.Parameter  # the parameters' current class; nn.Parameter stands for `plain`
-        self.lent: frozenset[int] = frozenset()  # parameters that currently show private copies (`zero.gathered`)
-        self.kept: dict[int, Tensor] = {}  # no_sync: this rank's gradient sums, if `.grad` is too narrow for them
-        self.filled: set[int] = set()  # parameters whose gradient of this accumulation window is in `local`
-        self.has_gradient = False  # some gradient has been moved out of `.grad` since the last step
-        self.partial = Partial(0.0, True)  # of this rank's finest shard, after the last reduction
         self.updating: Updating | None = None  # the optimizer update in flight
-        self.landing: Landing | None = None  # opened ahead for the next reduction (`expect_reduce`)
-        self.pages: Pages | None = None  # the memory of `full`, if its pages are freed on release
+        self.window = UnitWindow(self.params, layout)
         self._place_weights(values)
         self.grads: Store | None = None  # until start_training
-        self._versions = [param._version for param in self.params]
+        for i in range(len(self.params)):
+            self.shown.accept_write(i)
 
     # -- memory --
 
@@ -160,21 +144,14 @@ class Unit:
             shard = self.homes.weights(stop - start, dtype, trainable=trainable)
         buffer = self.memory.common or self.memory.full
         if isinstance(shard, DiskStore) and self.homes.lane is None:
-            self.pages = Pages(range_nbytes(numel, dtype.itemsize))
+            self.memory.pages = Pages(range_nbytes(numel, dtype.itemsize))
         if buffer is not None:
             self.full = buffer.tensor
-        elif self.pages is not None:
-            self.full = self.pages.memory.view(dtype)[:numel]
+        elif self.memory.pages is not None:
+            self.full = self.memory.pages.memory.view(dtype)[:numel]
         else:
             self.full = torch.empty(numel, dtype=dtype, device=device)
-        self.full_nbytes = self.full.untyped_storage().nbytes()
-        self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
-        for param, view in zip(self.params, self.views, strict=True):
-            move_in(param, view)
-        # Released parameters are views of this one element: a read that bypasses __torch_function__ (torch.tensor(p)) returns NaN,
-        # whereas a read of an empty storage would crash the process.
-        filler = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-        self.placeholders = [filler.expand(slot.shape) for slot in self.layout.slots]
+        self.shown = Shown(self, self.params, self.full, self.layout)
         self.weights: Store = shard or MemoryStore(self.full[start:stop])
         self.owned: Store = self.weights if self.placement.optim else MemoryStore(self.full)
         self.master = self.owned
@@ -220,55 +197,49 @@ class Unit:
         """The store into which the optimizer writes new weights; None when the weights are their own master."""
         return None if self.dtypes.master == self.dtypes.weights else self.owned
 
-    # -- parameter classes (called by zero/parameter.py) --
+    @property
+    def names(self) -> list[str]:
+        return [slot.name for slot in self.layout.slots]
+
+    @property
+    def optim_span(self) -> Span:
+        return self.span if self.placement.optim else (0, self.layout.numel)
+
+    # -- reads of released parameters (called by zero/parameter.py) --
 
     def param_name(self, param: nn.Parameter) -> str:
         return next((name for name, p in zip(self.names, self.params, strict=True) if p is param), "?")
 
     def view_of(self, param: nn.Parameter) -> Tensor:
-        return next(view for view, p in zip(self.views, self.params, strict=True) if p is param)
+        return next(view for view, p in zip(self.shown.views, self.params, strict=True) if p is param)
 
     def _refuse_asleep(self) -> None:
-        if self.asleep:
+        if self.state is State.ASLEEP:
             raise RuntimeError(f"the weights of {self.names[0]!r} and its neighbors are away: call engine.wake() first")
 
-    def gather_on_demand(self) -> bool:
+    def gather_on_read(self) -> bool:
         self._refuse_asleep()
-        if not self.may_gather_on_demand:
+        if self.shown.reads is not Reads.GATHER:
             return False
-        self.pinned = True
-        self.direct |= torch.is_grad_enabled()
+        self.shown.record_read()
         self.gather()
         return True
 
-    def lend_on_demand(self) -> bool:
-        if self.on_touch is None:
-            return False
-        self.on_touch(self)
-        return True
+    def copy_on_read(self) -> bool:
+        return self.shown.copy_on_read(self)
 
     def holds_gradient(self) -> bool:
-        return self.has_gradient or bool(self.kept)
-
-    def _set_class(self, cls: type[nn.Parameter]) -> None:
-        self.shown = cls
-        for i in range(len(self.params)):
-            if i not in self.lent:
-                self.dress(i, cls)
-
-    def dress(self, i: int, cls: type[nn.Parameter]) -> None:
-        """Make parameter i one of `cls`; nn.Parameter stands for the class that it came with."""
-        self.params[i].__class__ = self.plain[i] if cls is nn.Parameter else cls
+        return self.window.holds_gradient
 
     def show_weights(self) -> None:
         """Restore the plain parameter classes before a forward."""
         if self.state is State.GATHERED:
-            self._set_class(nn.Parameter)
+            self.shown.show_plain()
 
     def hide_gradients(self) -> None:
         """Make `.grad` raise, because the gradients have moved to the unit's buffers."""
-        if self.state is State.GATHERED and self.holds_gradient():
-            self._set_class(self.reduced_class)
+        if self.state is State.GATHERED and self.window.holds_gradient:
+            self.shown.show_reduced()
 
     # -- edge: gather (weights shard -> full weights), and release --
 
@@ -297,10 +268,10 @@ class Unit:
         return is_disk and (self.comms.dp.size > 1 or self.weights.is_away(0, self.weights.numel))
 
     def _start_gather(self) -> Pending[None]:
-        if self.pages is None:
-            self.full.untyped_storage().resize_(self.full_nbytes)
+        if self.memory.pages is None:
+            self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
         with _preserve_version(self.full):
-            return self.homes.gather(self.weights, self.pages, self.full, self.comms.dp, self.cuts)
+            return self.homes.gather(self.weights, self.memory.pages, self.full, self.comms.dp, self.cuts)
 
     @outside
     def gather(self) -> None:
@@ -311,119 +282,69 @@ class Unit:
         self.await_update()
         if self.memory.common:
             self.comms.dp.await_published(self.memory.common)
+            self.shown.show_plain()
         else:
             self.prefetch()
             assert self.arriving is not None
             with _preserve_version(self.full):
                 self.arriving.wait()
             self.arriving = None
-        self._set_class(nn.Parameter)
-        if not self.memory.common:
-            self._point_at(self.views)
+            self.shown.show_full()
         self.state = State.GATHERED
-
-    def _point_at(self, views: Sequence[Tensor]) -> None:
-        """Set the parameters' data. Their classes must be plain."""
-        for i, (param, view) in enumerate(zip(self.params, views, strict=True)):
-            if i not in self.lent:
-                param.data = view
 
     @outside
     def release(self) -> None:
         """Free the full weights if they are sharded. A no-op if the unit is released."""
         if self.arriving is not None:  # prefetched but not used
             self.gather()
-        if not self.placement.weights or self.state is State.RELEASED:
+        if not self.placement.weights or self.state is not State.GATHERED:
             return
         self.check_writes()
-        if self.poison:
+        if self.memory.poison:
             with _preserve_version(self.full):
                 self.full.fill_(float("nan") if self.full.is_floating_point() else 0)
-        elif not self.memory.common:
-            self._set_class(nn.Parameter)
-            self._point_at(self.placeholders)
-            if self.pages is None:
-                self.full.untyped_storage().resize_(0)
-            else:
-                self.pages.free()
-        self._set_class(self.released_class)
-        self.state, self.pinned = State.RELEASED, False
+        is_freed = not (self.memory.poison or self.memory.common)
+        self.shown.show_released(placeholders=is_freed)
+        if is_freed and self.memory.pages is not None:
+            self.memory.pages.free()
+        elif is_freed:
+            self.full.untyped_storage().resize_(0)
+        self.state = State.RELEASED
 
-    def fall_asleep(self) -> None:
+    def sleep(self) -> None:
         """Make reads of the parameters raise until `wake_up`, also if the weights are replicated."""
         self.release()
         if self.state is State.GATHERED:
             self.check_writes()
-            self._set_class(nn.Parameter)
-            self._point_at(self.placeholders)
-            self._set_class(self.released_class)
-            self.state = State.RELEASED
-        self.asleep = True
+            self.shown.show_released(placeholders=True)
+        self.state = State.ASLEEP
 
     def wake_up(self) -> None:
-        self.asleep = False
+        self.state = State.RELEASED
         if not self.placement.weights:
-            self._set_class(nn.Parameter)
-            self._point_at(self.views)
+            self.shown.show_full()
             self.state = State.GATHERED
             self.hide_gradients()
 
     # -- edge: reduce (full gradients -> grads shard) --
 
     def add_local(self, i: int) -> None:
-        """Replicated gradients: add parameter i's `.grad` to `local`, and clear it."""
-        param, slot = self.params[i], self.layout.slots[i]
-        assert self.memory.local is not None and param.grad is not None
-        view = self.memory.local.tensor[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        if i in self.filled:
-            view.add_(param.grad)
-        else:
-            view.copy_(param.grad)
-            self.filled.add(i)
-        param.grad = None
-        self.has_gradient = True
-
-    def keep(self, i: int) -> None:
-        """Sharded gradients, no_sync: add parameter i's gradient to this rank's sum in the gradient dtype."""
-        grad = self.params[i].grad
-        if grad is None or grad.dtype == self.dtypes.grads:
-            return  # autograd accumulates into `.grad`
-        if i in self.kept:
-            self.kept[i].add_(grad)
-        else:
-            self.kept[i] = grad.to(self.dtypes.grads)
-        self.params[i].grad = None
-
-    def unreduced(self, i: int) -> Tensor | None:
-        """Sharded gradients: this rank's gradient of parameter i that has not been reduced yet, or None."""
-        grad, kept = raw_grad(self.params[i]), self.kept.get(i)
-        return grad if kept is None else kept if grad is None else kept + grad
+        """Replicated gradients: add parameter i's `.grad` to the unreduced gradients, and clear it."""
+        assert self.memory.local is not None
+        self.window.add_to_local(self.memory.local.tensor, i)
 
     def reduce(self, buffer: Buffer, alpha: float) -> Pending[None]:
         """Sharded gradients: reduce-scatter the unreduced gradients (or zeros) through `buffer` and add the sum to `grads`."""
         assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
         self.await_update()  # if no forward has gathered the unit, the optimizer may still read the last gradients
         self.comms.dp.reusable(buffer)
-        flat = buffer.tensor[: self.layout.numel]
-        for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            view = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            grad = self.unreduced(i)
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-                drop_grad(param)
-        self.kept.clear()
-        for start, stop in self.gaps:
-            flat[start:stop].zero_()
-        landing = self.landing or self.homes.open(self.grads, read=self.has_gradient)
-        self.landing = None
-        landing.ready()
-        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, landing.memory, alpha=alpha, accumulate=self.has_gradient)
-        self.has_gradient = True
+        self.window.pack(buffer.tensor[: self.layout.numel])
+        landing, accumulate = self.window.open(self.homes, self.grads), self.window.has_gradient
+        pending = self.comms.dp.reduce_scatter(buffer, self.cuts, landing.memory, alpha=alpha, accumulate=accumulate)
+        self.window.launched()
 
         def finish() -> None:
-            self.partial = pending.wait()
+            self.window.reduced(pending.wait())
             landing.write_back()
 
         if pending.finish is None:  # nothing to wait for: write the sum back at once
@@ -433,8 +354,8 @@ class Unit:
 
     def expect_reduce(self) -> None:
         """Start copying the gradient sum to the device, because this unit is reduced next. Advisory."""
-        if isinstance(self.grads, HostStore) and self.has_gradient and self.landing is None and self.updating is None:
-            self.landing = self.homes.open(self.grads, read=True)
+        if isinstance(self.grads, HostStore) and self.updating is None:
+            self.window.open_ahead(self.homes, self.grads)
 
     # -- edge: settle (grads shard -> optimizer shard) --
 
@@ -448,22 +369,19 @@ class Unit:
         scattered: Pending[Partial] | None = None
         local = self.memory.local
         if local is not None:
-            for i, slot in enumerate(self.layout.slots):
-                if i not in self.filled:
-                    local.tensor[slot.offset : slot.offset + slot.numel].zero_()
-            self.filled.clear()
+            self.window.complete_local(local.tensor)
             if wire is not None:
                 dp.reusable(wire)
                 wire.tensor[: self.layout.numel].copy_(local.tensor)
             out = local.tensor[slice(*self.span)]
             scattered = dp.reduce_scatter(wire or local, self.cuts, out, alpha=alpha, accumulate=False)
-        elif not self.has_gradient:
+        elif not self.window.has_gradient:
             fill_zero(self.grads)
-            self.partial = Partial(0.0, True)
+            self.window.reduced(ZERO)
 
         def finish() -> None:
             if scattered is not None:
-                self.partial = scattered.wait()
+                self.window.reduced(scattered.wait())
             if local is not None and not self.placement.optim:
                 dp.all_gather(local, self.cuts).wait()
             if copies.size > 1:
@@ -475,15 +393,10 @@ class Unit:
     def _all_reduce(self, comm: Comm, buffer: Buffer) -> None:
         cuts = _even_cuts(buffer.tensor.numel(), comm.size)
         out = buffer.tensor[cuts[comm.rank] : cuts[comm.rank + 1]]
-        self.partial = comm.reduce_scatter(buffer, cuts, out, alpha=1.0, accumulate=False).wait()
+        self.window.reduced(comm.reduce_scatter(buffer, cuts, out, alpha=1.0, accumulate=False).wait())
         comm.all_gather(buffer, cuts).wait()
 
     # -- edge: publish (optimizer shard -> weights shard) --
-
-    def expire_graphs(self) -> None:
-        """Make the backward of every existing graph raise, because the weights are about to change."""
-        torch.autograd.graph.increment_version(self.params)
-        self._versions = [version + 1 for version in self._versions]
 
     def publish(self) -> Pending[None]:
         """Send this rank's new weights to the other ranks, after any copy of them to the device."""
@@ -505,11 +418,8 @@ class Unit:
 
     def forget_gradients(self) -> None:
         """Drop everything accumulated since the last step."""
-        for param in self.params:
-            drop_grad(param)
-        self.filled.clear()
-        self.kept.clear()
-        self.has_gradient = self.direct = False
+        self.window.forget()
+        self.shown.forget_reads()
         self.show_weights()
 
     # -- writes from outside --
@@ -519,33 +429,19 @@ class Unit:
 
         Raises RuntimeError if a parameter has other memory, or was written in place although its weights are sharded.
         """
-        base, item = self.full.data_ptr(), self.full.element_size()
-        for i, (param, slot) in enumerate(zip(self.params, self.layout.slots, strict=True)):
-            if i in self.lent:
-                continue
-            if slot.numel and param.data_ptr() != base + slot.offset * item:
+        for i in self.shown.written():
+            if self.placement.weights:
                 raise RuntimeError(
-                    f"parameter {self.names[i]!r} no longer lives in the engine's memory (model.to/half/cuda or `p.data = ...` "
-                    f"after initialize). Convert the model before initialize, or set precision in the config; write values "
-                    f"inside `with slipstream.zero.gathered(param):`"
+                    f"parameter {self.names[i]!r} was written in place outside `slipstream.zero.gathered(...)`; its weights "
+                    f"are sharded, so the write cannot reach the ranks that own them. Write inside `with "
+                    f"slipstream.zero.gathered(param):`"
                 )
-            if param._version != self._versions[i]:
-                if self.placement.weights:
-                    raise RuntimeError(
-                        f"parameter {self.names[i]!r} was written in place outside `slipstream.zero.gathered(...)`; its weights "
-                        f"are sharded, so the write cannot reach the ranks that own them. Write inside `with "
-                        f"slipstream.zero.gathered(param):`"
-                    )
-                self.refresh_master(i)
-                self._versions[i] = param._version
-
-    def accept_version(self, i: int) -> None:
-        """Record that the engine itself has written parameter i."""
-        self._versions[i] = self.params[i]._version
+            self.refresh_master(i)
+            self.shown.accept_write(i)
 
     def refuse_writes(self) -> None:
         """Raise RuntimeError if the masters are away, because a write of the weights must update them."""
-        if self.master_is_away and self.out is not None and isinstance(self.master, MemoryStore):
+        if self.shown.is_locked and self.out is not None and isinstance(self.master, MemoryStore):
             raise RuntimeError(
                 f"the weights of {self.names[0]!r} and its neighbors cannot be written, because the engine sleeps and their "
                 f"masters are away: call engine.wake() first (engine.state_dict() reads weights meanwhile)"
@@ -570,16 +466,16 @@ class Unit:
             if not on_disk or self.arriving is not None:
                 self.gather()
         self.await_update()
-        for i, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            self.dress(i, nn.Parameter)
+        for i, (param, view) in enumerate(zip(self.params, self.shown.views, strict=True)):
+            self.shown.make_plain(i)
             drop_grad(param)
             if not on_disk:
                 param.data = view.clone()
             else:
-                self._put_on_meta(param)
+                self.shown.put_on_meta(i)
         self._forget()
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free the unit's memory while the engine lives. Collective; the parameters have other memory already."""
         for buffer in (self.memory.full, self.memory.local, self.memory.replica):
             if buffer is not None:
@@ -594,18 +490,20 @@ class Unit:
         self._forget()
 
     def _forget(self) -> None:
-        self.views = []
-        self.memory = Memory(full=None, common=None, local=None, replica=None)
+        self.memory = Memory()
         self.full = torch.empty(0)
         self.weights = self.owned = self.master = MemoryStore(self.full)
-        self.grads = self.pages = self.landing = None
+        self.grads = None
+        self.shown.close()
+        self.window.close()
 
     def rename(self, index: int, name: str, block: nn.Module | None, leaves: Sequence[Leaf]) -> None:
         """Change the unit's place in the model. Its tensors stay."""
         self.index, self.name, self.block = index, name, block
-        self.names, self.wholes = [leaf.name for leaf in leaves], [leaf.whole for leaf in leaves]
-        slots = zip(self.layout.slots, self.names, strict=True)
-        self.layout = replace(self.layout, slots=tuple(replace(slot, name=new_name) for slot, new_name in slots))
+        self.model_params = [leaf.whole for leaf in leaves]
+        slots = zip(self.layout.slots, leaves, strict=True)
+        self.layout = replace(self.layout, slots=tuple(replace(slot, name=leaf.name) for slot, leaf in slots))
+        self.shown.rename(self.layout)
 
     def whole_weights(self) -> Tensor:
         """Return the unsharded weights, flat, even if the parameters currently show other values. Collective."""
@@ -621,22 +519,6 @@ class Unit:
             if self.comms.dp.size > 1:
                 broadcast_from(full[start:stop], self.comms.dp.axis, rank)
         return full.to(shard.device)
-
-    def _put_on_meta(self, param: nn.Parameter) -> None:
-        try:
-            move_in(param, torch.empty(param.shape, dtype=self.dtypes.weights, device="meta"))
-        except RuntimeError:  # torch refuses to swap a tensor that a graph or weak reference holds: make its reads raise
-            param.__class__ = self.released_class
-
-
-def _gaps(layout: Layout) -> list[Span]:
-    """Spans of the flat buffer that belong to no parameter."""
-    gaps, at = [], 0
-    for slot in sorted(layout.slots, key=lambda slot: (slot.offset, slot.numel)):
-        if slot.offset > at:
-            gaps.append((at, slot.offset))
-        at = max(at, slot.offset + slot.numel)
-    return gaps + ([(at, layout.numel)] if at < layout.numel else [])
 
 
 def _even_cuts(numel: int, parts: int) -> list[int]:

@@ -28,7 +28,7 @@ def save_pretrained(states: States, folder: str, dtype: torch.dtype | None, shar
     """
     arguments = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
     agree(states.mesh.world, f"{folder} was not written", arguments)
-    pairs = [pair for unit in states.units for pair in zip(unit.wholes, unit.params, strict=True)]
+    pairs = [pair for unit in states.units for pair in zip(unit.model_params, unit.params, strict=True)]
     apart = {id(whole) for whole, param in pairs if whole is not param}
     foreign = next((name for name, param in states.model.named_parameters() if id(param) in apart), "")
     if foreign and not only_trainable:

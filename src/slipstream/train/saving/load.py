@@ -348,7 +348,7 @@ def spread_weights(states: States) -> None:
         for unit in states.units:
             if unit.out is not None:
                 copy_store(unit.out, unit.master)
-            unit.expire_graphs()
+            unit.shown.expire_graphs()
             pending.append(unit.publish())
         for each in pending:
             each.wait()

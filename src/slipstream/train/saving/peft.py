@@ -34,8 +34,10 @@ class Adapter(NamedTuple):
 def of(states: States, buffers: Mapping[str, Any]) -> list[Adapter]:
     """All adapters of the model. Raises ValueError if the folders would lack trained parameters or hold other values."""
     module: Any = states.model
-    shapes = {id(whole): slot.shape for unit in states.units for whole, slot in zip(unit.wholes, unit.layout.slots, strict=True)}
-    known = {id(whole): name for unit in states.units for whole, name in zip(unit.wholes, unit.names, strict=True)}
+    shapes = {
+        id(whole): slot.shape for unit in states.units for whole, slot in zip(unit.model_params, unit.layout.slots, strict=True)
+    }
+    known = {id(whole): name for unit in states.units for whole, name in zip(unit.model_params, unit.names, strict=True)}
     names = {name: known[id(param)] for name, param in module.named_parameters(remove_duplicate=False) if id(param) in known}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     stand_ins = {name: torch.empty(shapes[id(parameters[name])], device="meta") for name in names}

@@ -37,8 +37,6 @@ class Saves:
         self.staging: checkpoint.Staging | None = None  # host memory that asynchronous checkpoints are written from
         self._in_flight: checkpoint.AsyncSave | None = None
         if plan.asynchronous:
-            import slipstream.checkpoint.storage  # noqa: F401  imports torch.distributed.checkpoint, so that the first save need not
-
             self.staging = checkpoint.Staging(pinned=device.type == "cuda")
 
     def save(

@@ -1,0 +1,115 @@
+"""The plan of a save: which rank writes which box of which tensor.
+
+    own_shares    every rank lists the boxes that it has -> rank 0 checks them and names a writer for each -> each rank's own
+    shares_of     the boxes of one rank's tensors, also for a load
+
+Boxes are in coordinates of the whole tensor; a flat range is a case of them, a DTensor's shard another.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint.errors import CheckpointError, Ranks
+from slipstream.checkpoint.flat_slice import Box, FlatSlice, Part, Shape, check_cover, whole_box
+
+STAGE = 1 << 24  # bytes of values that are copied to the host or converted at a time
+
+
+class Share(NamedTuple):
+    """One box of a tensor of `shape`, and this rank's values of it."""
+
+    name: str
+    shape: Shape
+    box: Box
+    values: Tensor | Part
+
+    def stages(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the values on the host as `dtype`, row-major and 1D, at most STAGE bytes at a time."""
+        step = STAGE // max(self.values.dtype.itemsize, dtype.itemsize)
+        flat = flattened(self.values) if isinstance(self.values, Tensor) else self.values
+        for start in range(0, flat.numel(), step):
+            stop = min(start + step, flat.numel())
+            stage = flat[start:stop] if isinstance(flat, Tensor) else flat.get(start, stop)
+            yield stage.to(dtype).cpu()
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def shares_of(tensors: Mapping[str, FlatSlice | Tensor]) -> Iterator[Share]:
+    """The boxes that this rank has of each tensor: those of a slice, a DTensor's shard, or a whole tensor."""
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # imported if a DTensor exists
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        if isinstance(tensor, FlatSlice):
+            for box, values in tensor.pieces():
+                yield Share(name, shape, box, values)
+        elif not isinstance(tensor, dtensor):
+            yield Share(name, shape, whole_box(shape), tensor)
+        elif tensor.device_mesh.get_coordinate() is not None:  # else this rank is not in its mesh
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+            yield Share(name, shape, Box(tuple(offsets), tuple(sizes)), tensor.to_local())
+
+
+class Extent(NamedTuple):
+    """The part of a tensor that one rank has."""
+
+    dtype: torch.dtype
+    shape: Shape
+    boxes: list[Box]
+
+
+def own_shares(ranks: Ranks, step: str, tensors: Mapping[str, FlatSlice | Tensor]) -> list[Share]:
+    """The shares that this rank writes. Collective; raises CheckpointError unless the ranks have every element exactly once,
+    apart from equal boxes, of which one rank writes each."""
+    shares: list[Share] = []
+
+    def extents() -> dict[str, Extent]:
+        shares.extend(shares_of(tensors))
+        result: dict[str, Extent] = {}
+        for share in shares:
+            result.setdefault(share.name, Extent(share.values.dtype, share.shape, [])).boxes.append(share.box)
+        return result
+
+    extents_by_rank = ranks.gather(step, extents)
+    writers = ranks.decide(step, lambda: choose_writers(extents_by_rank))
+    return [share for share in shares if writers.get((share.name, share.box), ranks.rank) == ranks.rank]
+
+
+def choose_writers(extents_by_rank: Sequence[Mapping[str, Extent]]) -> dict[tuple[str, Box], int]:
+    """The writer of each box that several ranks have: the one with the least data until then, among equals the lowest."""
+    kinds: dict[str, tuple[torch.dtype, Shape]] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, extents in enumerate(extents_by_rank):
+        for name, (dtype, shape, boxes) in extents.items():
+            kind = kinds.setdefault(name, (dtype, shape))
+            if kind != (dtype, shape):
+                raise CheckpointError(
+                    f"tensor {name!r} is {dtype} of shape {shape} on rank {rank} and {kind[0]} of shape {kind[1]} on a lower one"
+                )
+            for box in boxes:
+                holders.setdefault((name, box), []).append(rank)
+    boxes_by_name: dict[str, list[Box]] = defaultdict(list)
+    writers: dict[tuple[str, Box], int] = {}
+    nbytes = [0] * len(extents_by_rank)
+    for (name, box), ranks in holders.items():
+        boxes_by_name[name].append(box)
+        writer = min(ranks, key=nbytes.__getitem__)
+        dtype, shape = kinds[name]
+        nbytes[writer] += math.prod(shape) * dtype.itemsize or 1  # of the whole tensor: files stay those of earlier versions
+        if len(ranks) > 1:
+            writers[name, box] = writer
+    for name, parts in boxes_by_name.items():
+        check_cover(name, kinds[name][1], parts)
+    return writers

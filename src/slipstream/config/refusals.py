@@ -1,0 +1,168 @@
+"""Combinations of settings that are refused, and settings without effect in a combination: one row each.
+
+The text of a row is a format string of the case `c`. A new axis adds rows here or, if the optimizer matters, in optim/fit.py. The
+conditions see a complete plan, so resolution.py computes one even for a config that is then refused. Batch sizes that disagree and
+arguments of an optimizer or scheduler that are not valid have no plan: resolution.py raises their errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from slipstream.config.plan import DataWorld, Plan
+
+if TYPE_CHECKING:
+    from slipstream.config.resolution import Values
+
+_OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+_ON_HOST = "the device is a CPU, so states are already in host memory"
+_BLOCKS = "activation_checkpointing"
+_BOUNDARY = f"{_BLOCKS}.synchronize_checkpoint_boundary"
+_CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for bf16 only
+
+
+class Row(NamedTuple):
+    when: Callable[[Any], Any]  # the condition on the case
+    text: str
+
+
+def matching(rows: Iterable[Row], case: Any) -> Iterator[str]:
+    """Yield the texts of the rows whose condition holds."""
+    return (row.text.format(c=case) for row in rows if row.when(case))
+
+
+class Case:
+    """A config for the rows of this file: its keys, the plan that follows from them, and names for parts of both."""
+
+    def __init__(self, values: Values, plan: Plan, world: DataWorld) -> None:
+        self.values, self.plan, self.facts = values, plan, values.facts
+        self.zero, self.offload, self.precision, self.scale = plan.zero, plan.offload, plan.precision, plan.precision.loss_scale
+        self.on_cpu, self.on_cuda = self.facts.device_type == "cpu", self.facts.device_type == "cuda"
+        self.half = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else ""
+        self.recomputes = plan.activations.way == "recompute"
+        self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
+        self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
+        self.ranks = world.data_parallel
+        self.whole_blocks = self.offload.block_nbytes >= 4096 and self.offload.block_nbytes % 4096 == 0
+        self.param_tier = values.tier("param")  # also where the stage ignores it
+        paths = (f"{_BLOCKS}.number_checkpoints", f"{_BLOCKS}.cpu_checkpointing")
+        self.recomputing = " and ".join(f"{path} ({str(values[path]).lower()})" for path in paths if values[path])
+
+    @property
+    def divisors(self) -> str:
+        return ", ".join(str(size) for size in range(1, self.ranks + 1) if self.ranks % size == 0)
+
+
+def _idle(path: str, why: str, when: Callable[[Any], Any]) -> Row:
+    """A key that is set to something, but has no effect in a combination."""
+    return Row(lambda c: c.values[path] and when(c), f"{path} has no effect here: {why}")
+
+
+REFUSALS: tuple[Row, ...] = (
+    Row(
+        lambda c: c.offload.optimizer == "nvme" and not c.offload.optimizer_path,
+        f"{_OPTIMIZER}.device is nvme; set {_OPTIMIZER}.nvme_path to a directory on the disk",
+    ),
+    Row(
+        lambda c: c.offload.param == "nvme" and not c.offload.param_path,
+        f"{_PARAM}.device is nvme; set {_PARAM}.nvme_path to a directory on the disk",
+    ),
+    Row(
+        lambda c: c.offload.uses_disk and not (c.whole_blocks and 1 <= c.offload.queue_depth <= 4096),
+        "aio.block_size ({c.offload.block_nbytes}) must be a multiple of 4096 (direct I/O), and aio.queue_depth "
+        "({c.offload.queue_depth}) from 1 to 4096",
+    ),
+    Row(
+        lambda c: (c.offload.uses_disk or (c.offload.optimizer == "cpu" and not c.on_cpu)) and c.offload.num_buffers < 2,
+        "zero_optimization.offload_optimizer.buffer_count is {c.offload.num_buffers}; set it to 2 or more to overlap I/O with "
+        "computation",
+    ),
+    Row(
+        lambda c: c.values["fp16.enabled"] and c.values["bf16.enabled"],
+        "fp16.enabled and bf16.enabled are both true, but weights have one dtype; turn one of them off",
+    ),
+    Row(
+        lambda c: c.half == "bf16" and not c.facts.supports_bf16,
+        "bf16.enabled is true, but this {c.facts.device_type} device does not support bf16; "
+        'use {{"fp16": {{"enabled": true}}}}, or "auto" in both',
+    ),
+    Row(
+        lambda c: c.half and c.values["data_types.param_dtype"] not in (None, c.half),
+        "data_types.param_dtype is {c.values[data_types.param_dtype]}, but {c.half}.enabled is true; drop one of the two",
+    ),
+    Row(
+        lambda c: not c.half and c.values["data_types.param_dtype"] == "fp16",
+        'data_types.param_dtype fp16 needs a loss scale; set {{"fp16": {{"enabled": true}}}} instead',
+    ),
+    Row(
+        lambda c: c.precision.stochastic_rounding and c.precision.param_dtype is not torch.bfloat16,
+        '"slipstream": {{"stochastic_rounding": true}} trains bf16 weights without fp32 masters; also set '
+        '{{"bf16": {{"enabled": true}}}}, or drop it',
+    ),
+    Row(
+        lambda c: c.scale is not None and c.scale.static is None and c.scale.initial < c.scale.minimum,
+        "fp16.initial_scale_power gives a loss scale of {c.scale.initial:g}, below fp16.min_loss_scale ({c.scale.minimum:g}); "
+        "raise the power or lower the minimum",
+    ),
+    Row(
+        lambda c: c.zero.shard_size is not None and c.zero.stage != 3,
+        "zero_optimization.mics_shard_size ({c.zero.shard_size}) requires zero_optimization.stage 3, but the stage is "
+        "{c.zero.stage}; set it to 3 or drop mics_shard_size",
+    ),
+    Row(
+        lambda c: c.zero.shard_size is not None and c.ranks % c.zero.shard_size,
+        "zero_optimization.mics_shard_size ({c.zero.shard_size}) does not divide the {c.ranks} data-parallel ranks; use one of "
+        "{c.divisors}",
+    ),
+    Row(
+        lambda c: c.zero.transport == "shared" and c.offload.param == "nvme" and c.on_cpu,
+        '"slipstream": {{"transport": "shared"}} keeps all weights in memory, but offload_param puts them on disk; use "auto"',
+    ),
+    Row(
+        lambda c: c.recomputing and c.values.is_given("slipstream.activations") and not c.recomputes,
+        "slipstream.activations is {c.values[slipstream.activations]!r}, but {c.recomputing} enables recomputation; drop one of "
+        'the two, or set slipstream.activations to "recompute"',
+    ),
+)
+
+NO_EFFECT: tuple[Row, ...] = (
+    Row(lambda c: c.offload.optimizer == "cpu" and c.on_cpu, f"{_OPTIMIZER} (cpu) has no effect here: {_ON_HOST}"),
+    Row(lambda c: c.offload.param == "cpu" and c.on_cpu, f"{_PARAM} (cpu) has no effect here: {_ON_HOST}"),
+    Row(
+        lambda c: c.param_tier != c.offload.param,
+        f"{_PARAM} ({{c.param_tier}}) has no effect here: at stage {{c.zero.stage}} every rank keeps all weights on its device; "
+        "only stage 3 shards them",
+    ),
+    Row(
+        lambda c: c.offload.optimizer == "cpu" and not c.on_cpu and c.offload.ratio < 1,
+        f"{_OPTIMIZER}.ratio has no effect with device cpu: all optimizer states are offloaded",
+    ),
+    Row(
+        lambda c: c.values["checkpoint.writer.decoupled"] and c.offload.uses_disk,
+        "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next step "
+        "overwrites them in place",
+    ),
+    Row(
+        lambda c: c.values.is_given(_CHECK) and c.scale is not None,
+        f"{_CHECK} has no effect here: with a loss scale, steps that overflow are always skipped",
+    ),
+    Row(
+        lambda c: c.values.is_given(_CHECK) and c.scale is None and c.precision.param_dtype is not torch.float32,
+        f"{_CHECK} has no effect here: bf16.check_grad_overflow applies to bf16 weights",
+    ),
+    Row(
+        lambda c: c.values["slipstream.activations"] == "offload" and not c.on_cuda,
+        "slipstream.activations = offload has no effect here: without a CUDA device activations are already in host memory",
+    ),
+    _idle(f"{_BLOCKS}.cpu_checkpointing", "without a CUDA device saved inputs are already in host memory", lambda c: not c.on_cuda),
+    _idle(_BOUNDARY, "without a CUDA device operations are synchronous", lambda c: not c.on_cuda),
+    _idle(_BOUNDARY, "no block is recomputed", lambda c: c.on_cuda and not c.recomputes),
+    _idle(f"{_BLOCKS}.profile", "no block is recomputed", lambda c: not c.recomputes),
+    Row(
+        lambda c: c.compiler_given and not c.compile_decided,
+        "compile.backend and compile.kwargs have no effect here: compile.enabled is not set to true",
+    ),
+)

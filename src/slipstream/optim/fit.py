@@ -1,0 +1,55 @@
+"""Settings that an optimizer does not support: one row each. config/refusals.py has the combinations of settings alone."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.config.plan import Plan
+from slipstream.config.refusals import Row, matching
+from slipstream.optim.rules import Rule
+
+
+class Case:
+    """A plan and the optimizer that updates its states, for the rows below. rule: its native kernel, if it has one."""
+
+    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
+        self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
+        # Without masters in a wider dtype, the weights are their own masters.
+        self.in_place = self.precision.param_dtype.itemsize >= self.precision.master_dtype.itemsize
+        self.optimizer_is_split = self.offload.optimizer == "nvme" and self.offload.ratio < 1
+        self.weights_are_split = self.offload.param == "nvme" and self.offload.max_in_cpu > 0
+
+
+REFUSALS: tuple[Row, ...] = (
+    Row(
+        lambda c: c.rule is None and c.offload.optimizer == "nvme",
+        "offload_optimizer to disk needs a native kernel, and {c.name} with these options has none; use AdamW, Adam, Lion, LAMB, "
+        "Adagrad or SGD, or keep the states in memory",
+    ),
+    Row(
+        lambda c: c.rule is None and c.offload.param == "nvme" and c.in_place,
+        "offload_param to disk needs a native kernel for {c.precision.param_dtype} weights, which are their own masters, and "
+        "{c.name} with these options has none; use AdamW, Adam, Lion, Adagrad or SGD, or train in bf16 with fp32 masters, which "
+        "stay in memory",
+    ),
+    Row(
+        lambda c: c.rule is not None and c.rule.is_whole and (c.optimizer_is_split or c.weights_are_split),
+        "{c.name} computes norms of whole parameters, which cannot be split between memory and disk: set "
+        "offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0",
+    ),
+    Row(
+        lambda c: c.precision.state_dtype is torch.int8 and (c.rule is None or not c.rule.may_be_blocks),
+        '"slipstream": {{"optimizer_states": "int8"}} supports AdamW, Adam, Lion and SGD, not {c.name}',
+    ),
+    Row(
+        lambda c: c.rule is None and c.precision.stochastic_rounding,
+        '"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, SGD), '
+        "and {c.name} with these options has none",
+    ),
+)
+
+
+def refuse(plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
+    """Raise ValueError if the optimizer does not support a setting of the plan."""
+    for text in matching(REFUSALS, Case(plan, optimizer, rule)):
+        raise ValueError(text)

@@ -1,0 +1,199 @@
+"""What the parameters of one unit show: their class, the memory that they view, and what a read of a released one does.
+
+Class and memory change together (zero/parameter.py, Note: Class swap). A parameter views the unit's full weights, a placeholder
+while these are released, or a private copy: `copies` are the parameters that `gathered(...)` or a surgery has pointed elsewhere,
+and which gather and release leave alone. Only `Shown` changes its attributes, and the class and data of parameters in a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from slipstream.zero.layout import Layout
+from slipstream.zero.materialize import move_in
+from slipstream.zero.parameter import parameter_classes
+
+if TYPE_CHECKING:
+    from slipstream.zero.unit import Unit
+
+
+class Reads(Enum):
+    """What a read of a released parameter does."""
+
+    RAISE = "raise"
+    GATHER = "gather"  # inside the engine's forward or backward: gathers the unit until its end
+    COPY = "copy"  # inside a surgery: shows a private copy of the unit
+
+
+class Shown:
+    """What a unit's parameters show. Their class is `plain` (the one they came with), reduced or released."""
+
+    def __init__(self, unit: Unit, params: Sequence[nn.Parameter], full: Tensor, layout: Layout) -> None:
+        self.params, self.full, self.layout = params, full, layout
+        self._plain = [type(param) for param in params]
+        self._reduced, self._released = parameter_classes(unit)
+        self._current: type[nn.Parameter] = nn.Parameter  # stands for `plain`
+        self.views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
+        self._offsets = [slot.offset * full.element_size() if slot.numel else None for slot in layout.slots]
+        for param, view in zip(params, self.views, strict=True):
+            move_in(param, view)
+        # Released parameters are views of this one element: a read that bypasses __torch_function__ (torch.tensor(p)) returns NaN,
+        # whereas a read of an empty storage would crash the process.
+        filler = torch.full((), float("nan") if full.dtype.is_floating_point else 0, dtype=full.dtype, device=full.device)
+        self._placeholders = [filler.expand(slot.shape) for slot in layout.slots]
+        self._versions = [param._version for param in params]
+        self.copies: frozenset[int] = frozenset()  # parameters that view private copies
+        self.reads = Reads.RAISE
+        self._show_copy: Callable[[Unit], None] | None = None  # with Reads.COPY
+        self.pinned = False  # gathered by a read: stays gathered until the end of this forward or backward
+        self.read_in_graph = False  # a graph since the last step uses it outside its block: every backward gathers it first
+        self.is_locked = False  # writes raise, because the masters are away
+
+    # -- classes and memory --
+
+    def _set_class(self, cls: type[nn.Parameter]) -> None:
+        self._current = cls
+        for i in range(len(self.params)):
+            if i not in self.copies:
+                self.params[i].__class__ = self._plain[i] if cls is nn.Parameter else cls
+
+    def _point_at(self, views: Sequence[Tensor]) -> None:
+        """Set the parameters' data. Their classes must be plain."""
+        for i, (param, view) in enumerate(zip(self.params, views, strict=True)):
+            if i not in self.copies:
+                param.data = view
+
+    def show_plain(self) -> None:
+        self._set_class(nn.Parameter)
+
+    def show_full(self) -> None:
+        """Show the full weights, after they were released."""
+        self._set_class(nn.Parameter)
+        self._point_at(self.views)
+
+    def show_reduced(self) -> None:
+        """Make `.grad` raise, because the gradients have moved to the unit's buffers."""
+        self._set_class(self._reduced)
+
+    def show_released(self, *, placeholders: bool) -> None:
+        """Make reads raise or gather. With `placeholders`, the memory of the full weights can be freed afterwards."""
+        if placeholders:
+            self._set_class(nn.Parameter)
+            self._point_at(self._placeholders)
+        self._set_class(self._released)
+        self.pinned = False
+
+    def make_plain(self, i: int) -> None:
+        """Give parameter i the class that it came with, whatever the others show."""
+        self.params[i].__class__ = self._plain[i]
+
+    def put_on_meta(self, i: int) -> None:
+        """Move parameter i to the meta device. Its class must be plain."""
+        param = self.params[i]
+        try:
+            move_in(param, torch.empty(param.shape, dtype=self.full.dtype, device="meta"))
+        except RuntimeError:  # torch refuses to swap a tensor that a graph or weak reference holds: make its reads raise
+            param.__class__ = self._released
+
+    # -- private copies --
+
+    def show_copies(self, values: Mapping[int, Tensor]) -> None:
+        """Point parameters, by index, at these private values."""
+        self.copies |= frozenset(values)
+        for i, value in values.items():
+            self.make_plain(i)
+            self.params[i].data = value
+
+    def end_copies(self, indices: Iterable[int]) -> None:
+        """Undo `show_copies`. The memory of the full weights has its current content already."""
+        self.copies -= frozenset(indices)
+        for i in indices:
+            self.make_plain(i)
+            self.params[i].data = self.views[i]
+            self.accept_write(i)
+            if self._current is not nn.Parameter:
+                self.params[i].__class__ = self._current
+
+    # -- reads of released parameters --
+
+    def let_reads_gather(self, gathers: bool) -> None:
+        """During a forward or backward, let reads gather the unit; after it, let them raise again. A surgery has precedence."""
+        if self.reads is not Reads.COPY:
+            self.reads = Reads.GATHER if gathers else Reads.RAISE
+
+    def let_reads_copy(self, show_copy: Callable[[Unit], None]) -> None:
+        """Let reads show a private copy of the unit, which `show_copy` makes."""
+        self.reads, self._show_copy = Reads.COPY, show_copy
+
+    def let_reads_raise(self) -> None:
+        self.reads, self._show_copy = Reads.RAISE, None
+
+    def copy_on_read(self, unit: Unit) -> bool:
+        """Show a private copy, if reads do that; returns whether they do."""
+        if self._show_copy is None:
+            return False
+        self._show_copy(unit)
+        return True
+
+    def pin(self) -> None:
+        """Keep the unit gathered until the end of this forward or backward."""
+        self.pinned = True
+
+    def forget_reads(self) -> None:
+        """Drop the record of reads outside the block: no graph since then contains one."""
+        self.read_in_graph = False
+
+    def record_read(self) -> None:
+        """Record a read that gathers the unit."""
+        self.pinned = True
+        self.read_in_graph |= torch.is_grad_enabled()
+
+    # -- writes from outside --
+
+    def lock_writes(self, is_locked: bool) -> None:
+        """Make writes through `gathered(...)` and in place raise, or accept them again."""
+        self.is_locked = is_locked
+
+    def written(self) -> Iterator[int]:
+        """Yield the parameters that were written in place since the last `accept_write`. All must view the full weights.
+
+        Raises RuntimeError if a parameter has other memory.
+        """
+        base = self.full.data_ptr()
+        for i, (param, offset) in enumerate(zip(self.params, self._offsets, strict=True)):
+            if i in self.copies:
+                continue
+            if offset is not None and param.data_ptr() != base + offset:
+                raise RuntimeError(
+                    f"parameter {self.layout.slots[i].name!r} no longer lives in the engine's memory (model.to/half/cuda or "
+                    f"`p.data = ...` after initialize). Convert the model before initialize, or set precision in the config; "
+                    f"write values inside `with slipstream.zero.gathered(param):`"
+                )
+            if param._version != self._versions[i]:
+                yield i
+
+    def is_written(self, i: int) -> bool:
+        return self.params[i]._version != self._versions[i]
+
+    def accept_write(self, i: int) -> None:
+        """Record that the engine knows the current values of parameter i."""
+        self._versions[i] = self.params[i]._version
+
+    def rename(self, layout: Layout) -> None:
+        """Change the names in error messages."""
+        self.layout = layout
+
+    def close(self) -> None:
+        """Forget the memory of the full weights, which is freed."""
+        self.full, self.views = torch.empty(0), []
+
+    def expire_graphs(self) -> None:
+        """Make the backward of every existing graph raise, because the weights are about to change."""
+        torch.autograd.graph.increment_version(self.params)
+        self._versions = [version + 1 for version in self._versions]

@@ -1,0 +1,193 @@
+"""Pairs over the axes of settings: each row of the tables refuses some pair with its text, and a pair without a row is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.config import DataWorld, ModelFacts, Plan, resolve
+from slipstream.config.parse import parse
+from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching
+from slipstream.config.resolution import Values, case_of
+from slipstream.optim import fit, resolve_optimizer, rule_of
+from slipstream.optim.rules import Rule
+
+Config = dict[str, Any]  # by dotted key
+DEVICES = {
+    "a CPU": ModelFacts(device_type="cpu", supports_bf16=True),
+    "CUDA": ModelFacts(device_type="cuda", supports_bf16=True),
+    "CUDA without bf16": ModelFacts(device_type="cuda", supports_bf16=False),
+}
+WORLD = DataWorld(data_parallel=4)
+
+
+def disk(states: str, **others: Any) -> Config:
+    block = {"device": "nvme", "nvme_path": "/disk", **others}
+    return {f"zero_optimization.offload_{states}.{key}": value for key, value in block.items()}
+
+
+def half(name: str, **others: Any) -> Config:
+    return {f"{name}.{key}": value for key, value in {"enabled": True, **others}.items()}
+
+
+# Axes of the plan. A value is a config by dotted key; "device" chooses the facts.
+PLANS: Mapping[str, tuple[Config, ...]] = {
+    "device": tuple({"device": device} for device in DEVICES),
+    "weights": (
+        {},
+        half("fp16"),
+        half("bf16"),
+        half("fp16", loss_scale=128),
+        half("fp16", initial_scale_power=2, min_loss_scale=8),
+        half("bf16", bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
+    ),
+    "another dtype": (
+        {},
+        half("bf16"),
+        *({"data_types.param_dtype": dtype} for dtype in ("fp32", "fp16", "bf16")),
+        half("torch_autocast", dtype="fp16"),
+        {"slipstream.check_grad_overflow": False},
+    ),
+    "rounding": ({}, {"slipstream.stochastic_rounding": True}),
+    "states": ({}, {"slipstream.optimizer_states": "int8"}),
+    "stage": tuple({"zero_optimization.stage": stage} for stage in range(4)),
+    "groups": ({}, {"zero_optimization.mics_shard_size": 2}, {"zero_optimization.mics_shard_size": 3}),
+    "optimizer states": (
+        {},
+        {"zero_optimization.cpu_offload": True},
+        {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_optimizer.ratio": 0.5},
+        {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_optimizer.buffer_count": 1},
+        disk("optimizer"),
+        disk("optimizer", nvme_path=None),
+        disk("optimizer", ratio=0.5),
+    ),
+    "weights' home": (
+        {},
+        {"zero_optimization.offload_param.device": "cpu"},
+        disk("param"),
+        disk("param", max_in_cpu=0),
+        disk("param", nvme_path=None),
+    ),
+    "disk": ({}, {"aio.block_size": 1000}, {"aio.block_size": 0}, {"aio.queue_depth": 0}),
+    "transport": tuple({"slipstream.transport": transport} for transport in ("auto", "shared", "gloo")),
+    "activations": ({}, *({"slipstream.activations": way} for way in ("keep", "recompute", "offload"))),
+    "recomputed": (
+        {},
+        {"activation_checkpointing.number_checkpoints": 2},
+        {"activation_checkpointing.cpu_checkpointing": True},
+        {"activation_checkpointing.synchronize_checkpoint_boundary": True, "activation_checkpointing.profile": True},
+    ),
+    "checkpoints": ({}, {"checkpoint.writer.decoupled": True}),
+    "compile": ({}, {"compile.backend": "eager"}, {"compile.enabled": True}),
+}
+OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
+    "optimizer": (
+        *({"optimizer.type": name} for name in ("AdamW", "Lion", "SGD", "Adagrad", "LAMB", "RMSprop", "Adafactor")),
+        {"optimizer.type": "AdamW", "optimizer.params": {"amsgrad": True}},
+    ),
+    "rounding": ({}, half("bf16") | {"slipstream.stochastic_rounding": True}),
+    **{axis: PLANS[axis] for axis in ("weights", "states", "optimizer states", "weights' home")},
+}
+STAGE_3 = {"zero_optimization.stage": 3}
+
+
+def pairs(axes: Mapping[str, tuple[Config, ...]]) -> Iterator[Config]:
+    """Every value of each axis with every value of each other."""
+    for one, other in combinations(axes.values(), 2):
+        yield from (first | second for first, second in product(one, other))
+
+
+def nested(config: Config) -> dict[str, Any]:
+    raw: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    for path, value in config.items():
+        *blocks, last = path.split(".")
+        inner = raw
+        for block in blocks:
+            inner = inner.setdefault(block, {})
+        inner[last] = value
+    return raw
+
+
+def case(config: Config) -> tuple[dict[str, Any], ModelFacts, Case]:
+    facts = DEVICES[config.get("device", "a CPU")]
+    raw = nested({path: value for path, value in config.items() if path != "device"})
+    return raw, facts, case_of(Values(parse(raw), facts, frozenset()), WORLD)
+
+
+def test_pairs_of_settings() -> None:
+    """At stage 3 unless the pair says otherwise: the stage of most combinations that depend on one."""
+    met = set()
+    for pair in pairs(PLANS):
+        raw, facts, settings = case(STAGE_3 | pair)
+        met |= {row.text for row in (*REFUSALS, *NO_EFFECT) if row.when(settings)}
+        refused = list(matching(REFUSALS, settings))
+        if not refused:
+            assert set(resolve(raw, world=WORLD, facts=facts).notes) == set(matching(NO_EFFECT, settings)), pair
+            continue
+        with pytest.raises(ValueError) as error:
+            resolve(raw, world=WORLD, facts=facts)
+        assert str(error.value) == refused[0], pair
+        assert any(word in refused[0] for word in ("set ", "drop", "use ", "turn", "raise", "must be")), refused[0]
+    assert {row.text for row in (*REFUSALS, *NO_EFFECT)} == met
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_row_holds_without_settings(device: str) -> None:
+    assert not list(matching((*REFUSALS, *NO_EFFECT), case({"device": device})[2]))
+
+
+def built(config: Config) -> tuple[Plan, torch.optim.Optimizer, Rule | None]:
+    plan = resolve(nested({"optimizer.type": "AdamW"} | STAGE_3 | config), world=WORLD, facts=DEVICES["a CPU"])
+    assert plan.optimizer is not None
+    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
+    optimizer = named.build([torch.nn.Parameter(torch.zeros(4, 4))])
+    return plan, optimizer, rule_of(optimizer) if named.native else None
+
+
+def test_pairs_with_an_optimizer() -> None:
+    met = set()
+    for pair in pairs(OPTIMIZERS):
+        if list(matching(REFUSALS, case(STAGE_3 | pair)[2])):
+            continue
+        plan, optimizer, rule = built(pair)
+        fitted = fit.Case(plan, optimizer, rule)
+        met |= {row.text for row in fit.REFUSALS if row.when(fitted)}
+        refused = list(matching(fit.REFUSALS, fitted))
+        if not refused:
+            fit.refuse(plan, optimizer, rule)
+            continue
+        with pytest.raises(ValueError) as error:
+            fit.refuse(plan, optimizer, rule)
+        assert str(error.value) == refused[0], pair
+    assert {row.text for row in fit.REFUSALS} == met
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD"])
+def test_an_elementwise_native_optimizer_supports_every_home_and_form(name: str) -> None:
+    """Independent of the table: what README promises is accepted."""
+    homes = [
+        disk("optimizer", ratio=0.5) | disk("param"),
+        disk("optimizer") | half("bf16"),
+        {"slipstream.optimizer_states": "int8"},
+    ]
+    for home in homes:
+        fit.refuse(*built({"optimizer.type": name} | home))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (disk("optimizer") | {"optimizer.type": "RMSprop"}, "offload_optimizer to disk needs a native kernel, and RMSprop"),
+        (disk("param") | {"optimizer.type": "RMSprop"}, r"needs a native kernel for torch.float32 weights"),
+        (disk("optimizer", ratio=0.5) | {"optimizer.type": "LAMB"}, "Lamb computes norms of whole parameters"),
+        ({"slipstream.optimizer_states": "int8", "optimizer.type": "LAMB"}, "supports AdamW, Adam, Lion and SGD, not Lamb"),
+        (half("bf16") | {"slipstream.stochastic_rounding": True, "optimizer.type": "RMSprop"}, "needs an optimizer with a native"),
+    ],
+)
+def test_what_an_optimizer_does_not_support(config: Config, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        fit.refuse(*built(config))
