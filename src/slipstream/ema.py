@@ -147,6 +147,7 @@ class Ema:
         `engine.save_checkpoint` and `load_checkpoint` write and read shards instead.
         """
         with self.engine.together("ema"):
+            self.engine.single.refuse_parts("Ema.state_dict()")
             averages: dict[str, Tensor] = {}
             for unit, average in self._averages.items():
                 whole = unit.unsharded(average.whole(), bool(unit.placement.optim))
@@ -160,6 +161,7 @@ class Ema:
         Raises ValueError, with nothing changed, for other names (strict) or shapes.
         """
         self.engine.gate.check("ema")
+        self.engine.single.refuse_parts("Ema.load_state_dict()")
         self._follow()
         values: Mapping[str, Tensor] = state["average"]
         shapes = {name: slot.shape for unit in self._averages for name, slot in zip(unit.names, unit.layout.slots, strict=True)}

@@ -4,15 +4,17 @@ Two of four ranks hold one half of the experts each, and the other two the same 
 copied between ranks 0, 2 and 1, 3. A twin in plain torch holds all experts and sees all batches.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from slipstream import checkpoint
+from slipstream import checkpoint, ema
 from slipstream.zero.leaves import mark_part
 from tests import cases, probe, toy
 from tests.pool import distributed, run
@@ -201,3 +203,52 @@ def test_a_checkpoint_of_experts_loads_into_other_layouts(tmp_path: Path, stage:
                     dim = 0 if ".up" in name else 1
                     expected = expected.chunk(2, dim)[half]
                 assert torch.equal(value, expected), (world, split, rank, name)
+
+
+@distributed(world_size=4)
+def test_parts_are_joined_or_refused(tmp_path: Path) -> None:
+    engine = make(halves(), 3)
+    average = ema.Ema(engine)
+    train(engine, 1)
+    average.update()
+    state = engine.state_dict()
+    engine.save_pretrained(str(tmp_path))
+    written = load_file(str(tmp_path / "model.safetensors"))
+    assert written.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(written[name], value), name
+    engine.load_state_dict({name: value + 1 for name, value in state.items()})
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, state[name] + 1)
+    refused: dict[str, Callable[[], object]] = {
+        "optimizer.state_dict": engine.optimizer.state_dict,
+        "optimizer.load_state_dict": lambda: engine.optimizer.load_state_dict({}),
+        "Ema.state_dict": average.state_dict,
+        "Ema.load_state_dict": lambda: average.load_state_dict({}),
+        "named_weights": lambda: list(engine.named_weights()),
+        "surgery": lambda: engine.surgery().__enter__(),
+    }
+    for name, method in refused.items():
+        with pytest.raises(
+            ValueError, match=rf"engine.{name}\(\) needs whole parameters, and this rank has a part of 'blocks.0.up', split"
+        ):
+            method()
+    engine.destroy()
+
+
+@distributed(world_size=4)
+def test_misfit_splits_are_refused() -> None:
+    torch.manual_seed(0)
+    model = Moe()
+    with pytest.raises(ValueError, match="no dimension 3 to split into 2 parts"):
+        mark_part(model.blocks[0].up, "ep", 2, dim=3)
+    with pytest.raises(ValueError, match="over the axis 'ep' only, not over 'tp'"):
+        mark_part(model.blocks[0].up, "tp", 2)
+    mark_part(model.blocks[0].up, "ep", 3)
+    with pytest.raises(ValueError, match=r"split over ep by 3, which does not divide the data-parallel size \(4\)"):
+        make(model, 1)
+    torch.manual_seed(0)
+    model = Moe()
+    mark_part(model.blocks[0].up, "ep", 2)
+    with pytest.raises(ValueError, match=r"mics_shard_size \(2\) is not built for parameters that are split over ep"):
+        toy.make(model, 3, zero_optimization={"mics_shard_size": 2})

@@ -573,6 +573,7 @@ class Engine(nn.Module):
         from slipstream.train.surgery import Surgery
 
         with self.together("surgery"):
+            self.single.refuse_parts("surgery()")
             self.operation = Surgery(self.single, group, self.wire)
             self.operation.begin()
         try:
@@ -597,6 +598,7 @@ class Engine(nn.Module):
         from slipstream.train import handover
 
         with self.together("named_weights"):
+            self.single.refuse_parts("named_weights()")
             yield from handover.stream(self.single)
 
     # -- lifecycle --

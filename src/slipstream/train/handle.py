@@ -59,6 +59,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         from slipstream.train.saving import optimizer_state
 
         with self.engine.together("optimizer.state_dict"):
+            self.engine.single.refuse_parts("optimizer.state_dict()")
             return optimizer_state.gather(self.engine.single)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -66,6 +67,7 @@ class OptimizerHandle(torch.optim.Optimizer):
         from slipstream.train.saving import optimizer_state
 
         with self.engine.together("optimizer.load_state_dict"):
+            self.engine.single.refuse_parts("optimizer.load_state_dict()")
             optimizer_state.load(self.engine.single, state_dict)
 
     def __repr__(self) -> str:

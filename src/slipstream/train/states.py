@@ -76,6 +76,15 @@ class States:
                     "change the model inside `with engine.surgery():`"
                 )
 
+    def refuse_parts(self, method: str) -> None:
+        """Raise ValueError if ranks hold different parts of a parameter, which `method` cannot join."""
+        for unit in self.units:
+            if unit.comms.family.differs:
+                raise ValueError(
+                    f"engine.{method} needs whole parameters, and this rank has a part of {unit.names[0]!r}, split over "
+                    f"{unit.comms.family.differs[0].axis}: use save_checkpoint(), which any layout loads, or state_dict()"
+                )
+
     def release(self) -> None:
         """Release the weights that are still gathered."""
         for unit in self.units:

@@ -115,9 +115,7 @@ def build_mesh(shard_size: int | None = None, group: Any = None, differs: Iterab
                 f"parameters are split over {split.axis} by {split.size}, which does not divide the data-parallel size ({size})"
             )
         if dense.copies.size > 1:
-            raise ValueError(
-                f"zero_optimization.mics_shard_size ({shard_size}) cannot be combined with parameters split over ep yet"
-            )
+            raise ValueError(f"zero_optimization.mics_shard_size ({shard_size}) is not built for parameters that are split over ep")
         rows = [ranks[i : i + split.size] for i in range(0, size, split.size)]
         both = _cut(f"dp of {split.axis}", _columns(rows), rank)
         families[splits] = Family(splits, (_cut(split.axis, rows, rank),), both, alone, both)
