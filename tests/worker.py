@@ -46,7 +46,7 @@ from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report,
 
 # Imported once for all workers, because most tests import them: together seven processor seconds.
 # Hypothesis warns if it is first imported after a plugin's objects were frozen: it then cannot see their referrers.
-PRELOADED = ("torch.distributed.checkpoint", "torch._dynamo", "slipstream.train.initialize", "hypothesis")
+PRELOADED = ("torch._dynamo", "slipstream.train.initialize", "hypothesis")
 ROOT = Path(__file__).parents[1]
 SETTLE_S = 1.0  # limit for threads and mappings to disappear after a test
 

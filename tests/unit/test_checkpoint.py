@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, load_metadata, reader, save
+from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, load_metadata, save
 from slipstream.checkpoint.values import decode, encode
 
 # Values
@@ -278,16 +278,6 @@ def test_staged_reads_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     load(tmp_path, "a", tensors={"big": full, "w": part}, convert=True)
     assert torch.equal(full.data, tensors["big"].double())
     assert torch.equal(part.data, tensors["w"].flatten()[11:71].double())
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_itself_reads_it(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    tensors = saved(tmp_path)
-    target: dict[str, Any] = {"w": torch.zeros(5, 3, 7), "b": torch.zeros(11)}
-    dcp.load(target, storage_reader=reader(tmp_path, "a"), no_dist=True)
-    assert torch.equal(target["w"], tensors["w"]) and torch.equal(target["b"], tensors["b"].float())
 
 
 def test_import_is_light() -> None:

@@ -10,7 +10,7 @@ from slipstream.checkpoint.background import AsyncSave, Staging
 from slipstream.checkpoint.conversion import convert
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes
-from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, reader, retry_if_replaced
+from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, retry_if_replaced
 from slipstream.checkpoint.save import save, save_async
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "latest_tag",
     "load",
     "load_metadata",
-    "reader",
     "retry_if_replaced",
     "save",
     "save_async",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from slipstream.checkpoint.flat_slice import FlatSlice, Shape
 from slipstream.checkpoint.plan import dtype_of, shares_of
 from slipstream.checkpoint.save import check_entry
 from slipstream.checkpoint.values import decode
-
-if TYPE_CHECKING:
-    from slipstream.checkpoint.torch_reader import TorchReader
 
 logger = logging.getLogger(__name__)
 
@@ -213,14 +210,6 @@ def _load(
         if isinstance(data, Tensor):
             torch.autograd.graph.increment_version(data)
     return loaded
-
-
-def reader(directory: str | os.PathLike[str], tag: str) -> TorchReader:
-    """A reader for `torch.distributed.checkpoint.load(state, storage_reader=...)`; its keys are the tensors' names."""
-    from slipstream.checkpoint.torch_reader import TorchReader
-
-    path = locate(Path(directory), tag)
-    return TorchReader(BoxReader(path, read_document(path)))
 
 
 def _check_target(name: str, tensor: FlatSlice | Tensor, document: Document, convert: bool) -> None:
