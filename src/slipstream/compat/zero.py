@@ -340,7 +340,7 @@ class GatheredParameters:
         self.held_params: list[Any] = sorted((param for param in chosen.values() if is_held(param)), key=lambda param: param.ds_id)
         self.engine_params = [param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)]
         self.modifier_rank = modifier_rank
-        self._read: list[_Read] = []
+        self._read: list[_GatheredRead] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
@@ -360,9 +360,9 @@ class GatheredParameters:
                 readable = [(unit, i) for unit, indices in chosen.items() for i in indices if i not in unit.shown.copies]
             self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
         if self.modifier_rank is None:
-            self._read = [_Read(param, None, 0) for param in self.held_params if not Init.is_open()]
+            self._read = [_GatheredRead(param, None, 0) for param in self.held_params if not Init.is_open()]
             # without parameters that an outer context has gathered
-            self._read += [_Read(unit.params[i], unit, i) for unit, i in readable]
+            self._read += [_GatheredRead(unit.params[i], unit, i) for unit, i in readable]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         changed = _first_changed(self._read) if kind is None else ""
@@ -381,7 +381,7 @@ class GatheredParameters:
             )
 
 
-class _Read:
+class _GatheredRead:
     """A parameter gathered for reading, with its version when the context begins. unit: None if the parameter is held."""
 
     def __init__(self, param: Any, unit: Unit | None, i: int) -> None:
@@ -420,9 +420,9 @@ def _differ(before: Tensor, after: Tensor) -> bool:
     return not bool(torch.isclose(after.to(before.device, wide), numbers, rtol=0, atol=slack, equal_nan=True).all())
 
 
-def _first_changed(read: Sequence[_Read]) -> str:
+def _first_changed(read: Sequence[_GatheredRead]) -> str:
     """Describe the first parameter that any rank has changed; "" if there is none. Collective."""
-    by_comm: dict[Comm | None, list[_Read]] = {}
+    by_comm: dict[Comm | None, list[_GatheredRead]] = {}
     for entry in read:
         by_comm.setdefault(None if entry.unit is None else entry.unit.comms.data, []).append(entry)
     for data, group_read in by_comm.items():

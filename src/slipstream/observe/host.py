@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Pressure", "Space", "cgroup_directories", "cpu_flags", "memory_total", "num_cores", "read_pressure"]
+__all__ = ["FileSystem", "Pressure", "cgroup_directories", "cpu_flags", "memory_total", "num_cores", "read_pressure"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class FileSystem:
     """A file system's bytes."""
 
     total: int
@@ -33,7 +33,7 @@ class Pressure:
     cgroup_kills: int | None  # processes that the OOM killer ended in this control group
     host_kills: int | None  # the same over the whole host
     limit: int | None  # bytes this control group may use; None = no limit
-    shm: Space | None  # /dev/shm
+    shm: FileSystem | None  # /dev/shm
 
 
 def counter(text: str, name: str) -> int | None:
@@ -85,12 +85,12 @@ def _smallest_limit(directories: Sequence[Path]) -> int | None:
     return min(limits, default=None)
 
 
-def space(path: str) -> Space | None:
+def space(path: str) -> FileSystem | None:
     try:
         stat = os.statvfs(path)
     except OSError:
         return None
-    return Space(total=stat.f_blocks * stat.f_frsize, free=stat.f_bavail * stat.f_frsize)
+    return FileSystem(total=stat.f_blocks * stat.f_frsize, free=stat.f_bavail * stat.f_frsize)
 
 
 def read_pressure() -> Pressure:

@@ -115,10 +115,7 @@ class Watch:
         """Raise PeerError if the wait that began at `since` cannot succeed or has timed out. Called between slices of a wait."""
         if self.failure is None:
             now = time.monotonic()
-            for rank, when in self.peers.gone().items():
-                if rank not in self.left and now - when > self.patience_s:
-                    self.failure = self.describe_lost(rank)
-                    break
+            self.note_lost_peer(now)
             if self.failure is None and now - since > self.timeout_s:
                 self.is_lost = False
                 self.failure = (
@@ -169,6 +166,12 @@ class Watch:
     def _place(self) -> str:
         waits = self.wait_for or "a collective of torch's"
         return f"{waits} (step {self.step}, {self.phase}, unit {self.unit or '-'})"
+
+    def note_lost_peer(self, now: float) -> None:
+        """Set `failure` if a peer ended more than `patience_s` ago without having ended its script."""
+        for rank, when in self.peers.gone().items():
+            if self.failure is None and rank not in self.left and now - when > self.patience_s:
+                self.failure = self.describe_lost(rank)
 
     def describe_lost(self, rank: int) -> str:
         """The error text for a rank that has ended."""
