@@ -251,12 +251,18 @@ def summary(
     results |= {"seconds": seconds, "requests_per_second": len(answers) / seconds}
     results |= {f"{name}_per_second": total / seconds for name, total in tokens.items()}
     for name, (_, latency) in _LATENCIES.items():
-        if values := [value for answer in answers if not math.isnan(value := latency(answer))]:
-            results[name] = {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}
+        results |= _distribution(name, [latency(answer) for answer in answers])
     if options.first_within is not None or options.wait_within is not None:
         good = _num_within(answers, options.first_within or math.inf, options.wait_within or math.inf)
         results |= {"within_target": good, "within_target_per_second": good / seconds}
     return results
+
+
+def _distribution(name: str, latencies: Sequence[float]) -> dict[str, dict[str, float]]:
+    values = [value for value in latencies if not math.isnan(value)]  # `between` is NaN for one token
+    if not values:
+        return {}
+    return {name: {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}}
 
 
 def _num_within(answers: Sequence[RequestTimes], first: float, wait: float) -> int:

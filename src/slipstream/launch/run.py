@@ -96,7 +96,7 @@ def _node_of_this_host(options: argparse.Namespace, around: HostState, chosen: S
     return Node(num_nodes, node_rank, master, options.master_port or known.master_port)
 
 
-def _exports(options: argparse.Namespace, around: HostState) -> tuple[dict[str, str], list[str]]:
+def _exports(around: HostState) -> tuple[dict[str, str], list[str]]:
     """The variables of the environment files, and a note on each file."""
     merged: dict[str, str] = {}
     notes = []
@@ -135,7 +135,7 @@ def _describe_local(options: argparse.Namespace, around: HostState, num_ranks: i
 
 def _start_here(options: argparse.Namespace, around: HostState, job: Job, place: Node) -> Start:
     """Plan one node, whose agent runs in this process."""
-    exports, notes = _exports(options, around)
+    exports, notes = _exports(around)
     here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
     port = options.master_port or place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
     job = replace(job, hosts=(here,), master_addr=place.master_addr or "127.0.0.1", master_port=port)
@@ -159,7 +159,7 @@ def _srun(options: argparse.Namespace, around: HostState, job: Job, from_files: 
 
 def _start_elsewhere(options: argparse.Namespace, around: HostState, job: Job, launcher: str) -> Start:
     """Plan several nodes, or a launcher that starts the ranks itself."""
-    from_files, notes = _exports(options, around)
+    from_files, notes = _exports(around)
     if options.ssh_port and launcher not in ("ssh", "pdsh"):
         notes.append(f"--ssh_port has no effect: --launcher {launcher} does not use ssh; see --launcher_args")
     master = options.master_addr or job.hosts[0].name

@@ -65,24 +65,9 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _first_counter(directories: Sequence[Path], names: Sequence[str]) -> int | None:
-    for directory in directories:
-        for name in names:
-            text = _read(directory / name)
-            value = counter(text, "oom_kill") if text else None
-            if value is not None:
-                return value
-    return None
-
-
-def _smallest_limit(directories: Sequence[Path]) -> int | None:
-    limits = []
-    for directory in directories:
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = (_read(directory / name) or "").strip()
-            if text.isdigit() and int(text) < _UNLIMITED:
-                limits.append(int(text))
-    return min(limits, default=None)
+def _texts(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
+    """The contents of those files that exist."""
+    return [text for directory in directories for name in names if (text := _read(directory / name))]
 
 
 def space(path: str) -> FileSystem | None:
@@ -96,10 +81,12 @@ def space(path: str) -> FileSystem | None:
 def read_pressure() -> Pressure:
     directories = cgroup_directories(_read(Path("/proc/self/cgroup")) or "")
     vmstat = _read(Path("/proc/vmstat"))
+    kills = [counter(text, "oom_kill") for text in _texts(directories, ("memory.events", "memory.oom_control"))]
+    limits = [text.strip() for text in _texts(directories, ("memory.max", "memory.limit_in_bytes"))]
     return Pressure(
-        cgroup_kills=_first_counter(directories, ("memory.events", "memory.oom_control")),
+        cgroup_kills=next((number for number in kills if number is not None), None),
         host_kills=counter(vmstat, "oom_kill") if vmstat else None,
-        limit=_smallest_limit(directories),
+        limit=min((int(text) for text in limits if text.isdigit() and int(text) < _UNLIMITED), default=None),
         shm=space("/dev/shm"),
     )
 

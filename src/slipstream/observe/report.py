@@ -106,22 +106,15 @@ def _backends() -> ReportSection:
 
     if not dist.is_available():
         return ReportSection("backends", (ReportRow("torch.distributed", "no", "this torch was built without it"),))
-    nccl_note = ""
-    if dist.is_nccl_available():
-        nccl_note = ".".join(map(str, torch.cuda.nccl.version()))
-    return ReportSection(
-        "backends",
-        (
-            ReportRow("gloo", _yes(dist.is_gloo_available()), "CPU ranks, and GPU ranks that share a device"),
-            ReportRow("nccl", _yes(dist.is_nccl_available()), nccl_note or "GPU ranks; needs a CUDA build of torch"),
-            ReportRow(
-                "mpi",
-                _yes(dist.is_mpi_available()),
-                "" if dist.is_mpi_available() else "not needed: mpirun works with gloo and nccl",
-            ),
-            _shared_memory(),
-        ),
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+    mpi = dist.is_mpi_available()
+    rows = (
+        ReportRow("gloo", _yes(dist.is_gloo_available()), "CPU ranks, and GPU ranks that share a device"),
+        ReportRow("nccl", _yes(dist.is_nccl_available()), nccl or "GPU ranks; needs a CUDA build of torch"),
+        ReportRow("mpi", _yes(mpi), "" if mpi else "not needed: mpirun works with gloo and nccl"),
+        _shared_memory(),
     )
+    return ReportSection("backends", rows)
 
 
 def _yes(present: bool) -> str:
@@ -156,22 +149,14 @@ def _kernels() -> ReportSection:
 
 def _memory() -> ReportSection:
     pressure = read_pressure()
-    rows = [
+    shm, kills = pressure.shm, pressure.cgroup_kills
+    free = f"{_size(shm.free)} free; data loader workers use it, Slipstream does not" if shm else "data loader workers need it"
+    rows = (
         ReportRow("memory", _size(memory_total()), "of the control group" if pressure.limit else "of the host"),
-        ReportRow(
-            "/dev/shm",
-            _size(pressure.shm.total),
-            f"{_size(pressure.shm.free)} free; data loader workers use it, Slipstream does not",
-        )
-        if pressure.shm
-        else ReportRow("/dev/shm", "none", "data loader workers need it"),
-        ReportRow(
-            "out-of-memory kills",
-            str(pressure.cgroup_kills if pressure.cgroup_kills is not None else "unknown"),
-            "in this control group",
-        ),
-    ]
-    return ReportSection("memory", tuple(rows))
+        ReportRow("/dev/shm", _size(shm.total) if shm else "none", free),
+        ReportRow("out-of-memory kills", "unknown" if kills is None else str(kills), "in this control group"),
+    )
+    return ReportSection("memory", rows)
 
 
 def _limits() -> ReportSection:
@@ -190,13 +175,8 @@ def _limits() -> ReportSection:
     rows = []
     for name, kind, nbytes, note in kinds:
         soft, hard = resource.getrlimit(kind)
-        rows.append(
-            ReportRow(
-                name,
-                shown(soft, nbytes),
-                "; ".join(filter(None, (f"may be raised to {shown(hard, nbytes)}" if soft != hard else "", note))),
-            )
-        )
+        raised = f"may be raised to {shown(hard, nbytes)}" if soft != hard else ""
+        rows.append(ReportRow(name, shown(soft, nbytes), "; ".join(filter(None, (raised, note)))))
     return ReportSection("limits", tuple(rows))
 
 
