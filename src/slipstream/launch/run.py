@@ -137,7 +137,7 @@ def _start_here(options: argparse.Namespace, around: HostState, job: Job, place:
     """Plan one node, whose agent runs in this process."""
     exports, notes = _exports(around)
     here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
-    port = options.master_port or place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
+    port = place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
     job = replace(job, hosts=(here,), master_addr=place.master_addr or "127.0.0.1", master_port=port)
     agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
     env = {**exports, **_local_mask(here.mask, around.environ)}

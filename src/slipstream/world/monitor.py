@@ -45,7 +45,7 @@ class RankStatus:
     ledgers: dict[str, tuple[list[int], int, dict[str, str]]]  # name -> ranks, launched, in flight
 
 
-class Monitor:
+class StatusMonitor:
     """The monitor thread's state. Refers to the Watch weakly."""
 
     def __init__(self, watch: Watch, store: Any, axis: Axis) -> None:

@@ -40,7 +40,7 @@ from slipstream.world.mesh import Axis
 from slipstream.world.peers import Peers, meet
 
 if TYPE_CHECKING:
-    from slipstream.world.monitor import Monitor
+    from slipstream.world.monitor import StatusMonitor
 
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
 
@@ -98,7 +98,7 @@ class Watch:
         self._stop = threading.Event()
         self.abandoned = False
         self._thread: threading.Thread | None = None
-        self._monitor: Monitor | None = None
+        self._monitor: StatusMonitor | None = None
 
     # -- called by the training thread --
 
@@ -186,7 +186,7 @@ class Watch:
         """Start watching the ranks of `axis`. Collective."""
         if axis.size < 2:
             return
-        from slipstream.world.monitor import Monitor
+        from slipstream.world.monitor import StatusMonitor
 
         self.rank = axis.ranks[axis.index]
         self.peers = Peers(meet(axis))
@@ -195,7 +195,7 @@ class Watch:
         shared: Any = dist.distributed_c10d._get_default_store()
         own = shared.clone()  # a separate connection, which no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
-        self._monitor = Monitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
+        self._monitor = StatusMonitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
         self._thread = threading.Thread(target=self._monitor.run, args=(self._stop,), name="slipstream-watch", daemon=True)
         self._thread.start()
         atexit.unregister(_leave_all)
