@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from slipstream.launch.bench_serve import Answer, Ask, percentile, trace
+from slipstream.launch.bench_serve import LoadRequest, RequestTimes, percentile, trace
 from slipstream.launch.cli import build_parser, main
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.test_server import serving
@@ -37,7 +37,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
     return code, json.loads(capsys.readouterr().out)
 
 
-def asks(*arguments: str) -> list[Ask]:
+def asks(*arguments: str) -> list[LoadRequest]:
     return trace(build_parser().parse_args(["bench-serve", *arguments]))
 
 
@@ -168,7 +168,7 @@ def test_traces() -> None:
 
 
 def test_figures() -> None:
-    answer = Answer(at=1.0, times=[1.5, 1.6, 2.0], output_tokens=6)
+    answer = RequestTimes(at=1.0, times=[1.5, 1.6, 2.0], output_tokens=6)
     assert answer.first == pytest.approx(0.5)
     assert answer.between == pytest.approx(0.1)
     assert answer.longest == pytest.approx(0.4)

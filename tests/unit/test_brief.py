@@ -10,7 +10,7 @@ from types import TracebackType
 import pytest
 
 from slipstream import brief
-from slipstream.launch.worker import Place, describe
+from slipstream.launch.worker import RankPlace, describe
 from slipstream.world.watch import PeerLostError, Watch
 
 WORDS = "slipstream.world.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
@@ -44,7 +44,7 @@ def test_words_and_the_scripts_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_launchers_record_has_no_frames_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(brief.SWITCH, raising=False)
-    record = describe(lost(tmp_path), Place(rank=0, local_rank=0, attempt=0, folder=tmp_path))
+    record = describe(lost(tmp_path), RankPlace(rank=0, local_rank=0, attempt=0, folder=tmp_path))
     assert record.consequence and record.traceback.startswith(WORDS)
     assert "Traceback" not in record.traceback and "watch.py" not in record.traceback
 

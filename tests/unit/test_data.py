@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from slipstream.train.data import RepeatingLoader, StatefulLoader, distributed_loader
+from slipstream.train.data import RepeatingLoader, StatefulLoader
 
 
 class Numbers(Dataset[int]):
@@ -73,7 +73,7 @@ class OwnShard(Stream):
 
 def loader(dataset: Any, batch: int = 2, rank: int = 0, world: int = 1, drop_last: bool = False, **options: Any) -> StatefulLoader:
     options = {"collate_fn": list, "seed": 7, **options}
-    return distributed_loader(dataset, batch_size=batch, rank=rank, world_size=world, drop_last=drop_last, **options)
+    return StatefulLoader(dataset, batch_size=batch, rank=rank, world_size=world, drop_last=drop_last, **options)
 
 
 def ranks(dataset_of: type[Any], n: int, batch: int, world: int, drop_last: bool) -> list[StatefulLoader]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slipstream.launch.watch import GRACE_S
 from slipstream.launch.worker import EXIT_S
 from slipstream.world.mesh import Axis
-from slipstream.world.monitor import Monitor
+from slipstream.world.monitor import StatusMonitor
 from slipstream.world.peers import Peer, Peers, _host
 from slipstream.world.watch import Ledger, PeerError, PeerLostError, Watch
 
@@ -33,7 +33,7 @@ class Ranks:
             if hasty:
                 watch.beat_s, watch.standstill_s, watch.name_busy_s = 0.02, 0.1, 0.1
             watch.ledgers.append(Ledger(BOOK, (0, 1), None))
-            self.monitors.append(Monitor(watch, store, Axis("dp", None, (0, 1), rank, 2)))
+            self.monitors.append(StatusMonitor(watch, store, Axis("dp", None, (0, 1), rank, 2)))
 
     def wait(self, rank: int, what: str, number: int | None = None, launched: int = 0) -> None:
         """Rank `rank` waits in `what`; on a process group it is operation `number` of `launched`."""

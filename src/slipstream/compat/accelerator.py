@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class DeepSpeedAccelerator:
         raise AttributeError(f"the accelerator ({self._name}) of Slipstream's deepspeed has no {name!r}")
 
 
-def _resident(key: str = "VmRSS") -> int:
+def _resident(device_index: Any = None, key: str = "VmRSS") -> int:
+    """The process's memory, which stands for that of the device."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{key}:"))
 
@@ -132,14 +134,7 @@ def _no_op(*args: Any) -> None:
     """A CPU has no devices, streams or cached memory to act on."""
 
 
-def _current(device_index: Any = None) -> int:
-    return _resident()
-
-
-def _peak(device_index: Any = None) -> int:
-    return _resident("VmHWM")
-
-
+_peak = partial(_resident, key="VmHWM")
 _CUDA_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
 _TENSORS = "BFloat16Tensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor"
 # CPU counterparts of torch.cuda's functions
@@ -148,7 +143,7 @@ _ON_CPU: Mapping[str, Any] = {
     **dict.fromkeys(("Stream", "Event")),
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _no_op),
     **dict.fromkeys(("current_stream", "default_stream"), _no_op),
-    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _current),
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _resident),
     **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _peak),
     # the ranks of this host: LOCAL_SIZE, or the launcher's count
     "device_count": lambda: int(os.environ.get("LOCAL_SIZE", "0")) or local_world_size(),
@@ -158,7 +153,7 @@ _ON_CPU: Mapping[str, Any] = {
     "initial_seed": torch.initial_seed,
     "default_generator": lambda device_index=None: torch.default_generator,
     "lazy_call": lambda callback: callback(),
-    "memory_stats": lambda device_index=None: {"allocated_bytes.all.current": _current(), "allocated_bytes.all.peak": _peak()},
+    "memory_stats": lambda device_index=None: {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _peak()},
     "is_triton_supported": lambda: False,
 }
 

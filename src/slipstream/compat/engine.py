@@ -28,7 +28,7 @@ from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
-from slipstream.train.data import distributed_loader
+from slipstream.train.data import StatefulLoader
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
 from slipstream.train.initialize import read_together
@@ -333,7 +333,7 @@ class DeepSpeedEngine(Engine):
     ) -> Any:
         if data_sampler is not None:
             raise ValueError("deepspeed_io(data_sampler=): create a torch DataLoader with it instead")
-        return distributed_loader(
+        return StatefulLoader(
             dataset,
             batch_size=batch_size or self.plan.batch.micro_batch_size,
             rank=self.mesh.batch.index,

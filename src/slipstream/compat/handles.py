@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.compat.runtime_utils import maybe_loss_for_backward
 from slipstream.config.plan import Plan
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import _Scale
@@ -47,8 +48,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
         return self.dynamic_loss_scale
 
     def scale_if_loss(self, value: Any) -> Any:
-        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
-        return self.engine.scale(value) if is_loss else value
+        return self.engine.scale(value) if maybe_loss_for_backward(value) else value
 
     @property
     def dynamic_loss_scale(self) -> bool:

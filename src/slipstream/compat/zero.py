@@ -113,23 +113,23 @@ class HeldParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        # torch.nn.init passes its tensor by keyword
-        target, name = (args[0] if args else (kwargs or {}).get("tensor")), getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        target, name = _target(args, kwargs), getattr(func, "__name__", "")
         if isinstance(target, HeldParameter):
             if func == _DATA.__get__ and Init.is_open():
                 return target  # so that param.data.normal_() in a constructor writes
             if name in _CONVERSIONS:
                 with torch._C.DisableTorchFunctionSubclass():
-                    dtype = func(torch.empty((), dtype=target.dtype), *args[1:], **(kwargs or {})).dtype
+                    dtype = func(torch.empty((), dtype=target.dtype), *args[1:], **kwargs).dtype
                 return _stand_in(target, dtype)
             if func == _DATA.__set__ and isinstance(args[1], _StandIn):
                 return _convert(target, args[1].dtype)
-            if _is_write(func, name):
-                return _write(target, func, args, kwargs or {})
+            if _is_write(func):
+                return _write(target, func, args, kwargs)
         if Init.is_open() and (name not in _FACTS or func in _TRANSPOSED):
-            return _compute(func, args, kwargs or {})
+            return _compute(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary parameter with all values; `initialize` shards copies of layers."""
@@ -145,16 +145,18 @@ class _HeldView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        result = _compute(func, args, kwargs or {})
-        target, name = (args[0] if args else (kwargs or {}).get("tensor")), getattr(func, "__name__", "")
-        if isinstance(target, _HeldView) and _is_write(func, name):
-            param: Any = target.source[0]
-            param.ds_tensor = _deal(param, target.source[1], param.ds_process_group, 0)
-        return result
+        return _compute(func, args, kwargs or {})
+
+
+def _target(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by keyword
 
 
 def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call `func` on gathered values of held parameters, inside `Init`. Collective: all ranks run the same constructor."""
+    """Call `func` on gathered values of held parameters, inside `Init`. A write to one, or to a view of it, updates all ranges.
+
+    Collective: all ranks run the same constructor.
+    """
     gathered: dict[int, tuple[HeldParameter, Tensor]] = {}
 
     def gather_value(value: Any) -> Any:
@@ -174,10 +176,17 @@ def _compute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return value
 
     with torch._C.DisableTorchFunctionSubclass():
-        return tree_map(as_view, func(*tree_map(gather_value, args), **tree_map(gather_value, kwargs)))
+        result = tree_map(as_view, func(*tree_map(gather_value, args), **tree_map(gather_value, kwargs)))
+    target = _target(args, kwargs)
+    if isinstance(target, (HeldParameter, _HeldView)) and _is_write(func):
+        param: Any
+        param, values = target.source if isinstance(target, _HeldView) else gathered[id(target)]
+        param.ds_tensor = _deal(param, values, param.ds_process_group, 0)
+    return result
 
 
-def _is_write(func: Any, name: str) -> bool:
+def _is_write(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.startswith("__") and name not in _NO_WRITES
     return in_place or name == "__setitem__" or func == _DATA.__set__
 
@@ -205,11 +214,7 @@ def _write(param: HeldParameter, func: Any, args: Any, kwargs: Mapping[str, Any]
             f"a parameter of shape {tuple(param.shape)} was sharded by zero.Init and cannot be written here; write it inside "
             f"`with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`"
         )
-    values = {id(arg): _all_gather(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, HeldParameter)}
-    with torch._C.DisableTorchFunctionSubclass():
-        func(*(values.get(id(arg), arg) for arg in args), **{key: values.get(id(arg), arg) for key, arg in kwargs.items()})
-    target: Any = param
-    target.ds_tensor = _deal(param, values[id(param)], target.ds_process_group, 0)
+    _compute(func, args, kwargs)
     return param
 
 
@@ -340,7 +345,7 @@ class GatheredParameters:
         self.held_params: list[Any] = sorted((param for param in chosen.values() if is_held(param)), key=lambda param: param.ds_id)
         self.engine_params = [param for param in chosen.values() if isinstance(param, nn.Parameter) and not is_held(param)]
         self.modifier_rank = modifier_rank
-        self._read: list[_Read] = []
+        self._read: list[_GatheredRead] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
@@ -349,20 +354,22 @@ class GatheredParameters:
             param.__class__ = nn.Parameter
             param.data = values
             param.ds_status = ZeroParamStatus.AVAILABLE
-        chosen, readable = access.units_of(self.engine_params), []
-        if chosen:
-            rank = self.modifier_rank
-            if rank is not None:
-                rank = next(iter(chosen)).comms.data.axis.ranks.index(rank)
+        if self.modifier_rank is None and not Init.is_open():
+            self._read = [_GatheredRead(param, None, 0) for param in self.held_params]
+        if chosen := access.units_of(self.engine_params):
             self._stack.enter_context(_as_available([unit.params[i] for unit, indices in chosen.items() for i in indices]))
-            if rank is None:
-                chosen = {unit: indices for unit, indices in chosen.items() if not _is_computing(unit)}
-                readable = [(unit, i) for unit, indices in chosen.items() for i in indices if i not in unit.shown.copies]
-            self._stack.enter_context(access.gathered_units(chosen, rank, write=rank is not None))
-        if self.modifier_rank is None:
-            self._read = [_Read(param, None, 0) for param in self.held_params if not Init.is_open()]
-            # without parameters that an outer context has gathered
-            self._read += [_Read(unit.params[i], unit, i) for unit, i in readable]
+            self._gather_units(chosen)
+
+    def _gather_units(self, chosen: dict[Unit, list[int]]) -> None:
+        if self.modifier_rank is not None:
+            rank = next(iter(chosen)).comms.data.axis.ranks.index(self.modifier_rank)
+            self._stack.enter_context(access.gathered_units(chosen, rank, write=True))
+            return
+        chosen = {unit: indices for unit, indices in chosen.items() if not _is_computing(unit)}
+        # without parameters that an outer context has gathered
+        readable = [(unit, i) for unit, indices in chosen.items() for i in indices if i not in unit.shown.copies]
+        self._stack.enter_context(access.gathered_units(chosen, None, write=False))
+        self._read += [_GatheredRead(unit.params[i], unit, i) for unit, i in readable]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         changed = _first_changed(self._read) if kind is None else ""
@@ -381,7 +388,7 @@ class GatheredParameters:
             )
 
 
-class _Read:
+class _GatheredRead:
     """A parameter gathered for reading, with its version when the context begins. unit: None if the parameter is held."""
 
     def __init__(self, param: Any, unit: Unit | None, i: int) -> None:
@@ -420,9 +427,9 @@ def _differ(before: Tensor, after: Tensor) -> bool:
     return not bool(torch.isclose(after.to(before.device, wide), numbers, rtol=0, atol=slack, equal_nan=True).all())
 
 
-def _first_changed(read: Sequence[_Read]) -> str:
+def _first_changed(read: Sequence[_GatheredRead]) -> str:
     """Describe the first parameter that any rank has changed; "" if there is none. Collective."""
-    by_comm: dict[Comm | None, list[_Read]] = {}
+    by_comm: dict[Comm | None, list[_GatheredRead]] = {}
     for entry in read:
         by_comm.setdefault(None if entry.unit is None else entry.unit.comms.data, []).append(entry)
     for data, group_read in by_comm.items():

@@ -28,7 +28,7 @@ from typing import Any
 from slipstream import brief
 from slipstream.launch import environment
 from slipstream.launch.failure import Failure, encode, first, render, shell_code, with_reason
-from slipstream.launch.watch import Watch
+from slipstream.launch.watch import RankWatch
 from slipstream.launch.worker import read_records, read_stack
 from slipstream.observe.host import num_cores, read_pressure
 
@@ -56,7 +56,7 @@ def _share_cores(num_ranks: int, *, verbose: bool) -> None:
         print(f"slipstream run: {note}", file=sys.stderr)
 
 
-def _collect(failures: dict[int, Any], folder: Path, watch: Watch) -> list[Failure]:
+def _collect(failures: dict[int, Any], folder: Path, watch: RankWatch) -> list[Failure]:
     """Join torchrun's process failures with the records of the ranks and the times of their deaths."""
     attempts = [int(path.name.removeprefix("attempt").partition("-")[0]) for path in folder.glob("attempt*-rank*")]
     attempt = max(attempts, default=0)
@@ -99,7 +99,7 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     os.environ[brief.RECORDS] = str(folder)
     before = read_pressure()
     try:
-        with Watch(folder) as watch, _reporting_reaped_ranks(watch):
+        with RankWatch(folder) as watch, _reporting_reaped_ranks(watch):
             if lease:
                 _stop_with_stdin(watch)
             try:
@@ -128,7 +128,7 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
 
 
 @contextmanager
-def _reporting_reaped_ranks(watch: Watch) -> Iterator[None]:
+def _reporting_reaped_ranks(watch: RankWatch) -> Iterator[None]:
     """Tell the watch of each failed rank that torchrun reaps: on a loaded machine it does so before the watch reads the exit code.
 
     torchrun makes a ProcessFailure of each of them, before it restarts the ranks.
@@ -148,7 +148,7 @@ def _reporting_reaped_ranks(watch: Watch) -> Iterator[None]:
         api.ProcessFailure = plain
 
 
-def _stop_with_stdin(watch: Watch) -> None:
+def _stop_with_stdin(watch: RankWatch) -> None:
     """Detach the ranks from stdin, and stop them when stdin ends."""
     lease = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)

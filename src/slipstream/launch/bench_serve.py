@@ -16,9 +16,10 @@ import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,26 +28,20 @@ import h11
 __all__ = ["execute"]
 
 _PERCENTILES = (50, 95, 99)
-_LATENCIES = {  # of the JSON object -> of the table
-    "first_token": "time to first token",
-    "between_tokens": "time between tokens",
-    "longest_wait": "longest wait",
-    "whole": "whole request",
-}
 
 
 class ServerError(RuntimeError):
     """The server rejected a request or sent an invalid response."""
 
 
-class Ask(NamedTuple):
+class LoadRequest(NamedTuple):
     at: float  # seconds after the start
     prompt: list[int]
     outputs: int
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestTimes:
     """The measurements of one request. Times are seconds after the start of the run."""
 
     at: float  # arrival
@@ -70,7 +65,15 @@ class Answer:
         return max((after - before for before, after in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-class Server:
+_LATENCIES: dict[str, tuple[str, Callable[[RequestTimes], float]]] = {  # name of the JSON object -> label of the table, value
+    "first_token": ("time to first token", attrgetter("first")),
+    "between_tokens": ("time between tokens", attrgetter("between")),
+    "longest_wait": ("longest wait", attrgetter("longest")),
+    "whole": ("whole request", lambda answer: answer.end - answer.at),
+}
+
+
+class Client:
     """A client of the server under test; opens one HTTP connection per request."""
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
@@ -95,12 +98,12 @@ class Server:
         except (LookupError, TypeError):
             raise ServerError("/v1/models lists no model; name it with --model") from None
 
-    async def complete(self, model: str, ask: Ask, answer: Answer, start: float) -> None:
+    async def complete(self, model: str, request: LoadRequest, answer: RequestTimes, start: float) -> None:
         """Stream one completion and record the times of its parts in `answer`. Raises ServerError for an invalid response."""
         body = {
             "model": model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.outputs,
+            "prompt": request.prompt,
+            "max_tokens": request.outputs,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
@@ -121,7 +124,7 @@ class Server:
             answer.end = time.perf_counter() - start
         if not answer.times or not answer.output_tokens:
             raise ServerError("the stream ended without output or without usage")
-        if answer.output_tokens != ask.outputs:
+        if answer.output_tokens != request.outputs:
             raise ServerError("an output does not have the requested length: the server ignores ignore_eos or max_tokens")
 
     @asynccontextmanager
@@ -185,33 +188,38 @@ def _reason(status: int, body: bytes) -> str:
     return f"{status}, {body[:200].decode(errors='replace')}"
 
 
-def trace(options: argparse.Namespace) -> list[Ask]:
+def trace(options: argparse.Namespace) -> list[LoadRequest]:
     """The requests of a run. A seed fixes the sizes, and the arrival times up to the rate; token ids always differ."""
     sizes, tokens, ids = random.Random(options.seed), random.Random(), options.token_ids
     common = tokens.choices(ids, k=round(options.shared * options.prompt_tokens))
-    asks, at = [], 0.0
+    requests, at = [], 0.0
     for _ in range(options.requests):
         at += sizes.expovariate(1.0)
         length, outputs = (
             max(1, round(sizes.gauss(mean, options.spread * mean))) for mean in (options.prompt_tokens, options.output_tokens)
         )
         own = tokens.choices(ids, k=max(1, length - len(common)))
-        asks.append(Ask(at / options.rate, common + own, outputs))
-    return asks
+        requests.append(LoadRequest(at / options.rate, common + own, outputs))
+    return requests
 
 
 async def _run(
-    server: Server, model: str, asks: Sequence[Ask], concurrency: int, done: list[Answer], failed: list[tuple[Answer, str]]
+    server: Client,
+    model: str,
+    requests: Sequence[LoadRequest],
+    concurrency: int,
+    done: list[RequestTimes],
+    failed: list[tuple[RequestTimes, str]],
 ) -> None:
     start = time.perf_counter()
     slots = asyncio.Semaphore(concurrency)
 
-    async def send(ask: Ask) -> None:
-        await asyncio.sleep(ask.at - (time.perf_counter() - start))
+    async def send(request: LoadRequest) -> None:
+        await asyncio.sleep(request.at - (time.perf_counter() - start))
         async with slots:
-            answer = Answer(ask.at)
+            answer = RequestTimes(request.at)
             try:
-                await server.complete(model, ask, answer, start)
+                await server.complete(model, request, answer, start)
             except TimeoutError:
                 failed.append((answer, "timed out (--timeout)"))
             except (OSError, ServerError, ValueError) as error:
@@ -220,8 +228,8 @@ async def _run(
                 done.append(answer)
 
     async with asyncio.TaskGroup() as group:
-        for ask in asks:
-            group.create_task(send(ask))
+        for request in requests:
+            group.create_task(send(request))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -229,31 +237,36 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
-def summary(answers: Sequence[Answer], failed: Sequence[tuple[Answer, str]], options: argparse.Namespace) -> dict[str, Any]:
+def summary(
+    answers: Sequence[RequestTimes], failed: Sequence[tuple[RequestTimes, str]], options: argparse.Namespace
+) -> dict[str, Any]:
     """The object that `--json` prints. Times are in seconds; rates are per second, over the time from the first arrival to the
     last end, including failed requests."""
     results: dict[str, Any] = {"requests": len(answers), "failed": dict(Counter(reason for _, reason in failed))}
     if not answers:
         return results
-    requests = [*answers, *(answer for answer, _ in failed)]
-    seconds = max(answer.end for answer in requests) - min(answer.at for answer in requests)
-    prompt, output = (sum(getattr(answer, name) for answer in answers) for name in ("prompt_tokens", "output_tokens"))
+    sent = [*answers, *(answer for answer, _ in failed)]
+    seconds = max(answer.end for answer in sent) - min(answer.at for answer in sent)
+    tokens = {name: sum(getattr(answer, name) for answer in answers) for name in ("prompt_tokens", "output_tokens")}
     results |= {"seconds": seconds, "requests_per_second": len(answers) / seconds}
-    results |= {"prompt_tokens_per_second": prompt / seconds, "output_tokens_per_second": output / seconds}
-    columns = {
-        "first_token": [answer.first for answer in answers],
-        "between_tokens": [answer.between for answer in answers if answer.output_tokens > 1],
-        "longest_wait": [answer.longest for answer in answers],
-        "whole": [answer.end - answer.at for answer in answers],
-    }
-    for name, values in columns.items():
-        if values:
-            results[name] = {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}
+    results |= {f"{name}_per_second": total / seconds for name, total in tokens.items()}
+    for name, (_, latency) in _LATENCIES.items():
+        results |= _distribution(name, [latency(answer) for answer in answers])
     if options.first_within is not None or options.wait_within is not None:
-        first, wait = options.first_within or math.inf, options.wait_within or math.inf
-        good = sum(answer.first <= first and answer.longest <= wait for answer in answers)
+        good = _num_within(answers, options.first_within or math.inf, options.wait_within or math.inf)
         results |= {"within_target": good, "within_target_per_second": good / seconds}
     return results
+
+
+def _distribution(name: str, latencies: Sequence[float]) -> dict[str, dict[str, float]]:
+    values = [value for value in latencies if not math.isnan(value)]  # `between` is NaN for one token
+    if not values:
+        return {}
+    return {name: {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}}
+
+
+def _num_within(answers: Sequence[RequestTimes], first: float, wait: float) -> int:
+    return sum(answer.first <= first and answer.longest <= wait for answer in answers)
 
 
 def show(results: dict[str, Any]) -> None:
@@ -269,7 +282,7 @@ def show(results: dict[str, Any]) -> None:
     )
     columns = ("mean", *(f"p{p}" for p in _PERCENTILES))
     print(f"{'milliseconds':<22}" + "".join(f"{column:>9}" for column in columns))
-    for name, label in _LATENCIES.items():
+    for name, (label, _) in _LATENCIES.items():
         if name in results:
             print(f"{label:<22}" + "".join(f"{results[name][column] * 1000:>9,.1f}" for column in columns))
     if "within_target" in results:
@@ -279,9 +292,9 @@ def show(results: dict[str, Any]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Run the benchmark. Returns 0, 1 if requests failed, or 130 after Ctrl-C, which still prints the results so far."""
-    server, asks = Server(options.url, options.api_key, options.timeout), trace(options)
-    done: list[Answer] = []
-    failed: list[tuple[Answer, str]] = []
+    server, requests = Client(options.url, options.api_key, options.timeout), trace(options)
+    done: list[RequestTimes] = []
+    failed: list[tuple[RequestTimes, str]] = []
     interrupted = False
 
     async def run() -> None:
@@ -289,11 +302,11 @@ def execute(options: argparse.Namespace) -> int:
         pace = "all at once" if math.isinf(options.rate) else f"{options.rate:g} per second"
         shared = f", {options.shared:.0%} of the mean prompt shared" if options.shared else ""
         print(
-            f"{len(asks)} requests, {pace}, to {model} at {server.url}: prompts of {options.prompt_tokens} tokens, outputs of "
+            f"{len(requests)} requests, {pace}, to {model} at {server.url}: prompts of {options.prompt_tokens} tokens, outputs of "
             f"{options.output_tokens}, both +- {options.spread:.0%}{shared}",
             file=sys.stderr,
         )
-        await _run(server, model, asks, options.concurrency or len(asks), done, failed)
+        await _run(server, model, requests, options.concurrency or len(requests), done, failed)
 
     try:
         asyncio.run(run())

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,42 +69,24 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
+def _number(kind: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    """A type of an option: text of decimal digits, or of a float, whose number is valid."""
+
+    def parse(text: str) -> Any:
+        with suppress(ValueError):
+            if (kind is float or text.isdecimal()) and is_valid(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+
+    return parse
 
 
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    """The number, or NaN, which fails every comparison."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _above_zero(text: str) -> float:
-    if not (value := _float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not (value := _float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return value
-
-
-def _fraction(text: str) -> float:
-    if not 0 <= (value := _float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction: a number from 0 to below 1")
-    return value
+_positive = _number(int, lambda number: number > 0, "a number of 1 or more")
+_count = _number(int, lambda number: True, "a number of 0 or more")
+_port = _number(int, lambda number: 0 < number < 65536, "a port, 1..65535")
+_above_zero = _number(float, lambda number: number > 0, "a number above 0")
+_seconds = _number(float, lambda number: number >= 0, "a number of 0 or more")
+_fraction = _number(float, lambda number: 0 <= number < 1, "a fraction: a number from 0 to below 1")
 
 
 def _range(text: str) -> range:
@@ -130,12 +112,6 @@ def _model(text: str) -> str:
     return text
 
 
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1..65535")
-    return int(text)
-
-
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "run",
@@ -154,7 +130,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--master-addr", metavar="HOST", help="host of rank 0; default: the first host")
     add("--master-port", type=_port, metavar="PORT", help="default: 29500; a free port on one host; by job and step under Slurm")
     add = parser.add_argument_group("launching").add_argument
-    add("--launcher", choices=sorted(LAUNCHERS), help="default: local on one host, slurm in an allocation, else ssh")
+    add("--launcher", choices=sorted(("local", *LAUNCHERS)), help="default: local on one host, slurm in an allocation, else ssh")
     add("--launcher-args", default="", metavar="ARGS", help="extra arguments for ssh, srun, mpirun ...")
     add("--ssh-port", type=_port, metavar="PORT")
     add("--no-ssh", action="store_true", help="start only this node's ranks; use with --node-rank")

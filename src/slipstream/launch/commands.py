@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from slipstream.launch.hosts import Host
 
-__all__ = ["LAUNCHERS", "Command", "Job", "agent_argv", "local", "mpich", "one_node", "openmpi", "pdsh", "slurm", "ssh"]
+__all__ = ["LAUNCHERS", "Command", "Job", "agent_argv", "mpich", "one_node", "openmpi", "pdsh", "slurm", "ssh"]
 
 AGENT = "slipstream.launch.agent"
 WORKER = "slipstream.launch.worker"
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, loca
 
 def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
     """The agent's arguments for this host: a single node, or one of several that a user or scheduler starts one by one."""
-    reachable = job.master_addr in _LOOPBACK or node_rank == 0
+    reachable = job.master_addr in LOOPBACK or node_rank == 0
     return agent_argv(
         job,
         num_nodes=num_nodes,
@@ -96,13 +96,6 @@ def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
         num_ranks=len(job.hosts[0].devices),
         local_addr=job.master_addr if reachable else None,
     )
-
-
-def local(job: Job) -> list[Command]:
-    """Start the job's only node on this host."""
-    (host,) = job.hosts
-    env = {**job.exports, **({"CUDA_VISIBLE_DEVICES": host.mask} if host.mask else {})}
-    return [Command(name=host.name, argv=(job.python, "-u", "-m", AGENT, *one_node(job)), env=env)]
 
 
 def _remote_line(job: Job, exports: Mapping[str, str], agent: Sequence[str]) -> str:
@@ -221,4 +214,4 @@ def mpich(job: Job) -> list[Command]:
 
 
 Launcher = Callable[[Job], list[Command]]
-LAUNCHERS: Mapping[str, Launcher] = {"local": local, "ssh": ssh, "pdsh": pdsh, "slurm": slurm, "openmpi": openmpi, "mpich": mpich}
+LAUNCHERS: Mapping[str, Launcher] = {"ssh": ssh, "pdsh": pdsh, "slurm": slurm, "openmpi": openmpi, "mpich": mpich}

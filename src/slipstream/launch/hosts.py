@@ -72,7 +72,9 @@ def parse_filter(text: str, flag: str) -> dict[str, tuple[int, ...] | None]:
     return chosen
 
 
-def _check(hosts: Sequence[Host], chosen: dict[str, tuple[int, ...] | None], flag: str) -> None:
+def _chosen(hosts: Sequence[Host], text: str, flag: str) -> dict[str, tuple[int, ...] | None]:
+    """Parse a filter. Raises ValueError if it names a host or device that `hosts` do not have."""
+    chosen = parse_filter(text, flag)
     by_name = {host.name: host for host in hosts}
     for name, devices in chosen.items():
         if name not in by_name:
@@ -81,19 +83,18 @@ def _check(hosts: Sequence[Host], chosen: dict[str, tuple[int, ...] | None], fla
         if missing := [device for device in devices or () if device not in slots]:
             numbers = ", ".join(map(str, missing))
             raise ValueError(f"{flag}: host {name} has no slot {numbers}; it has slots {min(slots)} to {max(slots)}")
+    return chosen
 
 
 def include(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     """Keep the hosts and devices that the filter names. Raises ValueError for an invalid filter."""
-    chosen = parse_filter(text, "--include")
-    _check(hosts, chosen, "--include")
+    chosen = _chosen(hosts, text, "--include")
     return tuple(replace(host, devices=chosen[host.name] or host.devices) for host in hosts if host.name in chosen)
 
 
 def exclude(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     """Drop the hosts and devices that the filter names. Raises ValueError for an invalid filter, or if no host is left."""
-    chosen = parse_filter(text, "--exclude")
-    _check(hosts, chosen, "--exclude")
+    chosen = _chosen(hosts, text, "--exclude")
     remaining = []
     for host in hosts:
         dropped = (chosen[host.name] or host.devices) if host.name in chosen else ()

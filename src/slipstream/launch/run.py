@@ -25,7 +25,8 @@ from slipstream.world.discover import Node, node
 __all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
 
 DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
-_THIS_HOST = ("localhost", "127.0.0.1", "::1")
+_THIS_HOST = commands.LOOPBACK
+_JOB_OPTIONS = ("module", "no_python", "pass_local_rank", "max_restarts", "quiet", "ssh_port")  # fields of Job of the same name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,29 +81,22 @@ def _default_launcher(options: argparse.Namespace, around: HostState, chosen: Se
 
 def _node_of_this_host(options: argparse.Namespace, around: HostState, chosen: Sequence[Host], place: Node | None) -> Node:
     """The node rank and master address of this host, when each host starts only its own ranks."""
-    num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or (place.num_nodes if place else 1)
-    if options.node_rank is not None:
-        node_rank = options.node_rank
-    elif place is not None:
-        node_rank = place.node_rank
-    elif num_nodes == 1:
-        node_rank = 0
-    else:
+    known = place or Node(num_nodes=1, node_rank=0, master_addr=None, master_port=None)
+    num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or known.num_nodes
+    if options.node_rank is None and place is None and num_nodes > 1:
         raise ValueError(
             f"--num_nodes {num_nodes} needs --node_rank 0..{num_nodes - 1} on each node, or a --hostfile to start all from here"
         )
+    node_rank = known.node_rank if options.node_rank is None else options.node_rank
     if not 0 <= node_rank < num_nodes:
         raise ValueError(f"--node_rank {node_rank} must be in 0..{num_nodes - 1} for {num_nodes} node(s); set --num_nodes")
-    master = options.master_addr or (place.master_addr if place else None)
-    if master is None and around.hostfile is not None:
-        master = chosen[0].name
+    master = options.master_addr or known.master_addr or (chosen[0].name if around.hostfile is not None else None)
     if num_nodes > 1 and master is None:
         raise ValueError(f"--num_nodes {num_nodes} needs --master_addr, the name or address of node 0, the same on all nodes")
-    port = options.master_port or (place.master_port if place else None)
-    return Node(num_nodes=num_nodes, node_rank=node_rank, master_addr=master, master_port=port)
+    return Node(num_nodes, node_rank, master, options.master_port or known.master_port)
 
 
-def _exports(options: argparse.Namespace, around: HostState) -> tuple[dict[str, str], list[str]]:
+def _exports(around: HostState) -> tuple[dict[str, str], list[str]]:
     """The variables of the environment files, and a note on each file."""
     merged: dict[str, str] = {}
     notes = []
@@ -141,9 +135,9 @@ def _describe_local(options: argparse.Namespace, around: HostState, num_ranks: i
 
 def _start_here(options: argparse.Namespace, around: HostState, job: Job, place: Node) -> Start:
     """Plan one node, whose agent runs in this process."""
-    exports, notes = _exports(options, around)
+    exports, notes = _exports(around)
     here = job.hosts[place.node_rank if around.hostfile is not None and len(job.hosts) > 1 else 0]
-    port = options.master_port or place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
+    port = place.master_port or (around.free_port if place.num_nodes == 1 else DEFAULT_PORT)
     job = replace(job, hosts=(here,), master_addr=place.master_addr or "127.0.0.1", master_port=port)
     agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
     env = {**exports, **_local_mask(here.mask, around.environ)}
@@ -153,35 +147,45 @@ def _start_here(options: argparse.Namespace, around: HostState, job: Job, place:
     return Start(commands=(), agent=tuple(agent), env=env, notes=(summary, *notes))
 
 
+def _srun(options: argparse.Namespace, around: HostState, job: Job, from_files: Mapping[str, str]) -> tuple[list[Command], int]:
+    """The srun of a job, which exports this process's variables itself, and the number of its nodes."""
+    rendezvous = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
+    explicit = {name: str(value) for name, value in rendezvous.items() if value}
+    nodes = None
+    if around.hostfile is None:
+        nodes = options.num_nodes or int(around.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    return commands.slurm(replace(job, exports={**from_files, **explicit}), num_nodes=nodes), nodes or len(job.hosts)
+
+
 def _start_elsewhere(options: argparse.Namespace, around: HostState, job: Job, launcher: str) -> Start:
     """Plan several nodes, or a launcher that starts the ranks itself."""
-    from_files, notes = _exports(options, around)
+    from_files, notes = _exports(around)
     if options.ssh_port and launcher not in ("ssh", "pdsh"):
         notes.append(f"--ssh_port has no effect: --launcher {launcher} does not use ssh; see --launcher_args")
-    exports = {**environment.propagated(around.environ), **from_files}
     master = options.master_addr or job.hosts[0].name
     if options.master_addr is None and master in _THIS_HOST and any(host.name not in _THIS_HOST for host in job.hosts):
         raise ValueError(
             f"the first host is {master}, which other hosts cannot reach; set --master_addr, or write its real name in the hostfile"
         )
-    job = replace(job, master_addr=master, master_port=options.master_port or DEFAULT_PORT, exports=exports)
     if launcher == "slurm":
-        rendezvous = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
-        explicit = {name: str(value) for name, value in rendezvous.items() if value}
-        job = replace(job, exports={**from_files, **explicit})  # srun exports the other variables itself
-        nodes = None
-        if around.hostfile is None:
-            nodes = options.num_nodes or int(around.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        started = commands.slurm(job, num_nodes=nodes)
-        num_nodes = nodes or len(job.hosts)
+        started, num_nodes = _srun(options, around, job, from_files)
+        num_ranks, address = num_nodes * len(job.hosts[0].devices), ""
     else:
-        started = commands.LAUNCHERS[launcher](job)
-        num_nodes = len(job.hosts)
-        notes.insert(0, f"exported environment: {environment.shown(environment.propagated(around.environ)) or 'nothing'}")
-    num_ranks = num_nodes * len(job.hosts[0].devices) if launcher == "slurm" else job.num_ranks
-    master = "" if launcher == "slurm" else f"; master {job.master_addr}:{job.master_port}"
-    summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{master}"
+        shared = environment.propagated(around.environ)
+        port = options.master_port or DEFAULT_PORT
+        job = replace(job, master_addr=master, master_port=port, exports={**shared, **from_files})
+        started, num_nodes, num_ranks = commands.LAUNCHERS[launcher](job), len(job.hosts), job.num_ranks
+        address = f"; master {master}:{port}"
+        notes.insert(0, f"exported environment: {environment.shown(shared) or 'nothing'}")
+    summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{address}"
     return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes))
+
+
+def _refuse_without_hostfile(options: argparse.Namespace, launcher: str) -> None:
+    if launcher in ("ssh", "pdsh"):
+        raise ValueError(f"--launcher {launcher} needs --hostfile, with one `HOST slots=N` per line")
+    if launcher in ("openmpi", "mpich") and (options.num_nodes or 1) > 1:
+        raise ValueError(f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, which names the hosts")
 
 
 def plan_run(options: argparse.Namespace, around: HostState) -> Start:
@@ -201,13 +205,8 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
         directory=around.directory,
         program=options.script,
         arguments=tuple(options.arguments),
-        module=options.module,
-        no_python=options.no_python,
-        pass_local_rank=options.pass_local_rank,
-        max_restarts=options.max_restarts,
-        quiet=options.quiet,
-        ssh_port=options.ssh_port,
         launcher_args=tuple(shlex.split(options.launcher_args)),
+        **{name: getattr(options, name) for name in _JOB_OPTIONS},
     )
     if launcher == "local":
         if around.hostfile is not None and len(chosen) > 1 and options.node_rank is None and place is None:
@@ -215,10 +214,8 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
                 f"--launcher local with {len(chosen)} hosts needs --node_rank on each; or use --launcher ssh to start all from here"
             )
         return _start_here(options, around, job, _node_of_this_host(options, around, chosen, place))
-    if around.hostfile is None and launcher in ("ssh", "pdsh"):
-        raise ValueError(f"--launcher {launcher} needs --hostfile, with one `HOST slots=N` per line")
-    if around.hostfile is None and launcher in ("openmpi", "mpich") and (options.num_nodes or 1) > 1:
-        raise ValueError(f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, which names the hosts")
+    if around.hostfile is None:
+        _refuse_without_hostfile(options, launcher)
     return _start_elsewhere(options, around, job, launcher)
 
 

@@ -22,13 +22,13 @@ from types import TracebackType
 
 from slipstream.launch.worker import note_death
 
-__all__ = ["GRACE_S", "Watch"]
+__all__ = ["GRACE_S", "RankWatch"]
 
 GRACE_S = 2.5  # a rank that raises may need worker.EXIT_S to exit; the sum stays below the documented 5 s
 _SCAN_S = 0.25
 
 
-class Watch:
+class RankWatch:
     """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` holds the pids that it
     killed. It writes how each rank failed to `folder`, for the ranks of the next attempt."""
 
@@ -47,7 +47,7 @@ class Watch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RankWatch:
         self._old_wakeup = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         if hasattr(os, "pidfd_open") and self._children.exists():
             self._selector.register(self._reads, selectors.EVENT_READ)

@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """This rank's position in the job, and where its record is written."""
 
     rank: int
@@ -97,7 +97,7 @@ def _without_our_frames(error: BaseException) -> TracebackType | None:
     return frame
 
 
-def describe(error: BaseException, place: Place) -> Failure:
+def describe(error: BaseException, place: RankPlace) -> Failure:
     """The failure record of the exception that ended the script."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
@@ -126,7 +126,7 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _write_record(failure: Failure, place: Place) -> None:
+def _write_record(failure: Failure, place: RankPlace) -> None:
     if place.folder is None:
         os.write(2, encode(failure).encode())
         return
@@ -136,7 +136,7 @@ def _write_record(failure: Failure, place: Place) -> None:
     partial.rename(path)
 
 
-def _announce_restart(place: Place) -> None:
+def _announce_restart(place: RankPlace) -> None:
     """After a restart, the first rank of a node prints why the previous attempt failed."""
     if place.attempt == 0 or place.local_rank != 0 or place.folder is None:
         return
@@ -157,13 +157,13 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _find_place(report: bool) -> Place:
+def _find_place(report: bool) -> RankPlace:
     variables = places.discover(os.environ)
     if variables is None:
         raise ValueError("no rank in the environment; start scripts with `slipstream run`, which starts this module")
     os.environ.update(variables)
     folder = os.environ.get(brief.RECORDS)
-    return Place(
+    return RankPlace(
         rank=int(variables["RANK"]),
         local_rank=int(variables.get("LOCAL_RANK", "0")),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),

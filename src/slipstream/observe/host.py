@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Pressure", "Space", "cgroup_directories", "cpu_flags", "memory_total", "num_cores", "read_pressure"]
+__all__ = ["FileSystem", "Pressure", "cgroup_directories", "cpu_flags", "memory_total", "num_cores", "read_pressure"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class FileSystem:
     """A file system's bytes."""
 
     total: int
@@ -33,7 +33,7 @@ class Pressure:
     cgroup_kills: int | None  # processes that the OOM killer ended in this control group
     host_kills: int | None  # the same over the whole host
     limit: int | None  # bytes this control group may use; None = no limit
-    shm: Space | None  # /dev/shm
+    shm: FileSystem | None  # /dev/shm
 
 
 def counter(text: str, name: str) -> int | None:
@@ -65,41 +65,28 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _first_counter(directories: Sequence[Path], names: Sequence[str]) -> int | None:
-    for directory in directories:
-        for name in names:
-            text = _read(directory / name)
-            value = counter(text, "oom_kill") if text else None
-            if value is not None:
-                return value
-    return None
+def _texts(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
+    """The contents of those files that exist."""
+    return [text for directory in directories for name in names if (text := _read(directory / name))]
 
 
-def _smallest_limit(directories: Sequence[Path]) -> int | None:
-    limits = []
-    for directory in directories:
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = (_read(directory / name) or "").strip()
-            if text.isdigit() and int(text) < _UNLIMITED:
-                limits.append(int(text))
-    return min(limits, default=None)
-
-
-def space(path: str) -> Space | None:
+def space(path: str) -> FileSystem | None:
     try:
         stat = os.statvfs(path)
     except OSError:
         return None
-    return Space(total=stat.f_blocks * stat.f_frsize, free=stat.f_bavail * stat.f_frsize)
+    return FileSystem(total=stat.f_blocks * stat.f_frsize, free=stat.f_bavail * stat.f_frsize)
 
 
 def read_pressure() -> Pressure:
     directories = cgroup_directories(_read(Path("/proc/self/cgroup")) or "")
     vmstat = _read(Path("/proc/vmstat"))
+    kills = [counter(text, "oom_kill") for text in _texts(directories, ("memory.events", "memory.oom_control"))]
+    limits = [text.strip() for text in _texts(directories, ("memory.max", "memory.limit_in_bytes"))]
     return Pressure(
-        cgroup_kills=_first_counter(directories, ("memory.events", "memory.oom_control")),
+        cgroup_kills=next((number for number in kills if number is not None), None),
         host_kills=counter(vmstat, "oom_kill") if vmstat else None,
-        limit=_smallest_limit(directories),
+        limit=min((int(text) for text in limits if text.isdigit() and int(text) < _UNLIMITED), default=None),
         shm=space("/dev/shm"),
     )
 

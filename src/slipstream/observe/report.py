@@ -20,21 +20,21 @@ from typing import NamedTuple
 
 from slipstream.observe.host import cpu_flags, memory_total, num_cores, read_pressure
 
-__all__ = ["Row", "Section", "as_json", "as_text", "collect", "execute"]
+__all__ = ["ReportRow", "ReportSection", "as_json", "as_text", "collect", "execute"]
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 _PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "triton", "transformers", "accelerate", "deepspeed")
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     name: str
     value: str
     note: str = ""
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
 
 
 def _size(nbytes: int | None) -> str:
@@ -48,22 +48,22 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _versions() -> Section:
+def _versions() -> ReportSection:
     import torch
 
     import slipstream
 
     rows = [
-        Row("slipstream", slipstream.__version__),
-        Row("python", platform.python_version(), sys.executable),
-        Row("torch", torch.__version__),
-        Row("system", f"{platform.system()} {platform.release()}", platform.machine()),
+        ReportRow("slipstream", slipstream.__version__),
+        ReportRow("python", platform.python_version(), sys.executable),
+        ReportRow("torch", torch.__version__),
+        ReportRow("system", f"{platform.system()} {platform.release()}", platform.machine()),
     ]
-    rows += [Row(package, version) for package in _PACKAGES if (version := _installed(package))]
-    rows.append(Row("CUDA of torch", torch.version.cuda or "none"))
+    rows += [ReportRow(package, version) for package in _PACKAGES if (version := _installed(package))]
+    rows.append(ReportRow("CUDA of torch", torch.version.cuda or "none"))
     if torch.version.hip:
-        rows.append(Row("HIP of torch", torch.version.hip))
-    return Section("versions", tuple(rows))
+        rows.append(ReportRow("HIP of torch", torch.version.hip))
+    return ReportSection("versions", tuple(rows))
 
 
 def _processor() -> str:
@@ -75,21 +75,21 @@ def _processor() -> str:
     return match[1] if match else platform.machine()
 
 
-def _devices() -> Section:
+def _devices() -> ReportSection:
     import torch
 
     flags = cpu_flags()
     rows = [
-        Row("CPU", _processor(), f"{num_cores()} cores for this process, of {os.cpu_count()}"),
-        Row("CPU flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter here"),
+        ReportRow("CPU", _processor(), f"{num_cores()} cores for this process, of {os.cpu_count()}"),
+        ReportRow("CPU flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter here"),
     ]
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         capability = f"compute capability {device.major}.{device.minor}"
-        rows.append(Row(f"CUDA {index}", device.name, f"{_size(device.total_memory)}, {capability}"))
+        rows.append(ReportRow(f"CUDA {index}", device.name, f"{_size(device.total_memory)}, {capability}"))
     if torch.cuda.device_count() == 0:
-        rows.append(Row("CUDA", "no device", _why_no_cuda(torch.version.cuda)))
-    return Section("devices", tuple(rows))
+        rows.append(ReportRow("CUDA", "no device", _why_no_cuda(torch.version.cuda)))
+    return ReportSection("devices", tuple(rows))
 
 
 def _why_no_cuda(built_with: str | None) -> str:
@@ -100,39 +100,32 @@ def _why_no_cuda(built_with: str | None) -> str:
     return "the driver shows none" if Path("/proc/driver/nvidia").exists() else "no NVIDIA driver"
 
 
-def _backends() -> Section:
+def _backends() -> ReportSection:
     import torch
     import torch.distributed as dist
 
     if not dist.is_available():
-        return Section("backends", (Row("torch.distributed", "no", "this torch was built without it"),))
-    nccl_note = ""
-    if dist.is_nccl_available():
-        nccl_note = ".".join(map(str, torch.cuda.nccl.version()))
-    return Section(
-        "backends",
-        (
-            Row("gloo", _yes(dist.is_gloo_available()), "CPU ranks, and GPU ranks that share a device"),
-            Row("nccl", _yes(dist.is_nccl_available()), nccl_note or "GPU ranks; needs a CUDA build of torch"),
-            Row(
-                "mpi",
-                _yes(dist.is_mpi_available()),
-                "" if dist.is_mpi_available() else "not needed: mpirun works with gloo and nccl",
-            ),
-            _shared_memory(),
-        ),
+        return ReportSection("backends", (ReportRow("torch.distributed", "no", "this torch was built without it"),))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+    mpi = dist.is_mpi_available()
+    rows = (
+        ReportRow("gloo", _yes(dist.is_gloo_available()), "CPU ranks, and GPU ranks that share a device"),
+        ReportRow("nccl", _yes(dist.is_nccl_available()), nccl or "GPU ranks; needs a CUDA build of torch"),
+        ReportRow("mpi", _yes(mpi), "" if mpi else "not needed: mpirun works with gloo and nccl"),
+        _shared_memory(),
     )
+    return ReportSection("backends", rows)
 
 
 def _yes(present: bool) -> str:
     return "yes" if present else "no"
 
 
-def _shared_memory() -> Row:
+def _shared_memory() -> ReportRow:
     """Whether ranks of this host can open each other's memory, tried with a child process as the peer."""
     name = "shared memory"
     if not hasattr(os, "memfd_create"):
-        return Row(name, "no", "this system has no memfd_create; ranks of one host talk over gloo")
+        return ReportRow(name, "no", "this system has no memfd_create; ranks of one host talk over gloo")
     descriptor = os.memfd_create("slipstream-report")
     try:
         os.write(descriptor, b"seen")
@@ -141,40 +134,32 @@ def _shared_memory() -> Row:
     finally:
         os.close(descriptor)
     if probe.stdout.strip() == "seen":
-        return Row(name, "yes", "memfd, opened by another process through /proc/PID/fd")
+        return ReportRow(name, "yes", "memfd, opened by another process through /proc/PID/fd")
     error = (probe.stderr.strip().splitlines() or ["no answer"])[-1]
-    return Row(name, "no", f"another process cannot open it ({error}); ranks of one host talk over gloo")
+    return ReportRow(name, "no", f"another process cannot open it ({error}); ranks of one host talk over gloo")
 
 
-def _kernels() -> Section:
+def _kernels() -> ReportSection:
     if importlib.util.find_spec("slipstream.ops") is None:
-        return Section("kernels", (Row("ops", "none", "this build has no slipstream.ops"),))
+        return ReportSection("kernels", (ReportRow("ops", "none", "this build has no slipstream.ops"),))
     from slipstream import ops
 
-    return Section("kernels", tuple(Row(op.name, op.implementation, op.reason) for op in ops.report()))
+    return ReportSection("kernels", tuple(ReportRow(op.name, op.implementation, op.reason) for op in ops.report()))
 
 
-def _memory() -> Section:
+def _memory() -> ReportSection:
     pressure = read_pressure()
-    rows = [
-        Row("memory", _size(memory_total()), "of the control group" if pressure.limit else "of the host"),
-        Row(
-            "/dev/shm",
-            _size(pressure.shm.total),
-            f"{_size(pressure.shm.free)} free; data loader workers use it, Slipstream does not",
-        )
-        if pressure.shm
-        else Row("/dev/shm", "none", "data loader workers need it"),
-        Row(
-            "out-of-memory kills",
-            str(pressure.cgroup_kills if pressure.cgroup_kills is not None else "unknown"),
-            "in this control group",
-        ),
-    ]
-    return Section("memory", tuple(rows))
+    shm, kills = pressure.shm, pressure.cgroup_kills
+    free = f"{_size(shm.free)} free; data loader workers use it, Slipstream does not" if shm else "data loader workers need it"
+    rows = (
+        ReportRow("memory", _size(memory_total()), "of the control group" if pressure.limit else "of the host"),
+        ReportRow("/dev/shm", _size(shm.total) if shm else "none", free),
+        ReportRow("out-of-memory kills", "unknown" if kills is None else str(kills), "in this control group"),
+    )
+    return ReportSection("memory", rows)
 
 
-def _limits() -> Section:
+def _limits() -> ReportSection:
     import resource
 
     def shown(value: int, nbytes: bool) -> str:
@@ -190,21 +175,16 @@ def _limits() -> Section:
     rows = []
     for name, kind, nbytes, note in kinds:
         soft, hard = resource.getrlimit(kind)
-        rows.append(
-            Row(
-                name,
-                shown(soft, nbytes),
-                "; ".join(filter(None, (f"may be raised to {shown(hard, nbytes)}" if soft != hard else "", note))),
-            )
-        )
-    return Section("limits", tuple(rows))
+        raised = f"may be raised to {shown(hard, nbytes)}" if soft != hard else ""
+        rows.append(ReportRow(name, shown(soft, nbytes), "; ".join(filter(None, (raised, note)))))
+    return ReportSection("limits", tuple(rows))
 
 
-def collect() -> tuple[Section, ...]:
+def collect() -> tuple[ReportSection, ...]:
     return (_versions(), _devices(), _backends(), _kernels(), _memory(), _limits())
 
 
-def as_text(sections: Sequence[Section]) -> str:
+def as_text(sections: Sequence[ReportSection]) -> str:
     rows = [row for section in sections for row in section.rows]
     names, values = (max(len(row[column]) for row in rows) for column in range(2))
     lines: list[str] = []
@@ -214,12 +194,12 @@ def as_text(sections: Sequence[Section]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(sections: Sequence[Section]) -> str:
+def as_json(sections: Sequence[ReportSection]) -> str:
     document = {section.title: {row.name: {"value": row.value, "note": row.note} for row in section.rows} for section in sections}
     return json.dumps(document, indent=2) + "\n"
 
 
-def _show_table(sections: Sequence[Section]) -> None:
+def _show_table(sections: Sequence[ReportSection]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

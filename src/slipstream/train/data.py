@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -59,73 +59,36 @@ class Position:
     samples: int = 0
 
 
-def distributed_loader(
-    dataset: Any,
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    collate_fn: Collate | None,
-    drop_last: bool,
-    seed: int,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-) -> StatefulLoader:
-    """Build the loader of one rank; `batch_size` is the number of samples of a micro-batch on one rank."""
-    if batch_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"training data: needs batch_size ({batch_size}) >= 1 and 0 <= rank ({rank}) < world_size ({world_size})")
-    kind = type(dataset).__name__
-    iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    if iterable:
-        if not hasattr(dataset, "__iter__"):
-            raise ValueError(f"training data: {kind} has neither __getitem__ nor __iter__")
-        if num_workers > 1 and not _is_sharded(dataset):
-            raise ValueError(
-                f"training data: with num_workers={num_workers} each worker would read all of the iterable {kind}: use at most 1, "
-                f"or shard it by rank and worker yourself and set already_sharded = True"
-            )
-    else:
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(f"training data: {kind} has __getitem__ but no __len__; add it, or use an IterableDataset")
-        if len(dataset) < (batch_size * world_size if drop_last else 1):
-            raise ValueError(
-                f"training data: {len(dataset)} samples are too few for a batch of {batch_size} on each of {world_size} ranks "
-                f"(drop_last={drop_last})"
-            )
-    return StatefulLoader(
-        dataset=dataset,
-        iterable=iterable,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        collate_fn=default_collate if collate_fn is None else collate_fn,
-        drop_last=drop_last,
-        seed=seed,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-    )
-
-
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class StatefulLoader:
-    """A distributed loader, made by `distributed_loader`. Each `iter()` is one epoch, shuffled by its number.
+    """The loader of one rank; `batch_size` counts the samples of a micro-batch on it. Each `iter()` is one epoch, shuffled by its
+    number. Raises ValueError if the dataset cannot be distributed.
 
     After `load_state_dict` the next `iter()` yields the remainder of the saved epoch, and a running iteration continues from there.
     An epoch that was left early is not resumed: the next `iter()` starts a new one.
     """
 
     dataset: Any
-    iterable: bool
+    _: KW_ONLY
     batch_size: int
     rank: int
     world_size: int
-    collate_fn: Collate
+    collate_fn: Collate | None  # None: torch's default
     drop_last: bool
     seed: int
-    num_workers: int
-    pin_memory: bool
+    num_workers: int = 0
+    pin_memory: bool = False
 
     def __post_init__(self) -> None:
+        dataset, size, world = self.dataset, self.batch_size, self.world_size
+        if size < 1 or not 0 <= self.rank < world:
+            raise ValueError(f"training data: needs batch_size ({size}) >= 1 and 0 <= rank ({self.rank}) < world_size ({world})")
+        self.iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        if self.iterable:
+            _check_iterable(dataset, self.num_workers)
+        else:
+            _check_indexable(dataset, size, world, self.drop_last)
+        self.collate_fn = self.collate_fn or default_collate
         self._position = Position()  # of the newest iteration, which moves it
         self._resume = False  # the next iter() starts at _position
         self._loads = 0
@@ -336,6 +299,28 @@ class _RankStream(IterableDataset[list[Any]]):
                 return
             stop = -(-len(window) // self.world_size) * self.world_size
             yield [window[i % len(window)] for i in range(self.rank, stop, self.world_size)]
+
+
+def _check_iterable(dataset: Any, num_workers: int) -> None:
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__iter__"):
+        raise ValueError(f"training data: {kind} has neither __getitem__ nor __iter__")
+    if num_workers > 1 and not _is_sharded(dataset):
+        raise ValueError(
+            f"training data: with num_workers={num_workers} each worker would read all of the iterable {kind}: use at most 1, "
+            f"or shard it by rank and worker yourself and set already_sharded = True"
+        )
+
+
+def _check_indexable(dataset: Any, batch_size: int, world_size: int, drop_last: bool) -> None:
+    if not hasattr(dataset, "__len__"):
+        kind = type(dataset).__name__
+        raise ValueError(f"training data: {kind} has __getitem__ but no __len__; add it, or use an IterableDataset")
+    if len(dataset) < (batch_size * world_size if drop_last else 1):
+        raise ValueError(
+            f"training data: {len(dataset)} samples are too few for a batch of {batch_size} on each of {world_size} ranks "
+            f"(drop_last={drop_last})"
+        )
 
 
 def _is_sharded(dataset: Any) -> bool:

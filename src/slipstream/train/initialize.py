@@ -24,7 +24,7 @@ from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import check_alike, fact_of_refusal, facts_of_optimizer, facts_of_run
-from slipstream.train.data import StatefulLoader, distributed_loader
+from slipstream.train.data import StatefulLoader
 from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
 from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
@@ -198,7 +198,7 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
             )
         drop_last, num_workers = drop_last or data.drop_last, data.num_workers
         data, collate_fn = data.dataset, collate_fn or data.collate_fn
-    return distributed_loader(
+    return StatefulLoader(
         data,
         batch_size=plan.batch.micro_batch_size,
         rank=mesh.batch.index,

@@ -28,39 +28,16 @@ class _Starter(NamedTuple):
 
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
+
+def _mpi(name: str, prefix: str, job: str) -> _Starter:
+    return _Starter(name, f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE", (job,))
+
+
 _STARTERS = (
-    _Starter(
-        name="Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        world="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world="OMPI_COMM_WORLD_LOCAL_SIZE",
-        job=("PMIX_NAMESPACE",),
-    ),
-    _Starter(
-        name="MVAPICH2",
-        rank="MV2_COMM_WORLD_RANK",
-        world="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_world="MV2_COMM_WORLD_LOCAL_SIZE",
-        job=("PMI_ID",),
-    ),
-    _Starter(
-        name="Slurm",
-        rank="SLURM_PROCID",
-        world="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_world="SLURM_STEP_TASKS_PER_NODE",
-        job=_SLURM_STEP,
-    ),
-    _Starter(
-        name="PMI",
-        rank="PMI_RANK",
-        world="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_world="MPI_LOCALNRANKS",
-        job=("HYDI_CONTROL_FD",),
-    ),
+    _mpi("Open MPI", "OMPI_COMM_WORLD", "PMIX_NAMESPACE"),
+    _mpi("MVAPICH2", "MV2_COMM_WORLD", "PMI_ID"),
+    _Starter("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", _SLURM_STEP),
+    _Starter("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("HYDI_CONTROL_FD",)),
 )
 
 

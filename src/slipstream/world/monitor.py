@@ -45,7 +45,7 @@ class RankStatus:
     ledgers: dict[str, tuple[list[int], int, dict[str, str]]]  # name -> ranks, launched, in flight
 
 
-class Monitor:
+class StatusMonitor:
     """The monitor thread's state. Refers to the Watch weakly."""
 
     def __init__(self, watch: Watch, store: Any, axis: Axis) -> None:
@@ -106,10 +106,7 @@ class Monitor:
             self.failed_at = None
             return
         now = time.monotonic()
-        if watch.failure is None:
-            for rank, when in watch.peers.gone().items():
-                if rank not in watch.left and now - when > watch.patience_s:
-                    watch.failure = watch.describe_lost(rank)
+        watch.note_lost_peer(now)
         if watch.failure is not None and not watch.was_raised:
             self.failed_at = self.failed_at or now
             if now - self.failed_at > watch.patience_s:
@@ -173,15 +170,19 @@ class Monitor:
         for index, status in enumerate(statuses):
             moved, since = self.seen.get(index, ("", now))
             self.seen[index] = (status.moved, since if moved == status.moved else now)
-        still_s = min(now - since for _, since in self.seen.values())
-        if all(status.wait_for for status in statuses):
-            if still_s > watch.standstill_s and not self._can_move(statuses):
-                text = (
-                    "all ranks wait for each other in operations that can never match (they took different numbers of "
-                    "forwards, backwards or steps, or called collective methods on some ranks only):\n" + self._table(statuses)
-                )
-                self.store.compare_set("failure", "", json.dumps((time.time() + _NOTICE * watch.beat_s, False, text)))
+        if not all(status.wait_for for status in statuses):
+            self._warn_of_busy(watch, statuses, now)
             return
+        still_s = min(now - since for _, since in self.seen.values())
+        if still_s > watch.standstill_s and not self._can_move(statuses):
+            text = (
+                "all ranks wait for each other in operations that can never match (they took different numbers of "
+                "forwards, backwards or steps, or called collective methods on some ranks only):\n" + self._table(statuses)
+            )
+            self.store.compare_set("failure", "", json.dumps((time.time() + _NOTICE * watch.beat_s, False, text)))
+
+    def _warn_of_busy(self, watch: Watch, statuses: Sequence[RankStatus], now: float) -> None:
+        """The first rank that waits names the ranks that keep it waiting."""
         waited = now - self.seen[self.index][1]
         first_waiting = next(index for index, status in enumerate(statuses) if status.wait_for or index == self.index)
         if waited > watch.name_busy_s and now - self.named_at > watch.name_busy_s and first_waiting == self.index:

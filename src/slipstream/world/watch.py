@@ -40,7 +40,7 @@ from slipstream.world.mesh import Axis
 from slipstream.world.peers import Peers, meet
 
 if TYPE_CHECKING:
-    from slipstream.world.monitor import Monitor
+    from slipstream.world.monitor import StatusMonitor
 
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
 
@@ -98,7 +98,7 @@ class Watch:
         self._stop = threading.Event()
         self.abandoned = False
         self._thread: threading.Thread | None = None
-        self._monitor: Monitor | None = None
+        self._monitor: StatusMonitor | None = None
 
     # -- called by the training thread --
 
@@ -115,10 +115,7 @@ class Watch:
         """Raise PeerError if the wait that began at `since` cannot succeed or has timed out. Called between slices of a wait."""
         if self.failure is None:
             now = time.monotonic()
-            for rank, when in self.peers.gone().items():
-                if rank not in self.left and now - when > self.patience_s:
-                    self.failure = self.describe_lost(rank)
-                    break
+            self.note_lost_peer(now)
             if self.failure is None and now - since > self.timeout_s:
                 self.is_lost = False
                 self.failure = (
@@ -170,6 +167,12 @@ class Watch:
         waits = self.wait_for or "a collective of torch's"
         return f"{waits} (step {self.step}, {self.phase}, unit {self.unit or '-'})"
 
+    def note_lost_peer(self, now: float) -> None:
+        """Set `failure` if a peer ended more than `patience_s` ago without having ended its script."""
+        for rank, when in self.peers.gone().items():
+            if self.failure is None and rank not in self.left and now - when > self.patience_s:
+                self.failure = self.describe_lost(rank)
+
     def describe_lost(self, rank: int) -> str:
         """The error text for a rank that has ended."""
         subject = f"rank {rank} (pid {self.peers.pid(rank)})"
@@ -183,7 +186,7 @@ class Watch:
         """Start watching the ranks of `axis`. Collective."""
         if axis.size < 2:
             return
-        from slipstream.world.monitor import Monitor
+        from slipstream.world.monitor import StatusMonitor
 
         self.rank = axis.ranks[axis.index]
         self.peers = Peers(meet(axis))
@@ -192,7 +195,7 @@ class Watch:
         shared: Any = dist.distributed_c10d._get_default_store()
         own = shared.clone()  # a separate connection, which no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
-        self._monitor = Monitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
+        self._monitor = StatusMonitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
         self._thread = threading.Thread(target=self._monitor.run, args=(self._stop,), name="slipstream-watch", daemon=True)
         self._thread.start()
         atexit.unregister(_leave_all)
