@@ -59,14 +59,9 @@ def per_parameter(plan: Plan) -> StateBytes:
 
     from slipstream.train.planning import explain
 
-    precision = plan.precision
-    grad_dtype = precision.grad_accum_dtype
-    if grad_dtype is None:
-        grad_dtype = precision.param_dtype if plan.batch.accumulation == 1 else torch.float32
-    master = 0 if precision.master_dtype is precision.param_dtype else precision.master_dtype.itemsize
-    moments = 2 if plan.optimizer is None else explain.moments_of(plan.optimizer.type, plan.optimizer.params)
-    states = precision.state_dtype.itemsize * moments
-    return StateBytes(precision.param_dtype.itemsize, grad_dtype.itemsize, master + states)
+    [part] = explain.parts_of(torch.nn.Linear(1, 1, bias=False, device="meta"), plan, plan.zero.shard_size or 1)
+    dtypes, moments = part.dtypes, explain.setting_of(plan, 1, "cpu").num_moments * plan.precision.state_dtype.itemsize
+    return StateBytes(dtypes.weights.itemsize, dtypes.grads.itemsize, dtypes.master.itemsize * part.has_master + moments)
 
 
 def per_rank(stage: int, per_param: StateBytes, num_params: int, num_shards: int) -> StateBytes:

@@ -21,6 +21,7 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
 from slipstream.zero.placement import Tier
+from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Section, Store, section, write
 from slipstream.zero.storage.stream import Chunk, Use, chunks
 from slipstream.zero.unit import Unit
@@ -104,17 +105,14 @@ class NativeSteps(ShardedSteps):
     def _allocate(self, unit: Unit) -> Moments:
         assert unit.grads is not None
         states: dict[str, Store] = {}
-        uses, lane = {}, self.homes.lane_from
         for name, signed in zip(self.rule.states, self.rule.signed, strict=True):
             dtype = torch.uint8 if self.form.coded and not signed else self.form.dtype
-            store = unit.homes.state(unit.master.numel, dtype)
-            uses[name], states[name] = Use(store, read=True, write=True), CodedStore(store) if self.form.coded else store
-        uses["master"] = Use(unit.master, read=True, write=True, lane=lane(unit.master))
-        uses["grads"] = Use(unit.grads, read=True, write=False, lane=lane(unit.grads))
-        if unit.out is not None:
-            uses["out"] = Use(unit.out, read=False, write=True, lane=lane(unit.out))
-        cut = chunks(unit.master.numel, uses, unit.master.numel if self.rule.is_whole else self.chunk_numel)
-        return Moments(states=states, chunks=cut, slot_nbytes=max((chunk.nbytes() for chunk in cut), default=0), runs=[])
+            states[name] = unit.homes.state(unit.master.numel, dtype)
+        most = unit.master.numel if self.rule.is_whole else self.chunk_numel
+        pieces = cut(self.homes, states, unit.master, unit.grads, unit.out, most)
+        if self.form.coded:
+            states = {name: CodedStore(store) for name, store in states.items()}
+        return Moments(states=states, chunks=pieces, slot_nbytes=max((chunk.nbytes() for chunk in pieces), default=0), runs=[])
 
     def begin(self, units: Sequence[Unit]) -> None:
         self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
@@ -195,6 +193,16 @@ class NativeSteps(ShardedSteps):
 
     def load_scalars(self, piece: Piece, values: dict[str, Any]) -> None:
         piece.step = int(values.get("step", 1))
+
+
+def cut(homes: Homes, states: Mapping[str, Store], master: Store, grads: Store, out: Store | None, most: int) -> list[Chunk]:
+    """Cut a unit's optimizer span into chunks of at most `most` elements. `out`: its weights, if they are not their own masters."""
+    uses = {name: Use(store, read=True, write=True) for name, store in states.items()}
+    uses["master"] = Use(master, read=True, write=True, lane=homes.lane_from(master))
+    uses["grads"] = Use(grads, read=True, write=False, lane=homes.lane_from(grads))
+    if out is not None:
+        uses["out"] = Use(out, read=False, write=True, lane=homes.lane_from(out))
+    return chunks(master.numel, uses, most)
 
 
 class CodedStore(Store):

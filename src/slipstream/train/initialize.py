@@ -242,6 +242,24 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
     )
 
 
+def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> Recipe:
+    """The recipe of a plan's units for this optimizer (None: no optimizer) and its native rule (None: it has none)."""
+    precision = plan.precision
+    return Recipe(
+        placement=stage_placement(plan.zero.stage),
+        weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
+        master_dtype=precision.master_dtype,
+        grads_dtype=precision.grad_accum_dtype,
+        wire_dtype=precision.comm_dtype,
+        accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
+        whole=inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner)),
+        poison=plan.debug.poison_released,
+        align=Form(dtype=precision.state_dtype).align,
+        tiers=tiers_of(plan.offload),
+        state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
+    )
+
+
 def _engine(
     plan: Plan,
     model: nn.Module,
@@ -251,24 +269,10 @@ def _engine(
     rule: Rule | None,
     values: FirstValues,
 ) -> Engine:
-    whole = inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner))
-    precision, tiers = plan.precision, tiers_of(plan.offload)
+    precision, recipe = plan.precision, recipe_of(plan, inner, rule)
     form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
     if inner is not None:
         fit.refuse(plan, inner, rule)
-    recipe = Recipe(
-        placement=stage_placement(plan.zero.stage),
-        weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
-        master_dtype=precision.master_dtype,
-        grads_dtype=precision.grad_accum_dtype,
-        wire_dtype=precision.comm_dtype,
-        accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
-        whole=whole,
-        poison=plan.debug.poison_released,
-        align=form.align,
-        tiers=tiers,
-        state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
-    )
     transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
@@ -282,7 +286,7 @@ def _engine(
         units, slots, homes = build_units(model, recipe, families, device, open_space, values)
         spread_first([b for name, b in model.named_buffers() if values.reader is None or name not in values.reader], comms.data)
         failed.pop_all()
-    if tiers.weights is Tier.DISK and mesh.is_first:
+    if recipe.tiers.weights is Tier.DISK and mesh.is_first:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
         warn_of_resident_weights(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
     convert_buffers(model, recipe.weights_dtype, precision.buffer_dtype)
@@ -297,7 +301,7 @@ def _engine(
         homes=homes,
         recipe=recipe,
         open_space=open_space,
-        steps=_steps(plan, units, inner, rule, form, whole=whole),
+        steps=_steps(plan, units, inner, rule, form, whole=recipe.whole),
         watch=watch,
         device=device,
     )

@@ -6,124 +6,114 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn as nn
 
-from slipstream.config.plan import Plan
-from slipstream.optim import is_elementwise
-from slipstream.optim.native import Form, NativeSteps
-from slipstream.optim.sharded import ShardedSteps
-from slipstream.train.disk_space import tiers_of
+from slipstream.config.plan import OptimizerPlan, Plan
+from slipstream.optim.rules import Rule
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
 from slipstream.train.states import States
-from slipstream.zero.layout import flat_layout, whole_layout
-from slipstream.zero.leaves import named_leaves
-from slipstream.zero.placement import Tier, stage_placement
+from slipstream.world.mesh import Axis, Differs, Family
+from slipstream.zero.build import Recipe, UnitPlan, plan_units
+from slipstream.zero.comm import LocalComm
+from slipstream.zero.placement import Tier
 from slipstream.zero.shared import SharedComm
-from slipstream.zero.unit import Unit
+from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.wrap import wrap
 
-# The number of full-size moments by lower-case optimizer name; all others have two, like Adam.
+# The number of full-size moments of optimizers without a native kernel, by lower-case class name; all others have two, like Adam.
 _MOMENTS = {"nooptimizer": 0, "sgd": 0, "lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1, "adafactor": 0, "rprop": 2}
 
+Optimizer = tuple[torch.optim.Optimizer, Rule | None]  # and its native rule
 
-def moments_of(optimizer: str, options: Mapping[str, Any]) -> int:
+
+def _num_moments(inner: torch.optim.Optimizer, rule: Rule | None) -> int:
     """The number of full-size moments of an optimizer."""
-    name = optimizer.lower()
-    return 1 if name == "sgd" and options.get("momentum") else _MOMENTS.get(name, 2)
+    if rule is not None:
+        return len(rule.states)
+    name = type(inner).__name__.lower()
+    return 1 if name == "sgd" and inner.defaults.get("momentum") else _MOMENTS.get(name, 2)
 
 
 # -- from a plan --
 
 
-class Optimizer(NamedTuple):
-    """The properties of an optimizer that determine sizes."""
-
-    num_moments: int
-    streams: bool  # it has a native kernel
-    whole: bool  # it depends on parameters' shapes
-
-
 def optimizer_of(plan: Plan) -> Optimizer:
-    """The properties of the plan's optimizer; AdamW's if the plan has none."""
+    """The plan's optimizer over a model of one layer; AdamW if the plan has none."""
     from slipstream.train.initialize import rehearse
 
-    if plan.optimizer is None:
-        return Optimizer(2, streams=True, whole=False)
-    inner, rule = rehearse(plan)
+    inner, rule = rehearse(plan if plan.optimizer else replace(plan, optimizer=OptimizerPlan(type="AdamW", params={})))
     assert inner is not None, "the plan names an optimizer"
-    if rule is not None:
-        return Optimizer(len(rule.states), streams=True, whole=rule.is_whole)
-    return Optimizer(moments_of(plan.optimizer.type, plan.optimizer.params), streams=False, whole=not is_elementwise(inner))
+    return inner, rule
+
+
+def recipe_of(plan: Plan, optimizer: Optimizer | None = None) -> Recipe:
+    """The recipe from which `initialize` would build the plan's units."""
+    from slipstream.train.initialize import recipe_of as recipe
+
+    return recipe(plan, *(optimizer or optimizer_of(plan)))
 
 
 def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[Part]:
-    """The units that `initialize` would build for the model, with their dtypes (zero/build.py)."""
-    cut = whole_layout if (optimizer or optimizer_of(plan)).whole else flat_layout
-    align = Form(dtype=plan.precision.state_dtype).align
-    shards, params, parts = plan.zero.shard_size or world, {leaf.name: leaf.tensor for leaf in named_leaves(model)}, []
-    place, precision = stage_placement(plan.zero.stage), plan.precision
-    for group in wrap(model):
-        shapes = [(name, tuple(params[name].shape)) for name in group.param_names]
-        layout = cut(shapes, world, align)
-        cuts = layout.shards(shards)
-        weights = group.dtype
-        if not group.exact and precision.param_dtype is not torch.float32:
-            weights = precision.param_dtype
-        accumulates = plan.batch.accumulation > 1 or not plan.batch.managed
-        kept = precision.grad_accum_dtype or (torch.promote_types(weights, torch.float32) if accumulates else weights)
-        if world > shards and precision.comm_dtype is not None:
-            kept = torch.promote_types(kept, precision.comm_dtype)
-        wire = precision.comm_dtype or (weights if place.grads else kept)
-        if not group.trainable:
-            kept = wire = weights
-        parts.append(
-            Part(
-                name=group.name,
-                block=group.module_name,
-                trainable=group.trainable,
-                numel=layout.numel,
-                span=max(b - a for a, b in itertools.pairwise(cuts)),  # the longest of any rank
-                weights=weights.itemsize,
-                master=max(weights.itemsize, precision.master_dtype.itemsize) if group.trainable else weights.itemsize,
-                local=kept.itemsize,
-                wire=wire.itemsize,
-                grads=kept.itemsize,
-                casts=wire is not kept,
-            )
-        )
-    return parts
+    """The units that `initialize` would build for the model, by its own plans (zero/build.py)."""
+    groups = wrap(model)
+    families = {differs: _comms(world, plan.zero.shard_size, differs) for differs in {(), *(group.differs for group in groups)}}
+    return [
+        _part(unit.group.name, unit.group.module_name, unit.group.trainable, unit, _longest_span(unit))
+        for unit in plan_units(groups, model, recipe_of(plan, optimizer), families)
+    ]
 
 
-def setting_of(plan: Plan, world: int, device: str, *, transport: str | None = None, optimizer: Optimizer | None = None) -> Setting:
-    """The training setup of a plan. `transport`: the ranks' transport; None: the one they would choose if all share this host."""
-    optimizer = optimizer or optimizer_of(plan)
-    tiers, on_host = tiers_of(plan.offload), device == "cpu"
-    private = plan.debug.poison_released or tiers.weights is Tier.DISK  # as _transport in train/initialize.py
-    transport = transport or ("gloo" if private or not on_host or plan.zero.transport == "gloo" else "shared")
-    return Setting(
-        placement=stage_placement(plan.zero.stage),
-        tiers=tiers,
-        on_host=on_host,
-        ranks=plan.zero.shard_size or world,
-        copies=world // (plan.zero.shard_size or world),
-        shared=transport == "shared" or world == 1,
-        poison=plan.debug.poison_released,
-        moments=(plan.precision.state_dtype.itemsize,) * optimizer.num_moments,
-        coded=Form(dtype=plan.precision.state_dtype).coded,
-        streams=optimizer.streams,
-        chunk_numel=1 << 62 if optimizer.whole else plan.offload.chunk_numel,
-        num_buffers=plan.offload.num_buffers,
-        accumulation=plan.batch.accumulation,
+def _longest_span(unit: UnitPlan) -> int:
+    """The longest share of any rank."""
+    return max(stop - start for start, stop in itertools.pairwise(unit.layout.shards(unit.comms.dp.size)))
+
+
+def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: int) -> Part:
+    return Part(
+        name=name,
+        block=block,
+        trainable=trainable,
+        numel=unit.layout.numel,
+        span=span,
+        ranks=unit.comms.dp.size,
+        copies=unit.comms.dp_replicate.size,
+        dtypes=unit.dtypes,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _comms(world: int, shard_size: int | None, differs: Differs) -> Comms:
+    """Transports of a family in a world of so many ranks, for their sizes: nothing is sent."""
+    both = world // math.prod(split.size for split in differs)
+    shards = both if differs else shard_size or both
+
+    def comm(name: str, size: int) -> LocalComm:
+        return LocalComm(Axis(name, None, tuple(range(size)), 0, size), predict.META)
+
+    dp, copies, data = comm("dp", shards), comm("dp_replicate", both // shards), comm("both", both)
+    parts = tuple(comm(split.axis, split.size).axis for split in differs)
+    return Comms(family=Family(differs, parts, data.axis, copies.axis, dp.axis), dp=dp, dp_replicate=copies, data=data)
+
+
+def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | None = None) -> Setting:
+    """The training setup of a plan, with the transport that ranks would choose if all share this host."""
+    inner, rule = optimizer = optimizer or optimizer_of(plan)
+    recipe, on_host = recipe_of(plan, optimizer), device == "cpu"
+    private = recipe.poison or recipe.tiers.weights is Tier.DISK  # as _transport in train/initialize.py
+    shared = world == 1 or (on_host and not private and plan.zero.transport != "gloo")
+    return Setting(
+        plan=plan, recipe=recipe, on_host=on_host, shared=shared, num_moments=_num_moments(inner, rule), streams=rule is not None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
     """The prediction for a run. `peak` and `times` are None if the activations are not known."""
 
@@ -132,24 +122,28 @@ class Forecast:
     profile: Profile | None
     rates: Rates | None
 
-    @property
-    def rest(self) -> tuple[Line, ...]:
-        return predict.idle_memory(self.parts, self.setting)
+    @cached_property
+    def counted(self) -> predict.Counted:
+        return predict.count(self.parts, self.setting)
 
     @property
+    def rest(self) -> tuple[Line, ...]:
+        return predict.idle_memory(self.counted)
+
+    @cached_property
     def peak(self) -> Peak | None:
-        return None if self.profile is None else predict.peak(self.parts, self.setting, self.profile)
+        return None if self.profile is None else predict.peak(self.counted, self.profile)
 
     @property
     def flow(self) -> Flow:
         """Of one step."""
-        return predict.traffic(self.parts, self.setting).step(self.setting.accumulation)
+        return predict.traffic(self.counted).step(self.setting.plan.batch.accumulation)
 
-    @property
+    @cached_property
     def times(self) -> Times | None:
         if self.profile is None or self.rates is None:
             return None
-        return predict.times(self.parts, self.setting, self.profile, self.rates)
+        return predict.times(self.counted, self.profile, self.rates)
 
 
 # -- of an engine --
@@ -157,10 +151,16 @@ class Forecast:
 
 def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
     """The forecast of an engine; with a batch (the model's arguments), including its peak."""
-    plan, world, steps = states.plan, states.mesh.batch.size, states.steps
-    transport = "shared" if isinstance(states.comms.data, SharedComm) else "gloo"
-    optimizer = Optimizer(_num_moments(steps), streams=isinstance(steps, NativeSteps), whole=False)  # units are cut already
-    setting = setting_of(plan, world, states.device.type, transport=transport, optimizer=optimizer)
+    plan, steps = states.plan, states.steps
+    rule = steps.rule
+    setting = Setting(
+        plan=plan,
+        recipe=states.recipe,
+        on_host=states.device.type == "cpu",
+        shared=states.comms.data.size == 1 or isinstance(states.comms.data, SharedComm),
+        num_moments=_num_moments(steps.inner, rule),
+        streams=rule is not None,
+    )
     profile = None
     if args or kwargs:
         from slipstream.train.planning.dry_run import dry_run  # torch's fake tensors are slow to import
@@ -171,27 +171,8 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
 
 def part_of(unit: Unit) -> Part:
     """The sizes of a unit."""
-    dtypes = unit.dtypes
-    return Part(
-        name=unit.name,
-        block="" if unit.block is None else unit.name.partition(" (frozen")[0],
-        trainable=unit.trainable,
-        numel=unit.layout.numel,
-        span=unit.span[1] - unit.span[0],
-        weights=dtypes.weights.itemsize,
-        master=dtypes.master.itemsize,
-        local=dtypes.local.itemsize,
-        wire=dtypes.wire.itemsize,
-        grads=dtypes.grads.itemsize,
-        casts=dtypes.wire != dtypes.local,
-    )
-
-
-def _num_moments(steps: ShardedSteps) -> int:
-    """Moments of a native rule, or of a torch optimizer by its class."""
-    if steps.rule is not None:
-        return len(steps.rule.states)
-    return moments_of(type(steps.inner).__name__, steps.inner.defaults)
+    block = "" if unit.block is None else unit.name.partition(" (")[0]
+    return _part(unit.name, block, unit.trainable, unit, unit.span[1] - unit.span[0])
 
 
 # -- as text --
@@ -237,16 +218,22 @@ def table(forecast: Forecast) -> str:
         row(state, chosen, details)
     total = f"{sum(line.nbytes for line in lines) / num_parameters:.2f} B per parameter"
     row("idle" if peak is None else "peak", lines, total if peak is None else f"in {peak.when}; {total}")
-    moved = [(what, getattr(forecast.flow, link)) for link, what in _LINKS.items() if getattr(forecast.flow, link)]
-    text += ["", "per step and rank"] + [f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)]]
-    times = forecast.times
-    if times is not None:
-        text += ["", "busy per step"]
-        for cost in times.costs:
-            amount = f"{cost.amount / 1e9:.1f} GFLOP" if cost.resource == "compute" else size(cost.amount)
-            text.append(f"  {cost.resource:<22}{amount:>14}{seconds(cost.seconds):>12}")
-        text.append(f"  {'step, overlapped':<22}{'':>14}{seconds(times.seconds):>12}  limited by {times.limit}")
-    return "\n".join(text)
+    return "\n".join([*text, *_traffic_rows(forecast.flow), *_time_rows(forecast.times)])
+
+
+def _traffic_rows(flow: Flow) -> list[str]:
+    moved = [(what, getattr(flow, link)) for link, what in _LINKS.items() if getattr(flow, link)]
+    return ["", "per step and rank", *(f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)])]
+
+
+def _time_rows(times: Times | None) -> list[str]:
+    if times is None:
+        return []
+    rows = ["", "busy per step"]
+    for cost in times.costs:
+        amount = f"{cost.amount / 1e9:.1f} GFLOP" if cost.resource == "compute" else size(cost.amount)
+        rows.append(f"  {cost.resource:<22}{amount:>14}{seconds(cost.seconds):>12}")
+    return [*rows, f"  {'step, overlapped':<22}{'':>14}{seconds(times.seconds):>12}  limited by {times.limit}"]
 
 
 def seconds(value: float) -> str:

@@ -1,80 +1,110 @@
 """Predict a configuration's needs before it runs: peak memory, traffic per step, step time and its bottleneck.
 
-Pure functions of plain numbers; bytes are per rank. `explain.py` provides the sizes (of an engine, or of a model on meta),
-`train/planning/dry_run.py` measures a micro-batch's activations and compute.
+Bytes are per rank. `explain.py` provides the parts (of an engine, or of a model on meta), `count` allocates their states without
+memory by the code that allocates an engine's, and `train/planning/dry_run.py` measures a micro-batch's activations and compute.
 
 part     a unit (zero/unit.py): parameters that are gathered together
-state    one flat array of a part: its weights, gradients, master, or a moment of the optimizer
+stored   a part's states in stores without memory, and the chunks in which the optimizer updates them
 moment   a period of a micro-batch in which one block computes
 flow     bytes over each link: between ranks, to and from the host (CUDA), from and to the disk
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from slipstream.config.plan import Plan
+from slipstream.optim.native import Form, cut
+from slipstream.zero.build import Recipe
 from slipstream.zero.placement import Placement, Tier, Tiers
-from slipstream.zero.storage.store import disk_nbytes, range_nbytes
+from slipstream.zero.storage.homes import Homes
+from slipstream.zero.storage.lane import Lane
+from slipstream.zero.storage.store import DiskStore, HostStore, MemoryStore, Space, Spaces, Store, disk_nbytes, range_nbytes
+from slipstream.zero.storage.stream import Chunk
+from slipstream.zero.unit import Dtypes
 
-_GRADIENT_BUFFERS = (
-    2  # of each ring of gradients: one fills while the other is summed (zero/build.py) or written (zero/storage/homes.py)
-)
+META = torch.device("meta")
+_GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is summed (zero/hooks.py: Slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A unit's sizes: numbers of elements, and bytes per element."""
+    """A unit's sizes and dtypes."""
 
     name: str
     block: str  # the module that gathers it; "": the root, which stays gathered during the whole pass
     trainable: bool
     numel: int
     span: int  # this rank's share
-    weights: int
-    master: int  # equal to `weights` if the weights are their own masters
-    local: int  # gradients before the reduction; they persist if gradients are replicated
-    wire: int  # gradients on the wire
-    grads: int  # gradients after the reduction
-    casts: bool  # whether the wire's dtype differs from the local one
+    ranks: int  # that share one copy of the states
+    copies: int  # of the states (MiCS)
+    dtypes: Dtypes
 
     @property
     def has_master(self) -> bool:
-        return self.master != self.weights
+        return self.dtypes.master != self.dtypes.weights
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the gathered weights."""
+        return self.numel * self.dtypes.weights.itemsize
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes of the gradients that are reduced."""
+        return self.numel * self.dtypes.wire.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """The training setup of the parts."""
 
-    placement: Placement
-    tiers: Tiers
+    plan: Plan
+    recipe: Recipe
     on_host: bool  # the device is the host: one memory
-    ranks: int  # that share one copy of the states
-    copies: int  # of the states (MiCS)
     shared: bool  # shared memory between ranks: nothing is sent, and sharded weights are one mapping
-    poison: bool  # debugging: gathered weights have their own memory even with shared memory
-    moments: tuple[int, ...]  # bytes per element of each optimizer state
-    coded: bool  # moments are 8-bit codes, with a scale per 256 values in memory
+    num_moments: int
     streams: bool  # the optimizer has a native kernel, which works on chunks
-    chunk_numel: int
-    num_buffers: int
-    accumulation: int
+
+    @property
+    def placement(self) -> Placement:
+        return self.recipe.placement
+
+    @property
+    def tiers(self) -> Tiers:
+        return self.recipe.tiers
+
+    @property
+    def host(self) -> Tier:
+        return Tier.DEVICE if self.on_host else Tier.HOST
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether sharded weights are stored in the device's memory."""
+        return self.tiers.weights in (Tier.DEVICE, Tier.HOST if self.on_host else Tier.DEVICE)
 
     @property
     def common(self) -> bool:
         """All ranks compute from the sharded weights in shared memory, so gathering moves nothing."""
-        return self.shared and not self.poison and self.tier(self.tiers.weights) is Tier.DEVICE
+        return self.shared and not self.recipe.poison and self.is_resident
 
     @property
     def steps_on_host(self) -> bool:
         """The optimizer steps on the host while the model is on a GPU."""
         return not self.on_host and self.tiers.optim is not Tier.DEVICE
 
-    def tier(self, tier: Tier) -> Tier:
-        return Tier.DEVICE if tier is Tier.HOST and self.on_host else tier
+    def owned(self, part: Part) -> int:
+        """Elements that this rank's optimizer updates."""
+        return part.span if self.placement.optim else part.numel
+
+    def sends(self, part: Part) -> bool:
+        return part.ranks > 1 and not self.shared
 
 
 class Moment(NamedTuple):
@@ -104,7 +134,7 @@ class Profile(NamedTuple):
 
 def stated(parts: Sequence[Part], activations: int) -> Profile:
     """The profile of a model that cannot be dry-run, from the user's bytes of activations per micro-batch; compute is unknown."""
-    own = {part.name: part.numel * part.weights if part.trainable else 0 for part in parts}
+    own = {part.name: part.weights_nbytes if part.trainable else 0 for part in parts}
     root = sum(own[part.name] for part in parts if not part.block)
     moments = [
         Moment("backward", part.block, activations, activations + root + (own[part.name] if part.block else 0)) for part in parts
@@ -115,94 +145,88 @@ def stated(parts: Sequence[Part], activations: int) -> Profile:
 # -- where states are stored --
 
 
-class State(NamedTuple):
-    """One stored flat array of `numel` elements. If the tier is the disk, the first `head` elements stay in memory."""
+class CountingLane(Lane):
+    """Allocates host memory that is never used."""
 
-    numel: int
-    itemsize: int
-    tier: Tier
-    head: int = 0
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=META)
+
+    now: Any = None  # a forecast copies nothing
+    copy: Any = None
+    behind: Any = None
+    close: Any = None
+
+
+class Stored(NamedTuple):
+    """A part's states in stores without memory."""
+
+    part: Part
+    weights: Store
+    grads: Store | None  # None: the part is frozen
+    optim: Mapping[str, Store]  # masters, if the weights are not their own, and moments
+    chunks: Sequence[Chunk]  # of the optimizer
 
     @property
-    def resident(self) -> int:
-        return (self.head if self.tier is Tier.DISK else self.numel) * self.itemsize
-
-    @property
-    def on_disk(self) -> int:
-        return disk_nbytes(self.numel, self.itemsize, self.head) if self.tier is Tier.DISK else 0
-
-    def is_away(self, stop: int) -> bool:
-        """Whether some of the elements up to `stop` are on disk."""
-        return self.tier is Tier.DISK and stop > self.head
+    def states(self) -> Iterator[tuple[str, str, Store]]:
+        """Yield (kind of state, name, store)."""
+        yield "weights", "weights", self.weights
+        if self.grads is not None:
+            yield "gradients", "gradients", self.grads
+        for name, store in self.optim.items():
+            yield "optimizer", "masters" if name == "master" else "moments", store
 
 
-def states_of(parts: Sequence[Part], setting: Setting) -> list[dict[str, State]]:
-    """Each part's states by name: weights, grads, master (if weights are not their own masters), moments."""
-    place, tiers, result, to_keep = setting.placement, setting.tiers, [], setting.tiers.weights_kept
+class Counted(NamedTuple):
+    """All parts' states, in the stores that an engine would make."""
 
-    def state(tier: Tier, numel: int, itemsize: int, kept: int = 0) -> State:
-        tier = setting.tier(tier)
-        if tier is Tier.DISK and kept < numel:
-            return State(numel, itemsize, tier, head=min(range_nbytes(kept, 1), numel))  # in grains, as zero/storage/stream.py cuts
-        return State(numel, itemsize, setting.tier(Tier.HOST) if tier is Tier.DISK else tier)
-
-    for part in parts:
-        states: dict[str, State] = {}
-        if place.weights:
-            kept = min(part.span, to_keep)
-            to_keep -= kept
-            states["weights"] = state(tiers.weights, part.span, part.weights, kept)
-        else:
-            states["weights"] = state(Tier.DEVICE, part.numel, part.weights)
-        if part.trainable:
-            in_memory = not place.grads or setting.copies > 1
-            numel, itemsize = (part.span, part.grads) if place.grads else (part.numel, part.local)
-            states["grads"] = state(Tier.DEVICE if in_memory else tiers.grads(on_host=setting.on_host), numel, itemsize)
-            owned = part.span if place.optim else part.numel
-            optimizer = {"master": part.master} if part.has_master else {}
-            optimizer |= {f"moment {i}": itemsize for i, itemsize in enumerate(setting.moments)}
-            for name, itemsize in optimizer.items():
-                states[name] = state(tiers.optim, owned, itemsize, round(owned * tiers.kept))
-        result.append(states)
-    return result
+    setting: Setting
+    parts: Sequence[Stored]
+    homes: Homes
 
 
-class Use(NamedTuple):
-    """A state of a chunk, and whether the optimizer reads and writes it."""
-
-    state: State
-    reads: bool
-    writes: bool
-
-
-class Chunk(NamedTuple):
-    """The elements that the optimizer updates at a time: bytes buffered in memory, read from disk and written to disk."""
-
-    buffer: int
-    read: int
-    written: int
+def count(parts: Sequence[Part], setting: Setting) -> Counted:
+    """Allocate the states of the parts as an engine does, on meta and in files that are not there."""
+    space = Space(_no_file, 1 << 62)
+    homes = Homes(setting.tiers, META, Spaces(space, space), None if setting.on_host else CountingLane())
+    with META:  # the heads of states on disk
+        return Counted(setting, [_store(part, setting, homes) for part in parts], homes)
 
 
-def chunks_of(part: Part, states: Mapping[str, State], setting: Setting) -> Iterator[Chunk]:
-    """The chunks of a part, cut like stream.py: also at each head; none if every state is where the optimizer steps."""
-    owned = part.span if setting.placement.optim else part.numel
-    # the optimizer writes its share of replicated weights in place
-    weights = states["weights"] if setting.placement.weights else State(owned, part.weights, Tier.DEVICE)
-    uses = [Use(states["grads"], True, False), Use(weights, not part.has_master, True)]
-    uses += [Use(state, True, True) for name, state in states.items() if name not in ("weights", "grads")]
-    over = [use.state for use in uses if setting.steps_on_host and use.state.tier is Tier.DEVICE]  # copied to the host and back
-    away = [use.state for use in uses if use.state.is_away(owned)]
-    start = 0
-    for edge in sorted({owned, *(state.head for state in away if state.head)}) if away or over else []:
-        while start < edge:
-            stop = min(start + range_nbytes(setting.chunk_numel, 1), edge)
-            moved = [(use, range_nbytes(stop - start, use.state.itemsize)) for use in uses if use.state.is_away(stop)]
-            yield Chunk(
-                buffer=sum(nbytes for _, nbytes in moved) + sum(range_nbytes(stop - start, state.itemsize) for state in over),
-                read=sum(nbytes for use, nbytes in moved if use.reads),
-                written=sum(nbytes for use, nbytes in moved if use.writes),
-            )
-            start = stop
+def _no_file(nbytes: int) -> Any:
+    return None
+
+
+def _store(part: Part, setting: Setting, homes: Homes) -> Stored:
+    """Allocate one part's states, as zero/unit.py and optim/native.py do."""
+    place, dtypes, owned, plan = setting.placement, part.dtypes, setting.owned(part), setting.plan
+
+    def memory(numel: int, dtype: torch.dtype) -> Store:
+        return MemoryStore(torch.empty(numel, dtype=dtype, device=META))
+
+    sharded = homes.weights(part.span, dtypes.weights, trainable=part.trainable) if place.weights else None
+    weights = sharded or memory(part.numel, dtypes.weights)
+    if not part.trainable:
+        return Stored(part, weights, None, {}, ())
+    if place.grads and part.copies == 1:
+        grads = homes.gradients(part.span, dtypes.grads)
+    else:
+        grads = memory(part.span if place.grads else part.numel, dtypes.grads)
+    moments = {f"moment {i}": homes.state(owned, plan.precision.state_dtype) for i in range(setting.num_moments)}
+    out = sharded or memory(owned, dtypes.weights)
+    most = owned if setting.recipe.whole else plan.offload.chunk_numel
+    if not part.has_master:
+        return Stored(part, weights, grads, moments, cut(homes, moments, out, grads, None, most))
+    master = homes.state(owned, dtypes.master)
+    return Stored(part, weights, grads, {"master": master, **moments}, cut(homes, moments, master, grads, out, most))
+
+
+def _on_disk(store: Store) -> int:
+    return disk_nbytes(store.numel, store.dtype.itemsize, store.head.numel()) if isinstance(store, DiskStore) else 0
+
+
+def _on_host(store: Store) -> int:
+    """Bytes in the host memory of a device with memory of its own."""
+    return store.nbytes if isinstance(store, HostStore) else 0
 
 
 # -- memory --
@@ -232,93 +256,83 @@ class Peak(NamedTuple):
         return self.total(Tier.DEVICE, Tier.HOST)
 
 
-def idle_memory(parts: Sequence[Part], setting: Setting) -> tuple[Line, ...]:
+def idle_memory(counted: Counted) -> tuple[Line, ...]:
     """The memory that is allocated all the time."""
+    setting, parts, homes = counted
     totals: Counter[tuple[str, str, Tier]] = Counter()
-
-    def add(state: str, what: str, tier: Tier, nbytes: int) -> None:
-        totals[state, what, tier] += nbytes
-
-    groups = {"weights": ("weights", "weights"), "grads": ("gradients", "gradients"), "master": ("optimizer", "masters")}
-    rings: dict[int, int] = {}
-    chunk = disk_gradient = landing = 0
-    host = Tier.DEVICE if setting.on_host else Tier.HOST
-    for part, states in zip(parts, states_of(parts, setting), strict=True):
-        for name, state in states.items():
-            kind, what = groups.get(name, ("optimizer", "moments"))
-            add(kind, what, Tier.DISK, state.on_disk)
-            add(kind, what, host if state.tier is Tier.DISK else state.tier, state.resident)
-        if part.trainable:
-            if setting.coded:
-                owned = part.span if setting.placement.optim else part.numel
-                resident = Tier.DEVICE if setting.tiers.optim is Tier.DEVICE else host
-                add("optimizer", "scales of 8-bit moments", resident, len(setting.moments) * -(-owned // 256) * 4)
-            if setting.placement.grads or part.casts:  # one ring per dtype on the wire, with buffers for the longest part
-                rings[part.wire] = max(rings.get(part.wire, 0), part.numel * part.wire)
-            if setting.streams:
-                chunk = max([chunk, *(each.buffer for each in chunks_of(part, states, setting))])
-            disk_gradient = max(disk_gradient, states["grads"].on_disk)
-            if states["grads"].tier is Tier.HOST:
-                landing = max(landing, range_nbytes(part.span, part.grads))
-    add("buffers", "ring of gradients to other ranks", Tier.DEVICE, _GRADIENT_BUFFERS * sum(rings.values()))
-    add("buffers", "ring of the optimizer's chunks", host, setting.num_buffers * chunk)
-    add("buffers", "ring of gradients to the disk", host, _GRADIENT_BUFFERS * disk_gradient)
-    add("buffers", "ring of gradients to the host", Tier.DEVICE, _GRADIENT_BUFFERS * landing)
+    rings: dict[tuple[int, torch.dtype], int] = {}
+    for part, stored in ((stored.part, stored) for stored in parts):
+        for state, what, store in stored.states:
+            totals[state, what, Tier.DISK] += _on_disk(store)
+            totals[state, what, Tier.DEVICE if type(store) is MemoryStore else setting.host] += store.resident_nbytes
+        if part.trainable and (setting.placement.grads or part.dtypes.wire != part.dtypes.local):
+            key = part.ranks, part.dtypes.wire  # one ring each, with buffers for the longest part
+            rings[key] = max(rings.get(key, 0), part.wire_nbytes)
+    if Form(dtype=setting.plan.precision.state_dtype).coded:
+        scales = sum(-(-setting.owned(stored.part) // 256) * 4 for stored in parts if stored.part.trainable)
+        tier = Tier.DEVICE if setting.tiers.optim is Tier.DEVICE else setting.host
+        totals["optimizer", "scales of 8-bit moments", tier] = setting.num_moments * scales
+    chunk = max((chunk.nbytes() for stored in parts for chunk in stored.chunks), default=0) if setting.streams else 0
+    to_disk = setting.tiers.grads(on_host=setting.on_host) is Tier.DISK
+    totals["buffers", "ring of gradients to other ranks", Tier.DEVICE] = _GRADIENT_BUFFERS * sum(rings.values())
+    totals["buffers", "ring of the optimizer's chunks", setting.host] = setting.plan.offload.num_buffers * chunk
+    totals["buffers", f"ring of gradients to the {'disk' if to_disk else 'host'}", Tier.DEVICE] = homes.nbytes
     return tuple(Line(*key, nbytes) for key, nbytes in totals.items() if nbytes)
 
 
-def peak(parts: Sequence[Part], setting: Setting, profile: Profile) -> Peak:
+def peak(counted: Counted, profile: Profile) -> Peak:
     """Peak memory of a step: the permanent memory, and the maximum over forward, backward, settle and update."""
-    moments = [*_computing(parts, setting, profile), *_stepping(parts, setting)]
+    moments = [*_computing(counted, profile), *_stepping(counted)]
     lines, when = max(moments, key=lambda moment: sum(line.nbytes for line in moment[0]))
-    return Peak((*idle_memory(parts, setting), *(line for line in lines if line.nbytes)), when)
+    return Peak((*idle_memory(counted), *(line for line in lines if line.nbytes)), when)
 
 
-def _computing(parts: Sequence[Part], setting: Setting, profile: Profile) -> Iterator[tuple[list[Line], str]]:
+def _computing(counted: Counted, profile: Profile) -> Iterator[tuple[list[Line], str]]:
+    setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
     sharded = setting.placement.grads != ()
     # without shared memory, a reduce-scatter of a part receives every rank's share of it
-    received = max((part.numel * part.wire for part in parts if part.trainable), default=0) if _sends(setting) and sharded else 0
+    received = max((part.wire_nbytes for part in trainable if sharded and setting.sends(part)), default=0)
     for i, moment in enumerate(profile.moments):
         gradients = moment.with_grads - moment.activations if sharded else 0
         lines = [
             Line("activations", "activations and temporaries", Tier.DEVICE, moment.activations),
             Line("gradients", "of units that are in backward", Tier.DEVICE, gradients),
-            Line("buffers", "gathered weights", Tier.DEVICE, _gathered(parts, setting, profile.moments[i:])),
+            Line("buffers", "gathered weights", Tier.DEVICE, _gathered(counted, profile.moments[i:])),
         ]
         if moment.phase == "backward":
             lines.append(Line("buffers", "received gradients", Tier.DEVICE, received))
         yield lines, f"{moment.phase} of {moment.block or 'the root'}"
 
 
-def _gathered(parts: Sequence[Part], setting: Setting, moments: Sequence[Moment]) -> int:
+def _gathered(counted: Counted, moments: Sequence[Moment]) -> int:
     """Bytes of gathered weights: the root's, those of the block that computes, and those of the next one, prefetched."""
+    setting, phase, block = counted.setting, moments[0].phase, moments[0].block
     if not setting.placement.weights or setting.common:
         return 0
-    phase, block = moments[0].phase, moments[0].block
     following = next((each.block for each in moments[1:] if each.block not in ("", block) and each.phase == phase), "")
-    nbytes = sum(part.numel * part.weights for part in parts if part.block in {"", block, following})
-    if setting.tier(setting.tiers.weights) is not Tier.DEVICE and setting.ranks > 1:  # this rank's share is read into a buffer
-        nbytes += sum(part.span * part.weights for part in parts if part.block == following)
+    nbytes = 0
+    for part in (stored.part for stored in counted.parts):
+        if part.block in {"", block, following}:
+            nbytes += part.weights_nbytes
+        if part.block == following and part.ranks > 1 and not setting.is_resident:
+            nbytes += part.span * part.dtypes.weights.itemsize  # this rank's share is read into a buffer
     return nbytes
 
 
-def _stepping(parts: Sequence[Part], setting: Setting) -> Iterator[tuple[list[Line], str]]:
+def _stepping(counted: Counted) -> Iterator[tuple[list[Line], str]]:
     """Between the last backward and the next forward."""
-    place, trainable = setting.placement, [part for part in parts if part.trainable]
-    if _sends(setting) and not place.grads:  # all exchanges are in flight: gloo's two threads fill a part each; a third is summed
-        received = sum(sorted(part.numel * part.wire for part in trainable)[-3:])
+    setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
+    place, sending = setting.placement, [part for part in trainable if setting.sends(part)]
+    if sending and not place.grads:  # all exchanges are in flight: gloo's two threads fill a part each; a third is summed
+        received = sum(sorted(part.wire_nbytes for part in sending)[-3:])
         yield [Line("buffers", "received gradients", Tier.DEVICE, received)], "settle"
-    if _sends(setting) and place.optim and not place.weights:
-        sent = sum(part.span * part.weights for part in trainable)
+    if sending and place.optim and not place.weights:
+        sent = sum(part.span * part.dtypes.weights.itemsize for part in sending)
         yield [Line("buffers", "weights being sent", Tier.DEVICE, sent)], "publish"
     temporary = 0
     if not setting.streams:  # a torch optimizer gets a part's gradients in the masters' dtype and needs as much for temporaries
-        temporary = 2 * max(((part.span if place.optim else part.numel) * part.master for part in trainable), default=0)
+        temporary = 2 * max((setting.owned(part) * part.dtypes.master.itemsize for part in trainable), default=0)
     yield [Line("buffers", "optimizer's temporaries", Tier.DEVICE, temporary)], "update"
-
-
-def _sends(setting: Setting) -> bool:
-    return setting.ranks > 1 and not setting.shared
 
 
 # -- traffic --
@@ -340,51 +354,62 @@ class Flow(NamedTuple):
 class Flows(NamedTuple):
     """Traffic by phase."""
 
-    forward: Flow  # of each micro-batch
-    backward: Flow  # of each micro-batch
-    again: Flow  # of each micro-batch but the first: accumulated gradients return to be added to
-    update: Flow  # once a step
+    forward: Flow = Flow()  # of each micro-batch
+    backward: Flow = Flow()  # of each micro-batch
+    again: Flow = Flow()  # of each micro-batch but the first: accumulated gradients return to be added to
+    update: Flow = Flow()  # once a step
 
     def step(self, accumulation: int) -> Flow:
         micro = self.forward.plus(self.backward)
         return self.update.plus(micro, accumulation).plus(self.again, accumulation - 1)
 
 
-def traffic(parts: Sequence[Part], setting: Setting) -> Flows:
+def traffic(counted: Counted) -> Flows:
     """Exact bytes over each link: a part's weights move twice a micro-batch, its gradients once, its states once a step."""
-    place, forward, backward, again, update = setting.placement, Flow(), Flow(), Flow(), Flow()
+    flows = [_flows(stored, counted.setting) for stored in counted.parts]
+    return Flows(*(functools.reduce(Flow.plus, phase, Flow()) for phase in zip(Flows(), *flows, strict=True)))
 
-    def ring(numel: int, size: int) -> int:
-        """Elements that a rank sends in a ring of `size` ranks."""
-        return 0 if setting.shared else numel * (size - 1) // size
 
-    for part, states in zip(parts, states_of(parts, setting), strict=True):
-        sent, weights = ring(part.numel, setting.ranks), states["weights"]
-        if place.weights:
-            from_host = part.span * part.weights if weights.tier is Tier.HOST else 0
-            gather = Flow(wire=sent * part.weights, to_device=from_host, disk_read=weights.on_disk)
-            forward = forward.plus(gather)
-            backward = backward.plus(gather)
-        if not part.trainable:
-            continue
-        grads = states["grads"]
-        on_host = part.span * part.grads if grads.tier is Tier.HOST else 0
-        if place.grads:
-            backward = backward.plus(Flow(wire=sent * part.wire, to_host=on_host, disk_written=grads.on_disk))
-            again = again.plus(Flow(to_device=on_host, disk_read=grads.on_disk))
-        else:  # replicated gradients are reduced once a step; if the optimizer is replicated, too, all ranks get the sums
-            update = update.plus(Flow(wire=sent * (part.wire if place.optim else part.wire + part.local)))
-        if place.optim and not place.weights:
-            update = update.plus(Flow(wire=sent * part.weights))  # publish
-        if setting.copies > 1:
-            update = update.plus(Flow(wire=2 * ring(part.span, setting.copies) * part.grads))
-        if not setting.on_host and setting.tiers.optim is not Tier.DEVICE:
-            owned = part.span if place.optim else part.numel
-            back = 0 if weights.tier is not Tier.DEVICE else owned * part.weights
-            update = update.plus(Flow(to_host=owned * part.local if grads.tier is Tier.DEVICE else 0, to_device=back))
-        for chunk in chunks_of(part, states, setting):
-            update = update.plus(Flow(disk_read=chunk.read, disk_written=chunk.written))
-    return Flows(forward, backward, again, update)
+def _flows(stored: Stored, setting: Setting) -> Flows:
+    part, place, weights = stored.part, setting.placement, stored.weights
+    sent, gather = _ring(part.numel, part.ranks, setting), Flow()
+    if place.weights:
+        wire = sent * part.dtypes.weights.itemsize
+        gather = Flow(wire=wire, to_device=_on_host(weights), disk_read=_on_disk(weights))
+    if stored.grads is None:
+        return Flows(gather, gather)
+    update = _update(stored, setting)
+    wire = sent * part.dtypes.wire.itemsize
+    if place.grads:
+        away, on_disk = _on_host(stored.grads), _on_disk(stored.grads)
+        backward = gather.plus(Flow(wire=wire, to_host=away, disk_written=on_disk))
+        return Flows(gather, backward, Flow(to_device=away, disk_read=on_disk), update)
+    # replicated gradients are reduced once a step; if the optimizer is replicated, too, all ranks get the sums
+    both = wire if place.optim else wire + sent * part.dtypes.local.itemsize
+    return Flows(gather, gather, Flow(), update.plus(Flow(wire=both)))
+
+
+def _update(stored: Stored, setting: Setting) -> Flow:
+    """Once a step, except for gradients that are reduced then."""
+    part, place, grads = stored.part, setting.placement, stored.grads
+    flow = Flow(wire=2 * _ring(part.span, part.copies, setting) * part.dtypes.grads.itemsize)
+    if place.optim and not place.weights:  # publish
+        flow = flow.plus(Flow(wire=_ring(part.numel, part.ranks, setting) * part.dtypes.weights.itemsize))
+    if setting.steps_on_host:
+        on_device = [type(store) is MemoryStore for store in (grads, stored.weights)]
+        sizes = [setting.owned(part) * dtype.itemsize for dtype in (part.dtypes.local, part.dtypes.weights)]
+        flow = flow.plus(Flow(to_host=sizes[0] * on_device[0], to_device=sizes[1] * on_device[1]))
+    for chunk in stored.chunks:
+        for use in chunk.uses.values():
+            if use.store.is_away(chunk.start, chunk.stop):
+                nbytes = range_nbytes(chunk.stop - chunk.start, use.store.dtype.itemsize)
+                flow = flow.plus(Flow(disk_read=nbytes * use.read, disk_written=nbytes * use.write))
+    return flow
+
+
+def _ring(numel: int, size: int, setting: Setting) -> int:
+    """Elements that a rank sends in a ring of `size` ranks."""
+    return 0 if setting.shared else numel * (size - 1) // size
 
 
 # -- time --
@@ -420,16 +445,16 @@ class Times(NamedTuple):
         return max(self.costs, key=lambda cost: cost.seconds).resource
 
 
-def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rates) -> Times:
+def times(counted: Counted, profile: Profile, rates: Rates) -> Times:
     """Predict the time of a step and the busy time of each resource.
 
     Disk and host links overlap compute, and reads overlap writes; collectives do not overlap (gloo's use the CPU). If weights are
     sharded and states stream from disk or are on the host, the update also overlaps the next forward (train/window.py:
     Updater). If both run on the CPU, only the update's waiting time is hidden.
     """
-    flows, k = traffic(parts, setting), setting.accumulation
-    step = flows.step(k)
-    updated = _update_nbytes(parts, setting)
+    setting, flows = counted.setting, traffic(counted)
+    k = setting.plan.batch.accumulation
+    step, updated = flows.step(k), _update_nbytes(counted)
     compute = {
         "forward": profile.forward.flops / rates.flops + profile.forward.nbytes / rates.memory,
         "backward": profile.backward.flops / rates.flops + profile.backward.nbytes / rates.memory,
@@ -464,12 +489,11 @@ def times(parts: Sequence[Part], setting: Setting, profile: Profile, rates: Rate
     return Times(used, k * forward + backward + (k - 1) * later + update - hidden)
 
 
-def _update_nbytes(parts: Sequence[Part], setting: Setting) -> int:
+def _update_nbytes(counted: Counted) -> int:
     """Bytes that the optimizer reads and writes: gradients in, masters and moments in and out, weights out."""
-    total = 0
-    for part in parts:
-        if part.trainable:
-            owned = part.span if setting.placement.optim else part.numel
-            out = part.weights if part.has_master else 0
-            total += owned * (part.grads + 2 * part.master + 2 * sum(setting.moments) + out)
+    setting, total = counted.setting, 0
+    moments = setting.num_moments * setting.plan.precision.state_dtype.itemsize
+    for part in (stored.part for stored in counted.parts if stored.part.trainable):
+        out = part.dtypes.weights.itemsize if part.has_master else 0
+        total += setting.owned(part) * (part.dtypes.grads.itemsize + 2 * part.dtypes.master.itemsize + 2 * moments + out)
     return total

@@ -86,7 +86,7 @@ def propose(
         assert peak is not None and times is not None, "the forecast has a profile and rates"
         return Proposal(_changes(plan, changed), changed, forecast, peak, times.seconds)
 
-    for variant in _variants(plan, model, world, device, folder if optimizer.streams else None):
+    for variant in _variants(plan, model, world, device, folder if optimizer[1] is not None else None):
         for changed in _chunks(variant, device):
             proposal = proposed(changed)
             num_tried += 1
