@@ -135,9 +135,8 @@ def _begin(
     keep: int | None,
     staging: Staging | None,
 ) -> PendingSave:
-    ranks, parent = Ranks(group), Path(directory)
+    ranks, parent, state = Ranks(group), Path(directory), dict(tensors)
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
-    state = dict(tensors)
     shared_skeleton: Any = None
 
     def prepare() -> tuple[str, Any]:

@@ -82,6 +82,35 @@ def initialize(
     Raises ValueError for user errors, before any weight is sharded. If the config, the data or the mpu is invalid, or ranks have
     different configs, models or versions, it raises before it changes the model.
     """
+    model = _checked_model(model, mpu, mesh_param)
+    brief.install_hook()
+    loaded = read_together(
+        lambda: read_config(config=config, config_params=config_params, args=args), distributed_port, mpu, dist_init_required
+    )
+    device = local_device()
+    group = mpu.get_data_parallel_group() if mpu is not None else None
+    plan, overrides = _resolve(loaded, _facts(model, device, optimizer, training_data, lr_scheduler), group, optimizer is not None)
+    check_alike(facts_of_run(plan, model, device), group)
+    mesh = build_mesh(plan.zero.shard_size, group, map(differs_of, model.parameters()))
+    if mesh.is_first:
+        _log_config(plan, loaded, overrides, optimizer)
+    loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
+    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
+    values = _first_values(model, mesh, device)
+    inner, rule = _optimizer(named, model, optimizer, model_parameters)
+    if mesh.is_first:
+        _warn_of_frozen(inner)
+    scheduler = _scheduler(plan, lr_scheduler, inner)
+    check_alike(facts_of_optimizer(model, inner, scheduler), group)
+    engine = _engine(plan, model, mesh, device, inner, rule, values)
+    forget(model)  # a later engine starts from the weights that this one has trained
+    engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
+    engine.lr_scheduler, engine.training_dataloader = scheduler, loader
+    return engine, engine.optimizer, loader, scheduler
+
+
+def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
+    """Raise ValueError or TypeError for a model or an mpu that an engine cannot have."""
     if model is None:
         raise ValueError("initialize() needs model=")
     if not isinstance(model, nn.Module):
@@ -92,48 +121,40 @@ def initialize(
         raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
     if mpu is not None:
         _refuse_model_parallel(mpu)
-    brief.install_hook()
-    loaded = read_together(
-        lambda: read_config(config=config, config_params=config_params, args=args), distributed_port, mpu, dist_init_required
-    )
-    device = local_device()
-    group = mpu.get_data_parallel_group() if mpu is not None else None
+    return model
+
+
+def _log_config(plan: Plan, loaded: Loaded, overrides: Mapping[str, Any], optimizer: Any) -> None:
+    keys.say(loaded.notes)
+    log_plan(plan)
+    if optimizer is not None and plan.optimizer:
+        logger.warning("initialize(optimizer=) overrides the config's optimizer block (%s)", plan.optimizer.type)
+    if overrides:
+        logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
+
+
+def _first_values(model: nn.Module, mesh: Mesh, device: torch.device) -> FirstValues:
+    """The model's initial values; a model with real weights moves to the device. Collective."""
+    weights = _weights(model, mesh)
+    values = FirstValues(model, device, weights)
+    if weights is None and not any(param.is_meta for param in model.parameters()):
+        model.to(device)
+    return values
+
+
+def _resolve(loaded: Loaded, facts: ModelFacts, group: Any, has_optimizer: bool) -> tuple[Plan, dict[str, Any]]:
+    """The plan, and what an engine for inference overrides. Collective; raises ConfigError on every rank."""
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     try:
-        overrides = {} if optimizer is not None or loaded.raw.get("optimizer") else for_inference(loaded.raw)
+        overrides = {} if has_optimizer or loaded.raw.get("optimizer") else for_inference(loaded.raw)
         world = DataWorld(data_parallel=size, one_host=size <= local_world_size())
-        facts = _facts(model, device, optimizer, training_data, lr_scheduler)
         plan = resolve(loaded.raw, world=world, facts=facts, overrides=overrides)
         compiled.check(plan.compile)
     except ValueError as error:
         refusal = loaded.refusal(error)
         check_alike(fact_of_refusal(refusal), group)
         raise refusal from None
-    check_alike(facts_of_run(plan, model, device), group)
-    if size == 1 or dist.get_rank(group) == 0:
-        keys.say(loaded.notes)
-        log_plan(plan)
-        if overrides:
-            logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
-    mesh = build_mesh(plan.zero.shard_size, group, map(differs_of, model.parameters()))
-    loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
-    if optimizer is not None and plan.optimizer and mesh.is_first:
-        logger.warning("initialize(optimizer=) overrides the config's optimizer block (%s)", plan.optimizer.type)
-    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
-    values = FirstValues(model, device, weights := _weights(model, mesh))
-    if weights is None and not any(param.is_meta for param in model.parameters()):
-        model.to(device)
-    inner, rule = _optimizer(named, model, optimizer, model_parameters)
-    if inner is not None and mesh.is_first:
-        _warn_of_frozen(inner)
-    scheduler = _scheduler(plan, lr_scheduler, inner)
-    check_alike(facts_of_optimizer(model, inner, scheduler), group)
-    engine = _engine(plan, model, mesh, device, inner, rule, values)
-    forget(model)  # a later engine starts from the weights that this one has trained
-    handle = OptimizerHandle(engine, inner) if inner is not None else None
-    engine.optimizer = handle
-    engine.lr_scheduler, engine.training_dataloader = scheduler, loader
-    return engine, handle, loader, scheduler
+    return plan, overrides
 
 
 def read_together(
@@ -372,10 +393,10 @@ def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | No
     return optimizer, rule
 
 
-def _warn_of_frozen(optimizer: torch.optim.Optimizer) -> None:
+def _warn_of_frozen(optimizer: torch.optim.Optimizer | None) -> None:
     """A warning, not an error: a surgery can add adapters, and the training loop can unfreeze parameters."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not any(param.requires_grad for param in params):
+    params = [param for group in optimizer.param_groups for param in group["params"]] if optimizer is not None else []
+    if optimizer is not None and not any(param.requires_grad for param in params):
         logger.warning(
             "none of the %d parameters of %s requires a gradient, so engine.step() will change nothing: call requires_grad_(True) "
             "on the parameters to train, add adapters in `with engine.surgery():`, or build the engine without an optimizer",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,16 +86,90 @@ def _load(
 ) -> tuple[str | None, dict[str, Any]]:
     group = parts[0].mesh.world.group
     if tag is None:
-        tag = checkpoint.latest_tag(directory, group=group, universal=parts[0].plan.checkpoint.universal)
+        tag = _latest_tag(parts[0], directory)
     if tag is None:
-        if parts[0].mesh.is_first:
-            looked_in = Path(os.path.abspath(directory))
-            lacks = f"{looked_in / 'latest'} does not exist" if looked_in.is_dir() else f"folder {looked_in} does not exist"
-            logger.warning("no checkpoint was loaded: %s; training starts from the beginning", lacks)
         return None, {}
     metadata = checkpoint.load_metadata(directory, tag, group=group)
     contents = metadata.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
+    optimizer = optimizer and not module_only and parts[0].steps.has_optimizer
+    undo: list[Callable[[], None]] = _prepare_optimizer(parts, metadata, exclude) if optimizer else []
+    request = _request(parts, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
+
+    def accept(loaded: checkpoint.Loaded) -> None:
+        if strict:
+            request.refuse_misfit()
+        if type(loaded.shared.get("client")) is not dict:
+            raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
+        if not module_only:
+            try:
+                lacking = request.lacking if optimizer else None
+                _take_values(parts, loop, loaded, metadata.world_size, undo, lacking, exclude, scheduler=scheduler)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"its values are damaged or of another version: {type(error).__name__}: {error}") from error
+
+    try:
+        _check_shapes(f"checkpoint {metadata.path} was not loaded", metadata, request.tensors)
+        loaded = checkpoint.load(
+            directory,
+            tag,
+            tensors=request.tensors,
+            group=group,
+            mesh=parts[0].mesh.sizes,
+            convert=True,
+            accept=accept,
+            metadata=metadata,
+        )
+    except BaseException:
+        for restore in reversed(undo):
+            restore()
+        raise
+    for states in parts:
+        spread_weights(states)
+        _restart_averages(states, metadata, request.tensors.keys(), exclude)
+    return str(metadata.path), loaded.shared["client"]
+
+
+def _latest_tag(states: States, directory: str) -> str | None:
+    """The tag of the latest checkpoint; warns if there is none. Collective."""
+    tag = checkpoint.latest_tag(directory, group=states.mesh.world.group, universal=states.plan.checkpoint.universal)
+    if tag is None and states.mesh.is_first:
+        looked_in = Path(os.path.abspath(directory))
+        lacks = f"{looked_in / 'latest'} does not exist" if looked_in.is_dir() else f"folder {looked_in} does not exist"
+        logger.warning("no checkpoint was loaded: %s; training starts from the beginning", lacks)
+    return tag
+
+
+class _Request(NamedTuple):
+    """What a load fills, and how names of model and checkpoint differ."""
+
+    tensors: dict[str, FlatSlice | Tensor]
+    missing: list[str]  # parameters and buffers that the checkpoint does not hold
+    surplus: list[str]  # those that only the checkpoint holds
+    lacking: list[str]  # optimizer states that the checkpoint does not hold
+
+    def refuse_misfit(self) -> None:
+        """Raise CheckpointError if the checkpoint's parameters and buffers are not the model's."""
+        if self.missing or self.surplus:
+            verb, names = ("does not hold", self.missing) if self.missing else ("also holds", self.surplus)
+            raise CheckpointError(
+                f"it {verb} {names[:3]}{' and more' if len(names) > 3 else ''}: it is of another model, or was saved without "
+                f"frozen parameters; load_module_strict=False loads the names that model and checkpoint share"
+            )
+
+
+def _request(
+    parts: Sequence[States],
+    metadata: checkpoint.Metadata,
+    contents: str,
+    exclude: Sequence[str],
+    *,
+    optimizer: bool,
+    averages: bool,
+) -> _Request:
+    """Raises CheckpointError if a pattern of `exclude` matches nothing."""
     present = entries.over(parts, lambda states: {**entries.weights(states), **entries.buffers(states)})
     saved = [name for name in metadata.tensors if name.startswith(("model.", "buffer."))]
     for pattern in exclude:
@@ -109,51 +183,17 @@ def _load(
     needed = entries.over(parts, partial(entries.weights, exclude_frozen=True)) if contents == "adapters" else wanted
     missing = [name for name in needed if name in wanted and name not in metadata.tensors]
     surplus = [name for name in saved if name not in present and not entries.is_excluded(name, exclude)]
-    optimizer = optimizer and not module_only and parts[0].steps.has_optimizer
-    undo: list[Callable[[], None]] = _prepare_optimizer(parts, metadata, exclude) if optimizer else []
     if optimizer:
         wanted |= included(entries.over(parts, entries.optimizer_tensors))
-    if not module_only:
+    if averages:
         wanted |= included(entries.over(parts, entries.averages))
     lacking = [name for name in wanted if name.startswith("optim.") and name not in metadata.tensors]
-    wanted = {name: tensor for name, tensor in wanted.items() if name in metadata.tensors}
-    shapes = {name: (metadata.tensors[name].shape, tuple(tensor.shape)) for name, tensor in wanted.items()}
-
-    def accept(loaded: checkpoint.Loaded) -> None:
-        if strict and (missing or surplus):
-            verb, names = ("does not hold", missing) if missing else ("also holds", surplus)
-            raise CheckpointError(
-                f"it {verb} {names[:3]}{' and more' if len(names) > 3 else ''}: it is of another model, or was saved without "
-                f"frozen parameters; load_module_strict=False loads the names that model and checkpoint share"
-            )
-        if type(loaded.shared.get("client")) is not dict:
-            raise CheckpointError("it is damaged or hostile: its client_state is not a dict")
-        if not module_only:
-            try:
-                _take_values(
-                    parts, loop, loaded, metadata.world_size, undo, lacking, exclude, optimizer=optimizer, scheduler=scheduler
-                )
-            except CheckpointError:
-                raise
-            except Exception as error:
-                raise CheckpointError(f"its values are damaged or of another version: {type(error).__name__}: {error}") from error
-
-    try:
-        _check_shapes(f"checkpoint {metadata.path} was not loaded", shapes)
-        loaded = checkpoint.load(
-            directory, tag, tensors=wanted, group=group, mesh=parts[0].mesh.sizes, convert=True, accept=accept, metadata=metadata
-        )
-    except BaseException:
-        for restore in reversed(undo):
-            restore()
-        raise
-    for states in parts:
-        spread_weights(states)
-        _restart_averages(states, metadata, wanted.keys(), exclude)
-    return str(metadata.path), loaded.shared["client"]
+    tensors = {name: tensor for name, tensor in wanted.items() if name in metadata.tensors}
+    return _Request(tensors, missing, surplus, lacking)
 
 
-def _check_shapes(step: str, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+def _check_shapes(step: str, metadata: checkpoint.Metadata, tensors: Mapping[str, FlatSlice | Tensor]) -> None:
+    shapes = {name: (metadata.tensors[name].shape, tuple(tensor.shape)) for name, tensor in tensors.items()}
     wrong = [
         f"{name.partition('.')[2]!r} has shape {saved} in the checkpoint and {present} in the model"
         for name, (saved, present) in shapes.items()
@@ -189,15 +229,15 @@ def _take_values(
     loaded: checkpoint.Loaded,
     num_saved: int,
     undo: list[Callable[[], None]],
-    lacking: list[str],
+    lacking: list[str] | None,
     exclude: Sequence[str],
     *,
-    optimizer: bool,
     scheduler: bool,
 ) -> None:
     """Apply the values that are not tensors of the model or optimizer; append functions that restore the current ones to `undo`.
 
-    num_saved: the ranks of the run that saved the checkpoint.
+    num_saved: the ranks of the run that saved the checkpoint. lacking: the optimizer states that it does not hold; None: the
+    optimizer is not loaded.
     """
     shared = loaded.shared
     undo += [_restoring_group(group) for group in parts[0].steps.inner.param_groups]  # a schedule writes to the groups, too
@@ -211,7 +251,7 @@ def _take_values(
     if not 0 < shared["loss_scale"]["scale"] < math.inf:
         raise CheckpointError(f"its loss scale is {shared['loss_scale']['scale']}; it must be a number above 0")
     scaler.load_state_dict(shared["loss_scale"])
-    if optimizer:
+    if lacking is not None:
         _take_scalars(parts, shared["optimizer"], undo, lacking, exclude)
     if scheduler and hasattr(loop.lr_scheduler, "load_state_dict"):
         _take_schedule(loop.lr_scheduler, shared["scheduler"], undo)
