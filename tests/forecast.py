@@ -124,6 +124,6 @@ def _resident(name: str) -> int:
 
 def _traffic(engine: Any) -> tuple[int, int]:
     """Bytes that this process has read from and written to disks, after all pending transfers."""
-    engine._settle_disk()
+    engine.single.settle()
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])

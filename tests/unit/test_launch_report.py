@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config import DataWorld, ModelFacts, resolve
 from slipstream.launch.cli import main
-from slipstream.launch.plan import StateBytes, parse_count, per_parameter, per_rank
+from slipstream.launch.plan import parse_count, state_nbytes
 from slipstream.observe import host
 from slipstream.observe.report import collect
 
@@ -60,13 +60,16 @@ def plan_of(raw: dict[str, Any]) -> Any:
     ],
 )
 def test_bytes_per_parameter(raw: dict[str, Any], sizes: tuple[int, int, int]) -> None:
-    assert per_parameter(plan_of(raw)) == sizes
+    numel = 1 << 20
+    states = state_nbytes(plan_of({**raw, "zero_optimization": {"stage": 0}}), numel, 4)
+    assert tuple(nbytes / numel for nbytes in states.values()) == sizes
 
 
 def test_bytes_per_rank() -> None:
-    sizes = StateBytes(2, 2, 12)
-    totals = [per_rank(stage, sizes, 100, 4).total for stage in range(4)]
-    assert totals == [1600, 400 + 300, 200 + 350, 400]
+    numel = 1 << 20
+    plans = [plan_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}) for stage in range(4)]
+    totals = [sum(state_nbytes(plan, numel, 4).values()) / numel for plan in plans]
+    assert totals == [16, 4 + 3, 2 + 3.5, 4]
 
 
 @pytest.mark.parametrize(

@@ -20,29 +20,21 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
     from slipstream.config.plan import ModelFacts, Plan
 
-__all__ = ["StateBytes", "execute", "parse_count", "per_parameter", "per_rank", "sizes_text"]
+__all__ = ["execute", "parse_count", "sizes_text", "state_nbytes"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _RATES = ("flops", "memory", "wire", "host", "disk_read", "disk_write")
 _MAX_PROPOSALS = 4
-
-
-class StateBytes(NamedTuple):
-    weights: float
-    grads: float
-    optim: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.grads + self.optim
+_STATES = ("weights", "gradients", "optimizer")
 
 
 def parse_count(text: str, option: str = "--num_params ") -> int:
@@ -53,21 +45,17 @@ def parse_count(text: str, option: str = "--num_params ") -> int:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def per_parameter(plan: Plan) -> StateBytes:
-    """Bytes per parameter of each unsharded state. Assumes AdamW if the config has no optimizer."""
+def state_nbytes(plan: Plan, num_params: int, world: int) -> dict[str, int]:
+    """Bytes per rank of weights, gradients and optimizer. Assumes AdamW if the config has no optimizer."""
     import torch
 
     from slipstream.train.planning import explain
 
-    [part] = explain.parts_of(torch.nn.Linear(1, 1, bias=False, device="meta"), plan, plan.zero.shard_size or 1)
-    dtypes, moments = part.dtypes, explain.setting_of(plan, 1, "cpu").num_moments * plan.precision.state_dtype.itemsize
-    return StateBytes(dtypes.weights.itemsize, dtypes.grads.itemsize, dtypes.master.itemsize * part.has_master + moments)
-
-
-def per_rank(stage: int, per_param: StateBytes, num_params: int, num_shards: int) -> StateBytes:
-    """Bytes of each state on one rank; stage s shards the last s of (weights, grads, optim)."""
-    fractions = [1 / num_shards if stage > 2 - index else 1.0 for index in range(3)]
-    return StateBytes(*(size * num_params * fraction for size, fraction in zip(per_param, fractions, strict=True)))
+    # as many parameters as ranks, because some optimizers need whole ones
+    params = [torch.nn.Parameter(torch.empty(-(-num_params // world), device="meta")) for _ in range(world)]
+    parts = explain.parts_of(torch.nn.ParameterList(params), plan, world)
+    lines = explain.Forecast(parts=parts, setting=explain.setting_of(plan, world, "cpu"), profile=None, rates=None).rest
+    return {state: sum(line.nbytes for line in lines if line.state == state) for state in _STATES}
 
 
 def _size(nbytes: float) -> str:
@@ -79,20 +67,20 @@ def _size(nbytes: float) -> str:
 
 def sizes_text(plan: Plan, num_params: int, world: int) -> str:
     """A table of the model states at all four stages, with the configured one marked."""
-    nbytes = per_parameter(plan)
     shards = plan.zero.shard_size or world
+    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
+    by_stage = [state_nbytes(replace(plan, zero=replace(plan.zero, stage=stage)), num_params, world) for stage in stages]
+    sizes = ", ".join(f"{state} {nbytes / num_params:.4g}" for state, nbytes in by_stage[0].items())
     optimizer = plan.optimizer.type if plan.optimizer else "AdamW, since the config has no optimizer"
     lines = [
         f"model states per rank: {num_params:,} parameters, sharded over {shards} ranks",
-        f"bytes per parameter: weights {nbytes.weights:g}, gradients {nbytes.grads:g}, optimizer {nbytes.optim:g} ({optimizer})",
+        f"bytes per parameter: {sizes} ({optimizer})",
         "",
-        f"  {'stage':<8}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'total':>12}",
+        f"  {'stage':<8}" + "".join(f"{name:>12}" for name in (*_STATES, "total")),
     ]
-    for stage in range(4):
-        sizes = per_rank(stage, nbytes, num_params, shards)
+    for stage, states in enumerate(by_stage):
         mark = "->" if stage == plan.zero.stage else "  "
-        cells = "".join(f"{_size(size):>12}" for size in (*sizes, sizes.total))
-        lines.append(f"{mark}{stage:<8}{cells}")
+        lines.append(f"{mark}{stage:<8}" + "".join(f"{_size(nbytes):>12}" for nbytes in (*states.values(), sum(states.values()))))
     lines += ["", "Not included: activations, buckets and, at stage 3, gathered units."]
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ import torch.nn as nn
 
 from slipstream.config.plan import OptimizerPlan, Plan
 from slipstream.optim.rules import Rule
+from slipstream.train.initialize import recipe_of, rehearse
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
 from slipstream.train.states import States
@@ -47,18 +48,9 @@ def _num_moments(inner: torch.optim.Optimizer, rule: Rule | None) -> int:
 
 def optimizer_of(plan: Plan) -> Optimizer:
     """The plan's optimizer over a model of one layer; AdamW if the plan has none."""
-    from slipstream.train.initialize import rehearse
-
     inner, rule = rehearse(plan if plan.optimizer else replace(plan, optimizer=OptimizerPlan(type="AdamW", params={})))
     assert inner is not None, "the plan names an optimizer"
     return inner, rule
-
-
-def recipe_of(plan: Plan, optimizer: Optimizer | None = None) -> Recipe:
-    """The recipe from which `initialize` would build the plan's units."""
-    from slipstream.train.initialize import recipe_of as recipe
-
-    return recipe(plan, *(optimizer or optimizer_of(plan)))
 
 
 def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[Part]:
@@ -67,7 +59,7 @@ def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | No
     families = {differs: _comms(world, plan.zero.shard_size, differs) for differs in {(), *(group.differs for group in groups)}}
     return [
         _part(unit.group.name, unit.group.module_name, unit.group.trainable, unit, _longest_span(unit))
-        for unit in plan_units(groups, model, recipe_of(plan, optimizer), families)
+        for unit in plan_units(groups, model, recipe_of(plan, *(optimizer or optimizer_of(plan))), families)
     ]
 
 
@@ -104,13 +96,18 @@ def _comms(world: int, shard_size: int | None, differs: Differs) -> Comms:
 
 def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | None = None) -> Setting:
     """The training setup of a plan, with the transport that ranks would choose if all share this host."""
-    inner, rule = optimizer = optimizer or optimizer_of(plan)
-    recipe, on_host = recipe_of(plan, optimizer), device == "cpu"
+    inner, rule = optimizer or optimizer_of(plan)
+    recipe, on_host = recipe_of(plan, inner, rule), device == "cpu"
     private = recipe.poison or recipe.tiers.weights is Tier.DISK  # as _transport in train/initialize.py
     shared = world == 1 or (on_host and not private and plan.zero.transport != "gloo")
-    return Setting(
-        plan=plan, recipe=recipe, on_host=on_host, shared=shared, num_moments=_num_moments(inner, rule), streams=rule is not None
-    )
+    return _setting(plan, recipe, inner, rule, on_host=on_host, shared=shared)
+
+
+def _setting(
+    plan: Plan, recipe: Recipe, inner: torch.optim.Optimizer, rule: Rule | None, *, on_host: bool, shared: bool
+) -> Setting:
+    moments, streams = _num_moments(inner, rule), rule is not None
+    return Setting(plan=plan, recipe=recipe, on_host=on_host, shared=shared, num_moments=moments, streams=streams)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +148,9 @@ class Forecast:
 
 def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
     """The forecast of an engine; with a batch (the model's arguments), including its peak."""
-    plan, steps = states.plan, states.steps
-    rule = steps.rule
-    setting = Setting(
-        plan=plan,
-        recipe=states.recipe,
-        on_host=states.device.type == "cpu",
-        shared=states.comms.data.size == 1 or isinstance(states.comms.data, SharedComm),
-        num_moments=_num_moments(steps.inner, rule),
-        streams=rule is not None,
-    )
+    plan, data, steps = states.plan, states.comms.data, states.steps
+    on_host, shared = states.device.type == "cpu", data.size == 1 or isinstance(data, SharedComm)
+    setting = _setting(plan, states.recipe, steps.inner, steps.rule, on_host=on_host, shared=shared)
     profile = None
     if args or kwargs:
         from slipstream.train.planning.dry_run import dry_run  # torch's fake tensors are slow to import

@@ -22,7 +22,7 @@ import torch
 from slipstream.config.plan import Plan
 from slipstream.optim.native import Form, cut
 from slipstream.zero.build import Recipe
-from slipstream.zero.placement import Placement, Tier, Tiers
+from slipstream.zero.placement import Tier
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.lane import Lane
 from slipstream.zero.storage.store import DiskStore, HostStore, MemoryStore, Space, Spaces, Store, disk_nbytes, range_nbytes
@@ -73,35 +73,12 @@ class Setting:
     streams: bool  # the optimizer has a native kernel, which works on chunks
 
     @property
-    def placement(self) -> Placement:
-        return self.recipe.placement
-
-    @property
-    def tiers(self) -> Tiers:
-        return self.recipe.tiers
-
-    @property
     def host(self) -> Tier:
         return Tier.DEVICE if self.on_host else Tier.HOST
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether sharded weights are stored in the device's memory."""
-        return self.tiers.weights in (Tier.DEVICE, Tier.HOST if self.on_host else Tier.DEVICE)
-
-    @property
-    def common(self) -> bool:
-        """All ranks compute from the sharded weights in shared memory, so gathering moves nothing."""
-        return self.shared and not self.recipe.poison and self.is_resident
-
-    @property
-    def steps_on_host(self) -> bool:
-        """The optimizer steps on the host while the model is on a GPU."""
-        return not self.on_host and self.tiers.optim is not Tier.DEVICE
-
     def owned(self, part: Part) -> int:
         """Elements that this rank's optimizer updates."""
-        return part.span if self.placement.optim else part.numel
+        return part.span if self.recipe.placement.optim else part.numel
 
     def sends(self, part: Part) -> bool:
         return part.ranks > 1 and not self.shared
@@ -187,7 +164,7 @@ class Counted(NamedTuple):
 def count(parts: Sequence[Part], setting: Setting) -> Counted:
     """Allocate the states of the parts as an engine does, on meta and in files that are not there."""
     space = Space(_no_file, 1 << 62)
-    homes = Homes(setting.tiers, META, Spaces(space, space), None if setting.on_host else CountingLane())
+    homes = Homes(setting.recipe.tiers, META, Spaces(space, space), None if setting.on_host else CountingLane())
     with META:  # the heads of states on disk
         return Counted(setting, [_store(part, setting, homes) for part in parts], homes)
 
@@ -198,7 +175,7 @@ def _no_file(nbytes: int) -> Any:
 
 def _store(part: Part, setting: Setting, homes: Homes) -> Stored:
     """Allocate one part's states, as zero/unit.py and optim/native.py do."""
-    place, dtypes, owned, plan = setting.placement, part.dtypes, setting.owned(part), setting.plan
+    place, dtypes, owned, plan = setting.recipe.placement, part.dtypes, setting.owned(part), setting.plan
 
     def memory(numel: int, dtype: torch.dtype) -> Store:
         return MemoryStore(torch.empty(numel, dtype=dtype, device=META))
@@ -212,12 +189,11 @@ def _store(part: Part, setting: Setting, homes: Homes) -> Stored:
     else:
         grads = memory(part.span if place.grads else part.numel, dtypes.grads)
     moments = {f"moment {i}": homes.state(owned, plan.precision.state_dtype) for i in range(setting.num_moments)}
-    out = sharded or memory(owned, dtypes.weights)
+    masters = {"master": homes.state(owned, dtypes.master)} if part.has_master else {}
+    own = sharded or memory(owned, dtypes.weights)
     most = owned if setting.recipe.whole else plan.offload.chunk_numel
-    if not part.has_master:
-        return Stored(part, weights, grads, moments, cut(homes, moments, out, grads, None, most))
-    master = homes.state(owned, dtypes.master)
-    return Stored(part, weights, grads, {"master": master, **moments}, cut(homes, moments, master, grads, out, most))
+    chunks = cut(homes, moments, masters.get("master", own), grads, own if masters else None, most)
+    return Stored(part, weights, grads, {**masters, **moments}, chunks)
 
 
 def _on_disk(store: Store) -> int:
@@ -265,15 +241,15 @@ def idle_memory(counted: Counted) -> tuple[Line, ...]:
         for state, what, store in stored.states:
             totals[state, what, Tier.DISK] += _on_disk(store)
             totals[state, what, Tier.DEVICE if type(store) is MemoryStore else setting.host] += store.resident_nbytes
-        if part.trainable and (setting.placement.grads or part.dtypes.wire != part.dtypes.local):
+        if part.trainable and (setting.recipe.placement.grads or part.dtypes.wire != part.dtypes.local):
             key = part.ranks, part.dtypes.wire  # one ring each, with buffers for the longest part
             rings[key] = max(rings.get(key, 0), part.wire_nbytes)
     if Form(dtype=setting.plan.precision.state_dtype).coded:
         scales = sum(-(-setting.owned(stored.part) // 256) * 4 for stored in parts if stored.part.trainable)
-        tier = Tier.DEVICE if setting.tiers.optim is Tier.DEVICE else setting.host
+        tier = Tier.DEVICE if setting.recipe.tiers.optim is Tier.DEVICE else setting.host
         totals["optimizer", "scales of 8-bit moments", tier] = setting.num_moments * scales
     chunk = max((chunk.nbytes() for stored in parts for chunk in stored.chunks), default=0) if setting.streams else 0
-    to_disk = setting.tiers.grads(on_host=setting.on_host) is Tier.DISK
+    to_disk = setting.recipe.tiers.grads(on_host=setting.on_host) is Tier.DISK
     totals["buffers", "ring of gradients to other ranks", Tier.DEVICE] = _GRADIENT_BUFFERS * sum(rings.values())
     totals["buffers", "ring of the optimizer's chunks", setting.host] = setting.plan.offload.num_buffers * chunk
     totals["buffers", f"ring of gradients to the {'disk' if to_disk else 'host'}", Tier.DEVICE] = homes.nbytes
@@ -289,7 +265,7 @@ def peak(counted: Counted, profile: Profile) -> Peak:
 
 def _computing(counted: Counted, profile: Profile) -> Iterator[tuple[list[Line], str]]:
     setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
-    sharded = setting.placement.grads != ()
+    sharded = setting.recipe.placement.grads != ()
     # without shared memory, a reduce-scatter of a part receives every rank's share of it
     received = max((part.wire_nbytes for part in trainable if sharded and setting.sends(part)), default=0)
     for i, moment in enumerate(profile.moments):
@@ -307,14 +283,16 @@ def _computing(counted: Counted, profile: Profile) -> Iterator[tuple[list[Line],
 def _gathered(counted: Counted, moments: Sequence[Moment]) -> int:
     """Bytes of gathered weights: the root's, those of the block that computes, and those of the next one, prefetched."""
     setting, phase, block = counted.setting, moments[0].phase, moments[0].block
-    if not setting.placement.weights or setting.common:
+    is_resident = setting.recipe.tiers.weights in (Tier.DEVICE, Tier.HOST if setting.on_host else Tier.DEVICE)
+    is_common = setting.shared and not setting.recipe.poison and is_resident  # all ranks read the shards in shared memory
+    if not setting.recipe.placement.weights or is_common:
         return 0
     following = next((each.block for each in moments[1:] if each.block not in ("", block) and each.phase == phase), "")
     nbytes = 0
     for part in (stored.part for stored in counted.parts):
         if part.block in {"", block, following}:
             nbytes += part.weights_nbytes
-        if part.block == following and part.ranks > 1 and not setting.is_resident:
+        if part.block == following and part.ranks > 1 and not is_resident:
             nbytes += part.span * part.dtypes.weights.itemsize  # this rank's share is read into a buffer
     return nbytes
 
@@ -322,7 +300,7 @@ def _gathered(counted: Counted, moments: Sequence[Moment]) -> int:
 def _stepping(counted: Counted) -> Iterator[tuple[list[Line], str]]:
     """Between the last backward and the next forward."""
     setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
-    place, sending = setting.placement, [part for part in trainable if setting.sends(part)]
+    place, sending = setting.recipe.placement, [part for part in trainable if setting.sends(part)]
     if sending and not place.grads:  # all exchanges are in flight: gloo's two threads fill a part each; a third is summed
         received = sum(sorted(part.wire_nbytes for part in sending)[-3:])
         yield [Line("buffers", "received gradients", Tier.DEVICE, received)], "settle"
@@ -366,19 +344,19 @@ class Flows(NamedTuple):
 
 def traffic(counted: Counted) -> Flows:
     """Exact bytes over each link: a part's weights move twice a micro-batch, its gradients once, its states once a step."""
-    flows = [_flows(stored, counted.setting) for stored in counted.parts]
+    flows = [_flows(stored, counted) for stored in counted.parts]
     return Flows(*(functools.reduce(Flow.plus, phase, Flow()) for phase in zip(Flows(), *flows, strict=True)))
 
 
-def _flows(stored: Stored, setting: Setting) -> Flows:
-    part, place, weights = stored.part, setting.placement, stored.weights
-    sent, gather = _ring(part.numel, part.ranks, setting), Flow()
+def _flows(stored: Stored, counted: Counted) -> Flows:
+    part, weights, setting = stored.part, stored.weights, counted.setting
+    place, sent, gather = setting.recipe.placement, _ring(part.numel, part.ranks, setting), Flow()
     if place.weights:
         wire = sent * part.dtypes.weights.itemsize
         gather = Flow(wire=wire, to_device=_on_host(weights), disk_read=_on_disk(weights))
     if stored.grads is None:
         return Flows(gather, gather)
-    update = _update(stored, setting)
+    update = _update(stored, counted)
     wire = sent * part.dtypes.wire.itemsize
     if place.grads:
         away, on_disk = _on_host(stored.grads), _on_disk(stored.grads)
@@ -389,16 +367,17 @@ def _flows(stored: Stored, setting: Setting) -> Flows:
     return Flows(gather, gather, Flow(), update.plus(Flow(wire=both)))
 
 
-def _update(stored: Stored, setting: Setting) -> Flow:
+def _update(stored: Stored, counted: Counted) -> Flow:
     """Once a step, except for gradients that are reduced then."""
-    part, place, grads = stored.part, setting.placement, stored.grads
+    part, setting = stored.part, counted.setting
+    place = setting.recipe.placement
     flow = Flow(wire=2 * _ring(part.span, part.copies, setting) * part.dtypes.grads.itemsize)
     if place.optim and not place.weights:  # publish
         flow = flow.plus(Flow(wire=_ring(part.numel, part.ranks, setting) * part.dtypes.weights.itemsize))
-    if setting.steps_on_host:
-        on_device = [type(store) is MemoryStore for store in (grads, stored.weights)]
-        sizes = [setting.owned(part) * dtype.itemsize for dtype in (part.dtypes.local, part.dtypes.weights)]
-        flow = flow.plus(Flow(to_host=sizes[0] * on_device[0], to_device=sizes[1] * on_device[1]))
+    if counted.homes.steps_on_host:
+        grads = part.dtypes.local.itemsize * (type(stored.grads) is MemoryStore)
+        weights = part.dtypes.weights.itemsize * (type(stored.weights) is MemoryStore)
+        flow = flow.plus(Flow(to_host=setting.owned(part) * grads, to_device=setting.owned(part) * weights))
     for chunk in stored.chunks:
         for use in chunk.uses.values():
             if use.store.is_away(chunk.start, chunk.stop):
@@ -473,7 +452,9 @@ def times(counted: Counted, profile: Profile, rates: Rates) -> Times:
     backward = max(compute["backward"], moved(flows.backward)) + flows.backward.wire / rates.wire
     later = max(compute["backward"], moved(flows.backward.plus(flows.again))) + flows.backward.wire / rates.wire
     update = max(updated / rates.memory, moved(flows.update)) + flows.update.wire / rates.wire
-    streams = setting.placement.weights and (flows.update.disk_read or flows.update.disk_written or setting.steps_on_host)
+    streams = setting.recipe.placement.weights and (
+        flows.update.disk_read or flows.update.disk_written or counted.homes.steps_on_host
+    )
     hidden = min(forward, update - (updated / rates.memory if setting.on_host else 0.0)) if streams else 0.0
     flops = k * (profile.forward.flops + profile.backward.flops)
     costs = (
