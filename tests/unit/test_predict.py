@@ -108,7 +108,8 @@ def test_the_fastest_that_fits(tmp_path: Path) -> None:
     states = 16 * 8 * 512**2
     plenty = fitting(10 * states)
     assert plenty[0].changes == {}
-    assert plenty == fitting(10 * states)
+    again = fitting(10 * states)
+    assert [(each.plan, each.peak, each.seconds) for each in plenty] == [(each.plan, each.peak, each.seconds) for each in again]
     for budget in (states, states * 3 // 4):
         proposals = fitting(budget)
         assert isinstance(proposals, list), f"{proposals}"

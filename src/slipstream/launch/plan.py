@@ -49,12 +49,12 @@ def state_nbytes(plan: Plan, num_params: int, world: int) -> dict[str, int]:
     """Bytes per rank of weights, gradients and optimizer. Assumes AdamW if the config has no optimizer."""
     import torch
 
-    from slipstream.train.planning import explain
+    from slipstream.train.planning import explain, predict
 
     # as many parameters as ranks, because some optimizers need whole ones
     params = [torch.nn.Parameter(torch.empty(-(-num_params // world), device="meta")) for _ in range(world)]
     parts = explain.parts_of(torch.nn.ParameterList(params), plan, world)
-    lines = explain.Forecast(parts=parts, setting=explain.setting_of(plan, world, "cpu"), profile=None, rates=None).rest
+    lines = predict.idle_memory(predict.count(parts, explain.setting_of(plan, world, "cpu")))
     return {state: sum(line.nbytes for line in lines if line.state == state) for state in _STATES}
 
 
@@ -225,7 +225,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     """Print the forecast of a model and, with a memory budget, the configurations that fit it."""
-    from slipstream.train.planning import calibrate, explain, propose
+    from slipstream.train.planning import calibrate, explain, predict, propose
 
     model = build_on_meta(options.model)
     device = options.device or facts(None).device_type
@@ -236,7 +236,8 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     if profile_of is not None:
         profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
         rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
-    forecast = explain.Forecast(parts=parts, setting=explain.setting_of(plan, options.world, device), profile=profile, rates=rates)
+    counted = predict.count(parts, explain.setting_of(plan, options.world, device))
+    forecast = explain.Forecast(counted=counted, profile=profile, rates=rates)
     proposals: list[propose.Proposal] | propose.Least | None = None
     if options.memory:
         if profile_of is None or rates is None:

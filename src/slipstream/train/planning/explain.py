@@ -19,7 +19,7 @@ from slipstream.config.plan import OptimizerPlan, Plan
 from slipstream.optim.rules import Rule
 from slipstream.train.initialize import recipe_of, rehearse
 from slipstream.train.planning import predict
-from slipstream.train.planning.predict import Flow, Line, Part, Peak, Profile, Rates, Setting, Times
+from slipstream.train.planning.predict import Counted, Flow, Line, Part, Peak, Profile, Rates, Setting, Times
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
 from slipstream.zero.build import Recipe, UnitPlan, plan_units
@@ -114,14 +114,17 @@ def _setting(
 class Forecast:
     """The prediction for a run. `peak` and `times` are None if the activations are not known."""
 
-    parts: Sequence[Part]
-    setting: Setting
-    profile: Profile | None
-    rates: Rates | None
+    counted: Counted
+    profile: Profile | None = None
+    rates: Rates | None = None
 
-    @cached_property
-    def counted(self) -> predict.Counted:
-        return predict.count(self.parts, self.setting)
+    @property
+    def setting(self) -> Setting:
+        return self.counted.setting
+
+    @property
+    def parts(self) -> list[Part]:
+        return [stored.part for stored in self.counted.parts]
 
     @property
     def rest(self) -> tuple[Line, ...]:
@@ -156,7 +159,7 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
         from slipstream.train.planning.dry_run import dry_run  # torch's fake tensors are slow to import
 
         profile = dry_run(states.model, plan, args, kwargs, micro_batch_size=plan.batch.micro_batch_size)
-    return Forecast(parts=[part_of(unit) for unit in states.units], setting=setting, profile=profile, rates=None)
+    return Forecast(counted=predict.count([part_of(unit) for unit in states.units], setting), profile=profile)
 
 
 def part_of(unit: Unit) -> Part:

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch.nn as nn
 
-from slipstream.config.plan import Plan
+from slipstream.config.plan import OffloadPlan, Plan
 from slipstream.train.planning.explain import Forecast, optimizer_of, parts_of, seconds, setting_of, size
-from slipstream.train.planning.predict import Part, Peak, Profile, Rates
+from slipstream.train.planning.predict import Counted, Peak, Profile, Rates, count
 from slipstream.zero.placement import Tier
 
 _SHARES = (1.0, 0.75, 0.5, 0.25)  # on disk
@@ -71,17 +71,16 @@ def propose(
     profile_of  (recompute, micro-batch size) -> profile of a micro-batch
     """
     fitting, least, num_tried = [], None, 0
-    parts: dict[tuple[bool, bool], list[Part]] = {}
+    counts: dict[tuple[int, bool, OffloadPlan], Counted] = {}
     optimizer = optimizer_of(plan)
 
     def proposed(changed: Plan) -> Proposal:
-        key = (changed.zero.stage >= 2, changed.batch.accumulation > 1)  # the parts depend on nothing else
-        if key not in parts:
-            parts[key] = parts_of(model, changed, world, optimizer)
+        setting = setting_of(changed, world, device, optimizer=optimizer)
+        key = changed.zero.stage, changed.batch.accumulation > 1, changed.offload  # the states depend on nothing else
+        if key not in counts:
+            counts[key] = count(parts_of(model, changed, world, optimizer), setting)
         profile = profile_of(changed.activations.way == "recompute", changed.batch.micro_batch_size)
-        forecast = Forecast(
-            parts=parts[key], setting=setting_of(changed, world, device, optimizer=optimizer), profile=profile, rates=rates
-        )
+        forecast = Forecast(counted=counts[key]._replace(setting=setting), profile=profile, rates=rates)
         peak, times = forecast.peak, forecast.times
         assert peak is not None and times is not None, "the forecast has a profile and rates"
         return Proposal(_changes(plan, changed), changed, forecast, peak, times.seconds)
