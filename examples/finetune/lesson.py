@@ -133,7 +133,7 @@ def accepted(answer: str) -> bool:
         return False
     facts = ModelFacts(device_type="cpu", supports_bf16=True)
     try:
-        resolve({"train_micro_batch_size_per_gpu": 1} | config, world=DataWorld(data_parallel=1), facts=facts)
+        resolve({"train_micro_batch_size_per_gpu": 1} | config, world=DataWorld(ranks=1), facts=facts)
     except ValueError:
         return False
     return True

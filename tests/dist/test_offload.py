@@ -390,9 +390,9 @@ def test_cpu_offload() -> None:
     facts = ModelFacts(device_type="cuda", supports_bf16=True)
     for key, found in (("cpu_offload", lambda tiers: tiers.optim), ("cpu_offload_param", lambda tiers: tiers.weights)):
         raw = toy.settings(3, zero_optimization={key: True})
-        tiers = tiers_of(resolve(raw, world=DataWorld(data_parallel=1), facts=facts).offload)
+        tiers = tiers_of(resolve(raw, world=DataWorld(ranks=1), facts=facts).offload)
         assert found(tiers) is Tier.HOST, key
-        assert found(tiers_of(resolve(toy.settings(3), world=DataWorld(data_parallel=1), facts=facts).offload)) is Tier.DEVICE
+        assert found(tiers_of(resolve(toy.settings(3), world=DataWorld(ranks=1), facts=facts).offload)) is Tier.DEVICE
 
 
 def cut(engine: Any) -> None:
@@ -512,7 +512,7 @@ def test_a_folder_that_one_rank_lacks(tmp_path: Path) -> None:
 
 def test_a_disk_is_introduced_beside_what_a_step_needs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = toy.settings(3, zero_optimization={"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}})
-    plan = resolve(raw, world=DataWorld(data_parallel=1), facts=ModelFacts(device_type="cpu", supports_bf16=True))
+    plan = resolve(raw, world=DataWorld(ranks=1), facts=ModelFacts(device_type="cpu", supports_bf16=True))
     axis = Axis("data", None, (0,), 0, 1)
     with caplog.at_level("INFO"):
         open_ = open_spaces(plan.offload, LocalComm(axis, torch.device("cpu")))

@@ -15,7 +15,7 @@ from slipstream.config.text import read_json
 from slipstream.train import rehearse
 from tests.data.configs import REFUSED, TEXTS
 
-WORLD = DataWorld(data_parallel=2)
+WORLD = DataWorld(ranks=2)
 FACTS = ModelFacts(device_type="cuda", supports_bf16=True, ahead=True)
 REMEDY = re.compile(r"\b(set|drop|use|give|write|remove|keep|turn|did you mean|known here|is derived)\b")
 

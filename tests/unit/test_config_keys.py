@@ -15,7 +15,7 @@ from slipstream.config.values import Block
 from tests.unit.test_config_schema import nest
 
 TESTS = Path(__file__).resolve().parents[1]
-WORLD = DataWorld(data_parallel=2)
+WORLD = DataWorld(ranks=2)
 FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 HONORED, NO_EFFECT, REFUSED = map(of_fate, Fate)
 SWITCHES = {name: key for name, key in REFUSED.items() if key.off is not None}
@@ -104,7 +104,7 @@ def asking(switch: Key) -> Any:
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
 def test_a_feature_that_is_not_built_is_refused(switch: Key) -> None:
     with pytest.raises(ValueError) as error:
-        resolved(nest(switch.name, asking(switch)), DataWorld(data_parallel=2, one_host=False))
+        resolved(nest(switch.name, asking(switch)), DataWorld(ranks=2, one_host=False))
     text, feature = str(error.value), switch.feature
     assert feature is not None
     assert switch.name in text and feature.what in text and feature.remedy in text and "not built yet" in text
@@ -133,7 +133,7 @@ def test_node_local_storage_has_no_effect_on_one_host() -> None:
     raw = {"checkpoint": {"use_node_local_storage": True}}
     assert resolved(raw).idle == {"checkpoint.use_node_local_storage": "all ranks share one host and its disk"}
     with pytest.raises(ValueError, match="checkpoints on node-local disks"):
-        resolved(raw, DataWorld(data_parallel=2, one_host=False))
+        resolved(raw, DataWorld(ranks=2, one_host=False))
 
 
 def test_settings_of_a_feature_that_is_off_are_quiet() -> None:

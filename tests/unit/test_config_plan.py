@@ -31,7 +31,7 @@ V100 = dataclasses.replace(FACTS, device_type="cuda", supports_bf16=False)
 def plan_of(raw: dict[str, Any], ranks: int = 2, facts: ModelFacts = FACTS, **overrides: Any) -> Plan:
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(raw):
         raw = {"train_micro_batch_size_per_gpu": 1} | raw
-    return resolve(raw, world=DataWorld(data_parallel=ranks), facts=facts, overrides=overrides)
+    return resolve(raw, world=DataWorld(ranks=ranks), facts=facts, overrides=overrides)
 
 
 def adam(**params: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_triad_errors_teach() -> None:
     with pytest.raises(ValueError, match=r"nearest multiple is 4$"):
         plan_of({"train_batch_size": 2}, ranks=4)
     with pytest.raises(ValueError, match="give one of them"):
-        resolve({"gradient_accumulation_steps": 2}, world=DataWorld(data_parallel=2), facts=FACTS)
+        resolve({"gradient_accumulation_steps": 2}, world=DataWorld(ranks=2), facts=FACTS)
 
 
 def test_data_parallel_size() -> None:
@@ -449,7 +449,7 @@ FULL = {
 
 
 # Honored keys without a field of their own in the plan.
-CHECKED = {"data_parallel_size", "slipstream.unknown_keys"}
+CHECKED = {"data_parallel_size", "sequence_parallel_size", "slipstream.unknown_keys"}
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 
 
@@ -566,7 +566,7 @@ def test_what_the_loop_fills_in_does_not_stop_a_plan() -> None:
 
 
 def test_a_plan_without_batch_sizes_takes_one() -> None:
-    world = DataWorld(data_parallel=2)
+    world = DataWorld(ranks=2)
     plan = resolve({}, world=world, facts=AHEAD)
     assert plan.batch.micro_batch_size == 1 and plan.batch.train_batch_size == 2
     assert "no batch size is set: planned with a micro-batch of 1; initialize needs" in plan.notes[0]
@@ -653,6 +653,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compile.backend": st.sampled_from(["eager", "inductor"]),
     "compile.kwargs": st.just({"dynamic": False}),
     "slipstream.unknown_keys": st.sampled_from(["error", "Warn"]),
+    "slipstream.mesh.pp": st.sampled_from([1, 2]),
+    "slipstream.mesh.sp": st.sampled_from([1, 2]),
+    "slipstream.mesh.tp": st.sampled_from([1, 2]),
+    "sequence_parallel_size": st.sampled_from([1, 2]),
     "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),
     "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),
@@ -695,14 +699,14 @@ def test_a_random_config_is_a_plan_or_a_reason(data: st.DataObject, ranks: int, 
     before = repr(raw)
     facts = data.draw(st.sampled_from([FACTS, V100]))
     try:
-        plan = resolve(raw, world=DataWorld(data_parallel=ranks), facts=facts)
+        plan = resolve(raw, world=DataWorld(ranks=ranks), facts=facts)
     except ValueError as error:
         assert len(str(error)) > 20, error
         return
     finally:
         assert repr(raw) == before, "the user's dictionary is theirs"
     batch, precision = plan.batch, plan.precision
-    assert batch.train_batch_size == batch.micro_batch_size * batch.accumulation * ranks
+    assert batch.train_batch_size * plan.mesh.model_size == batch.micro_batch_size * batch.accumulation * ranks
     assert min(batch.micro_batch_size, batch.accumulation) >= 1
     for name, value in (("train_batch_size", batch.train_batch_size), ("gradient_accumulation_steps", batch.accumulation)):
         if raw.get(name, "auto") not in ("auto", None) and name != wrong:

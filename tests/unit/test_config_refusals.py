@@ -23,7 +23,7 @@ DEVICES = {
     "CUDA": ModelFacts(device_type="cuda", supports_bf16=True),
     "CUDA without bf16": ModelFacts(device_type="cuda", supports_bf16=False),
 }
-WORLD = DataWorld(data_parallel=4)
+WORLD = DataWorld(ranks=4)
 
 
 def disk(states: str, **others: Any) -> Config:
@@ -38,6 +38,7 @@ def half(name: str, **others: Any) -> Config:
 # Axes of the plan. A value is a config by dotted key; "device" chooses the facts.
 PLANS: Mapping[str, tuple[Config, ...]] = {
     "device": tuple({"device": device} for device in DEVICES),
+    "mesh": ({}, {"slipstream.mesh.sp": 2}, {"slipstream.mesh.sp": 2, "sequence_parallel_size": 4}),
     "weights": (
         {},
         half("fp16"),

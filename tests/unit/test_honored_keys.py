@@ -462,7 +462,7 @@ def test_synchronize_checkpoint_boundary() -> None:
         ("cpu", True, "recompute", False),
     ):
         raw = toy.settings(0, activation_checkpointing={"synchronize_checkpoint_boundary": ask}, slipstream={"activations": way})
-        plan = resolve(raw, world=DataWorld(data_parallel=1), facts=ModelFacts(device_type=device, supports_bf16=True))
+        plan = resolve(raw, world=DataWorld(ranks=1), facts=ModelFacts(device_type=device, supports_bf16=True))
         assert plan.activations.synchronize is expected
         assert any("synchronize_checkpoint_boundary has no effect" in note for note in plan.notes) is (ask and not expected)
 

@@ -46,7 +46,7 @@ def test_host_files() -> None:
 
 def plan_of(raw: dict[str, Any]) -> Any:
     base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}}}
-    return resolve(base | raw, world=DataWorld(data_parallel=4), facts=FACTS)
+    return resolve(base | raw, world=DataWorld(ranks=4), facts=FACTS)
 
 
 @pytest.mark.parametrize(

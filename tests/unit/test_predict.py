@@ -25,9 +25,7 @@ RATES = predict.Rates(flops=1e11, memory=1e10, disk_read=1e9, disk_write=5e8)
 
 
 def resolved(stage: int = 0, **blocks: Any) -> Plan:
-    return resolve(
-        toy.settings(stage, **blocks), world=DataWorld(data_parallel=1), facts=ModelFacts(device_type="cpu", supports_bf16=True)
-    )
+    return resolve(toy.settings(stage, **blocks), world=DataWorld(ranks=1), facts=ModelFacts(device_type="cpu", supports_bf16=True))
 
 
 @pytest.mark.slow
@@ -162,7 +160,7 @@ def test_the_command_proposes_a_config_that_resolves(
     merged = json.loads(config.read_text())
     for block, values in changes.items():
         merged[block] = {**merged.get(block, {}), **values} if isinstance(values, dict) else values
-    resolve(merged, world=DataWorld(data_parallel=1), facts=ModelFacts(device_type="cpu", supports_bf16=True))
+    resolve(merged, world=DataWorld(ranks=1), facts=ModelFacts(device_type="cpu", supports_bf16=True))
     assert main([*command, "--batch-shape", "4x32", "--memory", "1M", "--json"]) == 1
     machine = json.loads(capsys.readouterr().out)
     assert machine["proposals"] == [] and machine["peak"]["memory_bytes"] > 16 * machine["parameters"]

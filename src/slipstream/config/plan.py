@@ -61,7 +61,7 @@ def json_keys(section: Any) -> dict[str, tuple[Json, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataWorld:
-    data_parallel: int  # ranks that a batch is split over
+    ranks: int  # of the engine
     one_host: bool = True  # whether all ranks share a host
 
 
@@ -74,7 +74,22 @@ class ModelFacts:
     loader_batch_size: int | None = None  # of a DataLoader passed by the user
     optimizer_lr: float | None = None  # of an optimizer passed by the user
     brings_schedule: bool = False  # the user passes a schedule, so the config's is not built
+    mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> its size, of a pipeline module, an mpu or mesh_param
     ahead: bool = False  # a dry run: values that the training loop sets may be missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """The sizes of the axes inside one replica of the model. Each may be stated by several keys (`MESH_KEYS`)."""
+
+    pp: int = key("slipstream.mesh.pp")
+    sp: int = key("slipstream.mesh.sp")
+    tp: int = key("slipstream.mesh.tp")
+
+    @property
+    def model_size(self) -> int:
+        """The ranks that hold one replica of the model."""
+        return self.pp * self.sp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +263,7 @@ class DebugPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
+    mesh: MeshPlan
     batch: BatchPlan
     zero: ZeroPlan
     offload: OffloadPlan

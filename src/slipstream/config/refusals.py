@@ -7,7 +7,8 @@ arguments of an optimizer or scheduler that are not valid have no plan: resoluti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.o
 _ON_HOST = "the device is a CPU, so states are already in host memory"
 _BLOCKS = "activation_checkpointing"
 _BOUNDARY = f"{_BLOCKS}.synchronize_checkpoint_boundary"
+MESH_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"pp": ("slipstream.mesh.pp",), "sp": ("slipstream.mesh.sp", "sequence_parallel_size"), "tp": ("slipstream.mesh.tp",)}
+)
 _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for bf16 only
 
 
@@ -45,11 +49,18 @@ class Case:
         self.recomputes = plan.activations.way == "recompute"
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
-        self.ranks = world.data_parallel
+        self.ranks = world.ranks // plan.mesh.model_size
+        self.sizes = mesh_sizes(values)
         self.whole_blocks = self.offload.block_nbytes >= 4096 and self.offload.block_nbytes % 4096 == 0
         self.param_tier = values.tier("param")  # also where the stage ignores it
         paths = (f"{_BLOCKS}.number_checkpoints", f"{_BLOCKS}.cpu_checkpointing")
         self.recomputing = " and ".join(f"{path} ({str(values[path]).lower()})" for path in paths if values[path])
+
+    @property
+    def contradiction(self) -> str:
+        """The first axis whose size is stated twice, differently, as text; "" if there is none."""
+        differing = (stated for stated in self.sizes.values() if len({size for _, size in stated}) > 1)
+        return " and ".join(f"{name} ({size})" for name, size in next(differing, []))
 
     @property
     def divisors(self) -> str:
@@ -61,7 +72,18 @@ def _idle(path: str, why: str, when: Callable[[Any], Any]) -> Row:
     return Row(lambda c: c.values[path] and when(c), f"{path} has no effect here: {why}")
 
 
+def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
+    """For each axis of `MeshPlan`, the sizes that keys or arguments state, with their names."""
+    stated: dict[str, list[tuple[str, int]]] = {}
+    for axis, paths in MESH_KEYS.items():
+        given = [(path, values[path]) for path in paths if isinstance(values[path], int) and values.is_given(path)]
+        argument = [("the model or an argument", size) for name, size in values.facts.mesh.items() if name == axis]
+        stated[axis] = [(name, max(size, 1)) for name, size in (*given, *argument)]
+    return stated
+
+
 REFUSALS: tuple[Row, ...] = (
+    Row(lambda c: c.contradiction, "{c.contradiction}: sizes of one axis of the mesh; drop all but one"),
     Row(
         lambda c: c.offload.optimizer == "nvme" and not c.offload.optimizer_path,
         f"{_OPTIMIZER}.device is nvme; set {_OPTIMIZER}.nvme_path to a directory on the disk",

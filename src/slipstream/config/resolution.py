@@ -27,6 +27,7 @@ from slipstream.config.plan import (
     DataWorld,
     DebugPlan,
     LossScalePlan,
+    MeshPlan,
     ModelFacts,
     OffloadPlan,
     OptimizerPlan,
@@ -36,7 +37,7 @@ from slipstream.config.plan import (
     ZeroPlan,
     json_keys,
 )
-from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching
+from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching, mesh_sizes
 
 if TYPE_CHECKING:
     from slipstream.config.parse import Parsed
@@ -115,10 +116,12 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
 
 def case_of(values: Values, world: DataWorld) -> Case:
     """Compute the plan, also of a config that a row of refusals.py refuses."""
-    batch, offload = _batch(values, world), _offload(values)
+    mesh = MeshPlan(**{axis: max((size for _, size in stated), default=1) for axis, stated in mesh_sizes(values).items()})
+    batch, offload = _batch(values, world, mesh), _offload(values)
     optimizer, clipping = _optimizer(values)
     plan = values.section(
         Plan,
+        mesh=mesh,
         batch=batch,
         zero=values.section(ZeroPlan),
         offload=offload,
@@ -218,8 +221,14 @@ def _overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return result
 
 
-def _batch(values: Values, world: DataWorld) -> BatchPlan:
-    ranks = world.data_parallel
+def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
+    ranks, left = divmod(world.ranks, mesh.model_size)
+    if left or not ranks:
+        raise WorldError(
+            f"one replica of the model needs pp ({mesh.pp}) x sp ({mesh.sp}) x tp ({mesh.tp}) = {mesh.model_size} ranks, and "
+            f"{world.ranks} ranks are no multiple of it; start {max(ranks, 1) * mesh.model_size} processes, or change the sizes",
+            fits=max(ranks, 1) * mesh.model_size,
+        )
     stated = values["data_parallel_size"]
     if stated is not None and stated != ranks:
         raise WorldError(

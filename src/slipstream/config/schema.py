@@ -75,7 +75,6 @@ _ZERO_PP = Feature(
 )
 _GDS = Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory")
 _SPARSE = Feature("sparse gradients of embeddings", "drop the key; dense reduction produces the same values")
-_SEQUENCE = Feature("sequence parallelism", "set sequence_parallel_size to 1")
 _GRAPHS = Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs')
 _DATASTATES = Feature("DataStates checkpoints", "drop the key; checkpoints are already atomic and sharded")
 
@@ -261,6 +260,14 @@ class Aio(Block):
     use_gds: bool = switch(False, _GDS)
 
 
+class MeshSizes(Block):
+    """Sizes of the axes of ranks that hold one replica of the model."""
+
+    pp: Count = honored(1, "Pipeline stages.", "test_a_parameter_on_two_stages")
+    sp: Count = honored(1, "Ranks that share the sequence of one sample.", "test_parts_of_a_sequence")
+    tp: Count = honored(1, "Ranks that share each layer (tensor parallelism).", "test_layers_in_parts")
+
+
 class Slipstream(Block):
     """Slipstream's own options."""
 
@@ -275,6 +282,7 @@ class Slipstream(Block):
     stochastic_rounding: bool = honored(False, "Update bf16 weights by stochastic rounding, without master weights.")
     check_grad_overflow: bool = honored(True, "In fp32, skip steps whose gradients are not finite.")
     seed: Seed = honored(0, "Seed of the data loader's shuffle.")
+    mesh: MeshSizes = MeshSizes()
     unknown_keys: Word[Literal["error", "warn"]] = honored(
         "error", "`warn`: ignore unknown top-level keys with a warning, unless they resemble a known key."
     )
@@ -324,7 +332,9 @@ class Config(Block):
     tensor_parallel: features.TensorParallel = features.TensorParallel()
     expert_parallel: features.ExpertParallel = features.ExpertParallel()
     use_data_before_expert_parallelism: bool = switch(False, features.ExpertParallel.feature)
-    sequence_parallel_size: Count = switch(1, _SEQUENCE, off=(1,))
+    sequence_parallel_size: Count = honored(
+        1, "Ranks that share the sequence of one sample; the same as `slipstream.mesh.sp`.", "test_parts_of_a_sequence"
+    )
     data_parallel_size: Count | None = honored(
         None, "Expected number of data-parallel ranks; initialize raises an error if it differs."
     )

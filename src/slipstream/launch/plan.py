@@ -200,7 +200,7 @@ def execute(options: argparse.Namespace) -> int:
     loaded = read_config(options.config)
     rows = shapes_of(options.batch_shape)[0][0] if options.batch_shape else None
     try:
-        plan = resolve(loaded.raw, world=DataWorld(data_parallel=options.world), facts=facts(options.device, rows))
+        plan = resolve(loaded.raw, world=DataWorld(ranks=options.world), facts=facts(options.device, rows))
     except WorldError as error:
         hint = f"pass --world {error.fits}, which fits the config: " if error.fits else ""
         raise ValueError(f"{hint}{str(error).removeprefix(DEEPSPEEDS)}") from None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.config import Plan
 from slipstream.config.plan import plan_values
+from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerLostError, is_lost_rank
 
 _MOST_SHOWN = 5
@@ -44,15 +45,19 @@ _REFUSAL = "refusal"
 Facts = dict[str, str]
 
 
-def facts_of_run(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
-    """The facts of the config, the versions and the model. Random seeds, data and disk paths may differ between ranks."""
+def facts_of_plan(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
+    """The facts of the config and the versions. Random seeds, data and disk paths may differ between ranks."""
     facts = {key: str(value) for key, value in plan_values(plan).items() if key not in _OWN_KEYS}
     facts["device"] = device.type
     for library in ("slipstream", "torch", type(model).__module__.partition(".")[0]):
         if (version := getattr(sys.modules.get(library), "__version__", None)) is not None:
             facts[f"{library}'s version"] = str(version)
-    for name, param in model.named_parameters():
-        facts[f"parameter {name!r}"] = f"{_form(param)}{'' if param.requires_grad else ' frozen'}"
+    return facts
+
+
+def facts_of_model(model: nn.Module) -> Facts:
+    """The facts of the parameters and buffers, which ranks of other stages and slices have differently."""
+    facts = {f"parameter {name!r}": f"{_form(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()}
     return facts | {f"buffer {name!r}": _form(buffer) for name, buffer in model.named_buffers()}
 
 
@@ -90,6 +95,12 @@ def check_alike(facts: Facts, group: Any = None) -> None:
             f"the ranks of this engine differ: {describe(ranks, _gather(facts, group))}. Use the same config, model, optimizer "
             f"and versions on every rank"
         )
+
+
+def check_alike_on(facts: Facts, axis: Axis) -> None:
+    """`check_alike` for the ranks of one axis."""
+    if axis.size > 1:
+        check_alike(facts, axis.group)
 
 
 def describe(ranks: Sequence[int], by_rank: Sequence[Facts]) -> str:

@@ -39,9 +39,8 @@ from slipstream.world.watch import PeerError
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import unfreeze
-from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks, Reducer
-from slipstream.zero.leaves import identity, part_of
+from slipstream.zero.leaves import identity, parts_of
 from slipstream.zero.storage.store import DiskStore
 from slipstream.zero.unit import Unit
 
@@ -111,7 +110,7 @@ class Engine(nn.Module):
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_grad_norm: float | None = None
         self.progress = Progress(self.plan, logs=self.mesh.is_first)
-        self.window = AccumulationWindow(self.plan, self.mesh.batch.size)
+        self.window = AccumulationWindow(self.plan, self.mesh.num_means)
         self.step_applied = False
         self.overflow = False
         self.nonfinite_steps = 0
@@ -350,9 +349,10 @@ class Engine(nn.Module):
         joined: dict[tuple[Any, ...], Any] = {}
         for unit in self.units:
             for name, param in zip(unit.names, unit.params, strict=True):
-                if (part := part_of(param)) is not None and isinstance(value := state.get(name), Tensor):
-                    pieces = gather_objects(value.detach().cpu(), unit.comms.family.parts_of(part.split))
-                    joined[identity(value)] = torch.cat(pieces, part.dim).to(value.device)
+                if isinstance(value := state.get(name), Tensor):
+                    for part in parts_of(param):
+                        before = joined.get(identity(value), value.detach())
+                        joined[identity(value)] = access.join(before, part, unit.comms.family.parts_of(part.split))
         return joined
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -365,8 +365,9 @@ class Engine(nn.Module):
         own = dict(state_dict)
         for unit in self.units:
             for name, param in zip(unit.names, unit.params, strict=True):
-                if (part := part_of(param)) is not None and name in own:
-                    own[name] = own[name].chunk(part.split.size, part.dim)[unit.comms.family.parts_of(part.split).index]
+                for part in parts_of(param) if name in own else ():
+                    ranges = part.ranges_of(unit.comms.family.parts_of(part.split).index)
+                    own[name] = torch.cat([own[name].narrow(part.dim, a, b - a) for a, b in ranges], part.dim)
         with access.gathered_units(self._all_params(), None):
             return self.module.load_state_dict(own, strict=strict)
 

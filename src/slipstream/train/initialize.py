@@ -23,7 +23,14 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
-from slipstream.train.agreement import check_alike, fact_of_refusal, facts_of_optimizer, facts_of_run
+from slipstream.train.agreement import (
+    check_alike,
+    check_alike_on,
+    fact_of_refusal,
+    facts_of_model,
+    facts_of_optimizer,
+    facts_of_plan,
+)
 from slipstream.train.data import StatefulLoader
 from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
 from slipstream.train.engine import Engine
@@ -90,8 +97,10 @@ def initialize(
     device = local_device()
     group = mpu.get_data_parallel_group() if mpu is not None else None
     plan, overrides = _resolve(loaded, _facts(model, device, optimizer, training_data, lr_scheduler), group, optimizer is not None)
-    check_alike(facts_of_run(plan, model, device), group)
-    mesh = build_mesh(plan.zero.shard_size, group, map(differs_of, model.parameters()))
+    check_alike(facts_of_plan(plan, model, device), group)
+    mesh = build_mesh(pp=plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, shard_size=plan.zero.shard_size, group=group)
+    check_alike_on(facts_of_model(model), mesh.batch)
+    mesh = mesh.with_families(map(differs_of, model.parameters()))
     if mesh.is_first:
         _log_config(plan, loaded, overrides, optimizer)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
@@ -101,7 +110,7 @@ def initialize(
     if mesh.is_first:
         _warn_of_frozen(inner)
     scheduler = _scheduler(plan, lr_scheduler, inner)
-    check_alike(facts_of_optimizer(model, inner, scheduler), group)
+    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.batch)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     forget(model)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
@@ -147,7 +156,7 @@ def _resolve(loaded: Loaded, facts: ModelFacts, group: Any, has_optimizer: bool)
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     try:
         overrides = {} if has_optimizer or loaded.raw.get("optimizer") else for_inference(loaded.raw)
-        world = DataWorld(data_parallel=size, one_host=size <= local_world_size())
+        world = DataWorld(ranks=size, one_host=size <= local_world_size())
         plan = resolve(loaded.raw, world=world, facts=facts, overrides=overrides)
         compiled.check(plan.compile)
     except ValueError as error:
@@ -298,14 +307,15 @@ def _engine(
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)
-        families = connect(mesh, device, transport, watch)
-        comms = families[()]
+        world, families = connect(mesh, device, transport, watch)
         for family in families.values():
             for comm in (family.dp, family.dp_replicate, family.data):
                 failed.callback(comm.close)
-        open_space = open_spaces(plan.offload, comms.data)
-        units, slots, homes = build_units(model, recipe, families, device, open_space, values)
-        spread_first([b for name, b in model.named_buffers() if values.reader is None or name not in values.reader], comms.data)
+        failed.callback(world.close)
+        open_space = open_spaces(plan.offload, world)
+        units, slots, homes = build_units(model, recipe, world, families, device, open_space, values)
+        buffers = [b for name, b in model.named_buffers() if values.reader is None or name not in values.reader]
+        spread_first(buffers, families[()].data)
         failed.pop_all()
     if recipe.tiers.weights is Tier.DISK and mesh.is_first:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
@@ -315,7 +325,7 @@ def _engine(
         model=model,
         plan=plan,
         mesh=mesh,
-        world=comms.data,
+        world=world,
         families=families,
         units=units,
         slots=slots,

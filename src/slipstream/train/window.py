@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from slipstream.config.plan import Plan
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis
-from slipstream.zero.comm import Pending
+from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Phase
 
 logger = logging.getLogger(__name__)
@@ -92,14 +91,12 @@ class UnusedParameterError(RuntimeError):
 def refuse_unused(states: States, landed: AbstractSet[tuple[int, int]]) -> None:
     """Raise UnusedParameterError on all ranks for the first trainable parameter missing in any rank's `landed`. Collective."""
     places = [(unit, i) for unit in states.units if unit.trainable for i, param in enumerate(unit.params) if param.requires_grad]
-    unused = next((float(k) for k, (unit, i) in enumerate(places) if (unit.index, i) not in landed), math.inf)
-    firsts = states.comms.data.exchange(torch.tensor([unused], dtype=torch.float64))[:, 0].tolist()
-    first = min(firsts)
-    if first < math.inf:
-        unit, i = places[int(first)]
-        rank = states.comms.data.axis.ranks[firsts.index(first)]
+    unused = next((unit.names[i] for unit, i in places if (unit.index, i) not in landed), "")
+    if states.world.exchange(torch.tensor([float(bool(unused))], dtype=torch.float64)).any():
+        names = gather_objects(unused, states.world.axis)
+        rank, name = next((rank, name) for rank, name in zip(states.world.axis.ranks, names, strict=True) if name)
         raise UnusedParameterError(
-            f"parameter {unit.names[i]!r} got no gradient on rank {rank} since the last step, and "
+            f"parameter {name!r} got no gradient on rank {rank} since the last step, and "
             f"zero_optimization.ignore_unused_parameters is false: use the parameter in the loss, freeze it, or set the key to true"
         )
 

@@ -1,18 +1,24 @@
 """The mesh of one engine: its axes of ranks, and the families of parameters that live on them.
 
-Axes, outermost first: `dp_replicate` (replicas of the sharded states) and `dp` (shards). A batch is split over both. `ep` cuts the
-ranks of a batch anew: consecutive ranks hold different parameters, and the ranks with the same index on `ep` share theirs.
-Later axes (pp, sp, tp) will be added here. Nothing is global: a mesh is an argument.
+Axes, outermost first: `pp` (pipeline stages), `batch` (ranks among which a batch is split: replicas of the sharded states, then
+shards), `sp` (parts of a sequence) and `tp` (parts of layers). `ep` cuts the ranks of a stage anew: consecutive ranks hold
+different experts. Nothing is global: a mesh is an argument.
 
-split   the axis over which ranks hold different parts of a parameter, and its size
-family  the parameters with the same splits: with whom they are reduced, sharded and copied. () is the dense family: every rank has
-        the whole parameter
+split   an axis over which parameters differ, and the number of different parts. If it is less than the axis has ranks, neighbors
+        hold the same part
+family  the parameters with the same splits: with whom they are reduced, sharded and copied. () is the dense family: all ranks of a
+        stage have the whole parameter, and tp ranks compute the same gradients
+
+[Note: Gradients of copies over tp] The ranks of a tp axis get the same data. A parameter without a split has the same gradient on
+all of them, so the family's sum is tp times too large: `Family.weight`. A parameter with a split over tp, also into one part, sees
+another share of the activations on each rank that holds it: its gradients are partial, and their sum is the gradient.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -33,13 +39,23 @@ class Axis:
 
 
 class Split(NamedTuple):
-    """An axis over which the parts of a parameter differ, and its number of ranks."""
+    """An axis over which the parts of a parameter differ, and their number. On `pp`: one part, on the stages `stages`."""
 
     axis: str
     size: int
+    stages: tuple[int, ...] = ()
 
 
 Differs = tuple[Split, ...]
+
+
+class Place(NamedTuple):
+    """The places of one rank on the axes."""
+
+    pp: int
+    batch: int
+    sp: int
+    tp: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +67,27 @@ class Family:
     both: Axis  # the ranks that hold the same parameters, in (copies, shards) order
     copies: Axis  # replicas of the shards
     shards: Axis
+    weight: float = 1.0  # of the sum of gradients over `both`; see [Note: Gradients of copies over tp]
 
     def parts_of(self, split: Split) -> Axis:
         return self.parts[self.differs.index(split)]
+
+
+class _Groups:
+    """Cuts of an engine's ranks into process groups, each made once. Every rank makes the same ones in the same order."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], group: ProcessGroup | None) -> None:
+        self.rank = rank
+        self.made: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {(tuple(ranks),): group}
+
+    def axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+        """This rank's axis of those that `groups` cut the ranks into. Collective over the world unless it has been made."""
+        key = tuple(sorted(map(tuple, groups)))
+        if key not in self.made:
+            several = [list(ranks) for ranks in key if len(ranks) > 1]
+            self.made[key] = dist.new_subgroups_by_enumeration(several)[0] if several else None
+        ranks = next(tuple(ranks) for ranks in groups if self.rank in ranks)
+        return Axis(name, self.made[key] if len(ranks) > 1 else None, ranks, ranks.index(self.rank), len(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +96,25 @@ class Mesh:
 
     rank: int
     world: Axis  # all ranks of the engine: they agree on verdicts, checkpoints, disk space and errors
-    batch: Axis  # the ranks among which a batch is split, in (dp_replicate, dp) order
+    pp: Axis
+    batch: Axis  # the ranks among which a batch is split, in (copies, shards) order
+    sp: Axis
+    tp: Axis
+    places: Mapping[int, Place]  # of every rank of the engine, in row-major order
     families: Mapping[Differs, Family]
+    shard_size: int | None
+    groups: _Groups = field(repr=False, compare=False)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The axes on which ranks differ by more than their share of states, outermost first: a checkpoint names them."""
-        return {"batch": self.batch.size}
+        others = {axis.name: axis.size for axis in (self.pp, self.sp, self.tp) if axis.size > 1}
+        return {"batch": self.batch.size} | others
+
+    @property
+    def num_means(self) -> int:
+        """The number of ranks over which gradients are averaged: each has a sample or a part of one of its own."""
+        return self.batch.size * self.sp.size
 
     @property
     def dense(self) -> Family:
@@ -79,54 +125,119 @@ class Mesh:
         """Whether this rank logs for the engine."""
         return self.world.index == 0
 
+    def with_families(self, differs: Iterable[Differs]) -> Mesh:
+        """The mesh with the families of this rank's parameters. Collective over the world if any rank has splits.
 
-def _axis(name: str, group: ProcessGroup | None, ranks: list[int], rank: int) -> Axis:
-    return Axis(name, group if len(ranks) > 1 else None, tuple(ranks), ranks.index(rank), len(ranks))
+        Raises ValueError if the parts do not fit the mesh.
+        """
+        own = sorted(set(differs) - {()})
+        everywhere = [own]
+        if self.world.group is not None:
+            everywhere = [[]] * self.world.size
+            dist.all_gather_object(everywhere, own, group=self.world.group)
+        families = dict(self.families)
+        for splits in sorted(set(itertools.chain.from_iterable(everywhere))):
+            family = self._family(splits)
+            if splits in own:
+                families[splits] = family
+        return replace(self, families=families)
+
+    def _family(self, splits: Differs) -> Family:
+        cells = self._cells(splits)
+        name = " of " + " x ".join(split.axis for split in splits) if splits else ""
+        both = self.groups.axis(f"dp{name}" if splits else "batch", list(cells.values()))
+        parts = []
+        for i, split in enumerate(splits):
+            rows: dict[tuple[int, ...], list[list[int]]] = {}
+            for key, ranks in cells.items():
+                rows.setdefault((*key[: i + 1], *key[i + 2 :]), []).append(ranks)
+            wholes = [column for cells_of in rows.values() for column in _columns(cells_of)]
+            parts.append(self.groups.axis(split.axis, wholes))
+        copies, shards = self._copies(splits, list(cells.values()))
+        is_equal = not any(split.axis in ("tp", "ep") for split in splits)
+        return Family(splits, tuple(parts), both, copies, shards, 1.0 / self.tp.size if is_equal else 1.0)
+
+    def _cells(self, splits: Differs) -> dict[tuple[int, ...], list[int]]:
+        """The ranks that hold the same parameters, by (first stage, index of the part for each split)."""
+        cells: dict[tuple[int, ...], list[int]] = {}
+        tied = next((split.stages for split in splits if split.axis == "pp"), ())
+        for rank, place in self.places.items():
+            cells.setdefault((tied[0] if place.pp in tied else place.pp,), []).append(rank)
+        for split in splits:
+            count, axis_size = split.size, self.tp.size
+            if split.axis == "tp" and axis_size % count:
+                raise ValueError(f"parameters are split into {count} parts over tp, which does not divide its size ({axis_size})")
+            finer: dict[tuple[int, ...], list[int]] = {}
+            for key, ranks in cells.items():
+                if split.axis == "ep" and len(ranks) % count:
+                    raise ValueError(
+                        f"parameters are split over ep by {count}, which does not divide the data-parallel size ({len(ranks)})"
+                    )
+                for i, rank in enumerate(ranks):
+                    part = {"pp": 0, "tp": self.places[rank].tp * count // axis_size, "ep": i % count}[split.axis]
+                    finer.setdefault((*key, part), []).append(rank)
+            cells = finer
+        return cells
+
+    def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis]:
+        """The axes of the replicas of shards, and of the shards, in cells of ranks that hold the same parameters."""
+        if any(split.axis == "pp" for split in splits):  # a copy on each stage
+            rows = [[list(group) for _, group in itertools.groupby(ranks, lambda rank: self.places[rank].pp)] for ranks in cells]
+        elif self.shard_size is None or all(len(ranks) <= self.shard_size for ranks in cells):
+            rows = [[list(ranks)] for ranks in cells]
+        elif splits:
+            axis = splits[0].axis
+            raise ValueError(f"zero_optimization.mics_shard_size ({self.shard_size}) is not built for parameters split over {axis}")
+        else:
+            rows = [[list(ranks[i : i + self.shard_size]) for i in range(0, len(ranks), self.shard_size)] for ranks in cells]
+        columns = [column for row in rows for column in _columns(row)]
+        return self.groups.axis("dp_replicate", columns), self.groups.axis("dp", [ranks for row in rows for ranks in row])
 
 
-def build_mesh(shard_size: int | None = None, group: Any = None, differs: Iterable[Differs] = ()) -> Mesh:
-    """Build the mesh over `group` (default: all ranks). `shard_size` (MiCS) shards over so many consecutive ranks only.
+def build_mesh(
+    *,
+    pp: int = 1,
+    sp: int = 1,
+    tp: int = 1,
+    shard_size: int | None = None,
+    group: Any = None,
+    places: Mapping[int, Place] | None = None,
+) -> Mesh:
+    """Build the mesh over `group` (default: all ranks) with the dense family.
 
-    differs: the splits of the model's parameters, the same on all ranks. Collective over the whole world if there are splits, or
-    if `shard_size` is given, because it creates process groups. Raises ValueError if a size does not divide the number of ranks.
+    pp, sp, tp  the sizes of these axes. The ranks of an axis are consecutive, tp innermost; or they stand at `places`
+    shard_size  (MiCS) shards over so many consecutive ranks only
+
+    Collective over the whole world if an axis has several ranks but not all, because it creates process groups. Raises ValueError
+    if a size does not divide the number of ranks.
     """
     if not dist.is_initialized():
         ranks, rank, group = [0], 0, None
     else:
         group = group if group is not None else dist.group.WORLD
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
-    size = len(ranks)
+    if len(ranks) % (pp * sp * tp):
+        raise ValueError(f"pp ({pp}) x sp ({sp}) x tp ({tp}) does not divide the number of ranks ({len(ranks)})")
+    lengths = Place(pp, len(ranks) // (pp * sp * tp), sp, tp)
+    if places is None:
+        places = dict(zip(ranks, itertools.starmap(Place, itertools.product(*map(range, lengths))), strict=True))
+    size = len(ranks) // pp
     if shard_size is not None and size % shard_size:
         raise ValueError(
             f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({size})"
             + ("" if dist.is_initialized() else "; start with `slipstream run`")
         )
-    batch, alone = _axis("batch", group, ranks, rank), _axis("dp_replicate", None, [rank], rank)
-    if shard_size is None or shard_size == size:
-        dense = Family((), (), batch, alone, _axis("dp", group, ranks, rank))
-    else:
-        rows = [ranks[i : i + shard_size] for i in range(0, size, shard_size)]
-        dense = Family((), (), batch, _cut("dp_replicate", _columns(rows), rank), _cut("dp", rows, rank))
-    families: dict[Differs, Family] = {(): dense}
-    for splits in sorted(set(differs) - {()}):
-        [split] = splits  # one axis so far: ep
-        if size % split.size:
-            raise ValueError(
-                f"parameters are split over {split.axis} by {split.size}, which does not divide the data-parallel size ({size})"
-            )
-        if dense.copies.size > 1:
-            raise ValueError(f"zero_optimization.mics_shard_size ({shard_size}) is not built for parameters that are split over ep")
-        rows = [ranks[i : i + split.size] for i in range(0, size, split.size)]
-        both = _cut(f"dp of {split.axis}", _columns(rows), rank)
-        families[splits] = Family(splits, (_cut(split.axis, rows, rank),), both, alone, both)
-    return Mesh(rank, batch, batch, families)
+    groups = _Groups(rank, list(places), group if len(ranks) > 1 else None)
+    axes: dict[str, Axis] = {}
+    for i, name in enumerate(Place._fields):
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for each, place in places.items():
+            lines.setdefault((*place[:i], *place[i + 1 :]), []).append(each)
+        axes[name] = groups.axis(name, list(lines.values()))
+    world = groups.axis("world", [list(places)])
+    mesh = Mesh(rank, world, **axes, places=places, families={}, shard_size=shard_size, groups=groups)
+    return replace(mesh, families={(): mesh._family(())})
 
 
 def _columns(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _cut(name: str, groups: list[list[int]], rank: int) -> Axis:
-    """This rank's axis of those that `groups` cut the ranks into. Collective over the world."""
-    group, _ = dist.new_subgroups_by_enumeration(groups) if len(groups[0]) > 1 else (None, None)
-    return _axis(name, group, next(ranks for ranks in groups if rank in ranks), rank)

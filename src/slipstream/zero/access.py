@@ -10,8 +10,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.world.mesh import Axis
 from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import Slot
+from slipstream.zero.leaves import Part
 from slipstream.zero.storage.store import fill_zero
 from slipstream.zero.unit import State, Unit
 
@@ -47,6 +49,18 @@ def full_values(unit: Unit) -> Tensor:
     return values
 
 
+def join(value: Tensor, part: Part, axis: Axis) -> Tensor:
+    """The whole of which every rank of `axis` has a part. Collective over the axis."""
+    pieces = gather_objects((value.cpu(), part.ranges_of(axis.index)), axis)
+    shape = [part.numel if dim == part.dim else size for dim, size in enumerate(value.shape)]
+    whole = value.new_empty(shape)
+    for piece, ranges in pieces:
+        lengths = [stop - start for start, stop in ranges]
+        for (start, stop), values in zip(ranges, piece.split(lengths, part.dim), strict=True):
+            whole.narrow(part.dim, start, stop - start).copy_(values)
+    return whole
+
+
 def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     """Return parameter i's summed gradient times `alpha`, fp32, in its shape. Collective."""
     slot = unit.layout.slots[i]
@@ -54,7 +68,7 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     if unit.memory.local is not None:  # not reduced yet
         local = unit.memory.local.tensor[part].float().cpu() if unit.window.is_in_local(i) else torch.zeros(slot.numel)
         pieces = gather_objects(local, unit.comms.data.axis)
-        return torch.stack(pieces).sum(0).mul_(alpha).view(slot.shape).to(unit.full.device)
+        return torch.stack(pieces).sum(0).mul_(alpha * unit.comms.family.weight).view(slot.shape).to(unit.full.device)
     if unit.grads is None or not unit.window.has_gradient:
         return torch.zeros(slot.shape, device=unit.full.device)
     full = unit.unsharded(unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
@@ -72,7 +86,7 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
     if tuple(value.shape) != slot.shape:
         raise ValueError(f"the gradient of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
     if unit.memory.local is not None:
-        whole = value.reshape(-1) / alpha if unit.comms.data.rank == 0 else torch.zeros(slot.numel)
+        whole = value.reshape(-1) / (alpha * unit.comms.family.weight) if unit.comms.data.rank == 0 else torch.zeros(slot.numel)
         unit.window.overwrite_local(unit.memory.local.tensor, i, whole)
     else:
         if not unit.window.has_gradient:

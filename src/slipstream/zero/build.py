@@ -46,8 +46,9 @@ class Recipe:
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
 
 
-def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> dict[Differs, Comms]:
-    """Make the transports of each family. `transport`: "auto" and "shared" use shared memory if all ranks of an axis share a host.
+def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> tuple[Comm, dict[Differs, Comms]]:
+    """Make the transports of all ranks and of each family. `transport`: "auto" and "shared" use shared memory if all ranks of an
+    axis share a host. Collective over each axis, in the same order on all of its ranks.
 
     Raises ValueError if `transport` is "shared" and shared memory is impossible.
     """
@@ -65,13 +66,14 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> d
                 )
         return ProcessGroupComm(axis, device, watch)
 
-    families = {}
-    for key, family in mesh.families.items():
+    families: dict[Differs, Comms] = {}
+    for key, family in sorted(mesh.families.items()):
         dp = comm(family.shards)
         replicate = comm(family.copies)
         both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
         families[key] = Comms(family=family, dp=dp, dp_replicate=replicate, data=both)
-    return families
+    dense = families[()].data
+    return dense if dense.axis.ranks == mesh.world.ranks else comm(mesh.world), families
 
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms) -> Dtypes:
@@ -127,6 +129,7 @@ def plan_units(groups: Sequence[Group], model: nn.Module, recipe: Recipe, famili
 def build_units(
     model: nn.Module,
     recipe: Recipe,
+    world: Comm,
     families: Mapping[Differs, Comms],
     device: torch.device,
     open_space: Callable[[Needs], Spaces],
@@ -139,9 +142,9 @@ def build_units(
     """
     open_up(model)
     plans, tiers, lane = plan_units(wrap(model), model, recipe, families), recipe.tiers, lane_of(device)
-    data, needs = families[()].data, disk_needs(plans, recipe, tiers.weights_kept, on_host=lane is None)
+    needs = disk_needs(plans, recipe, tiers.weights_kept, on_host=lane is None)
     spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
-    context = BuildContext(recipe, Homes(tiers, device, spaces, lane, has_peers=data.size > 1))
+    context = BuildContext(recipe, Homes(tiers, device, spaces, lane, has_peers=families[()].data.size > 1))
     memories = allocate(context, plans)
     slots = Slots(longest_on_wire([(plan.comms.dp, plan.layout, plan.dtypes) for plan in plans if plan.group.trainable], recipe))
     blocks: dict[str, list[int]] = {"": []}  # the root comes first, even if it has no parameters
@@ -152,7 +155,7 @@ def build_units(
     for block, indices in blocks.items():
         units += build_block(context, values, block, [(i, plans[i], memories[i]) for i in indices])
     values.finish()
-    data.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: all ranks have written the common weights
+    world.exchange(torch.zeros(1, dtype=torch.float64))  # barrier: all ranks have written the common weights
     access.register(units)
     return units, slots, context.homes
 
@@ -188,7 +191,7 @@ def _allocate(
     if not place.grads:
         local = [(plans[i].layout.numel, plans[i].dtypes.local) for i in trainable]
         assign("local", trainable, comms.dp.allocate(local))
-    elif comms.dp_replicate.size > 1:
+    if comms.dp_replicate.size > 1:
         spans = [plans[i].layout.span(comms.dp.size, comms.dp.rank) for i in trainable]
         shards = [(stop - start, plans[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
         assign("replica", trainable, comms.dp_replicate.allocate(shards))
@@ -244,7 +247,7 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
     dtypes = _trainable_dtypes(unit.dtypes.weights, recipe, comms)
     if not recipe.placement.grads:
         unit.memory.local = comms.dp.allocate([(layout.numel, dtypes.local)])[0]
-    elif comms.dp_replicate.size > 1:
+    if comms.dp_replicate.size > 1:
         unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
     unit.start_training(dtypes)
     if recipe.placement.grads or dtypes.wire != dtypes.local:

@@ -12,7 +12,7 @@ Leaves of a quantized weight are never cast, whatever the config's precision.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch.nn as nn
@@ -21,36 +21,70 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.world.mesh import Differs, Split
 
-_PART = "_slipstream_part"  # attribute of a parameter: its Part
+_PARTS = "_slipstream_parts"  # attribute of a parameter: its Parts
+_AXES = ("tp", "ep")
+
+Ranges = tuple[tuple[int, int], ...]
 
 
 class Part(NamedTuple):
-    """How a parameter is a part of a whole: ranks along the axis of `split` hold consecutive ranges of dimension `dim`."""
+    """How a parameter is a part of a whole: the ranks along the axis of `split` hold different ranges of dimension `dim`."""
 
     split: Split
     dim: int
+    numel: int  # of the whole's dimension `dim`
+    ranges: Ranges | None  # [start, stop) of this rank, in the order of its memory; None: the i-th of equal consecutive ones
+
+    def ranges_of(self, index: int) -> Ranges:
+        """The ranges of the rank with the `index`-th part, which is this one if they were given."""
+        length = self.numel // self.split.size
+        return self.ranges or ((index * length, (index + 1) * length),)
 
 
-def mark_part(param: nn.Parameter, axis: str, size: int, dim: int = 0) -> None:
-    """Mark a parameter as a part of a whole, before `initialize`. Raises ValueError for another axis than "ep"."""
-    if axis != "ep":
-        raise ValueError(f"parameters can be split over the axis 'ep' only, not over {axis!r}")
+def mark_part(
+    param: nn.Parameter, axis: str, size: int, dim: int = 0, *, whole: int | None = None, ranges: Ranges | None = None
+) -> None:
+    """Mark a parameter as a part of a whole, before `initialize`. A parameter may be marked once for each axis.
+
+    axis    "tp" or "ep"
+    size    the number of different parts. If it is less than the axis has ranks, neighbors hold the same part, and their gradients
+            are added; so does size 1 on tp, for a parameter that is whole but sees a share of the activations on each rank
+    dim     the dimension that is split
+    whole   the length of this dimension in the whole; default: size times that of the parameter
+    ranges  this rank's [start, stop) in the whole, in the order of the parameter; default: equal consecutive ranges by index
+
+    Raises ValueError if these do not fit the parameter.
+    """
+    if axis not in _AXES:
+        raise ValueError(f"parameters can be split over the axes {' and '.join(_AXES)}, not over {axis!r}")
     if not 0 <= dim < param.dim() or size < 1:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} has no dimension {dim} to split into {size} parts")
-    if size > 1:
-        setattr(param, _PART, Part(Split(axis, size), dim))
+    numel = size * param.shape[dim] if whole is None else whole
+    length = sum(stop - start for start, stop in ranges) if ranges is not None else numel / size
+    if length != param.shape[dim] or any(not 0 <= start <= stop <= numel for start, stop in ranges or ()):
+        raise ValueError(
+            f"dimension {dim} of a parameter of shape {tuple(param.shape)} cannot be {ranges or f'one of {size} parts'} of {numel}"
+        )
+    if size > 1 or axis == "tp":
+        others = [part for part in parts_of(param) if part.split.axis != axis]
+        setattr(param, _PARTS, (*others, Part(Split(axis, size), dim, numel, ranges)))
 
 
-def part_of(param: nn.Parameter) -> Part | None:
-    """The mark of `mark_part`; None for a parameter that every rank has whole."""
-    part: Part | None = getattr(param, _PART, None)
-    return part
+def mark_tied(param: nn.Parameter, stages: Sequence[int]) -> None:
+    """Mark a parameter that several pipeline stages hold, each with gradients of its own, before `initialize`."""
+    others = [part for part in parts_of(param) if part.split.axis != "pp"]
+    setattr(param, _PARTS, (*others, Part(Split("pp", 1, tuple(stages)), 0, param.shape[0], None)))
+
+
+def parts_of(param: nn.Parameter) -> tuple[Part, ...]:
+    """The marks of `mark_part` and `mark_tied`; () for a parameter that every rank of its stage has whole."""
+    parts: tuple[Part, ...] = getattr(param, _PARTS, ())
+    return parts
 
 
 def differs_of(param: nn.Parameter) -> Differs:
     """The parameter's splits, the key of its family."""
-    part = part_of(param)
-    return () if part is None else (part.split,)
+    return tuple(sorted(part.split for part in parts_of(param)))
 
 
 class Leaf(NamedTuple):
@@ -138,8 +172,8 @@ def _refuse_distributed(model: nn.Module) -> None:
         whole = cast(Any, parameter)
         if isinstance(whole, dtensor):
             raise ValueError(
-                f"parameter {name!r} is a DTensor ({whole.placements} over {whole.device_mesh.size()} ranks): tensor parallelism "
-                f"is not built yet, and ZeRO itself shards plain parameters. Pass the model to initialize() before "
+                f"parameter {name!r} is a DTensor ({whole.placements} over {whole.device_mesh.size()} ranks), and ZeRO shards "
+                f"plain parameters. Set tensor_parallel.autotp_size instead, and pass the model to initialize() before "
                 f"parallelize_module, fully_shard or distribute_tensor"
             )
 

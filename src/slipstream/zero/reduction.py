@@ -27,6 +27,7 @@ class Dense:
     """The exact sum: every rank sends every element."""
 
     comm: Comm
+    weight: float = 1.0  # of the sum: see world/mesh.py, Note: Gradients of copies over tp
 
     def scatter(self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool) -> Pending[Partial]:
-        return self.comm.reduce_scatter(buffer, cuts, out, alpha=alpha, accumulate=accumulate)
+        return self.comm.reduce_scatter(buffer, cuts, out, alpha=alpha * self.weight, accumulate=accumulate)

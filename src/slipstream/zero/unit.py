@@ -124,7 +124,7 @@ class Unit:
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
         self.span: Span = layout.span(comms.dp.size, comms.dp.rank)
-        self.reduction: Reduction = Dense(comms.dp)
+        self.reduction: Reduction = Dense(comms.dp, comms.family.weight)
         self.state = State.GATHERED
         self.pending_gather: Pending[None] | None = None  # the gather in flight
         self.updating: Updating | None = None  # the optimizer update in flight
@@ -182,7 +182,7 @@ class Unit:
             copy_store(self.master, self.owned)
 
     def _place_grads(self) -> Store:
-        if self.memory.replica:
+        if self.placement.grads and self.memory.replica:
             return MemoryStore(self.memory.replica.tensor)
         if self.placement.grads:
             return self.homes.gradients(self.span[1] - self.span[0], self.dtypes.grads)
@@ -384,13 +384,22 @@ class Unit:
         def finish() -> None:
             if scattered is not None:
                 self.window.reduced(scattered.wait())
+            if copies.size > 1:
+                self._add_copies(copies)
             if local is not None and not self.placement.optim:
                 dp.all_gather(local, self.cuts).wait()
-            if copies.size > 1:
-                assert self.memory.replica is not None
-                self._all_reduce(copies, self.memory.replica)
 
         return Pending(finish)
+
+    def _add_copies(self, comm: Comm) -> None:
+        """Add the shards' gradients over their replicas, through `memory.replica`, which is their store if gradients are sharded."""
+        buffer, local = self.memory.replica, self.memory.local
+        assert buffer is not None
+        if local is not None:
+            buffer.tensor.copy_(local.tensor[slice(*self.span)])
+        self._all_reduce(comm, buffer)
+        if local is not None:
+            local.tensor[slice(*self.span)].copy_(buffer.tensor)
 
     def _all_reduce(self, comm: Comm, buffer: Buffer) -> None:
         cuts = _even_cuts(buffer.tensor.numel(), comm.size)

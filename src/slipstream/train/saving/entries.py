@@ -23,7 +23,7 @@ from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.leaves import part_of
+from slipstream.zero.leaves import parts_of
 from slipstream.zero.storage.store import Store, section
 from slipstream.zero.unit import Unit
 
@@ -52,12 +52,13 @@ def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSl
 
 def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, Box | None]:
     """The shape of the whole of which this rank's parameter of `shape` is a part, and the box that it fills; None: all of it."""
-    part = part_of(param)
-    if part is None:
-        return shape, None
-    index = unit.comms.family.parts_of(part.split).index
-    whole = tuple(size * part.split.size if dim == part.dim else size for dim, size in enumerate(shape))
-    return whole, Box(tuple(index * size if dim == part.dim else 0 for dim, size in enumerate(shape)), shape)
+    whole, offsets = list(shape), [0] * len(shape)
+    for part in parts_of(param):
+        ranges = part.ranges_of(unit.comms.family.parts_of(part.split).index)
+        if len(ranges) > 1:
+            raise ValueError(f"parameter {unit.names[0]!r}: parts of several ranges cannot be saved yet")
+        whole[part.dim], offsets[part.dim] = part.numel, ranges[0][0]
+    return (shape, None) if tuple(whole) == shape else (tuple(whole), Box(tuple(offsets), shape))
 
 
 class Loop(Protocol):
