@@ -164,7 +164,7 @@ def test_refusals() -> None:
         PipelineModule([nn.ReLU()])
     with pytest.raises(RuntimeError, match=r"num_stages \(2\) must divide distributed world size"):
         PipelineModule([nn.ReLU(), nn.ReLU()], num_stages=2)
-    with pytest.raises(RuntimeError, match="LayerSpec only supports torch.nn.Module types"):
+    with pytest.raises(RuntimeError, match=r"LayerSpec only supports torch\.nn\.Module types"):
         LayerSpec(torch.relu)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no bounds of 2 stages of 3 layers"):
         PipelineModule([nn.ReLU()] * 3, num_stages=2, stages=[0], parts=[0, 2])
