@@ -10,6 +10,7 @@ from collections.abc import Mapping
 # module of DeepSpeed -> {module of Slipstream: names in it}
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
+        "slipstream.parallel.module": "PipelineModule",
         "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine initialize",
         "slipstream.compat.comm": "init_distributed",
         "slipstream.compat.accelerator": "get_accelerator",
@@ -92,8 +93,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "empty_cache ensure_directory_exists filter_empty_parameters get_checkpoint_folder_size get_flattened_grad_norm "
         "get_global_norm get_global_norm_of_tensors get_grad_zeros get_inactive_params get_ma_status get_only_unique_item "
         "get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm is_model_parallel_parameter is_optimized_parameter "
-        "mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context noop_decorator partition_balanced "
-        "partition_uniform prefix_sum_inc",
+        "mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context noop_decorator",
+        "slipstream.parallel.layers": "partition_balanced partition_uniform prefix_sum_inc",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "slipstream.compat.checkpointing": "checkpoint configure is_configured model_parallel_cuda_manual_seed "
@@ -148,6 +149,25 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.accelerator": {
         "slipstream.compat.accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator"
+    },
+    "deepspeed.pipe": {
+        "slipstream.parallel.module": "DualPipeVModule PipelineModule",
+        "slipstream.parallel.layers": "LayerSpec TiedLayerSpec",
+    },
+    "deepspeed.runtime.pipe": {
+        "slipstream.parallel.module": "PipelineModule",
+        "slipstream.parallel.layers": "LayerSpec TiedLayerSpec",
+        "slipstream.parallel.topology": "ProcessTopology",
+    },
+    "deepspeed.runtime.pipe.module": {
+        "slipstream.parallel.module": "PipelineError PipelineModule",
+        "slipstream.parallel.layers": "LayerSpec TiedLayerSpec",
+        "slipstream.parallel.topology": "PipeDataParallelTopology PipelineParallelGrid",
+    },
+    "deepspeed.runtime.pipe.dualpipev": {"slipstream.parallel.module": "DualPipeVModule PipelineModule"},
+    "deepspeed.runtime.pipe.topology": {
+        "slipstream.parallel.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid "
+        "ProcessTopology _prime_factors"
     },
     "deepspeed.launcher.runner": {"slipstream.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
     "deepspeed.env_report": {"slipstream.compat.launcher": "report"},
@@ -274,7 +294,6 @@ _TUNING = "autotuning; `slipstream plan --memory 24G` finds the fastest configur
 MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "tp_model_init": "tensor parallelism; set autotp_size to 0 or 1 and use ZeRO stage 3 to shard the weights",
-        "PipelineModule": _PIPELINE,
         "PipelineEngine": _PIPELINE,
         "DeepSpeedHybridEngine": _HYBRID,
         "DeepSpeedTransformerLayer": _TRANSFORMER,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.compat.accelerator import get_accelerator
+from slipstream.parallel.layers import partition_uniform
 
 noop_context = nullcontext
 
@@ -52,38 +53,6 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 # -- partitions --
-
-
-def prefix_sum_inc(weights: Iterable[Any]) -> list[Any]:
-    """[3, 4, 5] -> [3, 7, 12]."""
-    return list(itertools.accumulate(weights))
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the bounds of parts of equal length; the first parts get the remainder. Parts may be empty."""
-    size, longer = divmod(num_items, num_parts)
-    return [part * size + min(part, longer) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the bounds of non-empty parts that minimize (heaviest - lightest part), by dynamic programming."""
-    count = len(weights)
-    if count <= num_parts:
-        return partition_uniform(count, num_parts)
-    sums = [0, *itertools.accumulate(weights)]
-    # by end of the last part: (heaviest - lightest weight, heaviest, lightest, bounds)
-    best: dict[int, tuple[float, float, float, list[int]]] = {0: (0.0, 0.0, math.inf, [0])}
-    for part in range(1, num_parts + 1):
-        ends: dict[int, tuple[float, float, float, list[int]]] = {}
-        for end in range(part, count + 1):
-            for start, (_, heaviest, lightest, bounds) in best.items():
-                if start < end:
-                    weight = sums[end] - sums[start]
-                    high, low = max(heaviest, weight), min(lightest, weight)
-                    if end not in ends or high - low <= ends[end][0]:
-                        ends[end] = (high - low, high, low, [*bounds, end])
-        best = ends
-    return best[count][-1]
 
 
 class PartitionedTensor:

@@ -1,0 +1,295 @@
+"""A pipeline over an unmodified decoder of transformers: each chunk is the model with its own layers only.
+
+A chunk is a shallow copy of the modules on the way to the layers, so its parameters are the model's, under the model's names. The
+modules before the layers (embeddings) are in the first chunk, those after them (norm, head) in the last; a `_Absent` stands for
+them elsewhere. The model's own forward runs in every chunk, so masks and rotary positions come from the batch on every stage. What
+it computes before its first layer is replaced by what the stage before sent: a scaled or shifted embedding is not applied twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.parallel.layers import partition_balanced, partition_uniform
+from slipstream.parallel.module import Tied
+from slipstream.zero.wrap import repeated_blocks
+
+_OF_THE_LOSS = ("labels", "num_items_in_batch")
+_OF_THE_EMBEDDING = ("input_ids", "inputs_embeds")
+
+
+class PipelinedDecoder(nn.Module):
+    """A decoder of transformers divided into stages, of which a rank keeps some.
+
+    stages   the stages that this rank has, of `num_stages`
+    method   parameters: stages of like size, where embeddings count nothing (they are looked up); or uniform: of as many layers
+    loss_fn  called as loss_fn(logits, labels); default: the model's own loss
+
+    Raises ValueError for a model without repeated layers, with fewer layers than stages, or of another kind.
+    """
+
+    _chunks: list[DecoderChunk]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_stages: int,
+        stages: Sequence[int],
+        method: str = "parameters",
+        loss_fn: Callable[..., Any] | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
+        self.layers_name, names = _layers_of(model)
+        before, after = _around(model, self.layers_name)
+        self.parts = list(parts) if parts is not None else _divide(model, self.layers_name, names, after, num_stages, method)
+        owners = dict.fromkeys(before, 0) | dict.fromkeys(after, num_stages - 1)
+        for stage in range(num_stages):
+            owners |= {f"{self.layers_name}.{name}": stage for name in names[self.parts[stage] : self.parts[stage + 1]]}
+        self._owners = owners
+        self.tied = _ties(model, owners, num_stages)
+        whole = self._part(model, self.stages)
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        for name, param in whole._parameters.items():
+            self.register_parameter(name, param)
+        # not registered: their parameters are this module's
+        self.__dict__["_chunks"] = [DecoderChunk(self, model, stage) for stage in self.stages]
+
+    def _part(self, model: nn.Module, stages: Sequence[int]) -> nn.Module:
+        """A copy of the model with the layers and modules of some stages; other modules with parameters are absent."""
+        return _pruned(model, {name for name, stage in self._owners.items() if stage not in stages}, self.layers_name)
+
+    def chunk(self, i: int) -> DecoderChunk:
+        """The i-th stage of this rank as a module; `stages[i]` is its number."""
+        return self._chunks[i]
+
+    def inputs(self, batch: Any) -> Any:
+        """The first stage's input."""
+        return _arguments(batch)["input_ids"]
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """The loss of a micro-batch, of the last stage's output."""
+        return outputs.loss if self.loss_fn is None else self.loss_fn(outputs.logits, _arguments(batch)["labels"])
+
+    def forward(self, x: Any, batch: Any = None, chunk: int = 0) -> Any:
+        return self.chunk(chunk)(x, batch)
+
+
+class DecoderChunk(nn.Module):
+    """One stage: called with the first stage's token ids, or with the hidden states [B, S, H] of the stage before."""
+
+    runs: nn.Module  # what forward calls: the copy of the model, or of its body
+    is_running = False
+
+    def __init__(self, owner: PipelinedDecoder, model: nn.Module, stage: int) -> None:
+        super().__init__()
+        self.stage, self.is_first, self.is_last = stage, stage == 0, stage == owner.num_stages - 1
+        self.start, self.stop = owner.parts[stage : stage + 2]
+        part = owner._part(model, [stage])
+        for name, child in part.named_children():
+            self.add_module(name, child)
+        self.__dict__["runs"] = part if self.is_last else part.base_model  # the head would change hidden states
+        container = part.get_submodule(owner.layers_name)
+        _shorten_configs(part, container, owner.layers_name, self.start, self.stop)
+        blocks = list(container.children())
+        self.entering: Tensor | None = None
+        self.left: Tensor | None = None
+        if not self.is_first:
+            blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not self.is_last:
+            blocks[-1].register_forward_hook(self._leave)
+
+    def forward(self, x: Tensor, batch: Any = None) -> Any:
+        """Return the hidden states for the next stage; the last one returns the model's output."""
+        arguments = _arguments(batch) if batch is not None else {}
+        skipped = _OF_THE_EMBEDDING if self.is_last else (*_OF_THE_EMBEDDING, *_OF_THE_LOSS)
+        arguments = {name: value for name, value in arguments.items() if name not in skipped} | {"use_cache": False}
+        if self.is_first:
+            arguments["input_ids"] = x
+        else:
+            self.entering = x
+            arguments["inputs_embeds"] = x.detach()
+        self.is_running = True
+        try:
+            output = self.runs(**arguments)
+            return output if self.is_last else self.left
+        finally:
+            self.is_running, self.entering, self.left = False, None, None
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.entering is None:  # the model runs as a whole, or a checkpoint recomputes the block with its own input
+            return None
+        x, self.entering = self.entering, None
+        return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        if self.is_running:
+            self.left = output[0] if isinstance(output, tuple) else output
+
+
+class _Absent(nn.Module):
+    """In place of a module of another stage: returns its first floating point tensor, or a zero to add."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point())
+        return next(tensors, torch.zeros(()))
+
+
+def _arguments(batch: Any) -> dict[str, Any]:
+    """A micro-batch as arguments of the model: a mapping, (inputs, labels) with inputs a mapping or token ids, or token ids."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return _arguments(batch[0]) | {"labels": batch[1]}
+    return {"input_ids": batch}
+
+
+def _layers_of(model: nn.Module) -> tuple[str, list[str]]:
+    """The path of the container of the model's layers, and their names in it."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} has an encoder and a decoder; only decoders are cut into pipeline stages")
+    paths = repeated_blocks(model)
+    containers = [path.rpartition(".")[0] for path in paths]
+    if not paths:
+        raise ValueError(f"{type(model).__name__} has no repeated layers to cut into pipeline stages; pass a PipelineModule")
+    longest = max(dict.fromkeys(containers), key=containers.count)
+    return longest, [name for name, _ in model.get_submodule(longest).named_children()]
+
+
+def _around(model: nn.Module, layers: str) -> tuple[list[str], list[str]]:
+    """The modules with parameters outside of the layers: those before and those after them in a forward.
+
+    The order is that of the model's `_pp_plan` if it names them all, else that of a forward on meta.
+    """
+    outside = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if not f"{name}.".startswith(f"{layers}.") and any(param is not None for param in module._parameters.values())
+    ]
+    plan = [name for name in getattr(model, "_pp_plan", None) or {} if name != layers]
+    base = layers.rpartition(".")[0]
+    if all(any(f"{name}.".startswith(f"{named}.") for named in plan) for name in outside):
+        ordered = [*getattr(model, "_pp_plan", {})]
+        inside = [name for name in ordered if name.startswith(f"{base}.")]
+        before = set(inside[: inside.index(layers)]) if layers in inside else set()
+        roots = {name: next(named for named in plan if f"{name}.".startswith(f"{named}.")) for name in outside}
+        return [name for name in outside if roots[name] in before], [name for name in outside if roots[name] not in before]
+    return _traced(model, layers, outside)
+
+
+def _traced(model: nn.Module, layers: str, outside: Sequence[str]) -> tuple[list[str], list[str]]:
+    called: list[str] = []
+    first = next(model.get_submodule(layers).children())
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: called.append(name)
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(note(name)) for name in outside]
+    handles.append(first.register_forward_pre_hook(note(layers)))
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    error: Exception | None = None
+    try:
+        # some models read the values of a mask of two dimensions, or of positions without one, which meta does not have
+        for mask in (None, torch.zeros(1, 1, 2, 2, device="meta")):
+            called.clear()
+            arguments = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    torch.func.functional_call(model, meta, (), arguments, tie_weights=False)
+            except Exception as failure:
+                error = failure
+            else:
+                break
+        else:
+            raise ValueError(
+                f"{type(model).__name__} has no _pp_plan for {', '.join(outside)}, and a forward on meta, which shows their order, "
+                f"failed ({error}); give the class a _pp_plan, or pass a PipelineModule"
+            ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    start = called.index(layers)
+    return [name for name in outside if name in called[:start]], [name for name in outside if name not in called[:start]]
+
+
+def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence[str], num_stages: int, method: str) -> list[int]:
+    """Bounds of the stages; each has at least one layer."""
+    if len(names) < num_stages:
+        raise ValueError(
+            f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; use fewer stages"
+        )
+    if method == "uniform":
+        return partition_uniform(len(names), num_stages)
+    if method != "parameters":
+        raise ValueError(f"partition method {method!r} is none of parameters, uniform")
+    container = model.get_submodule(layers)
+    weights = [sum(param.numel() for param in block.parameters()) for block in container.children()]
+    weights[-1] += sum(param.numel() for name in after for param in model.get_submodule(name).parameters(recurse=False))
+    return partition_balanced(weights, num_stages)
+
+
+def _ties(model: nn.Module, owners: Mapping[str, int], num_stages: int) -> list[Tied]:
+    """The parameters that modules of several stages share."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    ties = []
+    for shared in names.values():
+        places: dict[int, str] = {}
+        for name in shared:
+            module = next((owned for owned in owners if name.startswith(f"{owned}.")), None)
+            if module is not None:
+                places.setdefault(owners[module], name)
+        if len(places) > 1:
+            ties.append(Tied(shared[0], tuple(sorted(places.items()))))
+    return ties
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """A module with the same children and parameters, and hooks of its own."""
+    copied = copy.copy(module)
+    for name, value in module.__dict__.items():
+        if isinstance(value, dict):
+            copied.__dict__[name] = type(value)(value) if type(value).__init__ is dict.__init__ else copy.copy(value)
+    return copied
+
+
+def _pruned(module: nn.Module, absent: set[str], layers: str, prefix: str = "") -> nn.Module:
+    """A copy of the modules on the way to the absent ones, without these: layers are left out, others have a stand-in."""
+    touched = {name for name in absent if name.startswith(prefix)}
+    if not touched and not f"{layers}.".startswith(prefix or "."):
+        return module
+    copied = _copy(module)
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if path not in absent:
+            copied._modules[name] = _pruned(child, absent, layers, f"{path}.")
+        elif f"{prefix}".removesuffix(".") == layers:
+            del copied._modules[name]
+        else:
+            copied._modules[name] = _Absent()
+    return copied
+
+
+def _shorten_configs(part: nn.Module, container: nn.Module, layers: str, start: int, stop: int) -> None:
+    """Give the module that runs the layers a config of so many layers, as its forward counts them."""
+    parent = part.get_submodule(layers.rpartition(".")[0])
+    config = getattr(parent, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    if config is None or count is None:
+        return
+    config = copy.copy(config)
+    for name, value in list(vars(config).items()):
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == count:
+            setattr(config, name, value[start:stop])
+    config.num_hidden_layers = stop - start
+    parent.config = config
