@@ -392,7 +392,7 @@ class Unit:
         return Pending(finish)
 
     def _add_copies(self, comm: Comm) -> None:
-        """Add the shards' gradients over their replicas, through `memory.replica`, which is their store if gradients are sharded."""
+        """Add the shards' gradients over their replicas, through `memory.replica`: their store if gradients are sharded."""
         buffer, local = self.memory.replica, self.memory.local
         assert buffer is not None
         if local is not None:
