@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.optim.native import CodedStore
+from slipstream.train.saving import optimizer_state
 from slipstream.zero.unit import State, Unit
 
 Fact = Callable[[Any], Any]
@@ -139,3 +142,13 @@ def hooks(engine: Any) -> Any:
 def homes(engine: Any) -> Any:
     """The files and memory in which the engine stores its states."""
     return engine.single.homes
+
+
+def states(engine: Any) -> dict[str, Tensor]:
+    """Masters and moments, whole, of the parameters of this rank's pipeline stages. Collective over each stage."""
+    found: dict[str, Tensor] = {}
+    for unit in engine.units:
+        for i, name in enumerate(unit.names):
+            values = optimizer_state.of_parameter(unit, i, engine.single.steps)
+            found |= {f"{kind} of {name}": value.clone() for kind, value in values.items()}
+    return found

@@ -111,15 +111,15 @@ class ExpertParallel(Block):
 
 
 class Pipeline(Block):
-    feature = Feature(
-        "pipeline parallelism", 'set pipeline.stages to 1 or "auto"; zero_optimization.stage 3 shards the layers as well'
+    stages: Count | Word[Literal["auto"]] = honored("auto", "Pipeline stages; the same as `slipstream.mesh.pp`.")
+    partition: str = no_effect("best", "PipelineModule(partition_method=) divides the layers, as in DeepSpeed")
+    seed_layers: bool = no_effect(False, "PipelineModule(seed_layers=) decides, as in DeepSpeed")
+    activation_checkpoint_interval: Size = honored(
+        0, "Layers of a PipelineModule that are recomputed together; 0: the module's own."
     )
-    stages: Count | str = switch("auto", off=("auto", 1, "1"))
-    partition: str = "best"
-    seed_layers: bool = False
-    activation_checkpoint_interval: Size = 0
-    pipe_partitioned: bool = True
-    grad_partitioned: bool = True
+    pipe_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
+    grad_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
+    use_reentrant: bool = no_effect(True, "recomputed layers do not need a reentrant backward")
 
 
 # Engine features

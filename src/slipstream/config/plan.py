@@ -93,6 +93,12 @@ class MeshPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    schedule: Literal["1f1b", "gpipe", "zero_bubble"] = key("slipstream.pipeline.schedule")
+    recompute_interval: int = key("pipeline.activation_checkpoint_interval")  # layers that are recomputed together; 0: the module's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """`train_batch_size` = `micro_batch_size` x `accumulation` x data-parallel ranks."""
 
@@ -264,6 +270,7 @@ class DebugPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     mesh: MeshPlan
+    pipeline: PipelinePlan
     batch: BatchPlan
     zero: ZeroPlan
     offload: OffloadPlan

@@ -23,7 +23,11 @@ _ON_HOST = "the device is a CPU, so states are already in host memory"
 _BLOCKS = "activation_checkpointing"
 _BOUNDARY = f"{_BLOCKS}.synchronize_checkpoint_boundary"
 MESH_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"pp": ("slipstream.mesh.pp",), "sp": ("slipstream.mesh.sp", "sequence_parallel_size"), "tp": ("slipstream.mesh.tp",)}
+    {
+        "pp": ("slipstream.mesh.pp", "pipeline.stages"),
+        "sp": ("slipstream.mesh.sp", "sequence_parallel_size"),
+        "tp": ("slipstream.mesh.tp",),
+    }
 )
 _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for bf16 only
 

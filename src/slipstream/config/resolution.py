@@ -31,6 +31,7 @@ from slipstream.config.plan import (
     ModelFacts,
     OffloadPlan,
     OptimizerPlan,
+    PipelinePlan,
     Plan,
     PrecisionPlan,
     SchedulerPlan,
@@ -122,6 +123,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
     plan = values.section(
         Plan,
         mesh=mesh,
+        pipeline=values.section(PipelinePlan),
         batch=batch,
         zero=values.section(ZeroPlan),
         offload=offload,

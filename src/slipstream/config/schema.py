@@ -268,6 +268,12 @@ class MeshSizes(Block):
     tp: Count = honored(1, "Ranks that share each layer (tensor parallelism).", "test_layers_in_parts")
 
 
+class PipelineOptions(Block):
+    schedule: Word[Literal["1f1b", "gpipe", "zero_bubble"]] = honored(
+        "1f1b", "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps."
+    )
+
+
 class Slipstream(Block):
     """Slipstream's own options."""
 
@@ -283,6 +289,7 @@ class Slipstream(Block):
     check_grad_overflow: bool = honored(True, "In fp32, skip steps whose gradients are not finite.")
     seed: Seed = honored(0, "Seed of the data loader's shuffle.")
     mesh: MeshSizes = MeshSizes()
+    pipeline: PipelineOptions = PipelineOptions()
     unknown_keys: Word[Literal["error", "warn"]] = honored(
         "error", "`warn`: ignore unknown top-level keys with a warning, unless they resemble a known key."
     )

@@ -33,6 +33,8 @@ class PipelinedDecoder(nn.Module):
     Raises ValueError for a model without repeated layers, with fewer layers than stages, or of another kind.
     """
 
+    is_v = False
+    reads_everywhere = True  # masks and positions
     _chunks: list[DecoderChunk]
 
     def __init__(
@@ -46,6 +48,7 @@ class PipelinedDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
+        self.num_ranks = num_stages // max(len(self.stages), 1)  # of the pipeline
         self.layers_name, names = _layers_of(model)
         before, after = _around(model, self.layers_name)
         self.parts = list(parts) if parts is not None else _divide(model, self.layers_name, names, after, num_stages, method)

@@ -67,6 +67,8 @@ class PipelineModule(nn.Module):
     `num_stages`, and NotImplementedError for an unknown `partition_method`.
     """
 
+    is_v = False  # whether the stages come back from the last rank to the first
+    reads_everywhere = False  # whether stages between the first and the last need the batch
     _chunks: dict[int, LayerChunk]
     curr_layer: int  # that runs, or ran last
 
@@ -191,8 +193,8 @@ class PipelineModule(nn.Module):
         """The loss of a micro-batch (inputs, labels), of the last stage's output."""
         return outputs if self.loss_fn is None else self.loss_fn(outputs, batch[1])
 
-    def forward(self, forward_input: Any, chunk: int = 0) -> Any:
-        return self.chunk(chunk)(forward_input)
+    def forward(self, forward_input: Any, batch: Any = None, chunk: int = 0) -> Any:
+        return self.chunk(chunk)(forward_input, batch)
 
     # -- DeepSpeed's names --
 
@@ -330,6 +332,8 @@ class DualPipeVModule(PipelineModule):
     Rank 0 has the first and the last layer: it loads batches and computes losses, and an embedding and a head that are tied
     are one module.
     """
+
+    is_v = True
 
     def __init__(self, *args: Any, overlapped_forward_backward: Callable[..., Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

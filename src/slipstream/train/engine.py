@@ -654,7 +654,7 @@ class Engine(nn.Module):
                 closing.callback(states.homes.close)
             closing.callback(self.watch.stop)
             for states in self.states:
-                for comm in states.transports():
+                for comm in (*states.transports(), *states.resources):
                     closing.callback(comm.close)
                 closing.callback(states.updater.close)
             self._return_parameters()

@@ -21,6 +21,8 @@ from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
+from slipstream.parallel.huggingface import PipelinedDecoder
+from slipstream.parallel.module import PipelineModule
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import (
@@ -35,6 +37,7 @@ from slipstream.train.data import StatefulLoader
 from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
 from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
+from slipstream.train.pipeline import pipeline_engine, prepare
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_plan
 from slipstream.train.schedules import build_scheduler, check_steps_alone
@@ -100,6 +103,8 @@ def initialize(
     check_alike(facts_of_plan(plan, model, device), group)
     mesh = build_mesh(pp=plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, shard_size=plan.zero.shard_size, group=group)
     check_alike_on(facts_of_model(model), mesh.batch)
+    if isinstance(model, PipelineModule | PipelinedDecoder):
+        prepare(model, plan.pipeline, mesh)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     if mesh.is_first:
         _log_config(plan, loaded, overrides, optimizer)
@@ -269,6 +274,7 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
         loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,
         optimizer_lr=rates.pop() if len(rates) == 1 else None,
         brings_schedule=lr_scheduler is not None,
+        mesh={"pp": model.num_ranks} if isinstance(model, PipelineModule | PipelinedDecoder) else {},
     )
 
 
@@ -336,6 +342,8 @@ def _engine(
         watch=watch,
         device=device,
     )
+    if isinstance(model, PipelineModule | PipelinedDecoder):
+        return pipeline_engine(states, Precision(precision, device), transport)
     return Engine(states, Precision(precision, device))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -57,6 +57,7 @@ class States:
     hooks: Hooks = field(init=False)  # installed by the engine, and again after each surgery
     known: frozenset[int] = frozenset()  # ids of the model's parameters
     asleep: Asleep | None = None  # the states that sleep() moved away
+    resources: list[Any] = field(default_factory=list)  # closed with the engine: mail, transports of activations
     average: weakref.ref[Average] | None = None  # the slipstream.ema.Ema of these states; the user owns it
 
     def __post_init__(self) -> None:

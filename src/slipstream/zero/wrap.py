@@ -40,7 +40,10 @@ class Group:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the outermost repeated modules: children of one container that share a class and have parameters."""
+    """Names of the outermost repeated modules: children of one container that share a class and have parameters.
+
+    Children whose names are numbers, as in a PipelineModule, are in a container too.
+    """
     blocks: list[str] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -49,7 +52,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         is_container = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         for name, child in children:
             path = f"{prefix}{name}"
-            if is_container and kinds.count(type(child)) >= 2:
+            if (is_container or name.isdigit()) and kinds.count(type(child)) >= 2:
                 blocks.append(path)
             else:
                 visit(child, path + ".")

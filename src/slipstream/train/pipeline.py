@@ -1,0 +1,385 @@
+"""The engine of a pipeline: `train_batch` walks one rank's schedule (parallel/schedule.py) over its chunks.
+
+    engine, _, _, _ = slipstream.initialize(model=PipelineModule(layers, num_stages=2, loss_fn=loss_fn), config=config)
+    loss = engine.train_batch(data_iter)
+
+A chunk is one call of the engine's model, so hooks, units, the verdict and the optimizer are those of any engine. Activations and
+their gradients travel by mail (parallel/mail.py), each stage's in micro-batch order.
+
+[Note: One reduction] Until a rank's last backward of a step, gradients stay on the rank (`no_sync`); that backward reduces them,
+unit by unit. So the sums do not depend on the schedule, and the traffic not on the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.config.plan import BatchPlan, PipelinePlan
+from slipstream.parallel.mail import Mail, connect_mail
+from slipstream.parallel.module import PipelineError, PipelineModule
+from slipstream.parallel.schedule import Action, Schedule, Shape, Style, forwards, schedule
+from slipstream.train.engine import Engine
+from slipstream.train.precision import Precision, map_tensors
+from slipstream.train.states import States
+from slipstream.world.mesh import Mesh
+from slipstream.zero.hooks import tensors_in
+from slipstream.zero.leaves import mark_tied
+
+_ONLY = "Only train_batch() is accessible in pipeline mode."  # DeepSpeed's text
+_REDUCTIONS = ("avg", None)
+
+
+class Run(NamedTuple):
+    """One micro-batch in one stage, between its forward and its backward."""
+
+    inputs: Any
+    outputs: Any
+
+
+class PipelineEngine(Engine):
+    """An engine whose model is a `PipelineModule` or a decoder cut into stages.
+
+    micro_batches      micro-batches of each rank in a step: gradient_accumulation_steps
+    num_stages         ranks along the pipeline
+    stage_id           this rank's place on it
+    grid               the topology's groups, as an mpu
+    agg_train_loss     the loss that `train_batch` returned last
+    """
+
+    def __init__(self, states: States, precision: Precision, mail: Mail) -> None:
+        super().__init__(states, precision)
+        self.pipe = Pipe(self, mail)
+        self.set_boundary(True)
+
+    # -- training --
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one batch; returns the mean loss over micro-batches and data-parallel ranks, the same on all ranks. Collective.
+
+        data_iter: yields micro-batches (inputs, labels) to the ranks with the first and the last stage; other ranks do not read it.
+        Default: the iterator that `set_dataiterator` set, or `training_data` without end.
+
+        Raises RuntimeError if gradients are disabled.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        self.gate.check("step")
+        self.module.train()
+        if data_iter is not None:
+            self.pipe.iterator = data_iter
+        return self.pipe.train()
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate one batch without gradients; returns the mean loss as `train_batch` does. Collective.
+
+        return_logits      return (loss, outputs of the last micro-batch); outputs are None on ranks without the last stage
+        compute_loss       False: return the last stage's outputs, None on other ranks
+        reduce_output      "avg": the mean over micro-batches; None: a list with one item for each
+        bcast_loss         False: only ranks with the last stage get the loss, others None
+        num_micro_batches  default: gradient_accumulation_steps
+        """
+        if reduce_output not in _REDUCTIONS:
+            raise ValueError(f"eval_batch(reduce_output={reduce_output!r}): use 'avg' or None")
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        if count < 1:
+            raise ValueError(f"eval_batch(num_micro_batches={count}) needs at least one")
+        self.gate.check("forward")
+        was_training, iterator = self.module.training, self.pipe.iterator
+        self.module.eval()
+        self.pipe.iterator = data_iter
+        try:
+            with torch.no_grad():
+                return self.pipe.evaluate(count, return_logits, compute_loss, reduce_output, bcast_loss)
+        finally:
+            self.pipe.iterator = iterator
+            self.module.train(was_training)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Set what `train_batch` reads without an argument."""
+        self.pipe.iterator = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Set what `train_batch` reads without an argument, again and again from the start."""
+        self.training_dataloader, self.pipe.iterator = loader, repeat(loader)
+
+    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
+        """Apply a function to every item that is read from an iterator."""
+        self.pipe.batch_fn = function
+
+    def set_batch(self, batch: BatchPlan) -> None:
+        super().set_batch(batch)
+        self.pipe.plan()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PipelineError(_ONLY)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise PipelineError(_ONLY)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        raise PipelineError(_ONLY)
+
+    # -- facts --
+
+    @property
+    def micro_batches(self) -> int:
+        return self.plan.batch.accumulation
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.plan.batch.micro_batch_size
+
+    @property
+    def num_stages(self) -> int:
+        return self.mesh.pp.size
+
+    @property
+    def stage_id(self) -> int:
+        return self.mesh.pp.index
+
+    def is_first_stage(self) -> bool:
+        return 0 in self.module.stages
+
+    def is_last_stage(self) -> bool:
+        return self.module.num_stages - 1 in self.module.stages
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the backward that runs now is the step's last on this rank."""
+        return self.pipe.is_last_backward
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.mesh.pp.index
+
+    def reset_activation_shape(self) -> None:
+        """A no-op: shapes may change from micro-batch to micro-batch."""
+
+    @property
+    def agg_train_loss(self) -> Tensor | None:
+        return self.pipe.loss
+
+    def schedule(self) -> Schedule:
+        """The schedule of this engine's steps, with times in units of one stage's forward."""
+        return self.pipe.schedule
+
+
+class Pipe:
+    """Runs one rank's actions."""
+
+    def __init__(self, engine: PipelineEngine, mail: Mail) -> None:
+        self.engine, self.mail, self.module = engine, mail, engine.module
+        self.shape = shape_of(self.module, engine.mesh.pp.size)
+        self.index = engine.mesh.pp.index
+        self.iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.loss: Tensor | None = None
+        self.is_last_backward = False
+        self.plan()
+
+    def plan(self) -> None:
+        """Make the schedule again, for another number of micro-batches."""
+        plan = self.engine.plan
+        style: Style = "v" if self.shape.is_v else plan.pipeline.schedule
+        self.schedule = schedule(style, self.shape, plan.batch.accumulation)
+
+    # -- data --
+
+    def _reads(self) -> bool:
+        return self.module.reads_everywhere or self.engine.is_first_stage() or self.engine.is_last_stage()
+
+    def _read(self, count: int) -> list[Any]:
+        """The micro-batches of one batch; None for each on a rank that needs none."""
+        if not self._reads():
+            return [None] * count
+        if self.iterator is None:
+            loader = self.engine.training_dataloader
+            if loader is None:
+                raise ValueError("train_batch() has no data: pass data_iter, or training_data to initialize()")
+            self.iterator = repeat(loader)
+        items = list(itertools.islice(self.iterator, count))
+        if len(items) < count:
+            raise StopIteration(f"the iterator ended after {len(items)} of the {count} micro-batches of a batch")
+        if self.batch_fn is not None:
+            items = [self.batch_fn(item) for item in items]
+        return [map_tensors(item, lambda tensor: tensor.to(self.engine.device)) for item in items]
+
+    # -- a training step --
+
+    def train(self) -> Tensor:
+        engine, actions = self.engine, self.schedule.actions(self.index)
+        micro_batches = engine.micro_batches
+        batches = self._read(micro_batches)
+        engine.window.divide(True)
+        engine._set_alpha()
+        runs: dict[tuple[int, int], Run] = {}
+        mine: dict[tuple[str, int, int], Any] = {}  # what one stage of this rank has for another
+        losses: list[Tensor] = []
+        last = max(i for i, action in enumerate(actions) if action.kind in "BI")
+        for i, action in enumerate(actions):
+            if action.kind == "F":
+                runs[action[1:]] = self._forward(action, batches[action.micro], mine, losses)
+            else:
+                self.is_last_backward = i == last
+                self._backward(action, runs.pop(action[1:]), mine)
+        self.mail.flush()
+        self.is_last_backward = False
+        for states in engine.states:
+            states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
+        engine.micro_steps += micro_batches - 1
+        Engine.step(engine)
+        self.loss = self._mean(losses, micro_batches)
+        return self.loss
+
+    def _forward(self, action: Action, batch: Any, mine: dict[tuple[str, int, int], Any], losses: list[Tensor]) -> Run:
+        stage, micro = action.stage, action.micro
+        inputs = self.module.inputs(batch) if stage == 0 else self._receive("F", stage, micro, stage - 1, mine)
+        self._announce(action)
+        outputs = Engine.forward(self.engine, inputs, batch, chunk=self.module.stages.index(stage))
+        if stage == self.module.num_stages - 1:
+            outputs = self.module.loss(outputs, batch)
+            if not isinstance(outputs, Tensor) or outputs.numel() != 1:
+                raise ValueError(f"the last stage's loss must be a scalar tensor, not {_describe(outputs)}: pass loss_fn=")
+            losses.append(outputs.detach())
+        else:
+            self._send("F", stage + 1, micro, stage + 1, outputs, mine)
+        return Run(inputs, outputs)
+
+    def _backward(self, action: Action, run: Run, mine: dict[tuple[str, int, int], Any]) -> None:
+        engine, stage, micro = self.engine, action.stage, action.micro
+        roots = [tensor for tensor in tensors_in(run.outputs) if tensor.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * len(roots)
+        if stage < self.module.num_stages - 1:
+            grads = self._receive("B", stage, micro, stage + 1, mine)
+            pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
+            roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
+        self._announce(action)
+        with engine.progress.timing("backward"), nullcontext() if self.is_last_backward else engine.no_sync():
+            torch.autograd.backward(roots, grads)
+        if stage > 0:
+            asked = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
+            self._send("B", stage - 1, micro, stage - 1, [tensor.grad for tensor in asked], mine)
+
+    def _announce(self, action: Action) -> None:
+        self.engine.watch.unit = f"{action.kind} of stage {action.stage}, micro-batch {action.micro}"
+
+    def _send(self, kind: str, stage: int, micro: int, peer_stage: int, tree: Any, mine: dict[tuple[str, int, int], Any]) -> None:
+        rank = self.shape.rank_of(peer_stage)
+        if rank == self.index:
+            mine[kind, stage, micro] = tree
+        else:
+            self.mail.send((kind, stage), rank, tree)
+
+    def _receive(self, kind: str, stage: int, micro: int, peer_stage: int, mine: dict[tuple[str, int, int], Any]) -> Any:
+        rank = self.shape.rank_of(peer_stage)
+        if rank != self.index:
+            return self.mail.receive((kind, stage), rank)
+        tree = mine.pop((kind, stage, micro))
+        return tree if kind == "B" else map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+    def _mean(self, losses: Sequence[Tensor], count: int) -> Tensor:
+        """The mean over micro-batches and ranks of the batch, in fp32. Collective."""
+        states, mesh = self.engine.states[0], self.engine.mesh
+        total = float(torch.stack([loss.double() for loss in losses]).sum()) if losses else 0.0
+        rows = states.world.exchange(torch.tensor([total], dtype=torch.float64))
+        return torch.tensor(float(rows.sum()) / (count * mesh.num_means * mesh.tp.size), device=self.engine.device)
+
+    # -- evaluation --
+
+    def evaluate(self, count: int, return_logits: bool, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
+        batches, mine = self._read(count), dict[tuple[str, int, int], Any]()
+        outputs: list[Any] = []
+        losses: list[Tensor] = []
+        for action in forwards(self.shape, count).actions(self.index):
+            stage, micro = action.stage, action.micro
+            x = self.module.inputs(batches[micro]) if stage == 0 else self._receive("F", stage, micro, stage - 1, mine)
+            self._announce(action)
+            out = Engine.forward(self.engine, x, batches[micro], chunk=self.module.stages.index(stage))
+            if stage < self.module.num_stages - 1:
+                self._send("F", stage + 1, micro, stage + 1, out, mine)
+                continue
+            outputs.append(out)
+            if compute_loss:
+                losses.append(self.module.loss(out, batches[micro]).detach())
+        self.mail.flush()
+        result = self._evaluated(losses, outputs, count, compute_loss, reduce_output, bcast_loss)
+        return (result, outputs[-1] if outputs else None) if return_logits else result
+
+    def _evaluated(
+        self, losses: list[Tensor], outputs: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
+    ) -> Any:
+        values = losses if compute_loss else outputs
+        if reduce_output is None:
+            return values or None
+        if compute_loss:
+            mean = self._mean(losses, count)
+            return mean if bcast_loss or losses else None
+        return torch.stack(values).mean(0) if values else None
+
+
+def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
+    """Fit a pipeline module to its place before units are built. Raises ValueError if it was built for another one."""
+    shape = shape_of(module, mesh.pp.size)
+    if list(module.stages) != shape.stages_of(mesh.pp.index):
+        raise ValueError(
+            f"rank {mesh.rank} is place {mesh.pp.index} of {mesh.pp.size} on the pipeline and needs the stages "
+            f"{shape.stages_of(mesh.pp.index)}, but its module has {list(module.stages)}: build it with num_stages={mesh.pp.size}"
+        )
+    if plan.recompute_interval and isinstance(module, PipelineModule):
+        module.set_checkpoint_interval(plan.recompute_interval)
+    for tied in module.tied:
+        ranks = sorted({shape.rank_of(stage) for stage, _ in tied.places})
+        for stage, name in tied.places if len(ranks) > 1 else ():
+            if stage in module.stages:
+                mark_tied(module.get_parameter(name), ranks)
+
+
+def pipeline_engine(states: States, precision: Precision, transport: str) -> PipelineEngine:
+    """The engine of a pipeline module. Collective."""
+    shape = shape_of(states.model, states.mesh.pp.size)
+    slots = shape.num_ranks * shape.num_chunks + 1  # no rank is further ahead of its neighbor
+    mail = connect_mail(states.mesh.pp, states.device, transport, states.watch, mail_keys(shape), slots)
+    states.resources.append(mail)
+    return PipelineEngine(states, precision, mail)
+
+
+def shape_of(module: Any, num_ranks: int) -> Shape:
+    """The stages of a module on the ranks of its pipeline."""
+    return Shape(num_ranks, module.num_stages // num_ranks, module.is_v)
+
+
+def mail_keys(shape: Shape) -> list[tuple[tuple[str, int], int, int]]:
+    """Each kind of mail between ranks: its key (F or B, receiving stage), source and target."""
+    keys = []
+    for stage in range(shape.num_stages - 1):
+        one, other = shape.rank_of(stage), shape.rank_of(stage + 1)
+        if one != other:
+            keys += [(("F", stage + 1), one, other), (("B", stage), other, one)]
+    return keys
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's items without end."""
+    while True:
+        count = 0
+        for item in loader:
+            count += 1
+            yield item
+        if not count:
+            raise ValueError("the data loader is empty")
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

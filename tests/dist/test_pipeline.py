@@ -1,0 +1,145 @@
+"""Pipelines: the same bits as one stage, for every schedule and ZeRO stage, and as plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import gelu, mse_loss
+
+import slipstream
+from slipstream.parallel.layers import LayerSpec
+from slipstream.parallel.module import PipelineModule
+from tests import cases, probe, toy
+from tests.pool import distributed
+
+DIM, STEPS, CLIP, MICRO = 8, 3, 0.05, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(gelu(self.up(self.norm(x))))
+
+
+def layers() -> list[Any]:
+    return [LayerSpec(nn.Linear, 8, DIM), *(LayerSpec(Block) for _ in range(6)), LayerSpec(nn.Linear, DIM, 4)]
+
+
+def module(kind: type[PipelineModule] = PipelineModule, **kwargs: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    return kind(layers(), loss_fn=mse_loss, seed_layers=True, **kwargs)
+
+
+def batches(index: int, step: int, count: int = MICRO) -> list[tuple[Tensor, Tensor]]:
+    return [(toy.floats(index, step, k), toy.floats(index, step, 100 + k)[:, :4]) for k in range(count)]
+
+
+def make(model: nn.Module, stage: int, transport: str, **blocks: Any) -> Any:
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    settings: dict[str, Any] = {"gradient_clipping": CLIP, "gradient_accumulation_steps": MICRO, "optimizer": optimizer}
+    return toy.make(model, stage, transport, **(settings | blocks))
+
+
+def train(engine: Any, steps: int = STEPS) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in range(steps):
+        loss = engine.train_batch(iter(batches(engine.mesh.batch.index, step, engine.micro_batches)))
+        losses.append(loss.item())
+        norms.append(engine.global_grad_norm)
+    return losses, norms
+
+
+def twin(num_batches: int, count: int = MICRO) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Plain torch in one process, on the batches of all data-parallel ranks."""
+    whole = module(num_stages=1, stages=(0,))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        pairs = [pair for index in range(num_batches) for pair in batches(index, step, count)]
+        loss = torch.stack([mse_loss(whole.chunk(0)(x), y) for x, y in pairs]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(whole.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, dict(whole.state_dict())
+
+
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "num_chunks": 2},
+)
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_two_stages_train_as_one_process(transport: str) -> None:
+    losses, norms, weights = twin(2)
+    assert all(norm > CLIP for norm in norms)
+    for stage in cases.stages(transport):
+        engine = make(module(num_stages=2), stage, transport)
+        assert (engine.num_stages, engine.mesh.batch.size, engine.plan.batch.train_batch_size) == (2, 2, 2 * 2 * MICRO)
+        assert engine.is_first_stage() is (engine.rank < 2) and engine.is_last_stage() is (engine.rank >= 2)
+        assert train(engine) == (pytest.approx(losses, rel=1e-5), pytest.approx(norms, rel=1e-5)), stage
+        state = engine.state_dict()
+        for name, value in state.items():
+            torch.testing.assert_close(value, weights[name], atol=2e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        engine.destroy()
+
+
+class Group:
+    """An mpu of consecutive ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.group, _ = dist.new_subgroups(size)
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+
+def states_of(engine: Any) -> dict[str, Tensor]:
+    """Weights, masters and moments by name, of all stages. Collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, probe.states(engine))
+    return {name: value for each in every for name, value in each.items()}
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_bits_of_one_stage(transport: str, dtype: str) -> None:
+    """Two and four stages, with every schedule, end with the bits of one stage at the same data-parallel size."""
+    for stage in cases.stages(transport):
+        for dp, shapes in ((2, [{"num_stages": 2}]), (1, [{"num_stages": 4}])):
+            config = toy.settings(stage, transport, dtype=dtype, gradient_accumulation_steps=MICRO, gradient_clipping=CLIP)
+            single = slipstream.initialize(model=module(num_stages=1, stages=(0,)), config=config, mpu=Group(dp))[0]
+            single_results = train_on(single, dp)
+            want = states_of(single)
+            single.destroy()
+            for options in SCHEDULES:
+                chunks = options.get("num_chunks", 1)
+                for shape in shapes:
+                    model = module(**shape, num_chunks=chunks)
+                    blocks = {"slipstream": {"pipeline": {"schedule": options["schedule"]}}}
+                    engine = make(model, stage, transport, dtype=dtype, optimizer=config["optimizer"], **blocks)
+                    losses, norms = train_on(engine, dp)  # squares of a norm are added in fp64, by rank
+                    assert (losses, norms) == (single_results[0], pytest.approx(single_results[1], rel=1e-14)), (stage, options)
+                    got = states_of(engine)
+                    assert got.keys() == want.keys()
+                    for name, value in got.items():
+                        assert torch.equal(value, want[name]), (stage, dp, options, name)
+                    engine.destroy()
+
+
+def train_on(engine: Any, dp: int) -> Any:
+    """As `train`, where each group of `dp` ranks that are one engine sees the batches of the first."""
+    losses, norms = [], []
+    for step in range(2):
+        loss = engine.train_batch(iter(batches(engine.mesh.batch.index % dp, step, engine.micro_batches)))
+        losses.append(loss.item())
+        norms.append(engine.global_grad_norm)
+    return losses, norms
