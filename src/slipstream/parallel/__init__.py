@@ -1,0 +1,1 @@
+"""Parallelism inside one replica of a model: pipelines, slices of layers, sequences, experts."""
