@@ -35,8 +35,8 @@ def module(kind: type[PipelineModule] = PipelineModule, **kwargs: Any) -> Pipeli
     return kind(layers(), loss_fn=mse_loss, seed_layers=True, **kwargs)
 
 
-def batches(index: int, step: int, count: int = MICRO) -> list[tuple[Tensor, Tensor]]:
-    return [(toy.floats(index, step, k), toy.floats(index, step, 100 + k)[:, :4]) for k in range(count)]
+def batches(index: int, step: int, count: int = MICRO, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    return [(toy.floats(index, step, k).to(dtype), toy.floats(index, step, 100 + k)[:, :4].to(dtype)) for k in range(count)]
 
 
 def make(model: nn.Module, stage: int, transport: str, **blocks: Any) -> Any:
@@ -70,11 +70,7 @@ def twin(num_batches: int, count: int = MICRO) -> tuple[list[float], list[float]
     return losses, norms, dict(whole.state_dict())
 
 
-SCHEDULES: tuple[dict[str, Any], ...] = (
-    {"schedule": "gpipe"},
-    {"schedule": "1f1b"},
-    {"schedule": "1f1b", "num_chunks": 2},
-)
+SCHEDULES: tuple[dict[str, Any], ...] = ({"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "1f1b", "num_chunks": 2})
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
@@ -139,7 +135,7 @@ def train_on(engine: Any, dp: int) -> Any:
     """As `train`, where each group of `dp` ranks that are one engine sees the batches of the first."""
     losses, norms = [], []
     for step in range(2):
-        loss = engine.train_batch(iter(batches(engine.mesh.batch.index % dp, step, engine.micro_batches)))
+        loss = engine.train_batch(iter(batches(engine.mesh.batch.index % dp, step, MICRO, engine.plan.precision.param_dtype)))
         losses.append(loss.item())
         norms.append(engine.global_grad_norm)
     return losses, norms

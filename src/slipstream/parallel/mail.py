@@ -10,7 +10,9 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from datetime import timedelta
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from slipstream.world.watch import Watch
 Key = tuple[str, int]
 Route = tuple[Key, int, int]  # key, source, target: places on the axis
 
-_SLICE = timedelta(seconds=0.25)  # how long a wait sleeps between checks for failed peers
+_SLICE = 0.25  # seconds: how long a wait sleeps between checks for failed peers
 _TAGS = 64  # of one key
 
 
@@ -94,6 +96,8 @@ class GroupMail(Mail):
         self.device, self.watch = device, watch
         self.tags = {key: 1 + _TAGS * i for i, (key, _, _) in enumerate(sorted(keys))}
         self.sent: list[tuple[Any, Tensor]] = []
+        self.works: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
+        Thread(target=_wait_for, args=(self.works,), name="slipstream-mail", daemon=True).start()
 
     def send(self, key: Key, to: int, tree: Any) -> None:
         tensors: list[Tensor] = []
@@ -120,18 +124,22 @@ class GroupMail(Mail):
         if numel:
             rank = self.axis.ranks[source]
             work: Any = dist.irecv(tensor.view(torch.uint8), rank, group=self.axis.group, tag=self.tags[key] + i)
-            since = time.monotonic()
-            with self.watch.waiting(f"mail from rank {rank} (to stage {key[1]})"):
-                while True:
-                    try:
-                        work.wait(_SLICE)
-                        break
-                    except RuntimeError:
-                        if work.is_completed():
-                            work.wait()
-                            break
-                        self.watch.check(since)  # this wait timed out
+            self._await(work, rank, f"mail from rank {rank} (to stage {key[1]})")
         return tensor
+
+    def _await(self, work: Any, rank: int, name: str) -> None:
+        """Wait on the waiting thread: a wait of gloo's that times out closes the connection, so it cannot be cut into slices."""
+        since, future = time.monotonic(), Future[None]()
+        self.works.put((work, future))
+        with self.watch.waiting(name):
+            while not wait([future], _SLICE).done:
+                if self.watch.is_gone(rank):
+                    raise self.watch.lost()
+                self.watch.check(since)
+        try:
+            future.result()
+        except RuntimeError as error:
+            raise self.watch.lost(error) from error
 
     def flush(self) -> None:
         for work, _ in self.sent:
@@ -140,6 +148,17 @@ class GroupMail(Mail):
 
     def close(self) -> None:
         self.sent.clear()
+        self.works.put(None)
+
+
+def _wait_for(works: SimpleQueue[tuple[Any, Future[None]] | None]) -> None:
+    while (item := works.get()) is not None:
+        work, future = item
+        try:
+            work.wait()
+            future.set_result(None)
+        except RuntimeError as error:
+            future.set_exception(error)
 
 
 def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch, keys: Sequence[Route], slots: int) -> Mail:

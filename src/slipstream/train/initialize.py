@@ -343,7 +343,7 @@ def _engine(
         device=device,
     )
     if isinstance(model, PipelineModule | PipelinedDecoder):
-        return pipeline_engine(states, Precision(precision, device), transport)
+        return pipeline_engine(states, Precision(precision, device, in_stages=True), transport)
     return Engine(states, Precision(precision, device))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from slipstream.config.plan import BatchPlan, PipelinePlan
 from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
-from slipstream.parallel.schedule import Action, Schedule, Shape, Style, forwards, schedule
+from slipstream.parallel.schedule import Action, Kind, Message, Schedule, Style, rank_of, simulate, stage_of
 from slipstream.train.engine import Engine
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.train.states import States
@@ -152,10 +152,10 @@ class PipelineEngine(Engine):
         return self.mesh.pp.index
 
     def is_first_stage(self) -> bool:
-        return 0 in self.module.stages
+        return 0 in self.pipe.module.stages
 
     def is_last_stage(self) -> bool:
-        return self.module.num_stages - 1 in self.module.stages
+        return self.pipe.module.num_stages - 1 in self.pipe.module.stages
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the backward that runs now is the step's last on this rank."""
@@ -171,17 +171,21 @@ class PipelineEngine(Engine):
     def agg_train_loss(self) -> Tensor | None:
         return self.pipe.loss
 
+    @property
     def schedule(self) -> Schedule:
-        """The schedule of this engine's steps, with times in units of one stage's forward."""
+        """The schedule of this engine's steps, simulated with equal costs."""
         return self.pipe.schedule
+
+
+Mine = dict[Message, Any]  # what one stage of a rank has for another one of it
 
 
 class Pipe:
     """Runs one rank's actions."""
 
     def __init__(self, engine: PipelineEngine, mail: Mail) -> None:
-        self.engine, self.mail, self.module = engine, mail, engine.module
-        self.shape = shape_of(self.module, engine.mesh.pp.size)
+        self.engine, self.mail = engine, mail
+        self.module: Any = engine.module
         self.index = engine.mesh.pp.index
         self.iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -192,13 +196,14 @@ class Pipe:
     def plan(self) -> None:
         """Make the schedule again, for another number of micro-batches."""
         plan = self.engine.plan
-        style: Style = "v" if self.shape.is_v else plan.pipeline.schedule
-        self.schedule = schedule(style, self.shape, plan.batch.accumulation)
+        self.schedule = simulate(
+            self.engine.mesh.pp.size, plan.batch.accumulation, style_of(self.module, plan.pipeline), len(self.module.stages)
+        )
 
     # -- data --
 
     def _reads(self) -> bool:
-        return self.module.reads_everywhere or self.engine.is_first_stage() or self.engine.is_last_stage()
+        return bool(self.module.reads_everywhere) or self.engine.is_first_stage() or self.engine.is_last_stage()
 
     def _read(self, count: int) -> list[Any]:
         """The micro-batches of one batch; None for each on a rank that needs none."""
@@ -219,17 +224,17 @@ class Pipe:
     # -- a training step --
 
     def train(self) -> Tensor:
-        engine, actions = self.engine, self.schedule.actions(self.index)
+        engine, actions = self.engine, self.schedule.actions[self.index]
         micro_batches = engine.micro_batches
         batches = self._read(micro_batches)
         engine.window.divide(True)
         engine._set_alpha()
         runs: dict[tuple[int, int], Run] = {}
-        mine: dict[tuple[str, int, int], Any] = {}  # what one stage of this rank has for another
+        mine: Mine = {}
         losses: list[Tensor] = []
-        last = max(i for i, action in enumerate(actions) if action.kind in "BI")
+        last = max(i for i, action in enumerate(actions) if action.kind is not Kind.FORWARD)
         for i, action in enumerate(actions):
-            if action.kind == "F":
+            if action.kind is Kind.FORWARD:
                 runs[action[1:]] = self._forward(action, batches[action.micro], mine, losses)
             else:
                 self.is_last_backward = i == last
@@ -243,51 +248,58 @@ class Pipe:
         self.loss = self._mean(losses, micro_batches)
         return self.loss
 
-    def _forward(self, action: Action, batch: Any, mine: dict[tuple[str, int, int], Any], losses: list[Tensor]) -> Run:
-        stage, micro = action.stage, action.micro
-        inputs = self.module.inputs(batch) if stage == 0 else self._receive("F", stage, micro, stage - 1, mine)
+    def _first_inputs(self, batch: Any) -> Any:
+        return self.engine.precision.enter(self.module.inputs(batch))
+
+    def _forward(self, action: Action, batch: Any, mine: Mine, losses: list[Tensor]) -> Run:
+        engine = self.engine
+        received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
+        inputs = self._first_inputs(batch) if received is None else self._receive(received, mine)
         self._announce(action)
-        outputs = Engine.forward(self.engine, inputs, batch, chunk=self.module.stages.index(stage))
-        if stage == self.module.num_stages - 1:
-            outputs = self.module.loss(outputs, batch)
+        outputs = Engine.forward(engine, inputs, batch, chunk=action.chunk)
+        if sent is None:
+            outputs = self.module.loss(engine.precision.leave(outputs), batch)
             if not isinstance(outputs, Tensor) or outputs.numel() != 1:
                 raise ValueError(f"the last stage's loss must be a scalar tensor, not {_describe(outputs)}: pass loss_fn=")
             losses.append(outputs.detach())
         else:
-            self._send("F", stage + 1, micro, stage + 1, outputs, mine)
+            self._send(sent, outputs, mine)
         return Run(inputs, outputs)
 
-    def _backward(self, action: Action, run: Run, mine: dict[tuple[str, int, int], Any]) -> None:
-        engine, stage, micro = self.engine, action.stage, action.micro
+    def _backward(self, action: Action, run: Run, mine: Mine) -> None:
+        engine = self.engine
+        received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
         roots = [tensor for tensor in tensors_in(run.outputs) if tensor.requires_grad]
         grads: Sequence[Tensor | None] = [None] * len(roots)
-        if stage < self.module.num_stages - 1:
-            grads = self._receive("B", stage, micro, stage + 1, mine)
+        if received is not None:
+            grads = self._receive(received, mine)
             pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
             roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         self._announce(action)
         with engine.progress.timing("backward"), nullcontext() if self.is_last_backward else engine.no_sync():
             torch.autograd.backward(roots, grads)
-        if stage > 0:
+        if sent is not None:
             asked = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
-            self._send("B", stage - 1, micro, stage - 1, [tensor.grad for tensor in asked], mine)
+            self._send(sent, [tensor.grad for tensor in asked], mine)
 
     def _announce(self, action: Action) -> None:
-        self.engine.watch.unit = f"{action.kind} of stage {action.stage}, micro-batch {action.micro}"
+        self.engine.watch.unit = f"{action.kind} of stage {self.module.stages[action.chunk]}, micro-batch {action.micro}"
 
-    def _send(self, kind: str, stage: int, micro: int, peer_stage: int, tree: Any, mine: dict[tuple[str, int, int], Any]) -> None:
-        rank = self.shape.rank_of(peer_stage)
-        if rank == self.index:
-            mine[kind, stage, micro] = tree
+    def _send(self, message: Message, tree: Any, mine: Mine) -> None:
+        if message.target == self.index:
+            mine[message] = tree
         else:
-            self.mail.send((kind, stage), rank, tree)
+            self.mail.send(message[:2], message.target, tree)
 
-    def _receive(self, kind: str, stage: int, micro: int, peer_stage: int, mine: dict[tuple[str, int, int], Any]) -> Any:
-        rank = self.shape.rank_of(peer_stage)
-        if rank != self.index:
-            return self.mail.receive((kind, stage), rank)
-        tree = mine.pop((kind, stage, micro))
-        return tree if kind == "B" else map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+    def _receive(self, message: Message, mine: Mine) -> Any:
+        if message.source != self.index:
+            return self.mail.receive(message[:2], message.source)
+        tree = mine.pop(message)
+        return (
+            tree
+            if message.kind is Kind.BACKWARD
+            else map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+        )
 
     def _mean(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """The mean over micro-batches and ranks of the batch, in fp32. Collective."""
@@ -299,20 +311,22 @@ class Pipe:
     # -- evaluation --
 
     def evaluate(self, count: int, return_logits: bool, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
-        batches, mine = self._read(count), dict[tuple[str, int, int], Any]()
+        batches, mine = self._read(count), dict[Message, Any]()
+        schedule = simulate(self.schedule.num_ranks, count, self.schedule.style, len(self.module.stages), forward_only=True)
         outputs: list[Any] = []
         losses: list[Tensor] = []
-        for action in forwards(self.shape, count).actions(self.index):
-            stage, micro = action.stage, action.micro
-            x = self.module.inputs(batches[micro]) if stage == 0 else self._receive("F", stage, micro, stage - 1, mine)
+        for action in schedule.actions[self.index]:
+            received, sent = schedule.receives(self.index, action), schedule.sends(self.index, action)
+            batch = batches[action.micro]
+            x = self._first_inputs(batch) if received is None else self._receive(received, mine)
             self._announce(action)
-            out = Engine.forward(self.engine, x, batches[micro], chunk=self.module.stages.index(stage))
-            if stage < self.module.num_stages - 1:
-                self._send("F", stage + 1, micro, stage + 1, out, mine)
+            out = Engine.forward(self.engine, x, batch, chunk=action.chunk)
+            if sent is not None:
+                self._send(sent, out, mine)
                 continue
             outputs.append(out)
             if compute_loss:
-                losses.append(self.module.loss(out, batches[micro]).detach())
+                losses.append(self.module.loss(self.engine.precision.leave(out), batch).detach())
         self.mail.flush()
         result = self._evaluated(losses, outputs, count, compute_loss, reduce_output, bcast_loss)
         return (result, outputs[-1] if outputs else None) if return_logits else result
@@ -331,16 +345,17 @@ class Pipe:
 
 def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
     """Fit a pipeline module to its place before units are built. Raises ValueError if it was built for another one."""
-    shape = shape_of(module, mesh.pp.size)
-    if list(module.stages) != shape.stages_of(mesh.pp.index):
+    style, num_chunks = style_of(module, plan), len(module.stages)
+    stages = sorted(stage_of(mesh.pp.size, style, mesh.pp.index, chunk) for chunk in range(num_chunks))
+    if list(module.stages) != stages:
         raise ValueError(
-            f"rank {mesh.rank} is place {mesh.pp.index} of {mesh.pp.size} on the pipeline and needs the stages "
-            f"{shape.stages_of(mesh.pp.index)}, but its module has {list(module.stages)}: build it with num_stages={mesh.pp.size}"
+            f"rank {mesh.rank} is place {mesh.pp.index} of {mesh.pp.size} on the pipeline and needs the stages {stages}, but its "
+            f"module has {list(module.stages)}: build it with num_stages={mesh.pp.size}"
         )
     if plan.recompute_interval and isinstance(module, PipelineModule):
         module.set_checkpoint_interval(plan.recompute_interval)
     for tied in module.tied:
-        ranks = sorted({shape.rank_of(stage) for stage, _ in tied.places})
+        ranks = sorted({rank_of(mesh.pp.size, style, stage) for stage, _ in tied.places})
         for stage, name in tied.places if len(ranks) > 1 else ():
             if stage in module.stages:
                 mark_tied(module.get_parameter(name), ranks)
@@ -348,26 +363,25 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
 
 def pipeline_engine(states: States, precision: Precision, transport: str) -> PipelineEngine:
     """The engine of a pipeline module. Collective."""
-    shape = shape_of(states.model, states.mesh.pp.size)
-    slots = shape.num_ranks * shape.num_chunks + 1  # no rank is further ahead of its neighbor
-    mail = connect_mail(states.mesh.pp, states.device, transport, states.watch, mail_keys(shape), slots)
+    module: Any = states.model
+    size, num_chunks = states.mesh.pp.size, len(module.stages)
+    style = style_of(module, states.plan.pipeline)
+    routes = []
+    for stage in range(size * num_chunks - 1):
+        one, other = rank_of(size, style, stage), rank_of(size, style, stage + 1)
+        if one != other:
+            routes += [((Kind.FORWARD, stage + 1), one, other), ((Kind.BACKWARD, stage), other, one)]
+    slots = size * num_chunks + 1  # no rank is further ahead of its neighbor
+    mail = connect_mail(states.mesh.pp, states.device, transport, states.watch, routes, slots)
     states.resources.append(mail)
     return PipelineEngine(states, precision, mail)
 
 
-def shape_of(module: Any, num_ranks: int) -> Shape:
-    """The stages of a module on the ranks of its pipeline."""
-    return Shape(num_ranks, module.num_stages // num_ranks, module.is_v)
-
-
-def mail_keys(shape: Shape) -> list[tuple[tuple[str, int], int, int]]:
-    """Each kind of mail between ranks: its key (F or B, receiving stage), source and target."""
-    keys = []
-    for stage in range(shape.num_stages - 1):
-        one, other = shape.rank_of(stage), shape.rank_of(stage + 1)
-        if one != other:
-            keys += [(("F", stage + 1), one, other), (("B", stage), other, one)]
-    return keys
+def style_of(module: Any, plan: PipelinePlan) -> Style:
+    """The schedule's style: that of the config, in its form for the stages on each rank."""
+    if module.is_v:
+        return Style.V
+    return Style.INTERLEAVED if plan.schedule == "1f1b" and len(module.stages) > 1 else Style(plan.schedule)
 
 
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:

@@ -112,10 +112,14 @@ class _Scale(torch.autograd.Function):
 
 
 class Precision:
-    """Casts and scales one engine's inputs, outputs and gradients, as its plan says."""
+    """Casts and scales one engine's inputs, outputs and gradients, as its plan says.
 
-    def __init__(self, plan: PrecisionPlan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
+    in_stages: the model runs in parts, between which values keep their dtype and gradients their scale; the engine itself calls
+    `enter` on what the first part gets, and `leave` on what the last one returns.
+    """
+
+    def __init__(self, plan: PrecisionPlan, device: torch.device, *, in_stages: bool = False) -> None:
+        self.plan, self.device, self.in_stages = plan, device, in_stages
         self.scaler = LossScaler(plan.loss_scale)
         self.scales = plan.loss_scale is not None
 
@@ -125,9 +129,10 @@ class Precision:
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The model's arguments: floats are cast if configured, and gradients that leave here are divided by the loss scale."""
-        if not self.scales:
-            return args, kwargs
-        return map_tensors(args, self._input), map_tensors(kwargs, self._input)
+        return (args, kwargs) if self.in_stages else (self.enter(args), self.enter(kwargs))
+
+    def enter(self, value: Any) -> Any:
+        return map_tensors(value, self._input) if self.scales else value
 
     def _input(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
@@ -139,9 +144,10 @@ class Precision:
 
     def outputs(self, output: Any) -> Any:
         """The model's outputs: fp16 becomes fp32, and gradients that enter here are multiplied by the loss scale."""
-        if not self.scales:
-            return output
-        return map_tensors(output, self._output)
+        return output if self.in_stages else self.leave(output)
+
+    def leave(self, value: Any) -> Any:
+        return map_tensors(value, self._output) if self.scales else value
 
     def _output(self, tensor: Tensor) -> Tensor:
         if tensor.dtype is torch.float16:
