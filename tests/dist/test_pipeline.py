@@ -1,5 +1,7 @@
 """Pipelines: the same bits as one stage, for every schedule and ZeRO stage, and as plain torch."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss
 
 import slipstream
-from slipstream.parallel.layers import LayerSpec
+from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
 from slipstream.parallel.module import PipelineModule
 from tests import cases, probe, toy
 from tests.pool import distributed
@@ -105,30 +107,40 @@ def states_of(engine: Any) -> dict[str, Tensor]:
     return {name: value for each in every for name, value in each.items()}
 
 
+def same_bits(transport: str, dtype: str, stage: int, dp: int, num_stages: int, schedules: Any) -> None:
+    config = toy.settings(stage, transport, dtype=dtype, gradient_accumulation_steps=MICRO, gradient_clipping=CLIP)
+    single = slipstream.initialize(model=module(num_stages=1, stages=(0,)), config=config, mpu=Group(dp))[0]
+    want_losses, want_norms = train_on(single, dp)
+    want = states_of(single)
+    single.destroy()
+    for options in schedules:
+        model = module(num_stages=num_stages, num_chunks=options.get("num_chunks", 1))
+        blocks = {"slipstream": {"pipeline": {"schedule": options["schedule"]}}}
+        engine = make(model, stage, transport, dtype=dtype, optimizer=config["optimizer"], **blocks)
+        losses, norms = train_on(engine, dp)  # squares of a norm are added in fp64, by rank
+        assert (losses, norms) == (want_losses, pytest.approx(want_norms, rel=1e-14)), (stage, options)
+        got = states_of(engine)
+        assert got.keys() == want.keys()
+        for name, value in got.items():
+            assert torch.equal(value, want[name]), (stage, dp, options, name)
+        engine.destroy()
+
+
 @distributed(world_size=4, transports=("shared", "gloo"))
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_bits_of_one_stage(transport: str, dtype: str) -> None:
-    """Two and four stages, with every schedule, end with the bits of one stage at the same data-parallel size."""
+def test_two_stages_have_the_bits_of_one(transport: str, dtype: str) -> None:
+    """With the schedule of the config, at the same data-parallel size: the last stage of ZeRO over gloo, all over shared memory."""
+    for stage in (0, 1, 2, 3) if transport == "shared" else (3,):
+        same_bits(transport, dtype, stage, dp=2, num_stages=2, schedules=SCHEDULES[stage % 2 :: 2])
+
+
+@pytest.mark.slow
+@distributed(world_size=4, transports=("shared", "gloo"))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_every_schedule_has_the_bits_of_one_stage(transport: str, dtype: str) -> None:
     for stage in cases.stages(transport):
-        for dp, shapes in ((2, [{"num_stages": 2}]), (1, [{"num_stages": 4}])):
-            config = toy.settings(stage, transport, dtype=dtype, gradient_accumulation_steps=MICRO, gradient_clipping=CLIP)
-            single = slipstream.initialize(model=module(num_stages=1, stages=(0,)), config=config, mpu=Group(dp))[0]
-            single_results = train_on(single, dp)
-            want = states_of(single)
-            single.destroy()
-            for options in SCHEDULES:
-                chunks = options.get("num_chunks", 1)
-                for shape in shapes:
-                    model = module(**shape, num_chunks=chunks)
-                    blocks = {"slipstream": {"pipeline": {"schedule": options["schedule"]}}}
-                    engine = make(model, stage, transport, dtype=dtype, optimizer=config["optimizer"], **blocks)
-                    losses, norms = train_on(engine, dp)  # squares of a norm are added in fp64, by rank
-                    assert (losses, norms) == (single_results[0], pytest.approx(single_results[1], rel=1e-14)), (stage, options)
-                    got = states_of(engine)
-                    assert got.keys() == want.keys()
-                    for name, value in got.items():
-                        assert torch.equal(value, want[name]), (stage, dp, options, name)
-                    engine.destroy()
+        same_bits(transport, dtype, stage, dp=2, num_stages=2, schedules=SCHEDULES)
+        same_bits(transport, dtype, stage, dp=1, num_stages=4, schedules=SCHEDULES)
 
 
 def train_on(engine: Any, dp: int) -> Any:
@@ -139,3 +151,70 @@ def train_on(engine: Any, dp: int) -> Any:
         losses.append(loss.item())
         norms.append(engine.global_grad_norm)
     return losses, norms
+
+
+class Embed(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(toy.VOCABULARY, DIM)
+
+
+def to_logits(module: nn.Module, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, module.weight)  # type: ignore[arg-type]
+
+
+def language(num_stages: int, **kwargs: Any) -> PipelineModule:
+    """A model whose embedding is also its last layer."""
+    torch.manual_seed(0)
+    specs = [
+        TiedLayerSpec("embed", Embed),
+        *(LayerSpec(Block) for _ in range(4)),
+        TiedLayerSpec("embed", Embed, forward_fn=to_logits),
+    ]
+    loss = lambda logits, ids: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())  # noqa: E731
+    return PipelineModule(specs, num_stages=num_stages, loss_fn=loss, partition_method="uniform", seed_layers=True, **kwargs)
+
+
+def token_batches(index: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return iter([(ids := toy.tokens(index, step, k), ids) for k in range(MICRO)])
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_tied_layers_and_checkpoints(transport: str, tmp_path: Path) -> None:
+    """A tied embedding trains as in one process; a checkpoint of two stages resumes in two stages and as one."""
+    whole = language(1, stages=(0,))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        pairs = [pair for index in range(2) for pair in token_batches(index, step)]
+        loss = torch.stack([whole.loss(whole.chunk(0)(x), (x, y)) for x, y in pairs]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(whole.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    for stage in (0, 1, 2, 3) if transport == "shared" else (2, 3):
+        engine = make(language(2), stage, transport)
+        for step in range(2):
+            assert engine.train_batch(token_batches(engine.mesh.batch.index, step)).item() == pytest.approx(losses[step], rel=1e-5)
+            assert engine.global_grad_norm == pytest.approx(norms[step], rel=1e-5), stage
+        folder = str(tmp_path / f"stage {stage}")
+        engine.save_checkpoint(folder)
+        evaluated = engine.eval_batch(token_batches(engine.mesh.batch.index, 2)).item()
+        assert evaluated == pytest.approx(losses[2], rel=1e-5)
+        for step in (2, 3):
+            engine.train_batch(token_batches(engine.mesh.batch.index, step))
+        want = states_of(engine)
+        engine.destroy()
+        other = make(language(2), 3 - stage, transport)
+        other.load_checkpoint(folder)
+        for step in (2, 3):
+            assert other.train_batch(token_batches(other.mesh.batch.index, step)).item() == pytest.approx(losses[step], rel=1e-5)
+        for name, value in states_of(other).items():
+            torch.testing.assert_close(value, want[name], atol=2e-5, rtol=1e-4)
+        other.destroy()
+        alone = make(language(1, stages=(0,)), 1, transport)
+        alone.load_checkpoint(folder)
+        assert alone.global_steps == 2
+        state = alone.state_dict()
+        alone.destroy()
+        assert state.keys() == whole.state_dict().keys()

@@ -108,8 +108,8 @@ class Mesh:
     @property
     def sizes(self) -> dict[str, int]:
         """The axes on which ranks differ by more than their share of states, outermost first: a checkpoint names them."""
-        others = {axis.name: axis.size for axis in (self.pp, self.sp, self.tp) if axis.size > 1}
-        return {"batch": self.batch.size} | others
+        axes = (self.pp, self.batch, self.sp, self.tp)
+        return {axis.name: axis.size for axis in axes if axis.size > 1 or axis.name == "batch"}
 
     @property
     def num_means(self) -> int:

@@ -139,9 +139,9 @@ def buffers(states: States) -> dict[str, Tensor]:
 
 
 def first_buffers(states: States) -> dict[str, Tensor]:
-    """Copies of the persistent buffers with rank 0's values. Collective."""
+    """Copies of the persistent buffers with the values of the first rank of this stage. Collective."""
     own = buffers(states)
-    return dict(zip(own, first_values(list(own.values()), states.world), strict=True))
+    return dict(zip(own, first_values(list(own.values()), states.comms.data), strict=True))
 
 
 def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Piece]]:

@@ -27,6 +27,7 @@ from slipstream.train.saving import entries
 from slipstream.train.saving.save import agree
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.storage.store import copy_store
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,8 @@ def _request(
     wanted = included(present)
     needed = entries.over(parts, partial(entries.weights, exclude_frozen=True)) if contents == "adapters" else wanted
     missing = [name for name in needed if name in wanted and name not in metadata.tensors]
-    surplus = [name for name in saved if name not in present and not entries.is_excluded(name, exclude)]
+    of_stages = {name for names in gather_objects(list(present), parts[0].mesh.pp) for name in names}
+    surplus = [name for name in saved if name not in of_stages and not entries.is_excluded(name, exclude)]
     if optimizer:
         wanted |= included(entries.over(parts, entries.optimizer_tensors))
     if averages:
