@@ -28,6 +28,7 @@ from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
+from slipstream.train import pipeline
 from slipstream.train.data import StatefulLoader
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
@@ -431,7 +432,7 @@ def initialize(
     except arguments.ConfigError as error:
         raise loaded.refusal(error) from None
     # DeepSpeedEngine adds only methods, so changing the class is enough.
-    engine.__class__ = DeepSpeedEngine
+    engine.__class__ = PipelineEngine if isinstance(engine, pipeline.PipelineEngine) else DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
     engine.config = raw
     if engine.mesh.is_first:
@@ -442,6 +443,10 @@ def initialize(
     serve_optimizer(handle)
     zero.register_engine(engine)
     return engine, handle, loader, scheduler
+
+
+class PipelineEngine(pipeline.PipelineEngine, DeepSpeedEngine):
+    """The engine of a pipeline, with DeepSpeed's names."""
 
 
 def read_config(config: Any, config_params: Any = None, args: Any = None) -> dict[str, Any]:

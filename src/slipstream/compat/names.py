@@ -164,6 +164,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.parallel.layers": "LayerSpec TiedLayerSpec",
         "slipstream.parallel.topology": "PipeDataParallelTopology PipelineParallelGrid",
     },
+    "deepspeed.runtime.pipe.engine": {"slipstream.compat.engine": "PipelineEngine"},
     "deepspeed.runtime.pipe.dualpipev": {"slipstream.parallel.module": "DualPipeVModule PipelineModule"},
     "deepspeed.runtime.pipe.topology": {
         "slipstream.parallel.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid "
@@ -269,7 +270,7 @@ REFUSED_THERE: Mapping[str, str] = {
 }
 
 _EXPERTS = "expert parallelism; experts are trained as ordinary parameters at every ZeRO stage"
-_PIPELINE = "pipeline parallelism; use ZeRO stage 3 to shard the layers"
+_PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps"
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "sequence parallelism; checkpoint or offload activations (docs/ACTIVATIONS.md) for long sequences"
 _COMPRESSION = "compression; remove the call"

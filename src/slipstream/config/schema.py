@@ -270,7 +270,9 @@ class MeshSizes(Block):
 
 class PipelineOptions(Block):
     schedule: Word[Literal["1f1b", "gpipe", "zero_bubble"]] = honored(
-        "1f1b", "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps."
+        "1f1b",
+        "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps.",
+        "test_the_schedule_of_the_config",
     )
 
 

@@ -24,6 +24,7 @@ from slipstream.config.plan import BatchPlan, PipelinePlan
 from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
 from slipstream.parallel.schedule import Action, Kind, Message, Schedule, Style, rank_of, simulate, stage_of
+from slipstream.parallel.topology import PipelineParallelGrid
 from slipstream.train.engine import Engine
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.train.states import States
@@ -166,6 +167,11 @@ class PipelineEngine(Engine):
 
     def reset_activation_shape(self) -> None:
         """A no-op: shapes may change from micro-batch to micro-batch."""
+
+    @property
+    def grid(self) -> PipelineParallelGrid | None:
+        """The groups of the topology, as an mpu; None for a decoder that the engine has cut itself."""
+        return self.pipe.module.mpu() if isinstance(self.module, PipelineModule) else None
 
     @property
     def agg_train_loss(self) -> Tensor | None:
@@ -352,8 +358,10 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
             f"rank {mesh.rank} is place {mesh.pp.index} of {mesh.pp.size} on the pipeline and needs the stages {stages}, but its "
             f"module has {list(module.stages)}: build it with num_stages={mesh.pp.size}"
         )
-    if plan.recompute_interval and isinstance(module, PipelineModule):
-        module.set_checkpoint_interval(plan.recompute_interval)
+    if isinstance(module, PipelineModule):
+        if plan.recompute_interval:
+            module.set_checkpoint_interval(plan.recompute_interval)
+        module._grid = PipelineParallelGrid(module.topology(), mesh=mesh)
     for tied in module.tied:
         ranks = sorted({rank_of(mesh.pp.size, style, stage) for stage, _ in tied.places})
         for stage, name in tied.places if len(ranks) > 1 else ():
