@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict, deque
 from itertools import pairwise
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.parallel.schedule import Action, Costs, Kind, Message, Schedule, Style, rank_of, simulate, stage_of
+from slipstream.parallel.drawing import draw_svg, draw_text
+from slipstream.parallel.schedule import Action, Costs, Kind, Message, Schedule, Span, Style, rank_of, simulate, stage_of
 
 STYLES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("v", 2)]
 
@@ -219,3 +221,61 @@ def test_a_slow_stage_bounds_the_step() -> None:
 def test_refusals(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(*arguments)  # type: ignore[arg-type]
+
+
+# -- pictures --
+
+MEASURED = [
+    Span(0, Action(Kind.FORWARD, 0, 0), 100.0, 100.002),
+    Span(0, Action(Kind.BACKWARD, 0, 0), 100.005, 100.0098),
+    Span(1, Action(Kind.FORWARD, 0, 0), 100.002, 100.0031),
+    Span(1, Action(Kind.BACKWARD, 0, 0), 100.0031, 100.005),
+]
+
+
+def test_text_of_a_schedule() -> None:
+    """The shortest action has up to four columns."""
+    assert draw_text(simulate(2, 2)).splitlines() == [
+        "1f1b, 2 ranks, 2 micro-batches: step 9 s, idle 33.3%",
+        "rank 0 |F0--F1--........B0------....B1------|",
+        "rank 1 |....F0--B0------F1--B1------........|",
+        "F forward | B backward | . idle",
+    ]
+    narrow = draw_text(simulate(2, 2, "zero_bubble", 2), 40).splitlines()
+    assert narrow[2:4] == ["rank 0 |F0F1f0f1..i0w0i1I0I1w1W0W1|", "rank 1 |..F0F1f0i0f1i1I0I1w0w1W0W1|"]
+    assert "lower case: a later chunk" in " ".join(narrow)
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedules(), st.integers(40, 200))
+def test_text_fits_the_terminal_and_has_a_row_for_each_rank(schedule: Schedule, width: int) -> None:
+    lines = draw_text(schedule, width).splitlines()
+    assert max(map(len, lines)) <= width
+    rows = [line for line in lines if line.startswith("rank")]
+    assert len(rows) == schedule.num_ranks
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_measured_times_are_drawn_from_their_first() -> None:
+    text = draw_text(MEASURED, 40, "measured").splitlines()
+    assert text[0] == "measured: step 9.8 ms, idle 50.0%"
+    assert text[1:3] == ["rank 0 |F0---.........B0-----------|", "rank 1 |.....F0-B0----.............|"]
+    assert "measured: step 9.8 ms, idle 50.0%" in draw_svg(MEASURED, "measured")
+    with pytest.raises(ValueError, match="no actions to draw"):
+        draw_text([])
+
+
+def test_svg_has_every_action_at_its_time() -> None:
+    schedule = simulate(3, 6, "v")
+    root = ET.fromstring(draw_svg(schedule, "a <V>"))
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    bars = [rect for rect in root.iterfind("svg:rect", space) if rect.find("svg:title", space) is not None]
+    texts = [text.text or "" for text in root.iterfind("svg:text", space)]
+    assert len(bars) == sum(map(len, schedule.actions)) == 3 * 2 * 3 * 6
+    assert f"a <V>: step {schedule.makespan:.4g} s, idle {schedule.idle:.1%}" in texts
+    assert {"rank 0", "rank 1", "rank 2", "F forward", "I gradient of the input", "W gradients of the weights"} <= set(texts)
+    assert [float(bar.get("x", 0)) for bar in bars] == pytest.approx(
+        [64 + span.start / schedule.makespan * 880 for row in schedule.spans for span in row], abs=0.06
+    )
+    assert "prefers-color-scheme:dark" in draw_svg(schedule)
+    assert "http" not in draw_svg(schedule).replace("http://www.w3.org/2000/svg", "")

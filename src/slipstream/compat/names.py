@@ -86,6 +86,11 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "override_params override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr"
     },
     "deepspeed.runtime.dataloader": {"slipstream": "RepeatingLoader"},
+    "deepspeed.runtime.pipe.schedule": {
+        "slipstream.compat.pipe_schedules": "BackwardPass BufferOpInstruction CommitP2P DataParallelSchedule DualPipeVSchedule "
+        "ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad "
+        "ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule"
+    },
     "deepspeed.runtime.utils": {
         "slipstream.compat.utils": "copy_to_device move_to_device see_memory_usage set_random_seed",
         "slipstream.compat.runtime_utils": "CheckOverflow DummyOptim PartitionedTensor align_dense_tensors call_to_str "

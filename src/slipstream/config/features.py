@@ -115,7 +115,7 @@ class Pipeline(Block):
     partition: str = no_effect("best", "PipelineModule(partition_method=) divides the layers, as in DeepSpeed")
     seed_layers: bool = no_effect(False, "PipelineModule(seed_layers=) decides, as in DeepSpeed")
     activation_checkpoint_interval: Size = honored(
-        0, "Layers of a PipelineModule that are recomputed together; 0: the module's own."
+        0, "Layers of a PipelineModule that are recomputed together; 0: the module's own.", "test_recomputed_layers"
     )
     pipe_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
     grad_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")

@@ -44,11 +44,11 @@ class Style(StrEnum):
 
     GPIPE        (p-1)/(m+p-1); every rank keeps m activations
     ONE_F_ONE_B  (p-1)/(m+p-1); rank r keeps min(m, p-r) activations (Narayanan et al. 2019)
-    INTERLEAVED  (p-1)/(v m+p-1); at most p + (p-1)/v activations (Narayanan et al. 2021)
-    ZERO_BUBBLE  (p-1)/(3 v m+p-1); at most p activations (Qi et al. 2023, ZB-H1)
+    INTERLEAVED  (p-1)/(v m+p-1); at most p + (p-1)/v activations if p divides m, else more (Narayanan et al. 2021)
+    ZERO_BUBBLE  (p-1)/(3 v m+p-1) if p divides m or v is 1; at most p activations (Qi et al. 2023, ZB-H1)
     V            (p-1)/(6 m+p-1); at most p activations. Rank r has stages r and 2p-1-r (Qi et al. 2024, ZB-V)
 
-    from m = p micro-batches (V: 2p) on; an activation is that of all chunks of a rank.
+    from m = p micro-batches on. One activation is what all chunks of a rank keep of a micro-batch.
     """
 
     GPIPE = "gpipe"
@@ -252,7 +252,8 @@ def simulate(
     hop           seconds of a message between two ranks
     forward_only  evaluation: forwards in the order of the style, as early as possible
 
-    Raises ValueError for a style or numbers that do not fit.
+    All ranks have to pass the same arguments, costs included: the order depends on them. Raises ValueError for a style or numbers
+    that do not fit.
     """
     style, v = _checked(num_ranks, num_micro, style, chunks)
     per_stage = [costs] * (num_ranks * v) if isinstance(costs, Costs) else [Costs(*each) for each in costs]

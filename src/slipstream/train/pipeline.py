@@ -361,7 +361,8 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
     if isinstance(module, PipelineModule):
         if plan.recompute_interval:
             module.set_checkpoint_interval(plan.recompute_interval)
-        module._grid = PipelineParallelGrid(module.topology(), mesh=mesh)
+        if module.topology().world_size() == mesh.world.size:  # not if the module was built for one stage by itself
+            module._grid = PipelineParallelGrid(module.topology(), mesh=mesh)
     for tied in module.tied:
         ranks = sorted({rank_of(mesh.pp.size, style, stage) for stage, _ in tied.places})
         for stage, name in tied.places if len(ranks) > 1 else ():

@@ -1,0 +1,276 @@
+"""`deepspeed.runtime.pipe.schedule`: DeepSpeed's schedules as generators of instructions.
+
+For scripts that read or extend them. Slipstream's own pipelines follow `slipstream.parallel.schedule`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from slipstream.compat.runtime_utils import call_to_str
+
+# -- instructions --
+
+
+class PipeInstruction:
+    """One instruction to a stage. Keyword arguments become attributes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name = type(self).__name__
+        self.kwargs = kwargs
+        vars(self).update(kwargs)
+
+    def __repr__(self) -> str:
+        return call_to_str(self.name, **self.kwargs)
+
+
+class OptimizerStep(PipeInstruction):
+    """Step the optimizer and clear the gradients."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Reduce the gradients over the data-parallel ranks of the stage."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Sum the gradients of tied modules over their stages."""
+
+
+class CommitP2P(PipeInstruction):
+    """Start the sends and receives since the last CommitP2P together, and wait for them."""
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction on the buffer number `buffer_id`."""
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Take the next micro-batch from the data iterator."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """Run the stage."""
+
+
+class BackwardPass(BufferOpInstruction):
+    """Run the stage's backward and accumulate gradients."""
+
+
+class SendActivation(BufferOpInstruction):
+    """Send the stage's outputs to the next stage."""
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive the outputs of the previous stage."""
+
+
+class SendGrad(BufferOpInstruction):
+    """Send the gradients of the stage's inputs to the previous stage."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive the gradients of the stage's outputs from the next stage."""
+
+
+# -- schedules --
+
+
+class PipeSchedule(ABC):
+    """The steps of stage `stage_id`: lists of instructions. All stages can be synchronized between two steps."""
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        self.micro_batches = micro_batches
+        self.stages = stages
+        self.stage_id = stage_id
+        self.prev_stage = stage_id - 1
+        self.next_stage = stage_id + 1
+        self._iterator: Iterator[list[PipeInstruction]] | None = None
+
+    @abstractmethod
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Yield the instructions of each step."""
+
+    def num_pipe_buffers(self) -> int:
+        """The buffers that the stage needs."""
+        return self.micro_batches
+
+    @property
+    def stage(self) -> int:
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.stages - 1
+
+    def __iter__(self) -> PipeSchedule:
+        self._iterator = self.steps()
+        return self
+
+    def __next__(self) -> list[PipeInstruction]:
+        if self._iterator is None:
+            self._iterator = self.steps()
+        return next(self._iterator)
+
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < self.micro_batches
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return 0 <= stage_id < self.stages
+
+    def _buffer_idx(self, micro_batch_id: int) -> int:
+        """The buffer of a micro-batch: each in turn."""
+        assert self._valid_micro_batch(micro_batch_id)
+        return micro_batch_id % self.num_pipe_buffers()
+
+
+class DataParallelSchedule(PipeSchedule):
+    """Gradient accumulation on one stage."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for i in range(self.micro_batches):
+            step: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
+            yield step + ([ReduceGrads(), OptimizerStep()] if i == self.micro_batches - 1 else [])
+
+    def num_pipe_buffers(self) -> int:
+        return 1
+
+
+class InferenceSchedule(PipeSchedule):
+    """Forwards only: stage s runs micro-batch t - s in step t, and sends the one before it."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        for t in range(self.micro_batches + self.stages - 1):
+            micro = t - self.stage_id
+            runs, current, other = self._valid_micro_batch(micro), (t + self.stage_id) % 2, (t + self.stage_id + 1) % 2
+            exchange: list[PipeInstruction] = []
+            if runs and not self.is_first_stage:
+                exchange.append(RecvActivation(current))
+            if self._valid_micro_batch(micro - 1) and not self.is_last_stage:
+                exchange.append(SendActivation(other))
+            if self.stage_id % 2 == 0:  # neighbors meet: one sends first, the other receives first
+                exchange.reverse()
+            load = [LoadMicroBatch(current)] if runs and (self.is_first_stage or self.is_last_stage) else []
+            yield [*load, *exchange, *([ForwardPass(current)] if runs else [])]
+
+    def num_pipe_buffers(self) -> int:
+        return 2
+
+
+class TrainSchedule(PipeSchedule):
+    """1F1B. Stage s of p has the forward of micro-batch k in step 2k + s, its backward in step 2k + 2p - 1 - s."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        total = 2 * (self.micro_batches + self.stages - 1)
+        for t in range(total):
+            micro, is_forward = self._step_to_micro_batch(t)
+            before, _ = self._step_to_micro_batch(t - 1)  # of the other kind
+            current = self._buffer_idx(micro) if self._valid_micro_batch(micro) else None
+            previous = self._buffer_idx(before) if self._valid_micro_batch(before) else None
+            step: list[PipeInstruction] = []
+            if is_forward and not self.is_first_stage:
+                step += [SendGrad(previous)] if previous is not None else []
+                step += [RecvActivation(current)] if current is not None else []
+            elif not is_forward and not self.is_last_stage:
+                step += [RecvGrad(current)] if current is not None else []
+                step += [SendActivation(previous)] if previous is not None else []
+            if current is not None:
+                loads = is_forward and (self.is_first_stage or self.is_last_stage)
+                step += [LoadMicroBatch(current)] if loads else []
+                step.append(ForwardPass(current) if is_forward else BackwardPass(current))
+            if t == total - 1:
+                step += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            yield step
+
+    def num_pipe_buffers(self) -> int:
+        """As many as the stage has micro-batches between forward and backward, at least two."""
+        return max(2, min(self.stages - self.stage_id, self.micro_batches))
+
+    def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
+        """The micro-batch of a step, which may be outside of the batch, and whether it is a forward."""
+        if step_id % 2 == self.stage_id % 2:
+            return (step_id - self.stage_id) // 2, True
+        return (step_id + self.stage_id + 1) // 2 - self.stages, False
+
+
+class DualPipeVSchedule(PipeSchedule):
+    """DualPipeV of DeepSeek-V3: rank `stage_id` has that stage (phase 0) and stage 2 * stages - 1 - stage_id (phase 1).
+
+    A buffer is number phase * micro_batches + micro-batch. Sends and receives are complete after the next CommitP2P. As in 0.19.8 a
+    BackwardPass includes the gradients of the weights. Raises ValueError for fewer than 2 * stages micro-batches.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, forward_only: bool = False) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        if micro_batches < 2 * stages:
+            raise ValueError(
+                f"DualPipeV on {stages} stages needs at least {2 * stages} micro-batches, not {micro_batches}: set "
+                f"gradient_accumulation_steps to {2 * stages} or more"
+            )
+        self.forward_only = forward_only
+
+    def num_pipe_buffers(self) -> int:
+        return 2 * self.micro_batches
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Translate the steps of `_plan`, without the instructions that the ends of the V do not have."""
+        done: Counter[str] = Counter()
+        ends = ((self.is_first_stage, "<F0 B0> F1> <B1"), (self.is_last_stage, "F0> <B0 <F1 B1>"))
+        absent = {word for is_end, words in ends if is_end for word in words.split()}
+        for plan in self._plan():
+            step: list[PipeInstruction] = []
+            for word in plan.split():
+                if word not in absent:
+                    step += self._instructions(word, done)
+            yield step
+        yield [CommitP2P()] if self.forward_only else [CommitP2P(), ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+
+    def _plan(self) -> Iterator[str]:
+        """The eight published parts: F and B of a phase, <F0 receives, F0> sends, | commits, and so does W for a weight pass."""
+        after, upto, main = self.stages - 1 - self.stage_id, self.stage_id + 1, self.micro_batches - 2 * self.stages
+        yield from ["<F0 | F0 F0>"] * (2 * after)
+        yield "<F0"
+        for i in range(upto):
+            yield "| F0 <F0 <F1 | F1 F0>" if self.is_last_stage and i == upto - 1 else "| F0 <F0 <F1 | F1 F1> F0>"
+        yield from ["<B1 | B1 B1> <F1 W | F1 F1>"] * after
+        for i in range(main + upto):
+            first = "<F0 <B1 | F0 B1 F0> B1>" if i else "| F0 F1> <B1 | B1 F0> B1>" if self.is_last_stage else "<B1 | F0 B1 F0> B1>"
+            yield f"{first} <F1 <B0 | F1 B0 F1> B0>"
+        yield from ["<B1 | B1 B1> <F1 <B0 | F1 B0 F1> B0>"] * after
+        yield from ["<B1 | B1 B1> <B0 | B0 B0>"] * upto
+        yield from ["W <B0 | B0 B0>"] * after
+        yield from ["W"] * upto
+
+    def _instructions(self, word: str, done: Counter[str]) -> list[PipeInstruction]:
+        """A word of the plan. `done` counts, for each word, the micro-batches that it has had."""
+        is_forward = "F" in word
+        if word == "|" or (word == "W" and not self.forward_only):
+            return [CommitP2P()]
+        if self.forward_only and not is_forward:
+            return []
+        phase = int(word.strip("<>FB"))
+        buffer_id = phase * self.micro_batches + done[word]
+        done[word] += 1
+        if word[0] == "<":
+            return [(RecvActivation if is_forward else RecvGrad)(buffer_id, phase=phase)]
+        if word[-1] == ">":
+            return [(SendActivation if is_forward else SendGrad)(buffer_id, phase=phase)]
+        load = [LoadMicroBatch(buffer_id)] if self.is_first_stage and word == "F0" else []
+        return [*load, (ForwardPass if is_forward else BackwardPass)(buffer_id, phase=phase)]
