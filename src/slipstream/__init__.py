@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from slipstream import activations, ema, handover, zero
     from slipstream.config.arguments import add_config_arguments
     from slipstream.inference import InferenceEngine, SamplingParams, init_inference, pipeline
+    from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
+    from slipstream.parallel.module import DualPipeVModule, PipelineModule
     from slipstream.quantized import quantize
     from slipstream.train.data import RepeatingLoader
     from slipstream.train.engine import Engine
@@ -20,10 +22,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DualPipeVModule",
     "Engine",
     "InferenceEngine",
+    "LayerSpec",
+    "PipelineModule",
     "RepeatingLoader",
     "SamplingParams",
+    "TiedLayerSpec",
     "__version__",
     "activations",
     "add_config_arguments",
@@ -38,10 +44,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DualPipeVModule": "slipstream.parallel.module",
     "Engine": "slipstream.train.engine",
     "InferenceEngine": "slipstream.inference",
+    "LayerSpec": "slipstream.parallel.layers",
+    "PipelineModule": "slipstream.parallel.module",
     "RepeatingLoader": "slipstream.train.data",
     "SamplingParams": "slipstream.inference",
+    "TiedLayerSpec": "slipstream.parallel.layers",
     "add_config_arguments": "slipstream.config.arguments",
     "init_distributed": "slipstream.world.join",
     "init_inference": "slipstream.inference",

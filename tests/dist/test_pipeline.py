@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, mse_loss
 
 import slipstream
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
-from slipstream.parallel.module import PipelineModule
+from slipstream.parallel.module import PipelineError, PipelineModule
 from tests import cases, probe, toy
 from tests.pool import distributed
 
@@ -218,3 +218,66 @@ def test_tied_layers_and_checkpoints(transport: str, tmp_path: Path) -> None:
         state = alone.state_dict()
         alone.destroy()
         assert state.keys() == whole.state_dict().keys()
+
+
+@distributed(world_size=2)
+def test_the_schedule_of_the_config() -> None:
+    """`slipstream.pipeline.schedule`: the order of actions, and the most micro-batches whose activations are kept."""
+    for name, most in (("gpipe", MICRO), ("1f1b", 2)):
+        model = module(num_stages=2)
+        engine = make(model, 1, "auto", slipstream={"pipeline": {"schedule": name}})
+        assert engine.schedule.style == name and engine.schedule.peaks[0] == most
+        kept = [0, 0]  # now, most
+
+        def forward(*_: Any, kept: list[int] = kept) -> None:
+            kept[:] = kept[0] + 1, max(kept[1], kept[0] + 1)
+
+        def backward(*_: Any, kept: list[int] = kept) -> None:
+            kept[0] -= 1
+
+        block = model.get_submodule("1" if engine.is_first_stage() else "5")
+        block.register_forward_hook(forward)
+        block.register_full_backward_hook(backward)
+        engine.train_batch(iter(batches(0, 0)))
+        assert kept[1] == engine.schedule.peaks[engine.stage_id], name
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_the_stages_of_the_config() -> None:
+    """`pipeline.stages` and `slipstream.mesh.pp` must be those of the module."""
+    with pytest.raises(ValueError, match=r"pipeline.stages \(1\) and the model or an argument \(2\)"):
+        make(module(num_stages=2), 1, "auto", pipeline={"stages": 1})
+    engine = make(module(num_stages=2), 1, "auto", pipeline={"stages": 2})
+    assert engine.num_stages == 2 and engine.grid.get_pipe_parallel_rank() == engine.stage_id
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_recomputed_layers() -> None:
+    """`pipeline.activation_checkpoint_interval`: each block runs twice, and results are the same bits."""
+    results, calls = [], []
+    for interval in (0, 2):
+        model = module(num_stages=2)
+        engine = make(model, 2, "auto", pipeline={"activation_checkpoint_interval": interval})
+        count = [0]
+        block = model.get_submodule("1" if engine.is_first_stage() else "5")
+        block.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        results.append(train_on(engine, 1))
+        calls.append(count[0])
+        engine.destroy()
+    assert results[0] == results[1]
+    assert calls == [2 * MICRO, 4 * MICRO]
+
+
+@distributed(world_size=2)
+def test_what_a_pipeline_refuses() -> None:
+    engine = make(module(num_stages=2), 1, "auto")
+    for call in (lambda: engine(1), lambda: engine.backward(1), lambda: engine.step()):
+        with pytest.raises(PipelineError, match="Only train_batch"):
+            call()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="requires gradients enabled"):
+        engine.train_batch(iter([]))
+    with pytest.raises(ValueError, match="has no data"):
+        engine.train_batch()
+    engine.destroy()

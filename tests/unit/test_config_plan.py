@@ -449,7 +449,7 @@ FULL = {
 
 
 # Honored keys without a field of their own in the plan.
-CHECKED = {"data_parallel_size", "sequence_parallel_size", "slipstream.unknown_keys"}
+CHECKED = {"data_parallel_size", "sequence_parallel_size", "pipeline.stages", "slipstream.unknown_keys"}
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 
 
@@ -653,6 +653,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compile.backend": st.sampled_from(["eager", "inductor"]),
     "compile.kwargs": st.just({"dynamic": False}),
     "slipstream.unknown_keys": st.sampled_from(["error", "Warn"]),
+    "slipstream.pipeline.schedule": st.sampled_from(["1f1b", "gpipe", "Zero_Bubble"]),
+    "pipeline.stages": st.sampled_from(["auto", 1, 2]),
+    "pipeline.activation_checkpoint_interval": st.integers(0, 3),
     "slipstream.mesh.pp": st.sampled_from([1, 2]),
     "slipstream.mesh.sp": st.sampled_from([1, 2]),
     "slipstream.mesh.tp": st.sampled_from([1, 2]),

@@ -111,7 +111,9 @@ class ExpertParallel(Block):
 
 
 class Pipeline(Block):
-    stages: Count | Word[Literal["auto"]] = honored("auto", "Pipeline stages; the same as `slipstream.mesh.pp`.")
+    stages: Count | Word[Literal["auto"]] = honored(
+        "auto", "Pipeline stages; the same as `slipstream.mesh.pp`.", "test_the_stages_of_the_config"
+    )
     partition: str = no_effect("best", "PipelineModule(partition_method=) divides the layers, as in DeepSpeed")
     seed_layers: bool = no_effect(False, "PipelineModule(seed_layers=) decides, as in DeepSpeed")
     activation_checkpoint_interval: Size = honored(
