@@ -18,9 +18,10 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.config.plan import BatchPlan, PipelinePlan
+from slipstream.parallel.deferred import Deferred
 from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
 from slipstream.parallel.schedule import Action, Kind, Message, Schedule, Style, rank_of, simulate, stage_of
@@ -198,6 +199,8 @@ class Pipe:
         self.loss: Tensor | None = None
         self.is_last_backward = False
         self.plan()
+        self.deferred = Deferred(self.module) if self.defers else None
+        self.params = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}
 
     def plan(self) -> None:
         """Make the schedule again, for another number of micro-batches."""
@@ -205,6 +208,11 @@ class Pipe:
         self.schedule = simulate(
             self.engine.mesh.pp.size, plan.batch.accumulation, style_of(self.module, plan.pipeline), len(self.module.stages)
         )
+
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients wait."""
+        return self.schedule.style in (Style.ZERO_BUBBLE, Style.V)
 
     # -- data --
 
@@ -232,27 +240,41 @@ class Pipe:
     def train(self) -> Tensor:
         engine, actions = self.engine, self.schedule.actions[self.index]
         micro_batches = engine.micro_batches
+        if self.deferred is not None:
+            self.deferred.collects = True
         batches = self._read(micro_batches)
         engine.window.divide(True)
         engine._set_alpha()
         runs: dict[tuple[int, int], Run] = {}
         mine: Mine = {}
         losses: list[Tensor] = []
-        last = max(i for i, action in enumerate(actions) if action.kind is not Kind.FORWARD)
+        weights: dict[tuple[int, int], Any] = {}  # that wait
+        last = max(i for i, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.INPUT))
         for i, action in enumerate(actions):
+            place = action.chunk, action.micro
             if action.kind is Kind.FORWARD:
-                runs[action[1:]] = self._forward(action, batches[action.micro], mine, losses)
+                runs[place] = self._forward(action, batches[action.micro], mine, losses)
+            elif action.kind is Kind.WEIGHT:
+                Deferred.run(weights.pop(place), self._take)
             else:
                 self.is_last_backward = i == last
-                self._backward(action, runs.pop(action[1:]), mine)
+                self._backward(action, runs.pop(place), mine)
+                if self.deferred is not None:
+                    weights[place] = self.deferred.pop()
         self.mail.flush()
         self.is_last_backward = False
+        if self.deferred is not None:
+            self.deferred.collects = False
         for states in engine.states:
             states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
         engine.micro_steps += micro_batches - 1
         Engine.step(engine)
         self.loss = self._mean(losses, micro_batches)
         return self.loss
+
+    def _take(self, param: nn.Parameter, grad: Tensor) -> None:
+        unit, i = self.params[id(param)]
+        self.engine.single.hooks.add(unit, i, grad)
 
     def _first_inputs(self, batch: Any) -> Any:
         return self.engine.precision.enter(self.module.inputs(batch))
@@ -282,7 +304,8 @@ class Pipe:
             pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
             roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         self._announce(action)
-        with engine.progress.timing("backward"), nullcontext() if self.is_last_backward else engine.no_sync():
+        reduces = self.is_last_backward and not self.defers  # weight gradients that wait are leftovers of the step
+        with engine.progress.timing("backward"), nullcontext() if reduces else engine.no_sync():
             torch.autograd.backward(roots, grads)
         if sent is not None:
             asked = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]

@@ -441,6 +441,12 @@ class Hooks:
 
     # -- called by the step --
 
+    def add(self, unit: Unit, i: int, grad: Tensor) -> None:
+        """Add a gradient that was computed outside of a backward; it is reduced with the leftovers."""
+        if self.landed is not None:
+            self.landed.add((unit.index, i))
+        unit.add_gradient(i, grad)
+
     def leftovers(self) -> list[bool]:
         """Per unit, whether gradients are unreduced: late ones, and those of no_sync()."""
         return [

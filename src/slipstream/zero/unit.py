@@ -335,6 +335,10 @@ class Unit:
         assert self.memory.local is not None
         self.window.add_to_local(self.memory.local.tensor, i)
 
+    def add_gradient(self, i: int, grad: Tensor) -> None:
+        """Add a gradient of parameter i that autograd has not written into `.grad`."""
+        self.window.add(i, grad, None if self.memory.local is None else self.memory.local.tensor, self.dtypes.grads)
+
     def reduce(self, buffer: Buffer, alpha: float) -> Pending[None]:
         """Sharded gradients: reduce-scatter the unreduced gradients (or zeros) through `buffer` and add the sum to `grads`."""
         assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"

@@ -54,16 +54,26 @@ class UnitWindow:
 
     def add_to_local(self, local: Tensor, i: int) -> None:
         """Add parameter i's `.grad` to `local`, and clear it."""
-        param, slot = self.params[i], self.slots[i]
-        assert param.grad is not None
-        view = local[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        if i in self._in_local:
-            view.add_(param.grad)
+        grad = self.params[i].grad
+        assert grad is not None
+        self.add(i, grad, local, local.dtype)
+        self.params[i].grad = None
+
+    def add(self, i: int, grad: Tensor, local: Tensor | None, dtype: torch.dtype) -> None:
+        """Add a gradient of parameter i to `local`, or to this rank's sum in `dtype` if there is no `local`."""
+        if local is not None:
+            slot = self.slots[i]
+            view = local[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            if i in self._in_local:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+                self._in_local.add(i)
+            self.has_gradient = True
+        elif i in self._sums:
+            self._sums[i].add_(grad)
         else:
-            view.copy_(param.grad)
-            self._in_local.add(i)
-        param.grad = None
-        self.has_gradient = True
+            self._sums[i] = grad.to(dtype, copy=True)
 
     def overwrite_local(self, local: Tensor, i: int, values: Tensor) -> None:
         """Replace parameter i's gradient in `local` by `values`, flat."""
