@@ -288,3 +288,48 @@ def test_what_a_pipeline_refuses() -> None:
     with pytest.raises(ValueError, match="has no data"):
         engine.train_batch()
     engine.destroy()
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_a_decoder_of_transformers(transport: str, kind: str, tmp_path: Path) -> None:
+    """`mesh.pp` cuts an unmodified model, with tied embeddings: losses, norms and weights as in one process, which loads them."""
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "tie_word_embeddings": True, "initializer_range": 0.2}
+        if kind == "Llama":
+            layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **layers, num_attention_heads=2))
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, n_embd=16, n_layer=4, n_head=2))
+
+    def samples(index: int, step: int) -> list[dict[str, Tensor]]:
+        ids = [toy.tokens(index, step, k) % 64 for k in range(MICRO)]
+        return [{"input_ids": each, "labels": each} for each in ids]
+
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = torch.stack([whole(**each).loss for index in range(2) for each in samples(index, step)]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(whole.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    for stage in (1, 3):
+        built = model()
+        engine = make(built, stage, transport, pipeline={"stages": 2})
+        for step in range(2):
+            loss = engine.train_batch(iter(samples(engine.mesh.batch.index, step)))
+            assert loss.item() == pytest.approx(losses[step], rel=1e-5)
+            assert engine.global_grad_norm == pytest.approx(norms[step], rel=1e-4)
+        engine.save_checkpoint(str(tmp_path / f"{stage}"))
+        engine.destroy()
+        alone = make(model(), 0, transport)
+        alone.load_checkpoint(str(tmp_path / f"{stage}"))
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(value, whole.state_dict()[name], atol=1e-4, rtol=1e-3)
+        alone.destroy()

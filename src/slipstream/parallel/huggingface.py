@@ -58,6 +58,8 @@ class PipelinedDecoder(nn.Module):
         self._owners = owners
         self.tied = _ties(model, owners, num_stages)
         whole = self._part(model, self.stages)
+        for tied in self.tied:
+            _name_canonically(whole, tied, self.stages)
         for name, child in whole.named_children():
             self.add_module(name, child)
         for name, param in whole._parameters.items():
@@ -255,6 +257,20 @@ def _ties(model: nn.Module, owners: Mapping[str, int], num_stages: int) -> list[
         if len(places) > 1:
             ties.append(Tied(shared[0], tuple(sorted(places.items()))))
     return ties
+
+
+def _name_canonically(part: nn.Module, tied: Tied, stages: Sequence[int]) -> None:
+    """Give a tied parameter its name in the unsplit model also on a rank that has another of its places: the head's, say."""
+    (first, canonical), *others = tied.places
+    here = next((name for stage, name in others if stage in stages), None)
+    if first not in stages and here is not None:
+        path, _, leaf = canonical.rpartition(".")
+        part.get_submodule(path).register_parameter(leaf, part.get_parameter(here))
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Whether a model is one of transformers with repeated layers, which `PipelinedDecoder` can cut."""
+    return hasattr(getattr(model, "config", None), "model_type") and bool(repeated_blocks(model))
 
 
 def _copy(module: nn.Module) -> nn.Module:

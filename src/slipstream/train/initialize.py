@@ -21,7 +21,7 @@ from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
-from slipstream.parallel.huggingface import PipelinedDecoder
+from slipstream.parallel.huggingface import PipelinedDecoder, is_decoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
@@ -37,7 +37,7 @@ from slipstream.train.data import StatefulLoader
 from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
 from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
-from slipstream.train.pipeline import pipeline_engine, prepare
+from slipstream.train.pipeline import kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_plan
 from slipstream.train.schedules import build_scheduler, check_steps_alone
@@ -103,6 +103,10 @@ def initialize(
     check_alike(facts_of_plan(plan, model, device), group)
     mesh = build_mesh(pp=plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, shard_size=plan.zero.shard_size, group=group)
     check_alike_on(facts_of_model(model), mesh.batch)
+    whole = model
+    if mesh.pp.size > 1 and is_decoder(model):
+        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index])
+        model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
     if isinstance(model, PipelineModule | PipelinedDecoder):
         prepare(model, plan.pipeline, mesh)
     mesh = mesh.with_families(map(differs_of, model.parameters()))

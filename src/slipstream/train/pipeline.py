@@ -393,6 +393,18 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
                 mark_tied(module.get_parameter(name), ranks)
 
 
+def kept(params: Iterable[Any], module: nn.Module, whole: nn.Module) -> list[Any]:
+    """Parameters, named parameters or groups of the whole model, without those of other stages."""
+    gone = {id(param) for param in whole.parameters()} - {id(param) for param in module.parameters()}
+
+    def stays(item: Any) -> bool:
+        return id(item[1] if isinstance(item, tuple) else item) not in gone
+
+    items = list(params)
+    groups = [item | {"params": [each for each in item["params"] if stays(each)]} for item in items if isinstance(item, dict)]
+    return [group for group in groups if group["params"]] or [item for item in items if stays(item)]
+
+
 def pipeline_engine(states: States, precision: Precision, transport: str) -> PipelineEngine:
     """The engine of a pipeline module. Collective."""
     module: Any = states.model
