@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 
 def rehearse(plan: Plan) -> None:
     """Raise ValueError if `initialize` would refuse the plan's optimizer or scheduler."""
-    from slipstream.train import initialize
+    from slipstream.train import recipe
 
-    initialize.rehearse(plan)
+    recipe.rehearse(plan)

@@ -17,7 +17,7 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, Loaded, read_config
-from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
+from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
@@ -34,24 +34,24 @@ from slipstream.train.agreement import (
     facts_of_plan,
 )
 from slipstream.train.data import StatefulLoader
-from slipstream.train.disk_space import open_spaces, tiers_of, warn_of_resident_weights
+from slipstream.train.disk_space import open_spaces, warn_of_resident_weights
 from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.pipeline import kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_plan
-from slipstream.train.schedules import build_scheduler, check_steps_alone
+from slipstream.train.recipe import build_optimizer, recipe_of, scheduler_of, warn_of_frozen
 from slipstream.train.states import States
 from slipstream.world.join import init_distributed, local_device, local_world_size
 from slipstream.world.mesh import Mesh, build_mesh
 from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
-from slipstream.zero.build import Recipe, build_units, connect, convert_buffers
+from slipstream.zero.build import build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
-from slipstream.zero.leaves import differs_of, refuse_sparse
+from slipstream.zero.leaves import differs_of
 from slipstream.zero.materialize import FirstValues, Reader
-from slipstream.zero.placement import Tier, stage_placement
+from slipstream.zero.placement import Tier
 from slipstream.zero.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -115,10 +115,10 @@ def initialize(
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
-    inner, rule = _optimizer(named, model, optimizer, model_parameters)
+    inner, rule = build_optimizer(named, model, optimizer, model_parameters)
     if mesh.is_first:
-        _warn_of_frozen(inner)
-    scheduler = _scheduler(plan, lr_scheduler, inner)
+        warn_of_frozen(inner)
+    scheduler = scheduler_of(plan, lr_scheduler, inner)
     check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.batch)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     forget(model)  # a later engine starts from the weights that this one has trained
@@ -191,22 +191,6 @@ def read_together(
         check_alike(fact_of_refusal(refusal), mpu.get_data_parallel_group() if mpu is not None else None)
         raise refusal
     return loaded
-
-
-def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
-    """Build the plan's optimizer and scheduler over a one-layer model; raises ValueError if `initialize` would refuse it."""
-    compiled.check(plan.compile)
-    model = torch.nn.Linear(1, 1)
-    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
-    inner, rule = _optimizer(named, model, None, None)
-    if inner is not None:
-        fit.refuse(plan, inner, rule)
-    if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate
-        known = {name: 1 << 30 if value is None else value for name, value in plan.scheduler.params.items()}
-        build_scheduler(plan.scheduler.type, known, inner or torch.optim.AdamW(model.parameters()))
-    else:
-        _scheduler(plan, None, inner)
-    return inner, rule
 
 
 def _refuse_model_parallel(mpu: Any) -> None:
@@ -282,24 +266,6 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
     )
 
 
-def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> Recipe:
-    """The recipe of a plan's units for this optimizer (None: no optimizer) and its native rule (None: it has none)."""
-    precision = plan.precision
-    return Recipe(
-        placement=stage_placement(plan.zero.stage),
-        weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
-        master_dtype=precision.master_dtype,
-        grads_dtype=precision.grad_accum_dtype,
-        wire_dtype=precision.comm_dtype,
-        accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
-        whole=inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner)),
-        poison=plan.debug.poison_released,
-        align=Form(dtype=precision.state_dtype).align,
-        tiers=tiers_of(plan.offload),
-        state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
-    )
-
-
 def _engine(
     plan: Plan,
     model: nn.Module,
@@ -363,77 +329,3 @@ def _transport(plan: Plan, device: torch.device) -> str:
     """Other ranks cannot read weights in shared memory if these are evicted to disk, or poisoned when released: use gloo then."""
     is_evicted = plan.offload.param == "nvme" and device.type == "cpu"
     return "gloo" if is_evicted or plan.debug.poison_released else plan.zero.transport
-
-
-def _optimizer(
-    named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
-) -> tuple[torch.optim.Optimizer | None, Rule | None]:
-    """The torch optimizer that holds the groups (`optimizer`, or the config's), and the native rule that steps it, if any."""
-    params = list(model_parameters) if model_parameters is not None else None
-    if params and isinstance(params[0], tuple):
-        params = [param for _, param in params]
-    wanted = params if params is not None else list(model.parameters())  # frozen ones too: they may be unfrozen later
-    if isinstance(optimizer, str):
-        raise ValueError(f'optimizer={optimizer!r}: a name goes into the config: {{"optimizer": {{"type": {optimizer!r}}}}}')
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return _checked(optimizer, model, rule_of(optimizer))
-    if optimizer is not None:
-        made = optimizer(wanted)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ValueError(f"the callable optimizer= returned a {type(made).__name__}, not a torch.optim.Optimizer")
-        return _checked(made, model, rule_of(made))
-    if named is None or not wanted:
-        return None, None
-    groups: Any = wanted
-    if named.cls.__name__ == "Muon" and named.cls.__module__.startswith("slipstream"):
-        bare = [param for param in wanted if isinstance(param, torch.Tensor)]
-        groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
-        groups = muon_groups(model.named_parameters(remove_duplicate=False), groups)
-    built = named.build(groups)
-    return _checked(built, model, rule_of(built) if named.native else None)
-
-
-def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
-    refuse_unshardable(optimizer)
-    refuse_sparse(model)
-    if any(param.dtype is torch.float64 for param in model.parameters()):
-        rule = None  # the native kernels compute in fp32
-    uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)
-    if uncorrected and rule is None and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        raise ValueError(
-            f"{type(optimizer).__name__} with bias_correction=false needs the native kernel, which does not support float64 "
-            f"parameters; make the model float32, or drop the option"
-        )
-    known = {id(param) for param in model.parameters()}
-    for i, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in known:
-                raise ValueError(
-                    f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; create the "
-                    f"optimizer after the model has its final parameters"
-                )
-    return optimizer, rule
-
-
-def _warn_of_frozen(optimizer: torch.optim.Optimizer | None) -> None:
-    """A warning, not an error: a surgery can add adapters, and the training loop can unfreeze parameters."""
-    params = [param for group in optimizer.param_groups for param in group["params"]] if optimizer is not None else []
-    if optimizer is not None and not any(param.requires_grad for param in params):
-        logger.warning(
-            "none of the %d parameters of %s requires a gradient, so engine.step() will change nothing: call requires_grad_(True) "
-            "on the parameters to train, add adapters in `with engine.surgery():`, or build the engine without an optimizer",
-            len(params),
-            type(optimizer).__name__,
-        )
-
-
-def _scheduler(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | None) -> Any:
-    if lr_scheduler is None and plan.scheduler is None:
-        return None
-    if inner is None:
-        name = "lr_scheduler=" if plan.scheduler is None else f"the config's scheduler ({plan.scheduler.type})"
-        raise ValueError(f"{name} has no optimizer; pass one as optimizer= or set it in the config, or drop the scheduler")
-    if lr_scheduler is None:
-        assert plan.scheduler is not None
-        return build_scheduler(plan.scheduler.type, plan.scheduler.params, inner)
-    return check_steps_alone(lr_scheduler(inner) if callable(lr_scheduler) else lr_scheduler)

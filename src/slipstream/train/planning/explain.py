@@ -17,9 +17,9 @@ import torch.nn as nn
 
 from slipstream.config.plan import OptimizerPlan, Plan
 from slipstream.optim.rules import Rule
-from slipstream.train.initialize import recipe_of, rehearse
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Counted, Flow, Line, Part, Peak, Profile, Rates, Setting, Times
+from slipstream.train.recipe import recipe_of, rehearse
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
 from slipstream.zero.build import Recipe, UnitPlan, plan_units

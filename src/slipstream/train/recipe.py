@@ -1,0 +1,131 @@
+"""The optimizer of a plan, its schedule, and the recipe of the units that it updates; also without a model (`rehearse`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from slipstream.config import Plan
+from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
+from slipstream.optim.native import Form
+from slipstream.optim.rules import Rule
+from slipstream.train import compiled
+from slipstream.train.disk_space import tiers_of
+from slipstream.train.schedules import build_scheduler, check_steps_alone
+from slipstream.zero.build import Recipe
+from slipstream.zero.leaves import refuse_sparse
+from slipstream.zero.placement import stage_placement
+
+logger = logging.getLogger(__name__)
+
+
+def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> Recipe:
+    """The recipe of a plan's units for this optimizer (None: no optimizer) and its native rule (None: it has none)."""
+    precision = plan.precision
+    return Recipe(
+        placement=stage_placement(plan.zero.stage),
+        weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
+        master_dtype=precision.master_dtype,
+        grads_dtype=precision.grad_accum_dtype,
+        wire_dtype=precision.comm_dtype,
+        accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
+        whole=inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner)),
+        poison=plan.debug.poison_released,
+        align=Form(dtype=precision.state_dtype).align,
+        tiers=tiers_of(plan.offload),
+        state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
+    )
+
+
+def build_optimizer(
+    named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> tuple[torch.optim.Optimizer | None, Rule | None]:
+    """The torch optimizer that holds the groups (`optimizer`, or the config's), and the native rule that steps it, if any."""
+    params = list(model_parameters) if model_parameters is not None else None
+    if params and isinstance(params[0], tuple):
+        params = [param for _, param in params]
+    wanted = params if params is not None else list(model.parameters())  # frozen ones too: they may be unfrozen later
+    if isinstance(optimizer, str):
+        raise ValueError(f'optimizer={optimizer!r}: a name goes into the config: {{"optimizer": {{"type": {optimizer!r}}}}}')
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _checked(optimizer, model, rule_of(optimizer))
+    if optimizer is not None:
+        made = optimizer(wanted)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"the callable optimizer= returned a {type(made).__name__}, not a torch.optim.Optimizer")
+        return _checked(made, model, rule_of(made))
+    if named is None or not wanted:
+        return None, None
+    groups: Any = wanted
+    if named.cls.__name__ == "Muon" and named.cls.__module__.startswith("slipstream"):
+        bare = [param for param in wanted if isinstance(param, torch.Tensor)]
+        groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
+        groups = muon_groups(model.named_parameters(remove_duplicate=False), groups)
+    built = named.build(groups)
+    return _checked(built, model, rule_of(built) if named.native else None)
+
+
+def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
+    refuse_unshardable(optimizer)
+    refuse_sparse(model)
+    if any(param.dtype is torch.float64 for param in model.parameters()):
+        rule = None  # the native kernels compute in fp32
+    uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)
+    if uncorrected and rule is None and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        raise ValueError(
+            f"{type(optimizer).__name__} with bias_correction=false needs the native kernel, which does not support float64 "
+            f"parameters; make the model float32, or drop the option"
+        )
+    known = {id(param) for param in model.parameters()}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ValueError(
+                    f"optimizer group {i} holds a parameter of shape {tuple(param.shape)} that is not the model's; create the "
+                    f"optimizer after the model has its final parameters"
+                )
+    return optimizer, rule
+
+
+def warn_of_frozen(optimizer: torch.optim.Optimizer | None) -> None:
+    """A warning, not an error: a surgery can add adapters, and the training loop can unfreeze parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]] if optimizer is not None else []
+    if optimizer is not None and not any(param.requires_grad for param in params):
+        logger.warning(
+            "none of the %d parameters of %s requires a gradient, so engine.step() will change nothing: call requires_grad_(True) "
+            "on the parameters to train, add adapters in `with engine.surgery():`, or build the engine without an optimizer",
+            len(params),
+            type(optimizer).__name__,
+        )
+
+
+def scheduler_of(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | None) -> Any:
+    if lr_scheduler is None and plan.scheduler is None:
+        return None
+    if inner is None:
+        name = "lr_scheduler=" if plan.scheduler is None else f"the config's scheduler ({plan.scheduler.type})"
+        raise ValueError(f"{name} has no optimizer; pass one as optimizer= or set it in the config, or drop the scheduler")
+    if lr_scheduler is None:
+        assert plan.scheduler is not None
+        return build_scheduler(plan.scheduler.type, plan.scheduler.params, inner)
+    return check_steps_alone(lr_scheduler(inner) if callable(lr_scheduler) else lr_scheduler)
+
+
+def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
+    """Build the plan's optimizer and scheduler over a one-layer model; raises ValueError if `initialize` would refuse it."""
+    compiled.check(plan.compile)
+    model = torch.nn.Linear(1, 1)
+    named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
+    inner, rule = build_optimizer(named, model, None, None)
+    if inner is not None:
+        fit.refuse(plan, inner, rule)
+    if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate
+        known = {name: 1 << 30 if value is None else value for name, value in plan.scheduler.params.items()}
+        build_scheduler(plan.scheduler.type, known, inner or torch.optim.AdamW(model.parameters()))
+    else:
+        scheduler_of(plan, None, inner)
+    return inner, rule
