@@ -46,25 +46,32 @@ class Recipe:
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
 
 
-def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> tuple[Comm, dict[Differs, Comms]]:
-    """Make the transports of all ranks and of each family. `transport`: "auto" and "shared" use shared memory if all ranks of an
-    axis share a host. Collective over each axis, in the same order on all of its ranks.
+def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch) -> Comm:
+    """Make the transport of one axis. `transport`: "auto" and "shared" use shared memory if all ranks of the axis share a host.
 
-    Raises ValueError if `transport` is "shared" and shared memory is impossible.
+    Collective over the axis. Raises ValueError if `transport` is "shared" and shared memory is impossible.
+    """
+    if axis.size == 1:
+        return LocalComm(axis, device)
+    if device.type == "cpu" and transport != "gloo":
+        if hosts_agree(axis):
+            return SharedComm(axis, watch)
+        if transport == "shared":
+            raise ValueError(
+                f'"slipstream": {{"transport": "shared"}} but the ranks {axis.ranks} cannot map each other\'s memory '
+                f'(another host, container or user); use "auto"'
+            )
+    return ProcessGroupComm(axis, device, watch)
+
+
+def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> tuple[Comm, dict[Differs, Comms]]:
+    """Make the transports of all ranks and of each family. Collective over each axis, in the same order on all of its ranks.
+
+    Raises ValueError as `connect_axis` does.
     """
 
     def comm(axis: Axis) -> Comm:
-        if axis.size == 1:
-            return LocalComm(axis, device)
-        if device.type == "cpu" and transport != "gloo":
-            if hosts_agree(axis):
-                return SharedComm(axis, watch)
-            if transport == "shared":
-                raise ValueError(
-                    f'"slipstream": {{"transport": "shared"}} but the ranks {axis.ranks} cannot map each other\'s memory '
-                    f'(another host, container or user); use "auto"'
-                )
-        return ProcessGroupComm(axis, device, watch)
+        return connect_axis(axis, device, transport, watch)
 
     families: dict[Differs, Comms] = {}
     for key, family in sorted(mesh.families.items()):

@@ -333,6 +333,27 @@ class ProcessGroupComm(Comm):
 
         return Pending(finish)
 
+    def all_to_all(self, out: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int]) -> Pending[None]:
+        """Send `send[r]` elements of `sent` to each rank, and fill `out` with `receive[r]` from each, in rank order."""
+        item = sent.element_size()
+        number = self._launch("all-to-all", 0)  # sizes may differ between ranks
+        received = self._receiver(out)
+        work: Any = dist.all_to_all_single(
+            _bytes(received),
+            _bytes(self._sender(sent)),
+            [n * item for n in receive],
+            [n * item for n in send],
+            group=self.group,
+            async_op=True,
+        )
+
+        def finish() -> None:
+            self._finish(work, "all-to-all", number)
+            if received is not out:
+                out.copy_(received)
+
+        return Pending(finish)
+
     def _sender(self, tensor: Tensor) -> Tensor:
         """The tensor to send: `tensor` itself, or a copy on the host."""
         return tensor.to("cpu", copy=True) if self.staged else tensor

@@ -152,10 +152,23 @@ class SharedComm(Comm):
                 return tensor.data_ptr() + (((channel - first) * 2 + kind) * self.size + rank) * _LINE
         raise AssertionError(f"no channel {channel}")
 
-    def _post(self, buffer: Buffer) -> int:
+    def post(self, buffer: Buffer) -> int:
+        """Announce new content of this rank's part of `buffer`; returns its number."""
         buffer.posted += 1
         words.store_release_and_wake(self._address(buffer.channel, _READY, self.rank), buffer.posted)
         return buffer.posted
+
+    def wait_posted(self, buffer: Buffer, rank: int, posted: int, operation: str) -> None:
+        """Wait until the `rank`-th rank of the axis has posted content number `posted`."""
+        self._await(buffer.channel, _READY, rank, posted, operation)
+
+    def mark_read(self, buffer: Buffer, posted: int) -> None:
+        """Announce that this rank has read content number `posted` of the other ranks."""
+        words.store_release_and_wake(self._address(buffer.channel, _DONE, self.rank), posted)
+
+    def wait_read(self, buffer: Buffer, rank: int, posted: int, operation: str) -> None:
+        """Wait until the `rank`-th rank of the axis has read content number `posted`."""
+        self._await(buffer.channel, _DONE, rank, posted, operation)
 
     def _await(self, channel: int, kind: int, rank: int, value: int, operation: str) -> None:
         address = self._address(channel, kind, rank)
@@ -173,32 +186,32 @@ class SharedComm(Comm):
     def reduce_scatter(
         self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
-        posted = self._post(buffer)
+        posted = self.post(buffer)
 
         def finish() -> Partial:
             start, stop = cuts[self.rank], cuts[self.rank + 1]
             for rank in range(self.size):
-                self._await(buffer.channel, _READY, rank, posted, "reduce-scatter")
+                self.wait_posted(buffer, rank, posted, "reduce-scatter")
             partial = reduce_into(out, [peer[start:stop] for peer in buffer.peers], alpha, accumulate)
-            words.store_release_and_wake(self._address(buffer.channel, _DONE, self.rank), posted)
+            self.mark_read(buffer, posted)
             return partial
 
         return Pending(finish)
 
     def reusable(self, buffer: Buffer) -> None:
         for rank in range(self.size):
-            self._await(buffer.channel, _DONE, rank, buffer.posted, "buffer reuse")
+            self.wait_read(buffer, rank, buffer.posted, "buffer reuse")
 
     def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
-        posted = self._post(buffer)
+        posted = self.post(buffer)
 
         def finish() -> None:
             for rank in range(self.size):
                 if rank != self.rank and cuts[rank] < cuts[rank + 1]:
-                    self._await(buffer.channel, _READY, rank, posted, "all-gather")
+                    self.wait_posted(buffer, rank, posted, "all-gather")
                     span = slice(cuts[rank], cuts[rank + 1])
                     ops.copy_stream(buffer.tensor[span], buffer.peers[rank][span])
-            words.store_release_and_wake(self._address(buffer.channel, _DONE, self.rank), posted)
+            self.mark_read(buffer, posted)
 
         return Pending(finish)
 
@@ -206,11 +219,11 @@ class SharedComm(Comm):
         raise AssertionError("shared memory gathers common buffers in place")
 
     def publish(self, common: Buffer) -> None:
-        self._post(common)
+        self.post(common)
 
     def await_published(self, common: Buffer) -> None:
         for rank in range(self.size):
-            self._await(common.channel, _READY, rank, common.posted, "weights")
+            self.wait_posted(common, rank, common.posted, "weights")
 
     def exchange(self, values: Tensor) -> Tensor:
         n = values.numel()
@@ -219,9 +232,9 @@ class SharedComm(Comm):
         self.exchanges += 1
         buffer.tensor[0] = n
         buffer.tensor[1 : 1 + n].copy_(values)
-        posted = self._post(buffer)
+        posted = self.post(buffer)
         for rank in range(self.size):
-            self._await(buffer.channel, _READY, rank, posted, "exchange")
+            self.wait_posted(buffer, rank, posted, "exchange")
         if any(peer[0] != n for peer in buffer.peers):
             raise PeerError(_UNLIKE)
         return torch.stack([peer[1 : 1 + n] for peer in buffer.peers])

@@ -1,0 +1,433 @@
+"""Activations between the ranks of one axis: sums, gathers, reduce-scatters and all-to-alls, and their autograd functions.
+
+Every rank of the axis calls the same operations in the same order. Reductions add in rank order in fp32 (fp64 and integers in their
+own dtype) and round once, so all ranks get the same bits from shared memory and from gloo. NCCL adds in an order of its own, which
+is the same on all ranks. No operation overwrites its arguments. On the meta device, operations return the shapes and move nothing.
+
+LocalExchange   an axis of one rank
+SharedExchange  ranks of one host over shared memory: a message is written once, and read in place
+GroupExchange   torch.distributed: gloo and NCCL
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.world.mesh import Axis
+from slipstream.world.watch import PeerError, Watch
+from slipstream.zero.build import connect_axis
+from slipstream.zero.comm import Comm, LocalComm, ProcessGroupComm, reduce_into
+from slipstream.zero.shared import SharedComm
+
+PIECE_NBYTES = 4 << 20  # of shared memory per buffer; longer messages are sent in pieces
+_GATHER_NBYTES = 64 << 10  # up to which gloo sums gathered copies: one operation instead of two
+_OPERATIONS = ("sum", "gather", "reduce-scatter", "all-to-all")
+
+
+def even_shares(length: int, size: int) -> list[int]:
+    """Divide `length` among `size` ranks: shares differ by at most one, longer ones first."""
+    return [length // size + (i < length % size) for i in range(size)]
+
+
+class Exchange(ABC):
+    """Collectives on activations over one axis, without autograd.
+
+    `moved` counts the bytes that this rank sends in each operation by the formulas of a ring (sum, gather, reduce-scatter) or of
+    direct sends (all-to-all), whatever the transport does.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.rank, self.size, self.device = axis, axis.index, axis.size, device
+        self.moved: Counter[str] = Counter()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, which have one shape."""
+        if self.size == 1 or x.is_meta or not x.numel():
+            return x
+        self.moved["sum"] += 2 * (self.size - 1) * x.nbytes // self.size
+        return self._sum(x.contiguous().view(-1)).view(x.shape)
+
+    def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+        """The concatenation of all ranks' `x` along `dim`. `sizes`: their lengths; without them, ranks exchange these first."""
+        if self.size == 1:
+            return x
+        dim %= x.dim()
+        sizes = sizes or self.lengths(x, dim)
+        before, after = x.shape[:dim], x.shape[dim + 1 :]
+        numels = [length * math.prod(before) * math.prod(after) for length in sizes]
+        self.moved["gather"] += (sum(numels) - x.numel()) * x.element_size()
+        if x.is_meta or not sum(numels):
+            return x.new_empty(*before, sum(sizes), *after)
+        full = self._gather(x.contiguous().view(-1), numels)
+        if math.prod(before) == 1:
+            return full.view(*before, sum(sizes), *after)
+        parts = zip(full.split(numels), sizes, strict=True)
+        return torch.cat([part.view(*before, length, *after) for part, length in parts], dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+        """This rank's share along `dim` of the sum of all ranks' `x`. `sizes`: the lengths of the shares (default: even)."""
+        if self.size == 1:
+            return x
+        sizes = sizes or even_shares(x.shape[dim], self.size)
+        rows = x.movedim(dim, 0)
+        unit = math.prod(rows.shape[1:])
+        cuts = [unit * length for length in itertools.accumulate(sizes, initial=0)]
+        if cuts[-1] != x.numel():
+            raise ValueError(f"reduce_scatter: sizes {list(sizes)} do not add up to dimension {dim} of {tuple(x.shape)}")
+        self.moved["reduce-scatter"] += (x.numel() - unit * sizes[self.rank]) * x.element_size()
+        shape = (sizes[self.rank], *rows.shape[1:])
+        if x.is_meta or not x.numel():
+            return x.new_empty(shape).movedim(0, dim).contiguous()
+        return self._reduce_scatter(rows.contiguous().view(-1), cuts).view(shape).movedim(0, dim).contiguous()
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send the first `send[0]` rows (along dimension 0) to rank 0, and so on; returns `receive[r]` rows of each rank r.
+
+        Raises ValueError if `send` does not add up to the rows, and PeerError if a rank sends another number than `receive` says.
+        """
+        if sum(send) != len(rows):
+            raise ValueError(f"all_to_all: send {list(send)} adds up to {sum(send)} rows of {len(rows)}")
+        if self.size == 1:
+            return rows
+        unit = math.prod(rows.shape[1:])
+        self.moved["all-to-all"] += (sum(send) - send[self.rank]) * unit * rows.element_size()
+        shape = (sum(receive), *rows.shape[1:])
+        if rows.is_meta or not unit:
+            return rows.new_empty(shape)
+        sent = rows.contiguous().view(-1)
+        return self._all_to_all(sent, [n * unit for n in send], [n * unit for n in receive]).view(shape)
+
+    def counts(self, send: Sequence[int]) -> list[int]:
+        """Exchange numbers before an all-to-all: number r goes to rank r. Returns those of each rank for this one."""
+        if self.size == 1:
+            return list(send)
+        ones = [1] * self.size
+        return self._all_to_all(torch.tensor(send, device=self.device), ones, ones).tolist()
+
+    def lengths(self, x: Tensor, dim: int) -> list[int]:
+        """The lengths of all ranks' `x` along `dim`; on the meta device, all are taken to be this rank's."""
+        return [x.shape[dim]] * self.size if x.is_meta else self.counts([x.shape[dim]] * self.size)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all memory. Safe to call twice."""
+
+    # -- of the transport: 1D and contiguous tensors, numbers of elements, at least one element on some rank --
+
+    @abstractmethod
+    def _sum(self, flat: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _gather(self, flat: Tensor, numels: Sequence[int]) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor: ...
+
+
+def _add(out: Tensor, sources: Sequence[Tensor]) -> None:
+    """out = sources, added in order and rounded once."""
+    if out.is_floating_point():
+        reduce_into(out, sources, 1.0, False)
+    else:
+        torch.sum(torch.stack(list(sources)), 0, dtype=out.dtype, out=out)
+
+
+class LocalExchange(Exchange):
+    """An axis of one rank: nothing moves."""
+
+    def close(self) -> None:
+        pass
+
+    def _sum(self, flat: Tensor) -> Tensor:
+        raise AssertionError("one rank moves nothing")
+
+    _gather = _reduce_scatter = _all_to_all = _sum  # type: ignore[assignment]
+
+
+class SharedExchange(Exchange):
+    """Shared memory: a rank writes its message into its buffer, posts it, and waits for the messages of all ranks, which it reads.
+
+    [Note: Two buffers in turn] Turn n + 2 overwrites the message of turn n. By then all ranks have read that: a rank posts turn
+    n + 1 after it has read turn n, and no rank leaves turn n + 1 before all have posted. So one wait per turn is enough.
+
+    A message starts with int64 words: the operation, the bytes of the message in all turns, and in a gather or an all-to-all where
+    the bytes for each rank begin, and their number. Ranks take as many turns as the longest message needs.
+    """
+
+    def __init__(self, comm: SharedComm) -> None:
+        super().__init__(comm.axis, torch.device("cpu"))
+        self.comm, self.turn, self.piece = comm, 0, PIECE_NBYTES
+        head_nbytes = -(-8 * (2 + 2 * self.size) // 64) * 64
+        self.buffers = comm.allocate([(head_nbytes + self.piece, torch.uint8)] * 2)
+        words = ctypes.c_int64 * (2 + 2 * self.size)
+        self.heads = [[words.from_address(peer.data_ptr()) for peer in buffer.peers] for buffer in self.buffers]
+        self.bodies = [[peer[head_nbytes:] for peer in buffer.peers] for buffer in self.buffers]
+
+    def close(self) -> None:
+        self.comm.close()
+        self.buffers, self.heads, self.bodies = [], [], []
+
+    def _take_turn(self, operation: str, parts: Sequence[Tensor], nbytes: int, spans: Sequence[int] = ()) -> int:
+        """Post `parts`, the next piece of a message of `nbytes`, and wait for all ranks. Returns the index of their buffers."""
+        turn = self.turn = 1 - self.turn
+        buffer, heads, body = self.buffers[turn], self.heads[turn], self.bodies[turn][self.rank]
+        words: list[Any] = [_OPERATIONS.index(operation), nbytes, *spans]
+        heads[self.rank][: len(words)] = words
+        offset = 0
+        for part in parts:
+            body[offset : (offset := offset + part.nbytes)].view(part.dtype).copy_(part)
+        posted = self.comm.post(buffer)
+        for i in range(1, self.size):
+            self.comm.wait_posted(buffer, (self.rank + i) % self.size, posted, operation)
+        for rank, head in zip(self.axis.ranks, heads, strict=True):
+            if head[0] != words[0] or (not spans and head[1] != nbytes):
+                raise PeerError(
+                    f"rank {self.axis.ranks[self.rank]} is in {operation} of {nbytes} bytes over {self.axis.name}, rank {rank} in "
+                    f"{_OPERATIONS[head[0]]} of {head[1]} bytes; every rank must run the same modules on inputs of the same shapes"
+                )
+        return turn
+
+    def _sum(self, flat: Tensor) -> Tensor:
+        out = torch.empty_like(flat)
+        step = self.piece // flat.element_size()
+        for piece, total in zip(flat.split(step), out.split(step), strict=True):
+            turn = self._take_turn("sum", [piece], piece.nbytes)
+            sources = [body[: piece.nbytes].view(flat.dtype) for body in self.bodies[turn]]
+            sources[self.rank] = piece  # the same values, in this core's cache
+            _add(total, sources)
+        return out
+
+    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Tensor:
+        shares = [flat[start:stop] for start, stop in itertools.pairwise(cuts)]
+        out = torch.empty_like(shares[self.rank])
+        step = self.piece // (self.size * flat.element_size())
+        for start in range(0, max(share.numel() for share in shares), step):
+            pieces = [share[start : start + step] for share in shares]
+            own = pieces[self.rank]
+            turn = self._take_turn("reduce-scatter", [p for p in pieces if p is not own], flat.nbytes)
+            sources = []
+            for rank, body in enumerate(self.bodies[turn]):
+                offset = sum(p.nbytes for i, p in enumerate(pieces[: self.rank]) if i != rank)
+                sources.append(own if rank == self.rank else body[offset : offset + own.nbytes].view(flat.dtype))
+            if own.numel():
+                _add(out[start : start + step], sources)
+        return out
+
+    def _gather(self, flat: Tensor, numels: Sequence[int]) -> Tensor:
+        out = flat.new_empty(sum(numels))
+        self._pass("gather", [flat], [(0, flat.nbytes)] * self.size, out.split(list(numels)), flat)
+        return out
+
+    def _all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        out = flat.new_empty(sum(receive))
+        parts = list(flat.split(list(send)))
+        own, parts[self.rank] = parts[self.rank], flat[:0]
+        starts = itertools.accumulate((part.nbytes for part in parts), initial=0)
+        spans = [(start, part.nbytes) for start, part in zip(starts, parts, strict=False)]
+        self._pass("all-to-all", parts, spans, out.split(list(receive)), own)
+        return out
+
+    def _pass(
+        self, operation: str, parts: Sequence[Tensor], spans: Sequence[tuple[int, int]], outs: Sequence[Tensor], own: Tensor
+    ) -> None:
+        """Post the concatenation of `parts`, of which rank r reads span r (start, length in bytes), and fill `outs` by rank."""
+        outs[self.rank].copy_(own)
+        pieces = [part.view(torch.uint8) for part in parts]
+        targets = [out.view(torch.uint8) for out in outs]
+        nbytes, words = sum(map(len, pieces)), list(itertools.chain(*spans))
+        longest, start = 1, 0
+        while start < longest:
+            turn = self._take_turn(operation, _window(pieces, start, start + self.piece), nbytes, words)
+            heads = self.heads[turn]
+            longest = max(head[1] for head in heads)
+            for rank, (head, body, target) in enumerate(zip(heads, self.bodies[turn], targets, strict=True)):
+                if rank == self.rank:
+                    continue
+                first, length = head[2 + 2 * self.rank : 4 + 2 * self.rank]
+                if length != len(target):
+                    raise PeerError(
+                        f"{operation} over {self.axis.name}: rank {self.axis.ranks[rank]} sends {length} bytes to rank "
+                        f"{self.axis.ranks[self.rank]}, which expects {len(target)}; exchange the numbers with `counts` first"
+                    )
+                low, high = max(first, start), min(first + length, start + self.piece)
+                if low < high:
+                    target[low - first : high - first].copy_(body[low - start : high - start])
+            start += self.piece
+
+
+def _window(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
+    """The parts of the elements start to stop of the concatenation."""
+    ends = itertools.accumulate(map(len, parts))
+    cut = [part[max(start - end + len(part), 0) : max(stop - end + len(part), 0)] for part, end in zip(parts, ends, strict=True)]
+    return [part for part in cut if len(part)]
+
+
+class GroupExchange(Exchange):
+    """torch.distributed. On gloo, reductions are all-to-alls or gathers and our own sums; on NCCL they are NCCL's."""
+
+    def __init__(self, comm: ProcessGroupComm) -> None:
+        super().__init__(comm.axis, comm.device)
+        self.comm, self.group = comm, comm.group
+
+    def close(self) -> None:
+        self.comm.close()
+
+    def _sum(self, flat: Tensor) -> Tensor:
+        if self.comm.native_reduce:
+            out = flat.clone()
+            dist.all_reduce(out, group=self.group)
+            return out
+        if self.size == 2 or flat.nbytes <= _GATHER_NBYTES:
+            rows = self._gather(flat, [flat.numel()] * self.size)
+            out = torch.empty_like(flat)
+            _add(out, rows.view(self.size, -1).unbind())
+            return out
+        numels = even_shares(flat.numel(), self.size)
+        return self._gather(self._reduce_scatter(flat, list(itertools.accumulate(numels, initial=0))), numels)
+
+    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Tensor:
+        numels = [stop - start for start, stop in itertools.pairwise(cuts)]
+        own = numels[self.rank]
+        out = flat.new_empty(own)
+        if self.comm.native_reduce and len(set(numels)) == 1:
+            dist.reduce_scatter_tensor(out, flat, group=self.group)
+        else:
+            rows = self._all_to_all(flat, numels, [own] * self.size)
+            if own:
+                _add(out, rows.view(self.size, own).unbind())
+        return out
+
+    def _gather(self, flat: Tensor, numels: Sequence[int]) -> Tensor:
+        out = flat.new_empty(sum(numels))
+        self.comm.gather_into(out, flat, list(itertools.accumulate(numels, initial=0))).wait()
+        return out
+
+    def _all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        out = flat.new_empty(sum(receive))
+        self.comm.all_to_all(out, flat, receive, send).wait()
+        return out
+
+
+def connect_activations(axis: Axis, device: torch.device, transport: str, watch: Watch) -> Exchange:
+    """Make the exchange of one axis, as `connect_axis` chooses the transport. Collective over the axis."""
+    return exchange_over(connect_axis(axis, device, transport, watch))
+
+
+def exchange_over(comm: Comm) -> Exchange:
+    """The exchange over a transport, which it closes. Collective over its axis."""
+    if isinstance(comm, SharedComm):
+        return SharedExchange(comm)
+    if isinstance(comm, ProcessGroupComm):
+        return GroupExchange(comm)
+    assert isinstance(comm, LocalComm), f"no exchange over {type(comm).__name__}"
+    return LocalExchange(comm.axis, comm.device)
+
+
+# -- autograd: each function's backward runs the dual operation on the same exchange --
+
+
+def enter(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+    """Enter a region in which ranks compute different parts of the output from the whole `x`: gradients are partial sums.
+
+    dim None: x is whole on all ranks; the backward sums. Else x is this rank's share along `dim`: gathers; the backward
+    reduce-scatters. sizes: the lengths of the shares (default: even).
+    """
+    return x if exchange.size == 1 else _Enter.apply(x, exchange, dim, sizes)
+
+
+def leave(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+    """Leave such a region: `x` is this rank's partial sum of the output.
+
+    dim None: sums; the backward is the identity. Else reduce-scatters along `dim`; the backward gathers.
+    """
+    return x if exchange.size == 1 else _Leave.apply(x, exchange, dim, sizes)
+
+
+def gather_from(x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Gather along `dim` what all ranks then use alike; the backward keeps this rank's share of the gradient."""
+    return x if exchange.size == 1 else _GatherFrom.apply(x, exchange, dim, sizes)
+
+
+def scatter_to(x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Keep this rank's share along `dim` of an `x` that is whole on all ranks; the backward gathers the gradient."""
+    return x if exchange.size == 1 else _ScatterTo.apply(x, exchange, dim, sizes)
+
+
+def swap(rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """All-to-all of rows along dimension 0; the backward is the reverse all-to-all."""
+    return rows if exchange.size == 1 else _Swap.apply(rows, exchange, send, receive)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
+        if dim is None:
+            ctx.call = exchange, None, None
+            return x.view_as(x)
+        ctx.call = exchange, dim, sizes or exchange.lengths(x, dim)
+        return exchange.gather(x, *ctx.call[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return leave(grad, *ctx.call), None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
+        if dim is None:
+            ctx.call = exchange, None, None
+            return exchange.sum(x)
+        ctx.call = exchange, dim, sizes or even_shares(x.shape[dim], exchange.size)
+        return exchange.reduce_scatter(x, *ctx.call[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return enter(grad, *ctx.call), None, None, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        ctx.call = exchange, dim, sizes or exchange.lengths(x, dim)
+        return exchange.gather(x, *ctx.call[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return scatter_to(grad, *ctx.call), None, None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None) -> Tensor:
+        sizes = sizes or even_shares(x.shape[dim], exchange.size)
+        ctx.call = exchange, dim, sizes
+        return x.split(list(sizes), dim)[exchange.rank]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return gather_from(grad, *ctx.call), None, None, None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        ctx.reverse = exchange, receive, send
+        return exchange.all_to_all(rows, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return swap(grad, *ctx.reverse), None, None, None
