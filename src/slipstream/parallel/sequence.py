@@ -1,0 +1,128 @@
+"""Sequence parallelism: each rank of an axis holds a share of every sequence.
+
+Ulysses (arXiv:2309.14509): one all-to-all exchanges shares of the sequence with all heads for the whole sequence with a share of
+the heads, attention runs on the whole sequence, and one all-to-all brings the outputs back.
+
+Shapes: b sequences, h query heads, s tokens of one rank, d features per head, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.world.mesh import Axis
+
+
+class Exchange(Protocol):
+    """The operations between the ranks of one axis that sequence parallelism needs."""
+
+    axis: Axis
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor: ...
+
+    def sum(self, x: Tensor) -> Tensor: ...
+
+
+class Heads(NamedTuple):
+    """The heads of one rank. A key head serves `len(queries) / len(keys)` consecutive query heads."""
+
+    queries: range
+    keys: list[int]
+
+
+def deal_heads(query_heads: int, key_heads: int, size: int) -> list[Heads]:
+    """Deal attention heads to `size` ranks; shares differ by at most one key head.
+
+    With fewer key heads than ranks, shares differ by at most one query head, and each rank that needs a key head gets it.
+    Raises ValueError if there are fewer query heads than ranks, or if the key heads do not divide the query heads.
+    """
+    if query_heads % key_heads:
+        raise ValueError(f"{key_heads} key heads do not divide {query_heads} query heads")
+    if query_heads < size:
+        raise ValueError(f"{query_heads} attention heads are fewer than {size} sequence ranks; lower sequence_parallel_size")
+    group = query_heads // key_heads
+    unit = group if key_heads >= size else 1
+    dealt, start = [], 0
+    for count in (query_heads // unit // size + (r < query_heads // unit % size) for r in range(size)):
+        queries = range(start, start + count * unit)
+        keys = [i // group for i in queries]
+        distinct = sorted(set(keys))
+        uses = {keys.count(key) for key in distinct}
+        dealt.append(Heads(queries, distinct if len(uses) == 1 else keys))  # unequal use: one key per query
+        start = queries.stop
+    return dealt
+
+
+def ulysses_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, exchange: Exchange
+) -> Tensor:
+    """Return attention over the whole sequence for this rank's tokens, [b, h, s, d].
+
+    query [b, h, s, d], key and value [b, key heads, s, d]: this rank's tokens, as many on each rank. `attend` is called with this
+    rank's heads of the whole sequence, [b, heads, P s, d], and returns the shape of its query.
+    """
+    axis = exchange.axis
+    if axis.size == 1:
+        return attend(query, key, value)
+    b, _, s, d = query.shape
+    dealt = deal_heads(query.shape[1], key.shape[1], axis.size)
+    parts = [
+        torch.cat([query[:, h.queries.start : h.queries.stop], key[:, h.keys], value[:, h.keys]], 1).reshape(-1, d) for h in dealt
+    ]
+    own = dealt[axis.index]
+    counts = [len(own.queries), len(own.keys), len(own.keys)]
+    send = [len(part) for part in parts]
+    rows = swap(torch.cat(parts), exchange, send, [sum(counts) * b * s] * axis.size)
+    whole = rows.view(axis.size, b, sum(counts), s, d).permute(1, 2, 0, 3, 4).reshape(b, sum(counts), -1, d)
+    out = attend(*whole.split(counts, 1))
+    sent = out.unflatten(2, (axis.size, s)).permute(2, 0, 1, 3, 4).reshape(-1, d)
+    receive = [len(heads.queries) * b * s for heads in dealt]
+    back = swap(sent, exchange, [counts[0] * b * s] * axis.size, receive)
+    return torch.cat([part.view(b, -1, s, d) for part in back.split(receive)], 1)
+
+
+def swap(rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """All-to-all of rows along dim 0; the backward is the reverse all-to-all."""
+    result: Tensor = _Swap.apply(rows, exchange, send, receive)
+    return result
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        ctx.reverse = exchange, receive, send
+        return exchange.all_to_all(rows.contiguous(), send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return swap(grad, *ctx.reverse), None, None, None
+
+
+def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange) -> Tensor:
+    """Return the mean loss over all tokens of the whole sequence, the same on each rank.
+
+    total  the sum of this rank's token losses; 0 times the output on a rank without counted tokens, so that it joins the backward
+    count  the number of this rank's counted tokens
+
+    The engine averages gradients over data and sequence ranks, while this mean adds over sequence ranks, so that the backward
+    multiplies by P. With no counted token at all, the loss is 0.
+    """
+    mean: Tensor = _Mean.apply(total, count, exchange)
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor, exchange: Exchange) -> Tensor:
+        both = exchange.sum(torch.stack([total.detach(), count.to(total)]))
+        tokens = both[1].clamp(min=1)
+        ctx.factor = exchange.axis.size / tokens
+        return both[0] / tokens
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.factor, None, None
