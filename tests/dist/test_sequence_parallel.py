@@ -1,42 +1,34 @@
 """Ulysses attention and the loss over shards of a sequence, against one process."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
-from slipstream.world.mesh import Axis
-from tests import toy
+from slipstream.world.mesh import build_mesh
+from slipstream.world.watch import Watch
+from tests import cases, toy
 from tests.pool import distributed
 
 
-class Gloo:
-    def __init__(self) -> None:
-        size, self.sent = dist.get_world_size(), 0
-        self.axis = Axis("sp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
-
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(out, rows, list(receive), list(send))
-        self.sent += (sum(send) - send[self.axis.index]) * rows[0].numel() * rows.element_size()
-        return out
-
-    def sum(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
+def connect(transport: str) -> Exchange:
+    """An exchange over all ranks, outside of an engine."""
+    mesh = build_mesh(sp=dist.get_world_size())
+    watch = Watch(20.0)
+    watch.start(mesh.world)
+    return connect_activations(mesh.sp, torch.device("cpu"), transport, watch)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-@distributed(world_size=(2, 4), transports=("gloo",))
+@distributed(world_size=(2, 4), transports=("shared", "gloo"))
 def test_ulysses_equals_plain_attention(world_size: int, transport: str) -> None:
-    exchange, s, d = Gloo(), 4, 8
+    exchange, s, d = connect(transport), 4, 8
     own = slice(dist.get_rank() * s, (dist.get_rank() + 1) * s)
     for heads, keys in ((8, 8), (8, 2), (8, 1), (4, 2), (4, 1), (3, 3), (3, 1)):
         if heads < world_size:
@@ -47,35 +39,85 @@ def test_ulysses_equals_plain_attention(world_size: int, transport: str) -> None
         expected = attend(*whole)
         wanted = torch.autograd.grad(expected, whole, slope)
         shares = [t.detach()[:, :, own].clone().requires_grad_() for t in whole]
-        exchange.sent = 0
+        exchange.moved.clear()
         out = ulysses_attention(attend, *shares, exchange)
         torch.testing.assert_close(out, expected[:, :, own])
         if keys == heads and heads % world_size == 0:
-            assert exchange.sent == 4 * heads * d * 2 * s * 4 * (world_size - 1) // world_size
+            assert exchange.moved["all-to-all"] == 4 * heads * d * 2 * s * 4 * (world_size - 1) // world_size
         for got, want in zip(torch.autograd.grad(out, shares, slope[:, :, own]), wanted, strict=True):
             torch.testing.assert_close(got, want[:, :, own])
 
 
-@distributed(world_size=2, transports=("gloo",))
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_loss_over_shards_is_that_of_the_whole(world_size: int, transport: str, stage: int) -> None:
-    exchange = Gloo()
+class Attention(nn.Module):
+    """Attention over sequences of which each rank may hold a share; tokens' positions are in the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 16 + 2 * 8, bias=False), nn.Linear(16, 16)  # a bias of keys has no gradient
+        self.exchange: Exchange | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 4)).transpose(1, 2).split([4, 2, 2], 1)  # [b, heads, s, 4]
+        out = attend(q, k, v) if self.exchange is None else ulysses_attention(attend, q, k, v, self.exchange)
+        return x + self.out(out.transpose(1, 2).flatten(-2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batch(index: int, step: int) -> tuple[Tensor, Tensor]:
+    """Two sequences of 12 tokens, most of the labels of the second half ignored."""
+    generator = torch.Generator().manual_seed(10 * index + step)
+    labels = torch.randint(0, 5, (2, 12), generator=generator)
+    labels[:, 7:] = -100
+    labels[0] = labels[0] if index == 0 else -100
+    return torch.randn(2, 12, 16, generator=generator), labels
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_shares_of_sequences_train_as_one_process(transport: str) -> None:
+    """sp 2 x dp 2: losses, clipped norms and weights, at each ZeRO stage, with labels that are ignored unevenly."""
     torch.manual_seed(0)
-    x, target = torch.randn(12, 16), torch.randint(0, 5, (12,))
-    target[4:] = -100  # none on rank 1
-    model = nn.Linear(16, 5)
-    plain = F.cross_entropy(model(x), target)
-    grads = torch.autograd.grad(plain, list(model.parameters()))
-    norm = torch.stack([g.norm() for g in grads]).norm()
-    engine = toy.make(model, stage)
-    own = slice(dist.get_rank() * 6, (dist.get_rank() + 1) * 6)
-    total = F.cross_entropy(engine(x[own]), target[own], reduction="sum")
-    loss = sequence_mean(total, (target[own] != -100).sum(), exchange)
-    torch.testing.assert_close(loss, plain.detach())
-    engine.backward(loss)
-    engine.step()
-    assert engine.global_grad_norm == pytest.approx(norm.item(), rel=1e-5)
-    engine.destroy()
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        pairs = [batch(index, step) for index in range(2)]
+        loss = torch.stack([F.cross_entropy(model(x).flatten(0, 1), y.flatten()) for x, y in pairs]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        losses.append(loss.item())
+    for stage in cases.stages(transport):
+        torch.manual_seed(0)
+        settings = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+        engine = toy.make(sharded := Model(), stage, transport, gradient_clipping=0.1, optimizer=settings, sequence_parallel_size=2)
+        exchange = engine.exchange("sp")
+        for layer in sharded.layers:
+            layer.exchange = exchange
+        for step in range(3):
+            x, y = (part.chunk(2, 1)[engine.mesh.sp.index] for part in batch(engine.mesh.batch.index, step))
+            total = F.cross_entropy(engine(x).flatten(0, 1), y.flatten(), reduction="sum")
+            loss = sequence_mean(total, (y != -100).sum(), exchange)
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach() / 4
+            dist.all_reduce(mean)
+            assert mean.item() == pytest.approx(losses[step], rel=1e-5)
+            assert engine.global_grad_norm == pytest.approx(norms[step], rel=1e-5), (stage, step)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], atol=2e-5, rtol=1e-4)
+        engine.destroy()
 
 
 def test_heads_are_dealt_evenly() -> None:

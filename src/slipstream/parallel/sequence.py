@@ -8,23 +8,13 @@ Shapes: b sequences, h query heads, s tokens of one rank, d features per head, P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.world.mesh import Axis
-
-
-class Exchange(Protocol):
-    """The operations between the ranks of one axis that sequence parallelism needs."""
-
-    axis: Axis
-
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor: ...
-
-    def sum(self, x: Tensor) -> Tensor: ...
+from slipstream.parallel.exchange import Exchange, swap
 
 
 class Heads(NamedTuple):
@@ -83,23 +73,6 @@ def ulysses_attention(
     receive = [len(heads.queries) * b * s for heads in dealt]
     back = swap(sent, exchange, [counts[0] * b * s] * axis.size, receive)
     return torch.cat([part.view(b, -1, s, d) for part in back.split(receive)], 1)
-
-
-def swap(rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """All-to-all of rows along dim 0; the backward is the reverse all-to-all."""
-    result: Tensor = _Swap.apply(rows, exchange, send, receive)
-    return result
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        ctx.reverse = exchange, receive, send
-        return exchange.all_to_all(rows.contiguous(), send, receive)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return swap(grad, *ctx.reverse), None, None, None
 
 
 def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange) -> Tensor:

@@ -45,6 +45,7 @@ from slipstream.zero.storage.store import DiskStore
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:
+    from slipstream.parallel.exchange import Exchange
     from slipstream.train.saving.save import Contents
     from slipstream.train.surgery import Surgery
 
@@ -602,6 +603,13 @@ class Engine(nn.Module):
             self.single.refuse_parts("named_weights()")
             yield from handover.stream(self.single)
 
+    def exchange(self, axis: str) -> Exchange:
+        """The collectives on activations between the ranks of an axis, "sp" or "tp", for layers that compute in parts
+        (slipstream.parallel). Collective over the axis at the first call. Raises ValueError for another axis."""
+        if axis not in ("sp", "tp"):
+            raise ValueError(f"engine.exchange({axis!r}): use 'sp' or 'tp'")
+        return self.single.exchange(axis)
+
     # -- lifecycle --
 
     def sleep(self, include: Iterable[str] | None = None, device: str = "cpu", path: str | None = None) -> int:
@@ -654,7 +662,7 @@ class Engine(nn.Module):
                 closing.callback(states.homes.close)
             closing.callback(self.watch.stop)
             for states in self.states:
-                for comm in (*states.transports(), *states.resources):
+                for comm in (*states.transports(), *states.resources.values()):
                     closing.callback(comm.close)
                 closing.callback(states.updater.close)
             self._return_parameters()

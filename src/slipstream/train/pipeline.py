@@ -417,7 +417,7 @@ def pipeline_engine(states: States, precision: Precision, transport: str) -> Pip
             routes += [((Kind.FORWARD, stage + 1), one, other), ((Kind.BACKWARD, stage), other, one)]
     slots = size * num_chunks + 1  # no rank is further ahead of its neighbor
     mail = connect_mail(states.mesh.pp, states.device, transport, states.watch, routes, slots)
-    states.resources.append(mail)
+    states.resources["mail"] = mail
     return PipelineEngine(states, precision, mail)
 
 

@@ -17,6 +17,7 @@ import torch.nn as nn
 from slipstream.config.plan import Plan
 from slipstream.ops.disk import DiskError
 from slipstream.optim.sharded import ShardedSteps
+from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.train.gate import Block, Gate
 from slipstream.train.updater import Updater
 from slipstream.world.mesh import Differs, Mesh
@@ -57,7 +58,7 @@ class States:
     hooks: Hooks = field(init=False)  # installed by the engine, and again after each surgery
     known: frozenset[int] = frozenset()  # ids of the model's parameters
     asleep: Asleep | None = None  # the states that sleep() moved away
-    resources: list[Any] = field(default_factory=list)  # closed with the engine: mail, transports of activations
+    resources: dict[str, Any] = field(default_factory=dict)  # by name; closed with the engine: mail, exchanges of activations
     average: weakref.ref[Average] | None = None  # the slipstream.ema.Ema of these states; the user owns it
 
     def __post_init__(self) -> None:
@@ -125,6 +126,14 @@ class States:
     def fence(self) -> None:
         """Wait until all ranks of the engine are here."""
         self.world.exchange(torch.zeros(1, dtype=torch.float64))
+
+    def exchange(self, axis: str) -> Exchange:
+        """The collectives on activations over an axis. Collective over the axis at the first call."""
+        name = f"exchange over {axis}"
+        if name not in self.resources:
+            self.resources[name] = connect_activations(getattr(self.mesh, axis), self.device, self.plan.zero.transport, self.watch)
+        resource: Exchange = self.resources[name]
+        return resource
 
     @property
     def comms(self) -> Comms:
