@@ -3,6 +3,7 @@
 The models split their own layers, with torch's collectives, so that these tests do not depend on slipstream.parallel.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def make(model: nn.Module, stage: int, transport: str, **mesh: int) -> Any:
 
 @distributed(world_size=4, transports=("shared", "gloo"))
 @pytest.mark.parametrize("tp", [2, 4])
-def test_layers_in_parts(transport: str, tp: int) -> None:
+def test_layers_in_parts(transport: str, tp: int, tmp_path: Path) -> None:
     """`slipstream.mesh.tp`: parts, copies with equal gradients and copies with partial ones, at each stage, as one process."""
     num_batches = 4 // tp
     losses, norms, weights = twin(lambda step: [toy.floats(i, step) for i in range(num_batches)])
@@ -145,6 +146,14 @@ def test_layers_in_parts(transport: str, tp: int) -> None:
         assert state.keys() == weights.keys()
         for name, value in state.items():
             torch.testing.assert_close(value, weights[name], atol=2e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        engine.save_checkpoint(folder := str(tmp_path / f"{tp} {stage}"))
+        whole = toy.make(toy.seeded(Model), 0, transport, optimizer=OPTIMIZER)
+        whole.load_checkpoint(folder)
+        assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
+        whole.save_checkpoint(folder, tag="whole")
+        whole.destroy()
+        engine.load_checkpoint(folder, tag="whole")
+        assert all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
         engine.load_state_dict(weights)
         for name, value in engine.state_dict().items():
             assert torch.equal(value, weights[name]), name

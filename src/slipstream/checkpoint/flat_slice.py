@@ -188,7 +188,7 @@ class Ranged(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatSlice:
-    """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`, or of a box in it.
+    """This rank's flat range of one tensor: `data` holds elements [start, start + data.numel()) of `shape`, or of boxes in it.
 
     `data` is 1-D and contiguous, on any device or on disk; saving reads it and loading fills it in place. A rank that owns no
     element of a tensor passes an empty `data` (any start within bounds) or omits the name.
@@ -197,7 +197,9 @@ class FlatSlice:
     data: Tensor | Ranged  # 1D, this rank's span
     shape: Shape  # of the whole tensor
     start: int  # in elements, row-major
-    box: Box | None = None  # what the rank's tensor is of the whole; start then counts in the box. None: it is the whole
+    places: tuple[
+        Box, ...
+    ] = ()  # what the rank's tensor is of the whole, in its memory's order; start counts in them. (): all of it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -206,10 +208,10 @@ class FlatSlice:
                 f"FlatSlice: data must be 1-D and contiguous, has shape {tuple(self.data.shape)} "
                 f"and strides {self.data.stride()}; pass a flat view"
             )
-        if self.box is not None and (span := flat_range(self.shape, self.box)) is not None:  # a range of the whole as well
+        if len(self.places) == 1 and (span := flat_range(self.shape, self.places[0])) is not None:  # a range of the whole as well
             object.__setattr__(self, "start", span[0] + self.start)
-            object.__setattr__(self, "box", None)
-        numel = math.prod(self.shape if self.box is None else self.box.sizes)
+            object.__setattr__(self, "places", ())
+        numel = sum(box.numel for box in self.places) if self.places else math.prod(self.shape)
         if not 0 <= self.start <= self.stop <= numel:
             raise ValueError(
                 f"FlatSlice: range [{self.start}, {self.stop}) is outside a tensor of shape {self.shape} with {numel} elements"
@@ -221,9 +223,13 @@ class FlatSlice:
 
     def boxes(self) -> list[Box]:
         """The boxes of the whole tensor that `data` holds, consecutively."""
-        outer = whole_box(self.shape) if self.box is None else self.box
-        parts = boxes(outer.sizes, self.start, self.stop)
-        return [Box(tuple(map(add, outer.offsets, part.offsets)), part.sizes) for part in parts]
+        result, first = list[Box](), 0
+        for outer in self.places or (whole_box(self.shape),):
+            start, stop = max(self.start - first, 0), min(self.stop - first, outer.numel)
+            for part in boxes(outer.sizes, start, stop) if start < stop or not outer.numel else ():
+                result.append(Box(tuple(map(add, outer.offsets, part.offsets)), part.sizes))
+            first += outer.numel
+        return result
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -7,6 +7,7 @@ Tensors are `model.<parameter>` (the master's values, in the master's dtype), `b
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.leaves import parts_of
+from slipstream.zero.leaves import Ranges, parts_of
 from slipstream.zero.storage.store import Store, section
 from slipstream.zero.unit import Unit
 
@@ -46,19 +47,24 @@ def slices(unit: Unit, store: Store) -> Iterator[tuple[str, nn.Parameter, FlatSl
     """The ranges of a unit's parameters in a state that covers this rank's optimizer span."""
     for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
         inside, of_param = slot.common(unit.optim_span)
-        shape, box = place_of(unit, param, slot.shape)
-        yield name, param, FlatSlice(section(store, inside.start, inside.stop), shape, min(of_param.start, slot.numel), box)
+        shape, places = place_of(unit, param, slot.shape)
+        yield name, param, FlatSlice(section(store, inside.start, inside.stop), shape, min(of_param.start, slot.numel), places)
 
 
-def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, Box | None]:
-    """The shape of the whole of which this rank's parameter of `shape` is a part, and the box that it fills; None: all of it."""
-    whole, offsets = list(shape), [0] * len(shape)
+def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, tuple[Box, ...]]:
+    """The shape of the whole of which this rank's parameter of `shape` is a part, and the boxes that it fills; (): all of it."""
+    ranges: list[Ranges] = [((0, size),) for size in shape]
+    whole = list(shape)
     for part in parts_of(param):
-        ranges = part.ranges_of(unit.comms.family.parts_of(part.split).index)
-        if len(ranges) > 1:
-            raise ValueError(f"parameter {unit.names[0]!r}: parts of several ranges cannot be saved yet")
-        whole[part.dim], offsets[part.dim] = part.numel, ranges[0][0]
-    return (shape, None) if tuple(whole) == shape else (tuple(whole), Box(tuple(offsets), shape))
+        whole[part.dim] = part.numel
+        ranges[part.dim] = part.ranges_of(unit.comms.family.parts_of(part.split).index)
+    if tuple(whole) == shape:
+        return shape, ()
+    # before the last dimension of several ranges, the memory goes through one index at a time
+    last = max((dim for dim, each in enumerate(ranges) if len(each) > 1), default=0)
+    steps = [[(i, i + 1) for a, b in each for i in range(a, b)] if dim < last else list(each) for dim, each in enumerate(ranges)]
+    places = (Box(tuple(a for a, _ in place), tuple(b - a for a, b in place)) for place in itertools.product(*steps))
+    return tuple(whole), tuple(places)
 
 
 class Loop(Protocol):
@@ -154,9 +160,9 @@ def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[Sharde
 def optimizer_tensors(states: States) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
     for steps, piece in pieces(states):
-        shape, box = place_of(piece.unit, piece.param, piece.shape)
+        shape, places = place_of(piece.unit, piece.param, piece.shape)
         for state, values in steps.states(piece).items():
-            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, shape, piece.offset, box)
+            entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, shape, piece.offset, places)
     return entries
 
 
