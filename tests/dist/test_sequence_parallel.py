@@ -1,5 +1,8 @@
 """Ulysses attention and the loss over shards of a sequence, against one process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,12 +17,16 @@ from tests import cases, toy
 from tests.pool import distributed
 
 
-def connect(transport: str) -> Exchange:
+@contextmanager
+def connected(transport: str) -> Iterator[Exchange]:
     """An exchange over all ranks, outside of an engine."""
     mesh = build_mesh(sp=dist.get_world_size())
     watch = Watch(20.0)
     watch.start(mesh.world)
-    return connect_activations(mesh.sp, torch.device("cpu"), transport, watch)
+    exchange = connect_activations(mesh.sp, torch.device("cpu"), transport, watch)
+    yield exchange
+    exchange.close()
+    watch.stop()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -28,7 +35,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @distributed(world_size=(2, 4), transports=("shared", "gloo"))
 def test_ulysses_equals_plain_attention(world_size: int, transport: str) -> None:
-    exchange, s, d = connect(transport), 4, 8
+    s, d = 4, 8
+    with connected(transport) as exchange:
+        _compare(exchange, world_size, s, d)
+
+
+def _compare(exchange: Exchange, world_size: int, s: int, d: int) -> None:
     own = slice(dist.get_rank() * s, (dist.get_rank() + 1) * s)
     for heads, keys in ((8, 8), (8, 2), (8, 1), (4, 2), (4, 1), (3, 3), (3, 1)):
         if heads < world_size:

@@ -6,6 +6,8 @@ tree  nested tuples, lists and dicts of tensors, None, numbers and strings. Shap
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
 import time
 from abc import ABC, abstractmethod
@@ -21,12 +23,16 @@ from torch import Tensor
 
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Watch
+from slipstream.zero.build import connect_axis
+from slipstream.zero.shared import SharedComm, open_segment
 
 Key = tuple[str, int]
 Route = tuple[Key, int, int]  # key, source, target: places on the axis
 
 _SLICE = 0.25  # seconds: how long a wait sleeps between checks for failed peers
 _TAGS = 64  # of one key
+_PAGE = 4096
+_WORDS = 8  # of a slot in shared memory: number of the segment, its descriptor and bytes, bytes of the header
 
 
 class Mail(ABC):
@@ -95,20 +101,18 @@ class GroupMail(Mail):
         super().__init__(axis)
         self.device, self.watch = device, watch
         self.tags = {key: 1 + _TAGS * i for i, (key, _, _) in enumerate(sorted(keys))}
-        self.sent: list[tuple[Any, Tensor]] = []
-        self.works: SimpleQueue[tuple[Any, Future[None]] | None] = SimpleQueue()
-        Thread(target=_wait_for, args=(self.works,), name="slipstream-mail", daemon=True).start()
+        self.last_sent: Future[None] | None = None
+        self.sends, self.receives = _Waiter(), _Waiter()
 
     def send(self, key: Key, to: int, tree: Any) -> None:
         tensors: list[Tensor] = []
         header = torch.frombuffer(bytearray(pickle.dumps(_pack(tree, tensors))), dtype=torch.uint8)
         size = torch.tensor([header.numel()])
-        self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
         for i, tensor in enumerate([size, header, *tensors]):
             moved = tensor.reshape(-1).view(torch.uint8).cpu()
             if moved.numel():
                 work = dist.isend(moved, self.axis.ranks[to], group=self.axis.group, tag=self.tags[key] + i)
-                self.sent.append((work, moved))
+                self.last_sent = self.sends.put(work, moved)
 
     def receive(self, key: Key, source: int) -> Any:
         size = self._take(key, source, 0, 1, torch.int64)
@@ -124,16 +128,15 @@ class GroupMail(Mail):
         if numel:
             rank = self.axis.ranks[source]
             work: Any = dist.irecv(tensor.view(torch.uint8), rank, group=self.axis.group, tag=self.tags[key] + i)
-            self._await(work, rank, f"mail from rank {rank} (to stage {key[1]})")
+            self._await(self.receives.put(work, tensor), f"mail from rank {rank} (to stage {key[1]})", rank)
         return tensor
 
-    def _await(self, work: Any, rank: int, name: str) -> None:
-        """Wait on the waiting thread: a wait of gloo's that times out closes the connection, so it cannot be cut into slices."""
-        since, future = time.monotonic(), Future[None]()
-        self.works.put((work, future))
+    def _await(self, future: Future[None], name: str, rank: int | None = None) -> None:
+        """Wait for a waiting thread: a wait of gloo's that times out closes the connection, so it cannot be cut into slices."""
+        since = time.monotonic()
         with self.watch.waiting(name):
             while not wait([future], _SLICE).done:
-                if self.watch.is_gone(rank):
+                if rank is not None and self.watch.is_gone(rank):
                     raise self.watch.lost()
                 self.watch.check(since)
         try:
@@ -142,25 +145,138 @@ class GroupMail(Mail):
             raise self.watch.lost(error) from error
 
     def flush(self) -> None:
-        for work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
+        if self.last_sent is not None:
+            self._await(self.last_sent, "mail to be sent")
 
     def close(self) -> None:
-        self.sent.clear()
+        self.sends.close()
+        self.receives.close()
+
+
+class _Waiter:
+    """A thread that waits for operations in order, and keeps their memory until then."""
+
+    def __init__(self) -> None:
+        self.works: SimpleQueue[tuple[Any, Tensor, Future[None]] | None] = SimpleQueue()
+        self.thread = Thread(target=self._run, name="slipstream-mail", daemon=True)
+        self.thread.start()
+
+    def put(self, work: Any, memory: Tensor) -> Future[None]:
+        future = Future[None]()
+        self.works.put((work, memory, future))
+        return future
+
+    def _run(self) -> None:
+        while (item := self.works.get()) is not None:
+            work, _, future = item
+            try:
+                work.wait()
+                future.set_result(None)
+            except RuntimeError as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """End the thread; one that waits for a lost rank ends with the process."""
         self.works.put(None)
+        self.thread.join(_SLICE)
 
 
-def _wait_for(works: SimpleQueue[tuple[Any, Future[None]] | None]) -> None:
-    while (item := works.get()) is not None:
-        work, future = item
-        try:
-            work.wait()
-            future.set_result(None)
-        except RuntimeError as error:
-            future.set_exception(error)
+class _Segment:
+    """Memory that one rank owns and another maps."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("slipstream-mail", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.memory = torch.frombuffer(mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED), dtype=torch.uint8)
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
-def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch, keys: Sequence[Route], slots: int) -> Mail:
-    """Make the mail of one axis. Collective over the axis."""
-    return GroupMail(axis, device, watch, keys)
+class SharedMail(Mail):
+    """Shared memory: each message is written once, into a segment of the sender's, and copied out by the receiver.
+
+    [Note: Segments that grow] Each key has a ring of slots. A slot's words tell the receiver the segment's descriptor and size. The
+    sender replaces a segment that is too small after the receiver has read its last message, and the receiver maps the new one.
+    """
+
+    def __init__(self, comm: SharedComm, routes: Sequence[Route], slots: int) -> None:
+        super().__init__(comm.axis)
+        self.comm, self.num_slots = comm, slots
+        buffers = iter(comm.allocate([(_WORDS, torch.int64)] * (len(routes) * slots)))
+        self.rings = {key: [next(buffers) for _ in range(slots)] for key, _, _ in sorted(routes)}
+        self.sent, self.received = dict.fromkeys(self.rings, 0), dict.fromkeys(self.rings, 0)
+        self.segments: dict[tuple[Key, int], _Segment] = {}  # of this rank's messages
+        self.mapped: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # of others': (number of the segment, memory)
+        self.heads: dict[Key, tuple[bytes, Any]] = {}  # the last header received, and its tree
+        self.made = 0
+
+    def send(self, key: Key, to: int, tree: Any) -> None:
+        count, tensors = self.sent[key], list[Tensor]()
+        turn, slot = divmod(count, self.num_slots)
+        self.sent[key] = count + 1
+        buffer = self.rings[key][slot]
+        head = pickle.dumps(_pack(tree, tensors))
+        self.comm.wait_read(buffer, to, turn, f"mail to be read by rank {self.axis.ranks[to]} (to stage {key[1]})")
+        nbytes = _aligned(len(head)) + sum(_aligned(tensor.nbytes) for tensor in tensors)
+        segment = self._segment((key, slot), nbytes, buffer.tensor)
+        segment.memory[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        offset = _aligned(len(head))
+        for tensor in tensors:
+            segment.memory[offset : offset + tensor.nbytes].view(tensor.dtype).copy_(tensor.view(-1))
+            offset += _aligned(tensor.nbytes)
+        buffer.tensor[3] = len(head)
+        self.comm.post(buffer)
+
+    def _segment(self, place: tuple[Key, int], nbytes: int, words: Tensor) -> _Segment:
+        """The memory of a slot, with room for `nbytes`; `words` tell the receiver of a new one."""
+        segment = self.segments.get(place)
+        if segment is None or segment.memory.numel() < nbytes:
+            if segment is not None:
+                segment.close()
+            segment = self.segments[place] = _Segment(-(-nbytes // _PAGE) * _PAGE)
+            self.made += 1
+            words[:3] = torch.tensor([self.made, segment.fd, segment.memory.numel()])
+        return segment
+
+    def receive(self, key: Key, source: int) -> Any:
+        turn, slot = divmod(self.received[key], self.num_slots)
+        self.received[key] += 1
+        buffer = self.rings[key][slot]
+        self.comm.wait_posted(buffer, source, turn + 1, f"mail (to stage {key[1]})")
+        number, fd, nbytes, length = buffer.peers[source][:4].tolist()
+        known, memory = self.mapped.get((key, slot), (0, buffer.tensor))
+        if known != number:
+            memory = torch.frombuffer(open_segment(self.comm.pids[source], fd, nbytes), dtype=torch.uint8)
+            self.mapped[key, slot] = number, memory
+        head = memory[:length].numpy().tobytes()
+        if self.heads.get(key, (b"", None))[0] != head:
+            self.heads[key] = head, pickle.loads(head)
+        tree, offset, tensors = self.heads[key][1], _aligned(length), []
+        for form in _forms(tree):
+            tensor = torch.empty(form.shape, dtype=form.dtype)
+            tensor.view(-1).copy_(memory[offset : offset + tensor.nbytes].view(form.dtype))
+            tensors.append(tensor)
+            offset += _aligned(tensor.nbytes)
+        self.comm.mark_read(buffer, turn + 1)
+        return _unpack(tree, tensors)
+
+    def flush(self) -> None:
+        """Messages have been copied by `send`."""
+
+    def close(self) -> None:
+        for segment in self.segments.values():
+            segment.close()
+        self.segments.clear()
+        self.mapped.clear()
+        self.comm.close()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch, routes: Sequence[Route], slots: int) -> Mail:
+    """Make the mail of one axis, as `connect_axis` chooses the transport. Collective over the axis."""
+    comm = connect_axis(axis, device, transport, watch)
+    return SharedMail(comm, routes, slots) if isinstance(comm, SharedComm) else GroupMail(axis, device, watch, routes)

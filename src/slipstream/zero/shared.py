@@ -57,7 +57,7 @@ def hosts_agree(axis: Axis) -> bool:
     return agreed
 
 
-def _open(pid: int, peer_fd: int, nbytes: int) -> mmap.mmap:
+def open_segment(pid: int, peer_fd: int, nbytes: int) -> mmap.mmap:
     """Map another process's segment."""
     fd = os.open(f"/proc/{pid}/fd/{peer_fd}", os.O_RDWR | os.O_CLOEXEC)
     mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
@@ -111,8 +111,8 @@ class SharedComm(Comm):
         if self.rank == 0:
             os.ftruncate(common, common_nbytes)
         descriptors = gather_objects((own, common), self.axis)
-        privates = [_open(pid, fd, max(private_nbytes, _PAGE)) for pid, (fd, _) in zip(self.pids, descriptors, strict=True)]
-        shared = _open(self.pids[0], descriptors[0][1], common_nbytes)
+        privates = [open_segment(pid, fd, max(private_nbytes, _PAGE)) for pid, (fd, _) in zip(self.pids, descriptors, strict=True)]
+        shared = open_segment(self.pids[0], descriptors[0][1], common_nbytes)
         dist.barrier(group=self.axis.group)  # all ranks have opened all segments
         os.close(own)
         if self.rank == 0:

@@ -1,0 +1,87 @@
+"""Mail between pipeline stages: trees arrive as they were sent, in order for each key, whatever their sizes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.parallel.mail import Mail, connect_mail
+from slipstream.world.mesh import build_mesh
+from slipstream.world.watch import Watch
+from tests.pool import distributed
+
+KEYS = [("F", 1), ("B", 0), ("F", 2)]
+
+
+@contextmanager
+def connected(transport: str, slots: int) -> Iterator[tuple[Mail, int]]:
+    mesh = build_mesh(pp=2)
+    watch = Watch(20.0)
+    watch.start(mesh.world)
+    routes = [(KEYS[0], 0, 1), (KEYS[1], 1, 0), (KEYS[2], 0, 1)]
+    mail = connect_mail(mesh.pp, torch.device("cpu"), transport, watch, routes, slots)
+    yield mail, mesh.pp.index
+    mail.flush()
+    mail.close()
+    watch.stop()
+
+
+def tree(seed: int) -> Any:
+    """A message of random structure; some are thousands of times larger than others."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = int(torch.randint(0, 40, (), generator=generator)) * (100 if seed % 7 == 0 else 1)
+    x = torch.randn(rows, 3, generator=generator)
+    return (
+        x.requires_grad_(seed % 2 == 0),
+        {"mask": x > 0, "ids": torch.arange(seed), "none": None},
+        [x.to(torch.bfloat16).t(), seed, "text", torch.tensor(1.5)],
+    )
+
+
+def same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other) and one.requires_grad == other.requires_grad
+        assert one.is_leaf
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            same(value, other[key])
+    elif isinstance(one, (tuple, list)):
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    else:
+        assert one == other
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_trees_arrive_as_they_were_sent(transport: str) -> None:
+    with connected(transport, slots=3) as (mail, index):
+        for first in range(0, 60, 3):
+            if index == 0:
+                for seed in range(first, first + 3):
+                    mail.send(KEYS[0], 1, tree(seed))
+                mail.send(KEYS[2], 1, tree(first))
+                same(mail.receive(KEYS[1], 1), tree(1000 + first))
+            else:
+                same(mail.receive(KEYS[2], 0), tree(first))  # sent after the others
+                mail.send(KEYS[1], 0, tree(1000 + first))
+                for seed in range(first, first + 3):
+                    same(mail.receive(KEYS[0], 0), tree(seed))
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_message_is_not_changed_by_later_writes(transport: str) -> None:
+    with connected(transport, slots=2) as (mail, index):
+        x = torch.zeros(1000)
+        for i in range(50):
+            if index == 0:
+                x.fill_(i)
+                mail.send(KEYS[0], 1, x)
+                mail.flush()
+                assert mail.receive(KEYS[1], 1) == i
+            else:
+                assert torch.equal(mail.receive(KEYS[0], 0), torch.full((1000,), float(i)))
+                mail.send(KEYS[1], 0, i)
