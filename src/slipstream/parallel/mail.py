@@ -206,6 +206,7 @@ class SharedMail(Mail):
         buffers = iter(comm.allocate([(_WORDS, torch.int64)] * (len(routes) * slots)))
         self.rings = {key: [next(buffers) for _ in range(slots)] for key, _, _ in sorted(routes)}
         self.sent, self.received = dict.fromkeys(self.rings, 0), dict.fromkeys(self.rings, 0)
+        self.targets = {key: target for key, source, target in routes if source == self.axis.index}  # of this rank's messages
         self.segments: dict[tuple[Key, int], _Segment] = {}  # of this rank's messages
         self.mapped: dict[tuple[Key, int], tuple[int, Tensor]] = {}  # of others': (number of the segment, memory)
         self.heads: dict[Key, tuple[bytes, Any]] = {}  # the last header received, and its tree
@@ -262,7 +263,10 @@ class SharedMail(Mail):
         return _unpack(tree, tensors)
 
     def flush(self) -> None:
-        """Messages have been copied by `send`."""
+        """Wait until all messages have been read: their segments go with this rank."""
+        for key, to in self.targets.items():
+            for buffer in self.rings[key]:
+                self.comm.wait_read(buffer, to, buffer.posted, f"mail to be read by rank {self.axis.ranks[to]} (to stage {key[1]})")
 
     def close(self) -> None:
         for segment in self.segments.values():
