@@ -187,7 +187,7 @@ def test_keyboard_only(page: Any) -> None:
     assert page.execute_script(f"return {focus}") == "Regenerate"
     press(page, Keys.ENTER)
     assert page.execute_script(f"return {focus}") == "prompt"
-    press(page, Keys.ESCAPE)
+    press(page, Keys.ESCAPE)  # before or after the first token
     until(page, "document.querySelectorAll('.foot')[1]?.textContent.includes('stopped')")
     press(page, Keys.TAB, Keys.TAB, Keys.ARROW_RIGHT)  # Send is disabled; system prompt, temperature
     assert page.execute_script("return JSON.parse(localStorage['slipstream.settings']).temperature") == "0.75"
@@ -201,6 +201,21 @@ def test_keyboard_only(page: Any) -> None:
     press(page, Keys.ENTER)  # New chat
     until(page, "document.querySelector('.hello')")
     assert page.execute_script(f"return {focus}") == "prompt"
+
+
+def test_stopped_before_the_first_token(page: Any) -> None:
+    escape = "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))"
+    # One turn of the page's loop, so that nothing of the answer can have come.
+    page.execute_script(
+        f"const prompt = document.getElementById('prompt'); prompt.value = 'forever'; prompt.form.requestSubmit(); {escape}"
+    )
+    until(page, "document.querySelector('.foot')?.textContent.includes('stopped')")
+    turns = json.loads(page.execute_script("return localStorage['slipstream.chat']"))
+    assert [(turn["role"], turn["content"]) for turn in turns] == [("user", "forever"), ("assistant", "")]
+    page.execute_script("document.querySelector('.foot .again').click()")
+    until(page, "document.querySelector('.turn.assistant')?.textContent.includes('more more')")
+    page.execute_script(escape)
+    until(page, "document.querySelector('.foot')?.textContent.includes('stopped')")
 
 
 def test_charts_live(page: Any) -> None:
