@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import sys
 import threading
 import time
 import uuid
@@ -210,6 +211,7 @@ class Watch:
         self._thread = self._monitor = None
         self.peers.close()
         self._keep_groups()
+        _drop_default_group()
         living.discard(self)
 
     def abandon(self) -> None:
@@ -234,6 +236,19 @@ class Watch:
         for ledger in self.ledgers:
             if ledger.in_flight:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(ledger.group))
+
+
+def _drop_default_group() -> None:
+    """Take the default process group out of the defaults of torch.distributed.nn.functional's arguments.
+
+    torch's dynamo, which the first optimizer imports, imports that module, and `group=group.WORLD` keeps the group that exists
+    then: its threads outlive destroy_process_group and meet the end of the interpreter, which may abort the process. None means
+    the same group.
+    """
+    functional = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(functional).values() if functional else ():
+        if isinstance(defaults := getattr(function, "__defaults__", None), tuple):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
 living: weakref.WeakSet[Watch] = weakref.WeakSet()
