@@ -23,6 +23,7 @@ from slipstream.checkpoint.document import SIZE_LIMIT, Document, Entry, Piece
 from slipstream.checkpoint.flat_slice import Shape, whole_box
 from slipstream.config.huggingface import read_index
 from slipstream.ops.rows import RowForm, quantize_rows
+from slipstream.zero.leaves import whole_shape
 
 DTYPES = {
     "F64": torch.float64,
@@ -203,8 +204,8 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _misfit(name: str, tensor: Tensor, stored: Stored) -> list[str]:
-    if stored.shape != tuple(tensor.shape):
-        return [f"{name!r} has shape {stored.shape} in the files and {tuple(tensor.shape)} in the model"]
+    if stored.shape != (shape := whole_shape(tensor)):
+        return [f"{name!r} has shape {stored.shape} in the files and {shape} in the model"]
     dtype = DTYPES.get(stored.dtype)
     if dtype is None:
         return [f"{name!r} is {stored.dtype} in the files, which needs more than a cast; save it as BF16 or F32"]

@@ -30,44 +30,54 @@ from slipstream.config.values import (
 # Parallelism
 
 
+_BY_MESH = "the mesh decides which ranks slice a layer; initialize(mpu=) brings groups of your own"
+
+
 class TensorParallelSize(Block):
-    tp_size: Count = switch(1, off=(0, 1))
-    tp_grain_size: Count = 1
-    mpu: Any = None
-    tp_group: Any = None
+    tp_size: Count = honored(1, "Ranks that share each layer; the same as `slipstream.mesh.tp`.", "test_an_unmodified_model")
+    tp_grain_size: Count = no_effect(1, "heads are never cut, and other features are shared as evenly as possible")
+    mpu: Any = no_effect(None, _BY_MESH)
+    tp_group: Any = no_effect(None, _BY_MESH)
 
 
 class LayerSpec(Block):
-    patterns: Names = []
-    partition_type: Word[Literal["column", "row", "skip"]] = "column"
-    shape: list[Any] | None = None
-    partition_dim: Int | None = None
-    model_types: Names | None = None
-    gather_output: bool = False
-    grad_allreduce: bool = False
+    patterns: Names = honored([], "Regular expressions, matched from the beginning of a parameter's name.", "test_a_partition_config")
+    partition_type: Word[Literal["column", "row", "skip"]] = honored("column", "How the layer is cut.", "test_a_partition_config")
+    shape: list[Any] | None = honored(
+        None, "Parts of a fused weight: `[3, -1]` three equal ones, `[[q, k, v], -1]` of these lengths.", "test_a_partition_config"
+    )
+    partition_dim: Int | None = honored(None, "Dimension of `shape` that is cut.", "test_partition_configs_that_are_refused")
+    model_types: Names | None = honored(None, "Models (config.model_type) that the entry is for; none: all.", "test_a_partition_config")
+    gather_output: bool = honored(False, "All ranks get the whole output of a column layer.", "test_a_partition_config")
+    grad_allreduce: bool = honored(
+        False, "With skip: gradients of the layer are sums over the ranks.", "test_a_partition_config"
+    )
 
 
 class PartitionConfig(Block):
-    use_default_specs: bool = True
-    layer_specs: list[LayerSpec] = []
-    embedding_partition_dim: Int = 1
-    lm_head_patterns: Names = ["lm_head", "embed_out"]
-    strict_mode: bool = False
+    use_default_specs: bool = honored(True, "Use the model's own plan for other layers.", "test_a_partition_config")
+    layer_specs: list[LayerSpec] = honored([], "Which layers are cut, and how; the first that matches counts.", "test_a_partition_config")
+    embedding_partition_dim: Int = no_effect(1, "an embedding is cut only if a head that is cut shares its weight")
+    lm_head_patterns: Names = honored(["lm_head", "embed_out"], "Names of heads, whose outputs are gathered.", "test_a_partition_config")
+    strict_mode: bool = honored(
+        False, "Refuse a model of which a linear layer in a block matches no entry.", "test_partition_configs_that_are_refused"
+    )
 
 
 class TensorParallel(Block):
-    feature = Feature("tensor parallelism", "set the size to 0 or 1; zero_optimization.stage 3 shards the weights as well")
-    autotp_size: Size = switch(0, off=(0, 1))
+    autotp_size: Size = honored(0, "Ranks that share each layer; the same as `slipstream.mesh.tp`.", "test_an_unmodified_model")
     tp: TensorParallelSize = TensorParallelSize()
-    dtype: Dtype = "fp16"
-    preset_model: str | None = None
-    tp_overlap_comm: bool = False
-    vocab_parallel_lm_head: bool | None = None
-    vocab_parallel_ce_backend: str = "torch"
-    injection_policy_tuple: Any = None
+    dtype: Dtype = no_effect("fp16", "fp16 and bf16 decide the dtype")
+    preset_model: str | None = honored(None, "Plan of a known model: llama, qwen2, bloom, gpt2, opt, ...", "test_a_partition_config")
+    tp_overlap_comm: bool = no_effect(False, "layers wait for their sums")
+    vocab_parallel_lm_head: bool | None = honored(
+        None, "Compute the loss from logits of which each rank has a share of the vocabulary.", "test_a_loss_over_shares_of_the_vocabulary"
+    )
+    vocab_parallel_ce_backend: str = no_effect("torch", "the loss over shares of the vocabulary is Slipstream's own")
+    injection_policy_tuple: Any = no_effect(None, "partition_config names the layers to cut")
     partition_config: PartitionConfig | None = None
-    keep_module_on_host: bool = False
-    replace_with_kernel_inject: bool = False
+    keep_module_on_host: bool = no_effect(False, "the model is cut where its parameters are")
+    replace_with_kernel_inject: bool = no_effect(False, "modules are not replaced")
 
 
 class ExpertParallel(Block):

@@ -268,6 +268,12 @@ class MeshSizes(Block):
     tp: Count = honored(1, "Ranks that share each layer (tensor parallelism).", "test_layers_in_parts")
 
 
+class TensorOptions(Block):
+    sequence_parallel: bool = honored(
+        False, "Between the sliced layers, each tp rank has a share of the tokens.", "test_shares_of_the_tokens"
+    )
+
+
 class PipelineOptions(Block):
     schedule: Word[Literal["1f1b", "gpipe", "zero_bubble"]] = honored(
         "1f1b",
@@ -292,6 +298,7 @@ class Slipstream(Block):
     seed: Seed = honored(0, "Seed of the data loader's shuffle.")
     mesh: MeshSizes = MeshSizes()
     pipeline: PipelineOptions = PipelineOptions()
+    tensor: TensorOptions = TensorOptions()
     unknown_keys: Word[Literal["error", "warn"]] = honored(
         "error", "`warn`: ignore unknown top-level keys with a warning, unless they resemble a known key."
     )

@@ -40,7 +40,7 @@ from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
-from slipstream.zero.leaves import identity, parts_of
+from slipstream.zero.leaves import cuts_of, identity
 from slipstream.zero.storage.store import DiskStore
 from slipstream.zero.unit import Unit
 
@@ -351,7 +351,7 @@ class Engine(nn.Module):
         for unit in self.units:
             for name, param in zip(unit.names, unit.params, strict=True):
                 if isinstance(value := state.get(name), Tensor):
-                    for part in parts_of(param):
+                    for part in cuts_of(param):
                         before = joined.get(identity(value), value.detach())
                         joined[identity(value)] = access.join(before, part, unit.comms.family.parts_of(part.split))
         return joined
@@ -366,7 +366,7 @@ class Engine(nn.Module):
         own = dict(state_dict)
         for unit in self.units:
             for name, param in zip(unit.names, unit.params, strict=True):
-                for part in parts_of(param) if name in own else ():
+                for part in cuts_of(param) if name in own else ():
                     ranges = part.ranges_of(unit.comms.family.parts_of(part.split).index)
                     own[name] = torch.cat([own[name].narrow(part.dim, a, b - a) for a, b in ranges], part.dim)
         with access.gathered_units(self._all_params(), None):

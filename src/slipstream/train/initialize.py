@@ -23,6 +23,7 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder, is_decoder
 from slipstream.parallel.module import PipelineModule
+from slipstream.parallel.slicing import slice_model
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import (
@@ -103,12 +104,8 @@ def initialize(
     check_alike(facts_of_plan(plan, model, device), group)
     mesh = build_mesh(pp=plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, shard_size=plan.zero.shard_size, group=group)
     check_alike_on(facts_of_model(model), mesh.batch)
-    whole = model
-    if mesh.pp.size > 1 and is_decoder(model):
-        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index])
-        model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
-    if isinstance(model, PipelineModule | PipelinedDecoder):
-        prepare(model, plan.pipeline, mesh)
+    slices = slice_model(model, mesh.tp, plan.tensor)
+    model, model_parameters = _in_stages(model, plan, mesh, model_parameters)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     if mesh.is_first:
         _log_config(plan, loaded, overrides, optimizer)
@@ -121,6 +118,8 @@ def initialize(
     scheduler = scheduler_of(plan, lr_scheduler, inner)
     check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.batch)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
+    if slices is not None:
+        slices.exchange = engine.exchange("tp")
     forget(model)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
@@ -140,6 +139,17 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
     if mpu is not None:
         _refuse_model_parallel(mpu)
     return model
+
+
+def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any) -> tuple[nn.Module, Any]:
+    """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
+    whole = model
+    if mesh.pp.size > 1 and is_decoder(model):
+        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index])
+        model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
+    if isinstance(model, PipelineModule | PipelinedDecoder):
+        prepare(model, plan.pipeline, mesh)
+    return model, model_parameters
 
 
 def _log_config(plan: Plan, loaded: Loaded, overrides: Mapping[str, Any], optimizer: Any) -> None:

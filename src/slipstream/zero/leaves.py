@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -76,10 +77,36 @@ def mark_tied(param: nn.Parameter, stages: Sequence[int]) -> None:
     setattr(param, _PARTS, (*others, Part(Split("pp", 1, tuple(stages)), 0, param.shape[0], None)))
 
 
-def parts_of(param: nn.Parameter) -> tuple[Part, ...]:
+def parts_of(param: Tensor) -> tuple[Part, ...]:
     """The marks of `mark_part` and `mark_tied`; () for a parameter that every rank of its stage has whole."""
     parts: tuple[Part, ...] = getattr(param, _PARTS, ())
     return parts
+
+
+def cuts_of(param: Tensor) -> tuple[Part, ...]:
+    """Those of its marks by which ranks hold different ranges."""
+    return tuple(part for part in parts_of(param) if part.split.size > 1)
+
+
+def whole_shape(param: Tensor) -> tuple[int, ...]:
+    """The shape of the whole of which a parameter is a part."""
+    shape = list(param.shape)
+    for part in cuts_of(param):
+        shape[part.dim] = part.numel
+    return tuple(shape)
+
+
+def part_of(whole: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of a whole. The marks must have ranges, as `slice_model` gives them."""
+    for part in cuts_of(param):
+        assert part.ranges is not None, "a part without ranges"
+        whole = torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
+    return whole
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Whether a parameter is a quantized weight of another library."""
+    return is_traceable_wrapper_subclass(cast(Any, param)) or getattr(param, "quant_state", None) is not None
 
 
 def differs_of(param: nn.Parameter) -> Differs:

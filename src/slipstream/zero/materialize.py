@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -30,7 +31,7 @@ from torch import Tensor
 from slipstream.zero.adapters import find_adapters
 from slipstream.zero.comm import Comm
 from slipstream.zero.layout import Layout, overlap
-from slipstream.zero.leaves import named_leaves, refuse_trainable
+from slipstream.zero.leaves import Leaf, cuts_of, named_leaves, part_of, refuse_trainable, whole_shape
 from slipstream.zero.recording import forget, is_recorded, values_of
 from slipstream.zero.wrap import Group
 
@@ -55,8 +56,8 @@ class Reader(Protocol):
 class Values:
     """The initial values of one unit's flat buffer: in memory (`flat`), or read a range at a time (`reader`)."""
 
-    def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader | None) -> None:
-        self.flat, self.reader = flat, reader
+    def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader | None, leaves: Mapping[str, Leaf]) -> None:
+        self.flat, self.reader, self.leaves = flat, reader, leaves
         known = [slot for slot in layout.slots if reader is not None and slot.name in reader and slot.numel]
         self._read = sorted(known, key=lambda slot: slot.offset)
         self._ends = [slot.offset + slot.numel for slot in self._read]
@@ -76,9 +77,28 @@ class Values:
                 break
             assert self.reader is not None, "slots to read have a reader"
             first, last = overlap(slot.span, (start, stop))
-            values = self.reader.read(slot.name, first - slot.offset, last - slot.offset)
-            result[first - start : last - start].copy_(values)
+            for begin, end, at in _runs(self.leaves[slot.name].whole, first - slot.offset, last - slot.offset):
+                place = slot.offset + begin - start
+                result[place : place + end - begin].copy_(self.reader.read(slot.name, at, at + end - begin))
         return result
+
+
+def _runs(param: nn.Parameter, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Elements [start, stop) of a parameter as runs [begin, end) that are contiguous in the whole, with their place there."""
+    cut, shape = next(iter(cuts_of(param)), None), whole_shape(param)
+    if cut is None:
+        yield start, stop, start
+        return
+    assert cut.ranges is not None and len(cuts_of(param)) == 1, "one cut, with ranges"
+    inner, outer = math.prod(shape[cut.dim + 1 :]), math.prod(shape[: cut.dim])
+    begin = 0
+    for i in range(outer):
+        for low, high in cut.ranges:
+            end = begin + (high - low) * inner
+            if max(begin, start) < min(end, stop):
+                skipped = max(begin, start) - begin
+                yield begin + skipped, min(end, stop), (i * shape[cut.dim] + low) * inner + skipped
+            begin = end
 
 
 class FirstValues:
@@ -143,6 +163,7 @@ class FirstValues:
 
         Collective; the root (`""`) must come first."""
         fresh: dict[int, str] = {}
+        parts: list[tuple[Tensor, nn.Parameter]] = []  # of wholes that are initialized
         flats: list[Tensor | None] = []
         for group, layout, _ in units:
             not_read = [slot for slot in layout.slots if self.reader is None or slot.name not in self.reader]
@@ -151,8 +172,13 @@ class FirstValues:
                 assert flat is not None
                 view, param = flat[slice(*slot.span)].view(slot.shape), self.leaves[slot.name].tensor
                 if is_recorded(param):
-                    view.copy_(values_of(slot.name, param))
+                    view.copy_(part_of(values_of(slot.name, param), param))
                     forget(param)
+                elif param.is_meta and cuts_of(param):
+                    _mark(whole := torch.empty(whole_shape(param), dtype=view.dtype, device=self.device))
+                    parts.append((view, param))
+                    move_in(param, whole)
+                    fresh[id(param)] = slot.name
                 elif param.is_meta:
                     _mark(view)
                     move_in(param, view)
@@ -161,12 +187,15 @@ class FirstValues:
                     view.copy_(param.detach())
             flats.append(flat)
         self._initialize(block, fresh)
+        for view, param in parts:
+            view.copy_(part_of(param.detach(), param))
+            param.data = view
         for flat, (_, _, comm) in zip(flats, units, strict=True):
             if flat is not None:
                 comm.broadcast(flat)
         if self.reader is not None:
             self.reader.fetch([slot.name for _, layout, _ in units for slot in layout.slots if slot.name in self.reader])
-        return [Values(layout, flat, self.reader) for (_, layout, _), flat in zip(units, flats, strict=True)]
+        return [Values(layout, flat, self.reader, self.leaves) for (_, layout, _), flat in zip(units, flats, strict=True)]
 
     def _initialize(self, block: str, fresh: Mapping[int, str]) -> None:
         turn = self._turns.get(block, [])

@@ -24,7 +24,7 @@ from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.leaves import Ranges, parts_of
+from slipstream.zero.leaves import Ranges, cuts_of
 from slipstream.zero.storage.store import Store, section
 from slipstream.zero.unit import Unit
 
@@ -55,7 +55,7 @@ def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, tupl
     """The shape of the whole of which this rank's parameter of `shape` is a part, and the boxes that it fills; (): all of it."""
     ranges: list[Ranges] = [((0, size),) for size in shape]
     whole = list(shape)
-    for part in parts_of(param):
+    for part in cuts_of(param):
         whole[part.dim] = part.numel
         ranges[part.dim] = part.ranges_of(unit.comms.family.parts_of(part.split).index)
     if tuple(whole) == shape:

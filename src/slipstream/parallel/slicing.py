@@ -1,0 +1,580 @@
+"""Cut a model's layers for tensor parallelism: which layers, by whose plan, and at which heads.
+
+The plan of a model is, in this order: our own layers (parallel/tensor.py), the config's `partition_config` and preset, the table
+of this file, and transformers' `tp_plan`. A layer of attention is cut between heads, and a key head stays with its query heads.
+Parameters keep their identity: an optimizer that has them keeps them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config.plan import CutSpec, TensorPlan
+from slipstream.parallel import tensor
+from slipstream.parallel.exchange import enter, even_shares, leave
+from slipstream.parallel.sequence import Heads, deal_heads
+from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Vocab
+from slipstream.world.mesh import Axis
+from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, whole_shape
+from slipstream.zero.wrap import repeated_blocks
+
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_NUM_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = ("all_head_size", "inner_dim", "split_size")  # of all heads of one of query, key and value
+
+
+class Cut(NamedTuple):
+    """How a module or parameter is sliced.
+
+    kind   column, row, vocab (rows of an embedding), heads (columns of an embedding, one per head), partial (whole, with gradients
+           that are partial sums), experts (a module of stacked experts), packed (a parameter of these)
+    parts  lengths of the layers that a fused weight consists of, along its cut dimension; each is cut on its own. (3, -1): three
+           equal ones
+    whole  column: gather the output; row: split a whole input
+    """
+
+    kind: str
+    parts: tuple[int, ...] | None = None
+    whole: bool = False
+
+
+Rules = Sequence[tuple[str, Cut]]  # a pattern of module names, matched at a dot or the beginning, to their end; the first wins
+_COLUMN, _ROW, _HEAD = Cut("column"), Cut("row"), Cut("column", whole=True)
+_FUSED = Cut("column", (3, -1))
+_LLAMA: Rules = (
+    (r"(q|k|v|gate|up)_proj|qkv_proj", _COLUMN),
+    (r"(o|down)_proj", _ROW),
+    (r"(q|k)_norm", Cut("partial")),
+    (r"lm_head", _HEAD),
+)
+_BLOOM: Rules = (
+    (r"query_key_value|dense_h_to_4h", _COLUMN),
+    (r"(attention|self_attention)\.dense|dense_4h_to_h", _ROW),
+    (r"lm_head|embed_out", _HEAD),
+)
+# For models that transformers has no plan for, by `config.model_type`, and the presets of `tensor_parallel.preset_model`.
+RULES: Mapping[str, Rules] = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "bloom": _BLOOM,
+    "gpt_neox": _BLOOM,
+    "gpt2": (
+        (r"attn\.c_attn", _FUSED),
+        (r"crossattention\.c_attn", Cut("column", (2, -1))),
+        (r"q_attn|c_fc", _COLUMN),
+        (r"c_proj", _ROW),
+        (r"lm_head", _HEAD),
+    ),
+    "opt": ((r"(q|k|v)_proj|fc1", _COLUMN), (r"out_proj|fc2", _ROW), (r"lm_head", _HEAD)),
+    "bert": (
+        (r"self\.(query|key|value)|intermediate\.dense", _COLUMN),
+        (r"attention\.output\.dense|layer\.\d+\.output\.dense", _ROW),
+        (r"predictions\.decoder", _HEAD),
+    ),
+    "t5": (
+        (r"(SelfAttention|EncDecAttention)\.(q|k|v)|DenseReluDense\.(wi|wi_0|wi_1)", _COLUMN),
+        (r"(SelfAttention|EncDecAttention)\.o|DenseReluDense\.wo", _ROW),
+        (r"relative_attention_bias", Cut("heads")),
+        (r"lm_head", _HEAD),
+    ),
+    "vit": ((r"(q|k|v)_proj|query|key|value|fc1|intermediate\.dense", _COLUMN), (r"o_proj|output\.dense|fc2", _ROW)),
+}
+# transformers' styles (integrations/tensor_parallel.py)
+_STYLES: Mapping[str, Cut] = {
+    "colwise": _COLUMN,
+    "rowwise": _ROW,
+    "colwise_gather_output": _HEAD,
+    "colwise_rep": _HEAD,
+    "rowwise_split_input": Cut("row", whole=True),
+    "rowwise_rep": Cut("row", whole=True),
+    "replicated_with_grad_allreduce": Cut("partial"),
+    "embedding_rowwise": Cut("vocab"),
+    "packed_colwise": Cut("packed", (2, -1)),
+    "packed_rowwise": Cut("packed"),
+    "moe_tp_experts": Cut("experts"),
+}
+
+
+def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None:
+    """Cut `model` in place for this rank of `axis`; None if the axis has one rank. The caller connects `Slices.exchange`.
+
+    Raises ValueError, before any layer is cut, for a model without a plan, a style that is not known, heads that cannot be dealt,
+    or a quantized weight.
+    """
+    if axis.size == 1:
+        return None
+    for name, param in model.named_parameters():
+        if any(part.split.axis == "tp" for part in parts_of(param)):
+            return Slices(axis)  # the user's own slicing, of all of the model
+        if is_quantized(param):
+            raise ValueError(
+                f"parameter {name!r} is quantized; a quantized weight cannot be cut over {axis.size} tp ranks: use "
+                "slipstream.mesh.tp 1 and ZeRO stage 3, or load the model unquantized"
+            )
+    cuts = dict(_cuts_of(model, plan))
+    slicing = _Slicing(model, axis, plan, cuts)
+    for cut in (False, True):  # first only look
+        slicing.run(cut)
+    return slicing.slices
+
+
+def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
+    """The cut of each module or bare parameter, by name."""
+    rules = _rules_of(model, plan)
+    kinds = ((Column, "column"), (Row, "row"), (Vocab, "vocab"))
+    names = {name: module for name, module in model.named_modules() if name}
+    own = {name: kind for name, module in names.items() for cls, kind in kinds if isinstance(module, cls)}
+    if not own and not rules:
+        raise ValueError(
+            f"{type(model).__name__} has no plan for tensor parallelism; give one in tensor_parallel.partition_config "
+            '({"layer_specs": [{"patterns": [".*q_proj.weight$"], "partition_type": "column"}, ...]}), or build it of '
+            "slipstream.parallel.ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding"
+        )
+    matched = False
+    for name, module in names.items():
+        if name in own:
+            yield name, Cut(own[name], whole=getattr(module, "gathers", False) or getattr(module, "splits", False))
+            continue
+        tensors = [name, *(f"{name}.{leaf}" for leaf in module._parameters if leaf not in ("weight", "bias"))]
+        for path in tensors:
+            cut = next((cut for match, cut in rules if match(path)), None)
+            if cut is not None and cut.kind != "skip":
+                matched = True
+                yield path, cut
+    if plan.strict:
+        _refuse_unmatched(model, rules, own)
+    if not own and not matched:
+        raise ValueError(f"no pattern of tensor_parallel.partition_config fits a layer of {type(model).__name__}")
+
+
+def _refuse_unmatched(model: nn.Module, rules: list[tuple[Callable[[str], Any], Cut]], own: Mapping[str, str]) -> None:
+    blocks = tuple(f"{name}." for name in repeated_blocks(model))
+    linear = [name for name, module in model.named_modules() if name.startswith(blocks) and isinstance(module, nn.Linear)]
+    missed = [name for name in linear if name not in own and not any(match(name) for match, _ in rules)]
+    if missed:
+        raise ValueError(
+            f"tensor_parallel.partition_config.strict_mode: no pattern fits {', '.join(missed[:4])}"
+            f"{' and others' if len(missed) > 4 else ''}; add entries for them (partition_type skip keeps a layer whole)"
+        )
+
+
+def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], Any], Cut]]:
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", "")
+    rules = [
+        (_of_parameters(pattern), _cut_of(spec))
+        for spec in plan.specs
+        if not spec.model_types or kind in spec.model_types
+        for pattern in spec.patterns
+    ]
+    if rules and not plan.use_defaults:
+        return rules + _compiled([(re.escape(name), _HEAD) for name in plan.heads])
+    if plan.preset is not None:
+        if plan.preset not in RULES:
+            raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {', '.join(sorted(RULES))}")
+        return rules + _compiled(RULES[plan.preset])
+    if kind in RULES:
+        return rules + _compiled(RULES[kind])
+    styles: dict[str, str] = {}
+    for each in (model, getattr(model, "base_model", None)):
+        if each is not None:
+            styles |= getattr(each, "_tp_plan", None) or {}
+    for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
+        styles |= getattr(part, "base_model_tp_plan", None) or {}
+    unknown = sorted({style for style in styles.values() if style not in _STYLES})
+    if unknown:
+        raise ValueError(
+            f"transformers' tp_plan of {type(model).__name__} has the styles {', '.join(unknown)}, which are not served; name the "
+            "layers to cut in tensor_parallel.partition_config with use_default_specs false"
+        )
+    return rules + _compiled([(re.escape(name).replace(r"\*", r"\w+"), _STYLES[style]) for name, style in styles.items()])
+
+
+def _of_parameters(pattern: str) -> Callable[[str], Any]:
+    """A matcher of modules by a pattern of parameters' names, as DeepSpeed has them."""
+    try:
+        match = re.compile(pattern).match
+    except re.error as error:
+        raise ValueError(f"tensor_parallel.partition_config: pattern {pattern!r} is not a regular expression ({error})") from None
+    return lambda name: match(f"{name}.weight") or match(name)
+
+
+def _cut_of(spec: CutSpec) -> Cut:
+    if spec.partition_type == "skip":
+        return Cut("partial" if spec.grad_allreduce else "skip")
+    dim = ("column", "row").index(spec.partition_type)
+    parts: tuple[int, ...] | None = None
+    if spec.shape is not None:
+        dim = dim if spec.partition_dim is None else spec.partition_dim
+        lengths = spec.shape[dim] if 0 <= dim < len(spec.shape) else None
+        fused = spec.shape[0] if dim == 0 and len(spec.shape) == 2 and spec.shape[1] == -1 else lengths
+        parts = tuple(fused) if isinstance(fused, list) else (fused, -1) if isinstance(fused, int) and fused > 0 else None
+        if parts is None or not all(isinstance(part, int) for part in parts):
+            raise ValueError(
+                f"tensor_parallel.partition_config: shape {spec.shape} of {', '.join(spec.patterns)} has no parts along dimension "
+                f"{dim}; write [3, -1] for three equal parts of a column layer, [[q, k, v], -1] for others"
+            )
+    elif spec.partition_dim not in (None, dim):
+        raise ValueError(
+            f"tensor_parallel.partition_config: partition_dim {spec.partition_dim} of {', '.join(spec.patterns)} does not fit "
+            f"partition_type {spec.partition_type}, which cuts dimension {dim} of a linear layer; drop it"
+        )
+    return Cut(spec.partition_type, parts, whole=spec.gather_output)
+
+
+def _compiled(rules: Rules) -> list[tuple[Callable[[str], Any], Cut]]:
+    return [(re.compile(rf"(?:.*\.)?(?:{pattern})$").match, cut) for pattern, cut in rules]
+
+
+class _Slicing:
+    """One pass over a model in the order of its modules: checks every cut, or makes it."""
+
+    def __init__(self, model: nn.Module, axis: Axis, plan: TensorPlan, cuts: Mapping[str, Cut]) -> None:
+        self.model, self.axis, self.plan, self.cuts = model, axis, plan, cuts
+        self.slices = Slices(axis, tokens=1 if plan.shares_tokens else None, dropout=_draws(model))
+        self.config = getattr(model, "config", None)
+        self.modules = dict(model.named_modules())
+        self.done: dict[int, tuple[int, ...]] = {}  # parameter -> the shape that it had
+
+    def run(self, cut: bool) -> None:
+        self.cut, self.attention = cut, None
+        self.done.clear()
+        for name, how in self.cuts.items():
+            module = self.modules.get(name)
+            if module is None:
+                path, _, leaf = name.rpartition(".")
+                self._bare(self.modules[path], leaf, how)
+            else:
+                getattr(self, f"_{how.kind}")(name, module, how)
+        self._tied_embeddings()
+        if self.slices.tokens is not None:
+            self._share_tokens()
+
+    # -- kinds --
+
+    def _column(self, name: str, module: nn.Module, how: Cut) -> None:
+        layer = getattr(module, "base_layer", module)  # of a LoRA adapter
+        self._fits(name, layer)
+        transposed = _is_transposed(layer)
+        length = whole_shape(layer.weight)[1 if transposed else 0]  # a tied weight may have been cut
+        ranges, shares = self._ranges(name, length, how)
+        gathers = how.whole and not (self.plan.vocab_head and self._is_head(name))
+        for each in (layer, *_adapters(module, "lora_B")):
+            self._part(each.weight, 1 if transposed and each is layer else 0, length, ranges)
+            if each.bias is not None:
+                self._part(each.bias, 0, length, ranges)
+            self._become(each, Column, gathers=gathers, shares=shares, is_transposed=transposed and each is layer)
+        if self._is_head(name) and not gathers:
+            self._local_loss()
+
+    def _row(self, name: str, module: nn.Module, how: Cut) -> None:
+        layer = getattr(module, "base_layer", module)
+        self._fits(name, layer)
+        transposed = _is_transposed(layer)
+        length = whole_shape(layer.weight)[0 if transposed else 1]
+        ranges, shares = self._ranges(name, length, how)
+        for each in (layer, *_adapters(module, "lora_A")):
+            self._part(each.weight, 0 if transposed and each is layer else 1, length, ranges)
+            self._become(each, Row, splits=how.whole, shares=shares, is_transposed=transposed and each is layer)
+        if self.slices.tokens is not None and layer.bias is not None:
+            self._partial(name, layer, how, only="bias")
+
+    def _vocab(self, name: str, module: nn.Module, how: Cut) -> None:
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            raise ValueError(f"{name!r} ({type(module).__name__}) is not an embedding without max_norm, so its rows cannot be shared")
+        length = module.num_embeddings
+        (first, stop), *_ = ranges = (tensor.even_share(length, self.axis),)
+        self._part(module.weight, 0, length, ranges)
+        padding = module.padding_idx
+        local = padding - first if padding is not None and first <= padding < stop else None
+        self._become(module, Vocab, first=first, padding_idx=local, num_embeddings=stop - first)
+
+    def _heads(self, name: str, module: nn.Module, how: Cut) -> None:
+        heads, _ = self._dealt(name)
+        own = heads[self.axis.index].queries
+        self._part(module.weight, 1, module.weight.shape[1], ((own.start, own.stop),))  # type: ignore[arg-type]
+
+    def _partial(self, name: str, module: nn.Module, how: Cut, only: str = "") -> None:
+        for leaf, param in module.named_parameters(recurse=False):
+            if self.cut and (not only or leaf == only):
+                mark_part(param, "tp", 1)
+
+    def _experts(self, name: str, module: nn.Module, how: Cut) -> None:
+        if self.cut:
+            _around(module, self.slices)
+
+    def _bare(self, module: nn.Module, leaf: str, how: Cut) -> None:
+        """A stacked parameter [experts, out, in], or a matrix."""
+        param = getattr(module, leaf)
+        dim = param.dim() - (1 if how.kind == "row" or (how.kind == "packed" and how.parts is None) else 2)
+        self._part(param, dim, param.shape[dim], self._ranges("", param.shape[dim], how)[0])
+
+    # -- what they are made of --
+
+    def _fits(self, name: str, layer: nn.Module) -> None:
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+            raise ValueError(f"{name!r} ({type(layer).__name__}) has no matrix to cut over {self.axis.size} tp ranks; skip it")
+
+    def _ranges(self, name: str, length: int, how: Cut) -> tuple[Ranges, list[int]]:
+        """This rank's ranges of a dimension, and the lengths of all ranks' shares."""
+        if parts := _parts(name, length, how.parts):
+            dealt = [self._dealt_part(name, part, how) for part in parts]
+        else:
+            dealt = [self._dealt_part(name, length, how)]
+        starts = [sum(parts[:i]) for i in range(len(parts))] if parts else [0]
+        ranges = tuple((start + a, start + b) for start, each in zip(starts, dealt, strict=True) for a, b in [each[self.axis.index]])
+        return ranges, [sum(each[rank][1] - each[rank][0] for each in dealt) for rank in range(self.axis.size)]
+
+    def _dealt_part(self, name: str, length: int, how: Cut) -> list[tuple[int, int]]:
+        """The ranges of all ranks: of whole heads in attention, else even ones."""
+        parent = self.modules.get(name.rpartition(".")[0])
+        if how.whole:  # nothing is computed from a share
+            self.attention = None
+        elif parent is not None and any(isinstance(getattr(parent, each, None), int) for each in _HEAD_DIMS):
+            self.attention = name.rpartition(".")[0]
+        elif self.attention is None or not name.startswith(f"{self.attention.rpartition('.')[0]}.") or length != self._width():
+            self.attention = None
+        if self.attention is None:
+            if length < self.axis.size:
+                raise ValueError(f"{name!r}: {length} features cannot be shared among {self.axis.size} tp ranks; lower the tp size")
+            stops = [sum(even_shares(length, self.axis.size)[: rank + 1]) for rank in range(self.axis.size)]
+            return list(zip([0, *stops], stops, strict=False))
+        heads, (queries, keys, width) = self._dealt(f"{self.attention}.")
+        if length % queries == 0 and length // queries >= width:
+            unit = length // queries
+            return [(unit * each.queries.start, unit * each.queries.stop) for each in heads]
+        if length != keys * width:
+            raise ValueError(f"{name!r}: {length} features are not those of {queries} or {keys} heads of {width}; skip it")
+        return [(width * each.keys[0], width * (each.keys[-1] + 1)) for each in heads]
+
+    def _width(self) -> int:
+        _, (queries, _, width) = self._dealt(f"{self.attention}.")
+        return queries * width
+
+    def _dealt(self, name: str) -> tuple[list[Heads], tuple[int, int, int]]:
+        """The heads of all ranks in the attention that has the module, and the numbers of query heads, key heads and features."""
+        parent = self.modules[name.rpartition(".")[0]]
+        width = next(value for each in _HEAD_DIMS if isinstance(value := getattr(parent, each, None), int))
+        config = getattr(parent, "config", self.config)
+        queries = vars(parent).get("_slipstream_heads") or _first(parent, config, _NUM_HEADS)
+        keys = vars(parent).get("_slipstream_keys") or _first(parent, config, _NUM_KEY_HEADS) or queries
+        if queries is None:
+            raise ValueError(f"{name.rpartition('.')[0]!r} ({type(parent).__name__}) does not tell its number of heads; skip its layers")
+        size = self.axis.size
+        if queries < size or (keys < size and (size % keys or queries % size)):
+            fits = [n for n in range(1, size) if queries >= n and (keys >= n or (n % keys == 0 and queries % n == 0))]
+            raise ValueError(
+                f"{queries} query and {keys} key heads ({type(parent).__name__}) cannot be dealt to {size} tp ranks; use "
+                f"{fits[-1]} (slipstream.mesh.tp)"
+            )
+        heads = deal_heads(queries, keys, size)
+        if self.cut:
+            self._tell(parent, config, queries, keys, width, heads[self.axis.index])
+        return heads, (queries, keys, width)
+
+    def _tell(self, parent: nn.Module, config: Any, queries: int, keys: int, width: int, own: Heads) -> None:
+        """Give the attention module the numbers of this rank's heads."""
+        if "_slipstream_heads" in vars(parent):
+            return
+        parent._slipstream_heads, parent._slipstream_keys = queries, keys
+        local = (
+            dict.fromkeys(_NUM_HEADS, len(own.queries))
+            | dict.fromkeys(_NUM_KEY_HEADS, len(own.keys))
+            | dict.fromkeys(_WIDTHS, len(own.queries) * width)
+            | {"num_key_value_groups": len(own.queries) // len(own.keys)}
+        )
+        for each, value in local.items():
+            if isinstance(vars(parent).get(each), int):
+                setattr(parent, each, value)
+        if type(parent).__name__ == "BloomAttention":
+            parent.register_forward_pre_hook(_own_slopes(queries, own.queries), with_kwargs=True)
+
+    def _part(self, param: nn.Parameter, dim: int, length: int, ranges: Ranges) -> None:
+        if id(param) in self.done or not self.cut:
+            return
+        self.done[id(param)] = tuple(param.shape)
+        with torch.no_grad():
+            kept = torch.cat([param.data.narrow(dim, a, b - a) for a, b in ranges], dim)
+            param.data = kept.clone() if kept.untyped_storage().data_ptr() == param.untyped_storage().data_ptr() else kept
+        param.grad = None
+        own = sum(b - a for a, b in ranges)
+        different = self.axis.size
+        if own * self.axis.size > length and length % own == 0:  # key heads that several ranks have
+            different = length // own
+        mark_part(param, "tp", different, dim, whole=length, ranges=ranges)
+
+    def _become(self, module: nn.Module, mixin: type[Sliced], **attributes: Any) -> None:
+        if not self.cut:
+            return
+        if not isinstance(module, mixin):
+            module.__class__ = _sliced_class(type(module), mixin)
+        vars(module).update(attributes, slices=self.slices)
+        for each, dim in (("out_features", 0), ("in_features", 1)):
+            if isinstance(vars(module).get(each), int):
+                setattr(module, each, module.weight.shape[dim])  # type: ignore[union-attr, index]
+
+    def _is_head(self, name: str) -> bool:
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        return head is not None and self.modules[name] is head
+
+    def _tied_embeddings(self) -> None:
+        """An embedding whose weight is a head that was cut is cut alike."""
+        heads = {id(getattr(self.modules[name], "weight", None)) for name, how in self.cuts.items() if how.kind == "column" and name in self.modules}
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Embedding) and not isinstance(module, Vocab) and id(module.weight) in heads:
+                self._vocab(name, module, Cut("vocab"))
+
+    def _local_loss(self) -> None:
+        """Let the model's own loss read logits of this rank's share of the vocabulary."""
+        if self.cut and hasattr(self.model, "loss_function"):
+            self.model.loss_function = _ShiftedLoss(self.slices)
+
+    def _share_tokens(self) -> None:
+        """Between regions, each rank has a share of the tokens (Korthikanti et al., arXiv:2205.05198)."""
+        blocks = [self.model.get_submodule(name) for name in repeated_blocks(self.model)]
+        if not blocks:
+            raise ValueError(f"{type(self.model).__name__} has no repeated blocks, between which ranks could share the tokens")
+        if not self.cut:
+            return
+        inside = {name for name, how in self.cuts.items()}
+        for path, block in zip(repeated_blocks(self.model), blocks, strict=True):
+            for name, module in block.named_modules():
+                if f"{path}.{name}" not in inside:
+                    for param in module.parameters(recurse=False):
+                        if not parts_of(param):
+                            mark_part(param, "tp", 1)
+                columns = [self.modules[each] for each, how in self.cuts.items() if how.kind == "column" and each.rpartition(".")[0] == f"{path}.{name}"]
+                if columns and vars(module).get("_slipstream_heads"):
+                    module.register_forward_pre_hook(_all_tokens(self.slices), with_kwargs=True)
+                    for column in columns:
+                        getattr(column, "base_layer", column).enters = False
+        blocks[0].register_forward_pre_hook(_first_input(self.slices.scatter_tokens), with_kwargs=True)
+        blocks[-1].register_forward_hook(_first_output(self.slices.gather_tokens))
+
+
+def _is_transposed(layer: Any) -> bool:
+    """Whether it is transformers' Conv1D, whose weight is [in, out]."""
+    return not isinstance(layer, nn.Linear) and layer.weight.shape[0] == getattr(layer, "nx", None)
+
+
+def _parts(name: str, length: int, parts: tuple[int, ...] | None) -> list[int]:
+    """The lengths of a fused weight's parts; [] if it is not fused."""
+    if parts is None:
+        return []
+    sizes = [length // parts[0]] * parts[0] if len(parts) == 2 and parts[1] == -1 else list(parts)
+    if sum(sizes) != length:
+        raise ValueError(f"{name!r}: parts {sizes} do not add up to its {length} features")
+    return sizes
+
+
+def _first(parent: nn.Module, config: Any, names: Sequence[str]) -> int | None:
+    found = (getattr(each, name, None) for each in (parent, config) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def _adapters(module: nn.Module, name: str) -> list[Any]:
+    """The layers of a LoRA adapter around a sliced one. Raises ValueError for other kinds of adapters."""
+    if not hasattr(module, "base_layer"):
+        return []
+    other = [each for each in ("lora_magnitude_vector", "lora_embedding_A") if len(getattr(module, each, ()))]
+    if other or not hasattr(module, name):
+        raise ValueError(f"{type(module).__name__} with {', '.join(other) or 'an adapter other than LoRA'} cannot be sliced; use LoRA")
+    return list(getattr(module, name).values())
+
+
+def _draws(model: nn.Module) -> bool:
+    """Whether a model has dropout anywhere: a module's, or a rate in its config."""
+    rates = [value for name, value in vars(getattr(model, "config", None) or object.__new__(_Nothing)).items() if "drop" in name]
+    modules = [getattr(module, "p", 0) for module in model.modules() if "Dropout" in type(module).__name__]
+    numbers = [value for module in model.modules() for name, value in vars(module).items() if "dropout" in name]
+    return any(isinstance(rate, float) and rate > 0 for rate in (*rates, *modules, *numbers))
+
+
+class _Nothing:
+    pass
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def _sliced_class(cls: type, mixin: type[Sliced]) -> type:
+    """A subclass of a layer's class, so that `isinstance` still holds."""
+    key = (cls, mixin)
+    if key not in _CLASSES:
+        _CLASSES[key] = type(f"{mixin.__name__}Parallel{cls.__name__}", (mixin, cls), {"__module__": __name__})
+    return _CLASSES[key]
+
+
+def _own_slopes(heads: int, own: range) -> Callable[..., Any]:
+    """BLOOM's bias of positions, [b x heads, 1, s]: those of this rank's heads."""
+
+    def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        alibi = kwargs["alibi"]
+        return args, kwargs | {"alibi": alibi.view(-1, heads, *alibi.shape[1:])[:, own.start : own.stop].flatten(0, 1)}
+
+    return pre
+
+
+def _first_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+    return pre
+
+
+def _all_tokens(slices: Slices) -> Callable[..., Any]:
+    return _first_input(slices.enter)
+
+
+def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def post(module: nn.Module, args: Any, output: Any) -> Any:
+        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+    return post
+
+
+def _around(module: nn.Module, slices: Slices) -> None:
+    """A module of stacked experts, called with hidden states, routes and weights of routes: its output is a partial sum."""
+
+    def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def change(value: Any) -> Any:
+            floats = isinstance(value, Tensor) and value.is_floating_point()
+            return enter(value, slices.exchange) if floats else value
+
+        return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(pre, with_kwargs=True)
+    module.register_forward_hook(_first_output(lambda y: leave(y, slices.exchange)))
+
+
+class _ShiftedLoss:
+    """transformers' loss of a causal model, from logits of this rank's share of the vocabulary."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None, "a loss needs labels"
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        losses = tensor.vocab_parallel_cross_entropy(logits, shift_labels, self.slices.exchange, ignore_index=ignore_index)
+        count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return losses.sum() / count

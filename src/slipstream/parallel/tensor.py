@@ -1,0 +1,225 @@
+"""Tensor parallelism: layers of which each rank of an axis has a share of the weight (Megatron-LM, arXiv:1909.08053).
+
+A layer is built whole and is then an ordinary one; `initialize` cuts it if the mesh has several tp ranks (parallel/slicing.py). Its
+parameters are plain local tensors, marked as parts of the whole.
+
+column   the weight's rows: a rank computes a share of the outputs
+row      the weight's columns: a rank takes a share of the inputs; the sum over ranks is the output
+vocab    rows of an embedding: tokens of other ranks count as zeros; the sum over ranks is the output
+
+A column layer, what each rank computes from its share, and a row layer form a region. Its input is alike on all ranks; the
+gradients of its input are summed over ranks, once for all column layers that have the same input.
+
+[Note: Dropout] Inside of a region ranks have different activations and draw different numbers: at its entry, every rank draws a seed
+from the default generator, and adds its index. At its end, the default generator goes on where it was. So recomputation, which
+restores the default generator, restores these too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.parallel.exchange import Exchange, LocalExchange, enter, even_shares, gather_from, leave, scatter_to
+from slipstream.world.mesh import Axis
+
+_SEED_STEP = 2718  # Megatron's distance between the seeds of two ranks
+
+
+class Slices:
+    """What the sliced layers of one model share: the exchange, the current region and its generator.
+
+    tokens   the dimension along which ranks share the tokens between regions (Megatron's sequence parallelism); None: all have all
+    dropout  whether the model draws random numbers in its forward
+    """
+
+    def __init__(self, axis: Axis, *, tokens: int | None = None, dropout: bool = False) -> None:
+        self.axis, self.tokens, self.dropout = axis, tokens, dropout
+        self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it: shapes only
+        self._entered: tuple[Any, Tensor] | None = None  # the last input, and what the region's layers compute from
+        self._outside: list[Tensor] | None = None  # the default generators' states, inside of a region
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Begin a region, or return what the last call with the same tensor returned."""
+        if self._entered is not None:
+            seen, entered = self._entered
+            if seen() is x and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
+                return entered
+        entered = enter(x, self.exchange, self.tokens)
+        self._entered = weakref.ref(x), entered
+        self._draw_apart(x.device)
+        return entered
+
+    def leave(self, x: Tensor) -> Tensor:
+        """End a region: the sum of all ranks' `x`."""
+        self._entered = None
+        if self.tokens is None:
+            self.draw_alike()
+        return leave(x, self.exchange, self.tokens)
+
+    def _draw_apart(self, device: torch.device) -> None:
+        if not self.dropout or self._outside is not None or device.type == "meta":
+            return
+        seed = int(torch.randint(1 << 48, ())) + _SEED_STEP * (1 + self.axis.index)
+        generators = _generators(device)
+        self._outside = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed)
+
+    def draw_alike(self) -> None:
+        """Continue with the default generators as they were at the beginning of the region."""
+        if self._outside is not None:
+            for generator, state in zip(_generators(self.exchange.device), self._outside, strict=True):
+                generator.set_state(state)
+            self._outside = None
+
+    def scatter_tokens(self, x: Tensor) -> Tensor:
+        """This rank's share of the tokens, at the first block."""
+        assert self.tokens is not None, "tokens are not shared"
+        self._draw_apart(x.device)
+        return scatter_to(x, self.exchange, self.tokens)
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """All tokens, behind the last block."""
+        assert self.tokens is not None, "tokens are not shared"
+        self.draw_alike()
+        return gather_from(x, self.exchange, self.tokens)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    on_device = [torch.cuda.default_generators[device.index or torch.cuda.current_device()]] if device.type == "cuda" else []
+    return [torch.default_generator, *on_device]
+
+
+class Sliced:
+    """Mixed into a layer's class. `slices` is None for a whole layer."""
+
+    slices: Slices | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    is_transposed = False  # transformers' Conv1D: weight [in, out]
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight.t() if self.is_transposed else self.weight, bias)
+
+
+class Column(Sliced):
+    """A linear layer whose outputs are shared among the ranks.
+
+    gathers  all ranks get the whole output; `shares` are the numbers of features of each rank, in order of the ranks
+    """
+
+    enters = True  # False: a module around it has entered the region
+    gathers = False
+    shares: Sequence[int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.slices is None:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        if not self.gathers:
+            return self.product(self.slices.enter(x) if self.enters else x, self.bias)
+        exchange = self.slices.exchange
+        return gather_from(self.product(enter(x, exchange), self.bias), exchange, -1, self.shares)
+
+
+class Row(Sliced):
+    """A linear layer whose inputs are shared among the ranks. splits: its input is whole on all ranks."""
+
+    splits = False
+    shares: Sequence[int] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.slices is None:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        if self.splits:
+            exchange = self.slices.exchange
+            y = leave(self.product(scatter_to(x, exchange, -1, self.shares), None), exchange)
+        else:
+            y = self.slices.leave(self.product(x, None))
+        return y if self.bias is None else y + self.bias
+
+
+class Vocab(Sliced):
+    """An embedding whose rows are shared among the ranks; this one has tokens [first, first + rows)."""
+
+    first = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.slices is None:
+            return super().forward(tokens)  # type: ignore[misc, no-any-return]
+        own = tokens - self.first
+        absent = (own < 0) | (own >= len(self.weight))
+        rows: Tensor = super().forward(own.masked_fill(absent, 0))  # type: ignore[misc]
+        return leave(rows.masked_fill(absent.unsqueeze(-1), 0), self.slices.exchange)
+
+
+class ColumnParallelLinear(Column, nn.Linear):
+    """`torch.nn.Linear` whose outputs are shared among the tp ranks; with gather_output, all ranks get all of them."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, gather_output: bool = False, **kwargs: Any) -> None:
+        super().__init__(in_features, out_features, bias, **kwargs)
+        self.gathers = gather_output
+
+
+class RowParallelLinear(Row, nn.Linear):
+    """`torch.nn.Linear` whose inputs are shared among the tp ranks; without input_is_parallel, its input is whole."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, input_is_parallel: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **kwargs)
+        self.splits = not input_is_parallel
+
+
+class VocabParallelEmbedding(Vocab, nn.Embedding):
+    """`torch.nn.Embedding` whose rows are shared among the tp ranks."""
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, exchange: Exchange, *, ignore_index: int = -100) -> Tensor:
+    """The cross entropy of each token, from logits whose vocabulary is shared evenly among the ranks.
+
+    logits [..., V of this rank], targets [...] in the whole vocabulary, the same on all ranks. Returns [...] in fp32, the same on
+    all ranks; ignored targets give 0. Three numbers a token are exchanged: the largest logit, the sum of the exponentials, and
+    the target's logit (Megatron-LM, section 3 of arXiv:1909.08053).
+    """
+    loss: Tensor = _CrossEntropy.apply(logits, targets, exchange, ignore_index)
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, exchange: Exchange, ignore_index: int) -> Tensor:
+        # the shares' lengths differ by at most one, longer ones first
+        lengths = exchange.lengths(logits, -1)
+        first = sum(lengths[: exchange.rank])
+        values = logits.float()
+        top = exchange.gather(values.amax(-1).unsqueeze(0), 0, [1] * exchange.size).amax(0)
+        exps = (values - top.unsqueeze(-1)).exp_()
+        own = targets - first
+        absent = (own < 0) | (own >= logits.shape[-1])
+        own = own.masked_fill(absent, 0)
+        picked = values.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(absent, 0)
+        total, picked = exchange.sum(torch.stack([exps.sum(-1), picked]))
+        ignored = targets == ignore_index
+        ctx.save_for_backward(exps.div_(total.unsqueeze(-1)), own, absent | ignored, ignored)
+        ctx.dtype = logits.dtype
+        return (total.log() + top - picked).masked_fill(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        probabilities, own, elsewhere, ignored = ctx.saved_tensors
+        out = probabilities * grad.masked_fill(ignored, 0).unsqueeze(-1)
+        out.scatter_add_(-1, own.unsqueeze(-1), -grad.masked_fill(elsewhere, 0).unsqueeze(-1))
+        return out.to(ctx.dtype), None, None, None
+
+
+def even_share(length: int, axis: Axis) -> tuple[int, int]:
+    """This rank's [start, stop) of even shares."""
+    shares = even_shares(length, axis.size)
+    start = sum(shares[: axis.index])
+    return start, start + shares[axis.index]

@@ -1,0 +1,137 @@
+"""Tensor parallelism: unmodified models of transformers and own layers, cut over tp ranks, against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+
+from tests.pool import distributed
+
+transformers = pytest.importorskip("transformers")
+STEPS, VOCAB = 3, 66
+SMALL = {"num_hidden_layers": 2, "vocab_size": VOCAB, "num_attention_heads": 4, "hidden_size": 32}
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2},
+    "mistral": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16},
+    "qwen2": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma": SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 8},
+    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": VOCAB, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_neox": SMALL | {"intermediate_size": 48},
+    "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "bloom": {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": VOCAB},
+    "phi3": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0},
+    "mixtral": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+
+
+def build(kind: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(5)
+    config = transformers.CONFIG_MAPPING[kind](**DECODERS[kind] | changes)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind == "bloom" else "sdpa")
+    with torch.no_grad():  # biases of zero would hide mistakes
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())) * 0.02)
+    return model
+
+
+def batch(step: int, rank: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (2, 10), generator=torch.Generator().manual_seed(100 * step + rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def settings(stage: int, **blocks: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **blocks,
+    }
+
+
+def trained(model: nn.Module, config: dict[str, Any], replicas: int = 1, replica: int = 0) -> tuple[list[float], list[float], Any]:
+    engine = slipstream.initialize(model=model, config=config)[0]
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = engine(**batch(step, replica), use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms.append(float(engine.global_grad_norm))
+    return losses, norms, engine
+
+
+def reference(model: nn.Module, replicas: int = 1) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """One process over the batches of all replicas, plain torch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        each = [model(**batch(step, replica), use_cache=False).loss for replica in range(replicas)]
+        torch.stack(each).mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        losses.append(float(each[0].detach()))
+    return losses, norms, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def compare(kind: str, stage: int, tp: int, transport: str = "auto", model: Any = build, **changes: Any) -> None:
+    blocks = {"tensor_parallel": {"autotp_size": tp}, "slipstream": {"transport": transport}}
+    blocks |= changes.pop("blocks", {})
+    replicas = dist.get_world_size() // tp
+    losses, norms, engine = trained(model(kind, **changes), settings(stage, **blocks), replicas, dist.get_rank() // tp)
+    expected, expected_norms, weights = reference(model(kind, **changes), replicas)
+    if dist.get_rank() < tp:
+        assert losses == pytest.approx(expected, abs=2e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    state = engine.state_dict()
+    assert state.keys() == weights.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, weights[name], atol=3e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(("kind", "stage"), [(kind, i % 4) for i, kind in enumerate(DECODERS)])
+def test_an_unmodified_model(kind: str, stage: int) -> None:
+    compare(kind, stage, tp=2)
+
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": SMALL | {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "vit": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
+    | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 5},
+}
+
+
+def build_encoder(kind: str) -> nn.Module:
+    torch.manual_seed(5)
+    config = transformers.CONFIG_MAPPING[kind](**ENCODERS[kind])
+    kinds = {"bert": transformers.BertForMaskedLM, "t5": transformers.T5ForConditionalGeneration, "vit": transformers.ViTForImageClassification}
+    return Adapted(kinds[kind](config), kind)
+
+
+class Adapted(nn.Module):
+    """A model that is called with token ids and labels."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.config = model, kind, model.config
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+        if self.kind == "vit":
+            generator = torch.Generator().manual_seed(int(input_ids.sum()))
+            return self.inner(pixel_values=torch.randn(2, 3, 16, 16, generator=generator), labels=labels[:, 0] % 5)
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(("kind", "stage"), [(kind, 1 + i % 3) for i, kind in enumerate(ENCODERS)])
+def test_an_encoder(kind: str, stage: int) -> None:
+    compare(kind, stage, tp=2, model=build_encoder)
