@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream import activations, ema, handover, zero
+    from slipstream import activations, ema, handover, parallel, zero
     from slipstream.config.arguments import add_config_arguments
     from slipstream.inference import InferenceEngine, SamplingParams, init_inference, pipeline
     from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
@@ -38,6 +38,7 @@ __all__ = [
     "init_distributed",
     "init_inference",
     "initialize",
+    "parallel",
     "pipeline",
     "quantize",
     "zero",
@@ -69,7 +70,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("activations", "ema", "handover", "zero"):
+    if name in ("activations", "ema", "handover", "parallel", "zero"):
         return importlib.import_module(f"slipstream.{name}")
     if name not in _HOMES:
         raise AttributeError(

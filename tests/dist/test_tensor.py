@@ -135,3 +135,83 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize(("kind", "stage"), [(kind, 1 + i % 3) for i, kind in enumerate(ENCODERS)])
 def test_an_encoder(kind: str, stage: int) -> None:
     compare(kind, stage, tp=2, model=build_encoder)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(
+    ("kind", "stage", "tp", "changes"),
+    [
+        ("llama", 3, 2, {}),
+        ("gpt2", 1, 2, {}),
+        ("llama", 2, 4, {"num_attention_heads": 8, "num_key_value_heads": 2}),  # two ranks have each key head
+        ("llama", 1, 4, {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6}),  # uneven shares
+    ],
+)
+def test_four_ranks(kind: str, stage: int, tp: int, changes: dict[str, Any]) -> None:
+    compare(kind, stage, tp, transport="gloo" if stage == 1 else "auto", **changes)
+
+
+@distributed(world_size=2)
+def test_a_loss_over_shares_of_the_vocabulary() -> None:
+    compare("llama", 1, 2, blocks={"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}})
+    compare("gpt2", 3, 2, blocks={"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}})
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(("kind", "stage"), [("llama", 1), ("qwen3", 3), ("gpt2", 2), ("opt", 1)])
+def test_shares_of_the_tokens(kind: str, stage: int) -> None:
+    blocks = {"slipstream": {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}}}
+    compare(kind, stage, 2, blocks={"tensor_parallel": {}} | blocks)
+
+
+class Own(nn.Module):
+    """Our own layers, which are ordinary ones in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = slipstream.parallel
+        self.embed = layers.VocabParallelEmbedding(VOCAB, 16)
+        self.up = layers.ColumnParallelLinear(16, 36)
+        self.down = layers.RowParallelLinear(36, 16)
+        self.side = layers.RowParallelLinear(16, 16, bias=False, input_is_parallel=False)
+        self.head = layers.ColumnParallelLinear(16, VOCAB, gather_output=True)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+        x = self.embed(input_ids)
+        x = x + self.down(torch.relu(self.up(x))) + self.side(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+
+def build_own(kind: str, meta: bool = False) -> nn.Module:
+    torch.manual_seed(5)
+    if not meta:
+        return Own()
+    with slipstream.zero.Init():
+        return Own()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_own_layers(stage: int) -> None:
+    compare("", stage, 2, model=build_own)
+
+
+@distributed(world_size=2)
+def test_values_that_are_cut_as_they_arise(tmp_path_shared: Any = None) -> None:
+    """zero.Init's recorded values, a module's own on meta, and files: each rank gets its part of the whole's values."""
+    whole = build_own("").state_dict()
+    blocks = {"slipstream": {"mesh": {"tp": 2}}}
+
+    def check(model: nn.Module, expected: dict[str, Tensor] | None) -> None:
+        torch.manual_seed(5)
+        engine = slipstream.initialize(model=model, config=settings(3, **blocks))[0]
+        state = engine.state_dict()
+        for name, value in (expected or {}).items():
+            assert torch.equal(state[name], value), name
+        engine.destroy()
+
+    check(build_own("", meta=True), whole)
+    with torch.device("meta"):
+        model = Own()
+    check(model, None)

@@ -21,6 +21,7 @@ from slipstream.parallel.sequence import Heads, deal_heads
 from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Vocab
 from slipstream.world.mesh import Axis
 from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, whole_shape
+from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import repeated_blocks
 
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
@@ -266,9 +267,9 @@ class _Slicing:
         ranges, shares = self._ranges(name, length, how)
         gathers = how.whole and not (self.plan.vocab_head and self._is_head(name))
         for each in (layer, *_adapters(module, "lora_B")):
-            self._part(each.weight, 1 if transposed and each is layer else 0, length, ranges)
+            self._part(each.weight, 1 if transposed and each is layer else 0, length, ranges, shares)
             if each.bias is not None:
-                self._part(each.bias, 0, length, ranges)
+                self._part(each.bias, 0, length, ranges, shares)
             self._become(each, Column, gathers=gathers, shares=shares, is_transposed=transposed and each is layer)
         if self._is_head(name) and not gathers:
             self._local_loss()
@@ -280,7 +281,7 @@ class _Slicing:
         length = whole_shape(layer.weight)[0 if transposed else 1]
         ranges, shares = self._ranges(name, length, how)
         for each in (layer, *_adapters(module, "lora_A")):
-            self._part(each.weight, 0 if transposed and each is layer else 1, length, ranges)
+            self._part(each.weight, 0 if transposed and each is layer else 1, length, ranges, shares)
             self._become(each, Row, splits=how.whole, shares=shares, is_transposed=transposed and each is layer)
         if self.slices.tokens is not None and layer.bias is not None:
             self._partial(name, layer, how, only="bias")
@@ -330,7 +331,10 @@ class _Slicing:
             dealt = [self._dealt_part(name, length, how)]
         starts = [sum(parts[:i]) for i in range(len(parts))] if parts else [0]
         ranges = tuple((start + a, start + b) for start, each in zip(starts, dealt, strict=True) for a, b in [each[self.axis.index]])
-        return ranges, [sum(each[rank][1] - each[rank][0] for each in dealt) for rank in range(self.axis.size)]
+        shares = [sum(each[rank][1] - each[rank][0] for each in dealt) for rank in range(self.axis.size)]
+        if len(dealt) > 1 and sum(shares) > length:
+            raise ValueError(f"{name!r}: a fused weight with key heads that {self.axis.size} tp ranks have to share; lower the tp size")
+        return ranges, shares
 
     def _dealt_part(self, name: str, length: int, how: Cut) -> list[tuple[int, int]]:
         """The ranges of all ranks: of whole heads in attention, else even ones."""
@@ -396,18 +400,16 @@ class _Slicing:
         if type(parent).__name__ == "BloomAttention":
             parent.register_forward_pre_hook(_own_slopes(queries, own.queries), with_kwargs=True)
 
-    def _part(self, param: nn.Parameter, dim: int, length: int, ranges: Ranges) -> None:
+    def _part(self, param: nn.Parameter, dim: int, length: int, ranges: Ranges, shares: Sequence[int] = ()) -> None:
         if id(param) in self.done or not self.cut:
             return
         self.done[id(param)] = tuple(param.shape)
+        keep_source(param)
         with torch.no_grad():
             kept = torch.cat([param.data.narrow(dim, a, b - a) for a, b in ranges], dim)
-            param.data = kept.clone() if kept.untyped_storage().data_ptr() == param.untyped_storage().data_ptr() else kept
+            param.data = kept
         param.grad = None
-        own = sum(b - a for a, b in ranges)
-        different = self.axis.size
-        if own * self.axis.size > length and length % own == 0:  # key heads that several ranks have
-            different = length // own
+        different = self.axis.size * length // max(sum(shares), length)  # fewer: several ranks have each key head
         mark_part(param, "tp", different, dim, whole=length, ranges=ranges)
 
     def _become(self, module: nn.Module, mixin: type[Sliced], **attributes: Any) -> None:

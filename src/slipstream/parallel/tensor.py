@@ -41,6 +41,7 @@ class Slices:
     def __init__(self, axis: Axis, *, tokens: int | None = None, dropout: bool = False) -> None:
         self.axis, self.tokens, self.dropout = axis, tokens, dropout
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it: shapes only
+        self.shares: list[int] = []  # tokens of each rank, with `tokens`
         self._entered: tuple[Any, Tensor] | None = None  # the last input, and what the region's layers compute from
         self._outside: list[Tensor] | None = None  # the default generators' states, inside of a region
 
@@ -50,17 +51,34 @@ class Slices:
             seen, entered = self._entered
             if seen() is x and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
                 return entered
-        entered = enter(x, self.exchange, self.tokens)
+        entered = enter(x, self.exchange, *self._shared(x, self.exchange.rank))
         self._entered = weakref.ref(x), entered
+        if entered.requires_grad:  # a column layer without a row layer, such as a head, would keep the graph until the next call
+            entered.register_hook(self._forget_entered)
         self._draw_apart(x.device)
         return entered
+
+    def _forget_entered(self, grad: Tensor) -> None:
+        self._entered = None
 
     def leave(self, x: Tensor) -> Tensor:
         """End a region: the sum of all ranks' `x`."""
         self._entered = None
         if self.tokens is None:
             self.draw_alike()
-        return leave(x, self.exchange, self.tokens)
+        return leave(x, self.exchange, *self._shared(x, None))
+
+    def _shared(self, x: Tensor, rank: int | None) -> tuple[int | None, list[int] | None]:
+        """The dimension of `x` that has a rank's share of the tokens (None: all ranks' tokens), and the lengths of all shares.
+
+        In a matrix, tokens of several sequences follow each other; their order in the region does not matter.
+        """
+        if self.tokens is None:
+            return None, None
+        if x.dim() > 2:
+            return self.tokens, self.shares
+        batch = x.shape[0] // (sum(self.shares) if rank is None else self.shares[rank])
+        return 0, [batch * share for share in self.shares]
 
     def _draw_apart(self, device: torch.device) -> None:
         if not self.dropout or self._outside is not None or device.type == "meta":
@@ -82,13 +100,14 @@ class Slices:
         """This rank's share of the tokens, at the first block."""
         assert self.tokens is not None, "tokens are not shared"
         self._draw_apart(x.device)
-        return scatter_to(x, self.exchange, self.tokens)
+        self.shares = even_shares(x.shape[self.tokens], self.axis.size)
+        return scatter_to(x, self.exchange, self.tokens, self.shares)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens, behind the last block."""
         assert self.tokens is not None, "tokens are not shared"
         self.draw_alike()
-        return gather_from(x, self.exchange, self.tokens)
+        return gather_from(x, self.exchange, self.tokens, self.shares)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 _MARK = "_slipstream_tape"  # attribute of a tensor registered inside `Init`: (its tape, its version when `Init` closed)
+_SOURCE = "_slipstream_source"  # attribute of a part of a tensor on meta: the whole
 _OVERWRITES = "fill zero copy normal uniform exponential cauchy log_normal geometric bernoulli random"
 _OVERWRITING = frozenset(f"aten::{name}_" for name in _OVERWRITES.split())
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -282,11 +283,20 @@ def recorded() -> Iterator[None]:
 def is_recorded(tensor: Tensor) -> bool:
     """Whether the tensor is on meta and a tape has its values."""
     tape, _ = getattr(tensor, _MARK, (None, 0))
-    return tape is not None and tensor.is_meta and tape.writes(tensor)
+    return tape is not None and tensor.is_meta and tape.writes(getattr(tensor, _SOURCE, tensor))
+
+
+def keep_source(tensor: Tensor) -> None:
+    """Remember a tensor on meta, of which a tape may have the values, before its `data` becomes a part of it."""
+    if tensor.is_meta and not hasattr(tensor, _SOURCE):
+        setattr(tensor, _SOURCE, tensor.data)
 
 
 def values_of(name: str, tensor: Tensor) -> Tensor:
-    """Return the values that constructors wrote to a recorded tensor, on the CPU. Raises ValueError if they cannot be replayed."""
+    """Return the values that constructors wrote to a recorded tensor, on the CPU; of a part, those of the whole.
+
+    Raises ValueError if they cannot be replayed.
+    """
     tape, version = getattr(tensor, _MARK)
     if tensor._version != version:
         raise ValueError(
@@ -294,7 +304,7 @@ def values_of(name: str, tensor: Tensor) -> Tensor:
             f"after slipstream.initialize() in `with slipstream.zero.gathered({name})`"
         )
     try:
-        values: Tensor = tape.values(tensor)
+        values: Tensor = tape.values(getattr(tensor, _SOURCE, tensor))
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name} was initialized inside zero.Init by an operation that cannot be replayed ({error}); build the model without "
@@ -306,3 +316,4 @@ def values_of(name: str, tensor: Tensor) -> Tensor:
 def forget(tensor: Tensor) -> None:
     """Drop the tensor's reference to its tape."""
     vars(tensor).pop(_MARK, None)
+    vars(tensor).pop(_SOURCE, None)
