@@ -1,8 +1,10 @@
 """Tensor parallelism: unmodified models of transformers and own layers, cut over tp ranks, against one process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -198,20 +200,180 @@ def test_own_layers(stage: int) -> None:
 
 
 @distributed(world_size=2)
-def test_values_that_are_cut_as_they_arise(tmp_path_shared: Any = None) -> None:
+def test_values_that_are_cut_as_they_arise(tmp_path: Path) -> None:
     """zero.Init's recorded values, a module's own on meta, and files: each rank gets its part of the whole's values."""
-    whole = build_own("").state_dict()
-    blocks = {"slipstream": {"mesh": {"tp": 2}}}
 
-    def check(model: nn.Module, expected: dict[str, Tensor] | None) -> None:
+    def values(model: nn.Module, tp: int) -> dict[str, Tensor]:
         torch.manual_seed(5)
-        engine = slipstream.initialize(model=model, config=settings(3, **blocks))[0]
-        state = engine.state_dict()
-        for name, value in (expected or {}).items():
-            assert torch.equal(state[name], value), name
+        engine = slipstream.initialize(model=model, config=settings(3, slipstream={"mesh": {"tp": tp}}))[0]
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        engine.destroy()
+        return state
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return Own()
+
+    def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+        for name, value in one.items():
+            assert torch.equal(other[name], value), name
+
+    whole = build_own("").state_dict()
+    same(values(build_own("", meta=True), 2), whole)
+    same(values(on_meta(), 2), values(on_meta(), 1))
+    files = tmp_path / "model.safetensors"
+    if dist.get_rank() == 0:
+        safetensors.torch.save_file(whole, files)
+    dist.barrier()
+    model = on_meta()
+    slipstream.zero.load(model, files)
+    same(values(model, 2), whole)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(("stage", "schedule"), [(1, "1f1b"), (3, "zero_bubble")])
+def test_stages_of_slices(stage: int, schedule: str) -> None:
+    """pp 2 x tp 2 against one process, and tied embeddings, which are shares of the vocabulary on both stages."""
+    mesh = {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": schedule}}
+    config = settings(stage, slipstream=mesh, gradient_accumulation_steps=2)
+    engine = slipstream.initialize(model=build("qwen2"), config=config)[0]
+    model = build("qwen2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(STEPS):
+        micros = [batch(step, i) for i in range(2)]
+        loss = engine.train_batch(iter(micros))
+        optimizer.zero_grad()
+        expected = torch.stack([model(**each, use_cache=False).loss for each in micros]).mean()
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert float(loss) == pytest.approx(float(expected.detach()), abs=2e-5)
+        assert float(engine.global_grad_norm) == pytest.approx(float(norm), rel=1e-4)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_checkpoints_of_slices(tmp_path: Path) -> None:
+    """Saved at tp 2, loaded by two data-parallel ranks, and back: the same weights, masters and moments."""
+    blocks = {"bf16": {"enabled": True}}
+    first = trained(build("gpt2"), settings(1, slipstream={"mesh": {"tp": 2}}, **blocks))[2]
+    first.save_checkpoint(tmp_path, tag="sliced")
+    whole = slipstream.initialize(model=build("gpt2"), config=settings(3, **blocks))[0]
+    whole.load_checkpoint(tmp_path, tag="sliced")
+    whole.save_checkpoint(tmp_path, tag="whole")
+    again = slipstream.initialize(model=build("gpt2"), config=settings(2, slipstream={"mesh": {"tp": 2}}, **blocks))[0]
+    again.load_checkpoint(tmp_path, tag="whole")
+    states = [engine.state_dict() for engine in (first, whole, again)]
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]) and torch.equal(value, states[2][name]), name
+    losses = []
+    for engine in (first, again):
+        loss = engine(**batch(9), use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append((float(loss.detach()), float(engine.global_grad_norm)))
+    assert losses[0] == losses[1]
+    for engine in (first, whole, again):
         engine.destroy()
 
-    check(build_own("", meta=True), whole)
-    with torch.device("meta"):
-        model = Own()
-    check(model, None)
+
+@distributed(world_size=2)
+def test_adapters_on_slices() -> None:
+    """LoRA over column and row layers, fused ones, and a frozen base."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(kind: str) -> nn.Module:
+        targets = {"llama": ["q_proj", "o_proj", "down_proj", "up_proj"], "gpt2": ["c_attn", "c_proj"]}[kind]
+        model: nn.Module = peft.get_peft_model(build(kind), peft.LoraConfig(r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2"))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "lora_B" in name:
+                    param.normal_(generator=torch.Generator().manual_seed(len(name)))
+        return model
+
+    compare("llama", 1, 2, model=adapted)
+    compare("gpt2", 3, 2, model=adapted)
+
+
+@distributed(world_size=2)
+def test_dropout_in_slices() -> None:
+    """Outside of regions, ranks drop alike, so losses agree; inside, they do not; recomputation drops the same again."""
+    blocks = {"tensor_parallel": {"autotp_size": 2}}
+
+    def losses(recompute: bool, **rates: float) -> list[float]:
+        model = build("gpt2", **rates)
+        torch.manual_seed(7)
+        extra = {"slipstream": {"activations": "recompute"}} if recompute else {}
+        values, norms, engine = trained(model, settings(1, **blocks, **extra))
+        engine.destroy()
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, values)
+        assert every[0] == every[1]
+        return values + norms
+
+    rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1}
+    assert losses(False, **rates) == losses(True, **rates)
+    seen: list[Tensor] = []
+    drop = nn.functional.dropout
+
+    def spy(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append((out := drop(x, *args, **kwargs)) != 0)
+        return out
+
+    class Dropping(Own):
+        def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool) -> Any:
+            x = spy(self.embed(input_ids), 0.5)
+            hidden = spy(torch.ones_like(self.up(x)), 0.5)
+            x = x + self.down(hidden)
+            return transformers.modeling_outputs.CausalLMOutput(loss=spy(self.head(x), 0.5).square().mean())
+
+    torch.manual_seed(5)
+    model = Dropping()
+    model.dropout = 0.5  # type: ignore[assignment]
+    trained(model, settings(0, slipstream={"mesh": {"tp": 2}}))[2].destroy()
+    masks: list[Any] = [None, None]
+    dist.all_gather_object(masks, seen)
+    alike = [torch.equal(one, other) for one, other in zip(*masks, strict=True)]
+    assert alike == [True, False, True] * STEPS
+
+
+@distributed(world_size=2)
+def test_a_partition_config() -> None:
+    def specs(*entries: dict[str, Any], **options: Any) -> dict[str, Any]:
+        return {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": list(entries), **options}}}
+
+    column = {"patterns": [r".*\.(gate|up)_proj\.weight$"], "partition_type": "column"}
+    row = {"patterns": [r".*\.down_proj\.weight$"], "partition_type": "row"}
+    compare("llama", 1, 2, blocks=specs(column, row, use_default_specs=False))
+    fused = {"patterns": [".*c_attn.weight$"], "partition_type": "column", "shape": [[32, 32, 32], -1], "model_types": ["gpt2"]}
+    gathered = {"patterns": [".*c_fc.weight$"], "partition_type": "column", "gather_output": True}
+    kept = {"patterns": [".*mlp.c_proj.weight$"], "partition_type": "skip"}
+    compare("gpt2", 2, 2, blocks=specs(fused, gathered, kept))
+    compare("llama", 0, 2, blocks={"tensor_parallel": {"tp": {"tp_size": 2}, "preset_model": "llama"}})
+
+
+REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"partition_config": {"layer_specs": [{"patterns": ["nothing"]}], "use_default_specs": False}}, "no pattern", {}),
+    ({"partition_config": {"layer_specs": [{"patterns": ["("]}]}}, "not a regular expression", {}),
+    ({"partition_config": {"layer_specs": [{"patterns": [".*q_proj"], "shape": [-1, -1]}]}}, "has no parts", {}),
+    ({"partition_config": {"layer_specs": [{"patterns": [".*q_proj"], "partition_dim": 1}]}}, "partition_dim 1", {}),
+    (
+        {"partition_config": {"layer_specs": [{"patterns": [".*up_proj"]}], "use_default_specs": False, "strict_mode": True}},
+        "strict_mode.*q_proj",
+        {},
+    ),
+    ({"preset_model": "lama"}, "'lama' is none of", {}),
+    ({}, "3 query and 1 key heads .* use 1", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}),
+]
+
+
+@distributed(world_size=2)
+def test_partition_configs_that_are_refused() -> None:
+    for block, text, changes in REFUSED:
+        model = build("llama", **changes)
+        shapes = [param.shape for param in model.parameters()]
+        with pytest.raises(ValueError, match=text):
+            slipstream.initialize(model=model, config=settings(1, tensor_parallel={"autotp_size": 2} | block))
+        assert [param.shape for param in model.parameters()] == shapes, text
+    with pytest.raises(ValueError, match="Linear has no plan"):
+        slipstream.initialize(model=nn.Linear(4, 4), config=settings(1, tensor_parallel={"autotp_size": 2}))

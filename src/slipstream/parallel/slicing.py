@@ -146,7 +146,7 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
         for path in tensors:
             cut = next((cut for match, cut in rules if match(path)), None)
             if cut is not None and cut.kind != "skip":
-                matched = True
+                matched |= cut is not _HEAD
                 yield path, cut
     if plan.strict:
         _refuse_unmatched(model, rules, own)
