@@ -244,24 +244,6 @@ def test_mpus_group_shares_the_states(transport: str) -> None:
         engine.destroy()
 
 
-@distributed(world_size=1)
-def test_a_model_parallel_mpu_is_refused() -> None:
-    class Megatron:
-        size = 2
-
-        def get_data_parallel_group(self) -> Any:
-            return None
-
-        def get_tensor_model_parallel_world_size(self) -> int:
-            return self.size
-
-    mpu = Megatron()
-    with pytest.raises(ValueError, match=r"mpu.get_tensor_model_parallel_world_size\(\) is 2: tensor parallelism is not built"):
-        slipstream.initialize(model=toy.Net(), config=toy.settings(3), mpu=mpu)
-    mpu.size = 1
-    slipstream.initialize(model=toy.Net(), config=toy.settings(3), mpu=mpu)[0].destroy()
-
-
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     return [

@@ -1,5 +1,6 @@
 """Tensor parallelism: unmodified models of transformers and own layers, cut over tp ranks, against one process."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from tests import toy
+from tests.dist.test_axes import Enter, Leave
 
 from tests.pool import distributed
 
@@ -284,7 +287,9 @@ def test_adapters_on_slices() -> None:
 
     def adapted(kind: str) -> nn.Module:
         targets = {"llama": ["q_proj", "o_proj", "down_proj", "up_proj"], "gpt2": ["c_attn", "c_proj"]}[kind]
-        model: nn.Module = peft.get_peft_model(build(kind), peft.LoraConfig(r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft calls what transformers renamed
+            model: nn.Module = peft.get_peft_model(build(kind), peft.LoraConfig(r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2"))
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if "lora_B" in name:
@@ -377,3 +382,90 @@ def test_partition_configs_that_are_refused() -> None:
         assert [param.shape for param in model.parameters()] == shapes, text
     with pytest.raises(ValueError, match="Linear has no plan"):
         slipstream.initialize(model=nn.Linear(4, 4), config=settings(1, tensor_parallel={"autotp_size": 2}))
+
+
+class Megatron:
+    """An mpu of 2 x 2 ranks whose tensor-parallel ranks are two apart."""
+
+    def __init__(self, prefix: str) -> None:
+        self.tensor, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        self.data, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+        self.stages = 1
+        getters = {"group": self.tensor, "rank": dist.get_rank() // 2, "world_size": 2}
+        for what, value in getters.items():
+            setattr(self, f"get_{prefix}_{what}", lambda value=value: value)
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank() % 2
+
+    def get_data_parallel_world_size(self) -> int:
+        return 2
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self.stages
+
+
+class MegatronMlp(nn.Module):
+    """The user's own slices, by torch's collectives and Megatron's attributes."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8, bias=False)
+        self.group = group
+        if group is not None:
+            rows = slice(12 * dist.get_rank(group), 12 * dist.get_rank(group) + 12)
+            for name, param, cut, dim in (("weight", self.up, (rows,), 0), ("bias", self.up, (rows,), 0), ("weight", self.down, (..., rows), 1)):
+                part = nn.Parameter(getattr(param, name).detach()[cut].clone())
+                part.tensor_model_parallel, part.partition_dim = True, dim  # type: ignore[attr-defined]
+                setattr(param, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = self.down(torch.relu(self.up(h if self.group is None else Enter.apply(h, self.group))))
+        return (x + (h if self.group is None else Leave.apply(h, self.group))).square().mean()
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(("stage", "prefix"), [(0, "model_parallel"), (1, "tensor_model_parallel"), (3, "tensor_model_parallel")])
+def test_slices_of_your_own(stage: int, prefix: str, tmp_path: Path) -> None:
+    mpu = Megatron(prefix)
+    engine = slipstream.initialize(model=MegatronMlp(mpu.tensor), config=settings(stage), mpu=mpu)[0]
+    assert (engine.mesh.tp.index, engine.mesh.batch.index) == divmod(dist.get_rank(), 2)
+    model = MegatronMlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(STEPS):
+        engine.backward(engine(toy.floats(mpu.get_data_parallel_rank(), step)))
+        engine.step()
+        optimizer.zero_grad()
+        torch.stack([model(toy.floats(replica, step)) for replica in range(2)]).mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert engine.global_grad_norm == pytest.approx(float(norm), rel=1e-5)
+    engine.save_checkpoint(tmp_path)
+    state = engine.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-5, rtol=0)
+    engine.destroy()
+    whole = slipstream.initialize(model=MegatronMlp(), config=settings(2))[0]
+    whole.load_checkpoint(tmp_path)
+    assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
+    whole.destroy()
+    mpu.stages = 2
+    with pytest.raises(ValueError, match="mpu has 2 pipeline stages"):
+        slipstream.initialize(model=MegatronMlp(mpu.tensor), config=settings(1), mpu=mpu)
+
+
+@distributed(world_size=2)
+def test_deepspeeds_tp_model_init() -> None:
+    from slipstream.parallel.slicing import tp_model_init
+
+    model = tp_model_init(build("llama"), tp_size=2, dtype=torch.float32)
+    engine = slipstream.initialize(model=model, config=settings(1))[0]
+    assert engine.mesh.tp.size == 2 and model.model.layers[0].mlp.up_proj.weight.shape == (24, 32)
+    engine.destroy()
+    with pytest.raises(ValueError, match=r"slipstream.mesh.tp \(1\) and the model or an argument \(2\)"):
+        slipstream.initialize(model=tp_model_init(build("llama"), 2), config=settings(1, slipstream={"mesh": {"tp": 1}}))

@@ -212,10 +212,13 @@ class DeepSpeedEngine(Engine):
     global_rank = property(lambda self: dist.get_rank() if dist.is_initialized() else 0)
     local_rank = property(lambda self: local_rank())
     dp_world_size = property(lambda self: self.mesh.batch.size)
-    mp_world_size = property(lambda self: 1)
+    mp_world_size = property(lambda self: self.mesh.tp.size)
     data_parallel_group = property(lambda self: self.mesh.batch.group)
-    get_tensor_parallel_rank = get_model_parallel_rank = _of(lambda plan: 0)
-    get_sequence_parallel_group = _of(lambda plan: None)
+    get_tensor_parallel_rank = get_model_parallel_rank = _attribute("mesh.tp.index")
+    get_tensor_parallel_world_size = _attribute("mesh.tp.size")
+    get_sequence_parallel_group = _attribute("mesh.sp.group")
+    get_sequence_parallel_rank = _attribute("mesh.sp.index")
+    get_sequence_parallel_world_size = _attribute("mesh.sp.size")
 
     # -- weights and states --
 

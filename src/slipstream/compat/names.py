@@ -19,6 +19,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.utils": "OnDevice log_dist logger",
         "slipstream.compat.versions": "git_branch git_hash",
         "slipstream": "InferenceEngine add_config_arguments init_inference",
+        "slipstream.parallel.slicing": "tp_model_init",
     },
     "deepspeed.runtime": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.base_optimizer": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
@@ -299,7 +300,6 @@ _TUNING = "autotuning; `slipstream plan --memory 24G` finds the fastest configur
 # module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
 MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
-        "tp_model_init": "tensor parallelism; set autotp_size to 0 or 1 and use ZeRO stage 3 to shard the weights",
         "PipelineEngine": _PIPELINE,
         "DeepSpeedHybridEngine": _HYBRID,
         "DeepSpeedTransformerLayer": _TRANSFORMER,

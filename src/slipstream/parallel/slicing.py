@@ -24,6 +24,7 @@ from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, wh
 from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import repeated_blocks
 
+_WANTED = "_slipstream_tp_size"  # attribute of a model
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _NUM_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -102,8 +103,26 @@ _STYLES: Mapping[str, Cut] = {
 }
 
 
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any) -> nn.Module:
+    """Ask for `tp_size` tensor-parallel ranks for a model; `initialize` cuts it. Returns the model, as DeepSpeed's function of this name.
+
+    dtype: if passed, the model is cast. Raises ValueError for other keywords than `tp_group`, whose ranks the mesh has.
+    """
+    if unknown := sorted(kwargs.keys() - {"tp_group"}):
+        raise ValueError(f"tp_model_init() has no argument {', '.join(unknown)}; the config's tensor_parallel block has the options")
+    if tp_size < 1:
+        raise ValueError(f"tp_model_init(tp_size={tp_size}): at least 1")
+    vars(model)[_WANTED] = tp_size
+    return model if dtype is None else model.to(dtype)
+
+
+def wanted_size(model: nn.Module) -> dict[str, int]:
+    """The size of the tp axis that `tp_model_init` asked for; {} if it was not called."""
+    return {"tp": vars(model)[_WANTED]} if _WANTED in vars(model) else {}
+
+
 def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None:
-    """Cut `model` in place for this rank of `axis`; None if the axis has one rank. The caller connects `Slices.exchange`.
+    """Cut `model` in place for this rank of `axis`. The caller connects `Slices.exchange`; None: nothing is to be cut.
 
     Raises ValueError, before any layer is cut, for a model without a plan, a style that is not known, heads that cannot be dealt,
     or a quantized weight.
@@ -112,7 +131,7 @@ def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None
         return None
     for name, param in model.named_parameters():
         if any(part.split.axis == "tp" for part in parts_of(param)):
-            return Slices(axis)  # the user's own slicing, of all of the model
+            return None  # the user's own slicing, of all of the model
         if is_quantized(param):
             raise ValueError(
                 f"parameter {name!r} is quantized; a quantized weight cannot be cut over {axis.size} tp ranks: use "

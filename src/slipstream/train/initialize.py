@@ -23,7 +23,8 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder, is_decoder
 from slipstream.parallel.module import PipelineModule
-from slipstream.parallel.slicing import slice_model
+from slipstream.parallel.mpu import layout_of, mark_marked
+from slipstream.parallel.slicing import slice_model, wanted_size
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import (
@@ -85,7 +86,8 @@ def initialize(
     lr_scheduler      a scheduler whose `step()` takes no arguments, or a callable that makes one from the optimizer; default:
                       the config's
     collate_fn        of the loader for `training_data`
-    mpu               an object with `get_data_parallel_group()`: the ranks that share the states
+    mpu               your own model parallelism, by Megatron's contract (parallel/mpu.py): `get_data_parallel_group()` has the
+                      ranks that share the states, and `get_tensor_model_parallel_rank()` and its like the ranks of one replica
     distributed_port  port of the rendezvous, if the environment does not set it
     dist_init_required  False: do not initialize a process group
     config_params     an older name of `config`; mesh_param is refused: sequence parallelism is not built yet
@@ -93,18 +95,22 @@ def initialize(
     Raises ValueError for user errors, before any weight is sharded. If the config, the data or the mpu is invalid, or ranks have
     different configs, models or versions, it raises before it changes the model.
     """
-    model = _checked_model(model, mpu, mesh_param)
+    model = _checked_model(model, mesh_param)
     brief.install_hook()
     loaded = read_together(
         lambda: read_config(config=config, config_params=config_params, args=args), distributed_port, mpu, dist_init_required
     )
     device = local_device()
-    group = mpu.get_data_parallel_group() if mpu is not None else None
-    plan, overrides = _resolve(loaded, _facts(model, device, optimizer, training_data, lr_scheduler), group, optimizer is not None)
+    group, sizes, places = layout_of(mpu)
+    facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
+    plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)
-    mesh = build_mesh(pp=plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, shard_size=plan.zero.shard_size, group=group)
+    axes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp}
+    mesh = build_mesh(**axes, shard_size=plan.zero.shard_size, group=group, places=places)
     check_alike_on(facts_of_model(model), mesh.batch)
-    slices = slice_model(model, mesh.tp, plan.tensor)
+    if places is not None:
+        mark_marked(model, mesh.tp)
+    slices = None if places is not None else slice_model(model, mesh.tp, plan.tensor)
     model, model_parameters = _in_stages(model, plan, mesh, model_parameters)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     if mesh.is_first:
@@ -126,8 +132,8 @@ def initialize(
     return engine, engine.optimizer, loader, scheduler
 
 
-def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
-    """Raise ValueError or TypeError for a model or an mpu that an engine cannot have."""
+def _checked_model(model: Any, mesh_param: Any) -> nn.Module:
+    """Raise ValueError or TypeError for a model that an engine cannot have."""
     if model is None:
         raise ValueError("initialize() needs model=")
     if not isinstance(model, nn.Module):
@@ -136,8 +142,6 @@ def _checked_model(model: Any, mpu: Any, mesh_param: Any) -> nn.Module:
         raise ValueError("mesh_param (sequence parallel meshes) is not built yet; drop it")
     for unit in access.units_of(model.parameters()):
         raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
-    if mpu is not None:
-        _refuse_model_parallel(mpu)
     return model
 
 
@@ -203,16 +207,6 @@ def read_together(
     return loaded
 
 
-def _refuse_model_parallel(mpu: Any) -> None:
-    for getter in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        size = getattr(mpu, getter)() if hasattr(mpu, getter) else 1  # the methods differ between frameworks
-        if size > 1:
-            raise ValueError(
-                f"mpu.{getter}() is {size}: tensor parallelism is not built yet. Each model-parallel rank would clip and skip by "
-                f"its own gradient norm, and replicated parameters would diverge; use a model-parallel size of 1"
-            )
-
-
 def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.device) -> StatefulLoader:
     """Build the distributed loader; from a DataLoader it uses the dataset, collate_fn, drop_last and num_workers."""
     drop_last, num_workers = plan.data.drop_last, 0
@@ -263,7 +257,9 @@ def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
     return files[0]
 
 
-def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data: Any, lr_scheduler: Any) -> ModelFacts:
+def _facts(
+    model: nn.Module, device: torch.device, optimizer: Any, training_data: Any, lr_scheduler: Any, sizes: Mapping[str, int]
+) -> ModelFacts:
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     rates = {float(group["lr"]) for group in groups if isinstance(group.get("lr"), (int, float, torch.Tensor))}
     return ModelFacts(
@@ -272,7 +268,7 @@ def _facts(model: nn.Module, device: torch.device, optimizer: Any, training_data
         loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,
         optimizer_lr=rates.pop() if len(rates) == 1 else None,
         brings_schedule=lr_scheduler is not None,
-        mesh={"pp": model.num_ranks} if isinstance(model, PipelineModule | PipelinedDecoder) else {},
+        mesh={"pp": model.num_ranks} if isinstance(model, PipelineModule | PipelinedDecoder) else wanted_size(model) | sizes,
     )
 
 

@@ -1,0 +1,73 @@
+"""The user's own model parallelism, by Megatron's contract: an object that knows the groups, and marked parameters.
+
+A parameter with `tensor_model_parallel` or `model_parallel` true is another one on each rank of the model-parallel group: a part of
+the whole along `partition_dim` (default 0). All others are copies: each rank of the group computes the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from slipstream.world.mesh import Axis, Place
+from slipstream.zero.leaves import mark_part, parts_of
+
+_TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")  # the first that an mpu has counts
+_STAGES = ("pipeline_model_parallel", "pipe_parallel")
+_MARKS = ("tensor_model_parallel", "model_parallel")
+
+
+class Layout(NamedTuple):
+    """The ranks of an engine: its process group (None: all), and the places of its ranks on the axes if an mpu says them."""
+
+    group: Any
+    sizes: Mapping[str, int]
+    places: Mapping[int, Place] | None
+
+
+def layout_of(mpu: Any) -> Layout:
+    """The layout that an mpu describes; without model parallelism, an engine for each data-parallel group.
+
+    Collective if the mpu has model-parallel groups. Raises ValueError for pipeline stages and for groups that are no grid.
+    """
+    if mpu is None:
+        return Layout(None, {}, None)
+    if (stages := _ask(mpu, _STAGES, "world_size", 1)) > 1:
+        raise ValueError(
+            f"mpu has {stages} pipeline stages: an engine does not run a schedule that is not its own. Pass a PipelineModule, or a "
+            "model of transformers with slipstream.mesh.pp, and no mpu"
+        )
+    size = _ask(mpu, _TENSOR, "world_size", 1)
+    if size == 1:
+        return Layout(mpu.get_data_parallel_group(), {}, None)
+    own = (mpu.get_data_parallel_rank(), _ask(mpu, _TENSOR, "rank", 0), size)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    places = {rank: Place(0, data, 0, tensor) for rank, (data, tensor, _) in enumerate(every)}
+    sizes = {each[2] for each in every}
+    if len(sizes) > 1 or len(set(places.values())) < len(every) or len({place.batch for place in places.values()}) * size != len(every):
+        raise ValueError(
+            f"mpu: the data-parallel and model-parallel ranks of the {len(every)} ranks are no grid: "
+            + ", ".join(f"rank {rank}: data {data} model {tensor} of {of}" for rank, (data, tensor, of) in enumerate(every))
+        )
+    return Layout(None, {"tp": size}, dict(sorted(places.items(), key=lambda item: item[1])))
+
+
+def mark_marked(model: nn.Module, axis: Axis) -> None:
+    """Mark the parameters that Megatron's attributes say to be parts. Raises ValueError if they do not fit."""
+    for name, param in model.named_parameters():
+        if any(getattr(param, mark, False) for mark in _MARKS) and not parts_of(param):
+            dim = max(getattr(param, "partition_dim", 0), 0)  # -1: not set
+            try:
+                mark_part(param, "tp", axis.size, dim)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+
+def _ask(mpu: Any, kinds: tuple[str, ...], what: str, default: int) -> int:
+    """The answer of the first getter that the mpu has."""
+    getters = (getattr(mpu, f"get_{kind}_{what}", None) for kind in kinds)
+    return next((getter() for getter in getters if getter is not None), default)
