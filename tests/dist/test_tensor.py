@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import slipstream
 from tests import toy
 from tests.dist.test_axes import Enter, Leave
-
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +24,15 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen2": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8},
     "gemma": SMALL | {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 8},
-    "gpt2": {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": VOCAB, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "vocab_size": VOCAB,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     "gpt_neox": SMALL | {"intermediate_size": 48},
     "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "bloom": {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": VOCAB},
@@ -37,7 +44,9 @@ DECODERS: dict[str, dict[str, Any]] = {
 def build(kind: str, **changes: Any) -> nn.Module:
     torch.manual_seed(5)
     config = transformers.CONFIG_MAPPING[kind](**DECODERS[kind] | changes)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind == "bloom" else "sdpa")
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if kind == "bloom" else "sdpa"
+    )
     with torch.no_grad():  # biases of zero would hide mistakes
         for param in model.parameters():
             param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())) * 0.02)
@@ -109,8 +118,24 @@ def test_an_unmodified_model(kind: str, stage: int) -> None:
 
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": SMALL | {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB, "dropout_rate": 0.0, "decoder_start_token_id": 0},
-    "vit": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
+    "t5": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": VOCAB,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
+    "vit": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "image_size": 16,
+        "patch_size": 4,
+    }
     | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 5},
 }
 
@@ -118,7 +143,11 @@ ENCODERS: dict[str, dict[str, Any]] = {
 def build_encoder(kind: str) -> nn.Module:
     torch.manual_seed(5)
     config = transformers.CONFIG_MAPPING[kind](**ENCODERS[kind])
-    kinds = {"bert": transformers.BertForMaskedLM, "t5": transformers.T5ForConditionalGeneration, "vit": transformers.ViTForImageClassification}
+    kinds = {
+        "bert": transformers.BertForMaskedLM,
+        "t5": transformers.T5ForConditionalGeneration,
+        "vit": transformers.ViTForImageClassification,
+    }
     return Adapted(kinds[kind](config), kind)
 
 
@@ -289,7 +318,9 @@ def test_adapters_on_slices() -> None:
         targets = {"llama": ["q_proj", "o_proj", "down_proj", "up_proj"], "gpt2": ["c_attn", "c_proj"]}[kind]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft calls what transformers renamed
-            model: nn.Module = peft.get_peft_model(build(kind), peft.LoraConfig(r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2"))
+            model: nn.Module = peft.get_peft_model(
+                build(kind), peft.LoraConfig(r=4, target_modules=targets, fan_in_fan_out=kind == "gpt2")
+            )
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if "lora_B" in name:
@@ -367,7 +398,10 @@ REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         "strict_mode.*q_proj",
         {},
     ),
-    ({"preset_model": "lama"}, "'lama' is none of", {}),
+    ({"partition_config": {"layer_spec": []}}, "unknown keys layer_spec", {}),
+    ({"partition_config": {"layer_specs": [{"pattern": [".*q_proj"]}]}}, r"layer_specs\[0\] has unknown keys pattern", {}),
+    ({"partition_config": {"layer_specs": [{"patterns": [".*q_proj"], "partition_type": "col"}]}}, "'col' is none of", {}),
+    ({"preset_model": "glm"}, "'glm' is none of", {}),
     ({}, "3 query and 1 key heads .* use 1", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 24}),
 ]
 
@@ -418,7 +452,11 @@ class MegatronMlp(nn.Module):
         self.group = group
         if group is not None:
             rows = slice(12 * dist.get_rank(group), 12 * dist.get_rank(group) + 12)
-            for name, param, cut, dim in (("weight", self.up, (rows,), 0), ("bias", self.up, (rows,), 0), ("weight", self.down, (..., rows), 1)):
+            for name, param, cut, dim in (
+                ("weight", self.up, (rows,), 0),
+                ("bias", self.up, (rows,), 0),
+                ("weight", self.down, (..., rows), 1),
+            ):
                 part = nn.Parameter(getattr(param, name).detach()[cut].clone())
                 part.tensor_model_parallel, part.partition_dim = True, dim  # type: ignore[attr-defined]
                 setattr(param, name, part)

@@ -450,6 +450,7 @@ FULL = {
 
 # Honored keys without a field of their own in the plan.
 CHECKED = {"data_parallel_size", "sequence_parallel_size", "pipeline.stages", "slipstream.unknown_keys"}
+CHECKED |= {"tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"}  # sizes of an axis, as the two above
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 
 
@@ -660,6 +661,12 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.mesh.sp": st.sampled_from([1, 2]),
     "slipstream.mesh.tp": st.sampled_from([1, 2]),
     "sequence_parallel_size": st.sampled_from([1, 2]),
+    "tensor_parallel.autotp_size": st.sampled_from([0, 1, 2]),
+    "tensor_parallel.tp.tp_size": st.sampled_from([1, 2]),
+    "tensor_parallel.preset_model": st.sampled_from(["llama", None]),
+    "tensor_parallel.partition_config": st.just({"layer_specs": [{"patterns": ["a"]}]}),
+    "tensor_parallel.vocab_parallel_lm_head": flags | st.none(),
+    "slipstream.tensor.sequence_parallel": flags,
     "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),
     "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),

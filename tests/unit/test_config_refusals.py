@@ -38,7 +38,12 @@ def half(name: str, **others: Any) -> Config:
 # Axes of the plan. A value is a config by dotted key; "device" chooses the facts.
 PLANS: Mapping[str, tuple[Config, ...]] = {
     "device": tuple({"device": device} for device in DEVICES),
-    "mesh": ({}, {"slipstream.mesh.sp": 2}, {"slipstream.mesh.sp": 2, "sequence_parallel_size": 4}),
+    "mesh": (
+        {},
+        {"slipstream.mesh.sp": 2},
+        {"slipstream.mesh.sp": 2, "sequence_parallel_size": 4},
+        {"slipstream.mesh.pp": 2, "slipstream.tensor.sequence_parallel": True},
+    ),
     "weights": (
         {},
         half("fp16"),

@@ -10,22 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from slipstream.config.keys import Feature
-from slipstream.config.values import (
-    MIB,
-    Block,
-    Count,
-    Dtype,
-    Fraction,
-    Int,
-    Names,
-    Real,
-    Seed,
-    Size,
-    Word,
-    honored,
-    no_effect,
-    switch,
-)
+from slipstream.config.values import MIB, Block, Count, Fraction, Int, Names, Real, Seed, Size, Word, honored, no_effect, switch
 
 # Parallelism
 
@@ -40,42 +25,26 @@ class TensorParallelSize(Block):
     tp_group: Any = no_effect(None, _BY_MESH)
 
 
-class LayerSpec(Block):
-    patterns: Names = honored([], "Regular expressions, matched from the beginning of a parameter's name.", "test_a_partition_config")
-    partition_type: Word[Literal["column", "row", "skip"]] = honored("column", "How the layer is cut.", "test_a_partition_config")
-    shape: list[Any] | None = honored(
-        None, "Parts of a fused weight: `[3, -1]` three equal ones, `[[q, k, v], -1]` of these lengths.", "test_a_partition_config"
-    )
-    partition_dim: Int | None = honored(None, "Dimension of `shape` that is cut.", "test_partition_configs_that_are_refused")
-    model_types: Names | None = honored(None, "Models (config.model_type) that the entry is for; none: all.", "test_a_partition_config")
-    gather_output: bool = honored(False, "All ranks get the whole output of a column layer.", "test_a_partition_config")
-    grad_allreduce: bool = honored(
-        False, "With skip: gradients of the layer are sums over the ranks.", "test_a_partition_config"
-    )
-
-
-class PartitionConfig(Block):
-    use_default_specs: bool = honored(True, "Use the model's own plan for other layers.", "test_a_partition_config")
-    layer_specs: list[LayerSpec] = honored([], "Which layers are cut, and how; the first that matches counts.", "test_a_partition_config")
-    embedding_partition_dim: Int = no_effect(1, "an embedding is cut only if a head that is cut shares its weight")
-    lm_head_patterns: Names = honored(["lm_head", "embed_out"], "Names of heads, whose outputs are gathered.", "test_a_partition_config")
-    strict_mode: bool = honored(
-        False, "Refuse a model of which a linear layer in a block matches no entry.", "test_partition_configs_that_are_refused"
-    )
-
-
 class TensorParallel(Block):
     autotp_size: Size = honored(0, "Ranks that share each layer; the same as `slipstream.mesh.tp`.", "test_an_unmodified_model")
     tp: TensorParallelSize = TensorParallelSize()
-    dtype: Dtype = no_effect("fp16", "fp16 and bf16 decide the dtype")
-    preset_model: str | None = honored(None, "Plan of a known model: llama, qwen2, bloom, gpt2, opt, ...", "test_a_partition_config")
+    dtype: str | None = no_effect("fp16", "fp16 and bf16 decide the dtype")
+    preset_model: str | None = honored(
+        None, "Plan of a known model: llama, qwen2, bloom, gpt2, opt, ...", "test_a_partition_config"
+    )
     tp_overlap_comm: bool = no_effect(False, "layers wait for their sums")
     vocab_parallel_lm_head: bool | None = honored(
-        None, "Compute the loss from logits of which each rank has a share of the vocabulary.", "test_a_loss_over_shares_of_the_vocabulary"
+        None,
+        "Compute the loss from logits of which each rank has a share of the vocabulary.",
+        "test_a_loss_over_shares_of_the_vocabulary",
     )
     vocab_parallel_ce_backend: str = no_effect("torch", "the loss over shares of the vocabulary is Slipstream's own")
     injection_policy_tuple: Any = no_effect(None, "partition_config names the layers to cut")
-    partition_config: PartitionConfig | None = None
+    partition_config: dict[str, Any] | None = honored(
+        None,
+        "Which layers are cut, and how: `layer_specs`, `use_default_specs`, `lm_head_patterns`, `strict_mode`.",
+        "test_a_partition_config",
+    )
     keep_module_on_host: bool = no_effect(False, "the model is cut where its parameters are")
     replace_with_kernel_inject: bool = no_effect(False, "modules are not replaced")
 

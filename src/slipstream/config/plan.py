@@ -15,7 +15,7 @@ DeepSpeed 0.19), "auto: <rule>" (the user wrote "auto"), "derived: <formula>" (c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -98,30 +98,12 @@ class PipelinePlan:
     recompute_interval: int = key("pipeline.activation_checkpoint_interval")  # layers that are recomputed together; 0: the module's
 
 
-_OF_A_CUT = ("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce")
-
-
-class CutSpec(NamedTuple):
-    """An entry of `partition_config.layer_specs`."""
-
-    patterns: Sequence[str]
-    partition_type: str
-    shape: Sequence[Any] | None
-    partition_dim: int | None
-    model_types: Sequence[str] | None
-    gather_output: bool
-    grad_allreduce: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
     """How layers are sliced over the tp axis."""
 
     preset: str | None = key("tensor_parallel.preset_model")
-    specs: Sequence[CutSpec] = of(*(Json(f"tensor_parallel.partition_config.layer_specs.*.{name}") for name in _OF_A_CUT))
-    use_defaults: bool = key("tensor_parallel.partition_config.use_default_specs")
-    heads: Sequence[str] = key("tensor_parallel.partition_config.lm_head_patterns")
-    strict: bool = key("tensor_parallel.partition_config.strict_mode")
+    partition: Mapping[str, Any] | None = key("tensor_parallel.partition_config")  # parallel/slicing.py reads it
     vocab_head: bool = key("tensor_parallel.vocab_parallel_lm_head", read=bool)
     shares_tokens: bool = key("slipstream.tensor.sequence_parallel")
 

@@ -81,7 +81,9 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
     stated: dict[str, list[tuple[str, int]]] = {}
     for axis, paths in MESH_KEYS.items():
         given = [(path, values[path]) for path in paths if isinstance(values[path], int) and values.is_given(path)]
-        given = [(path, size) for path, size in given if size > 1 or not path.startswith("tensor_parallel.")]  # off, as in DeepSpeed
+        given = [
+            (path, size) for path, size in given if size > 1 or not path.startswith("tensor_parallel.")
+        ]  # off, as in DeepSpeed
         argument = [("the model or an argument", size) for name, size in values.facts.mesh.items() if name == axis]
         stated[axis] = [(name, max(size, 1)) for name, size in (*given, *argument)]
     return stated

@@ -21,7 +21,6 @@ from slipstream.config.plan import (
     DTYPES,
     ActivationPlan,
     BatchPlan,
-    CutSpec,
     CheckpointPlan,
     CompilePlan,
     DataPlan,
@@ -33,10 +32,10 @@ from slipstream.config.plan import (
     OffloadPlan,
     OptimizerPlan,
     PipelinePlan,
-    TensorPlan,
     Plan,
     PrecisionPlan,
     SchedulerPlan,
+    TensorPlan,
     ZeroPlan,
     json_keys,
 )
@@ -117,12 +116,6 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
     return replace(case.plan, notes=notes, sources=dict(sorted(case.values.sources.items())))
 
 
-def _cut_specs(values: Values) -> tuple[CutSpec, ...]:
-    partition = values.parsed.config.tensor_parallel.partition_config
-    specs = partition.layer_specs if partition is not None else []
-    return tuple(CutSpec(**{name: getattr(spec, name) for name in CutSpec._fields}) for spec in specs)
-
-
 def case_of(values: Values, world: DataWorld) -> Case:
     """Compute the plan, also of a config that a row of refusals.py refuses."""
     mesh = MeshPlan(**{axis: max((size for _, size in stated), default=1) for axis, stated in mesh_sizes(values).items()})
@@ -132,7 +125,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         Plan,
         mesh=mesh,
         pipeline=values.section(PipelinePlan),
-        tensor=values.section(TensorPlan, specs=_cut_specs(values)),
+        tensor=values.section(TensorPlan),
         batch=batch,
         zero=values.section(ZeroPlan),
         offload=offload,

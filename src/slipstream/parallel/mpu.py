@@ -48,7 +48,11 @@ def layout_of(mpu: Any) -> Layout:
     dist.all_gather_object(every, own)
     places = {rank: Place(0, data, 0, tensor) for rank, (data, tensor, _) in enumerate(every)}
     sizes = {each[2] for each in every}
-    if len(sizes) > 1 or len(set(places.values())) < len(every) or len({place.batch for place in places.values()}) * size != len(every):
+    if (
+        len(sizes) > 1
+        or len(set(places.values())) < len(every)
+        or len({place.batch for place in places.values()}) * size != len(every)
+    ):
         raise ValueError(
             f"mpu: the data-parallel and model-parallel ranks of the {len(every)} ranks are no grid: "
             + ", ".join(f"rank {rank}: data {data} model {tensor} of {of}" for rank, (data, tensor, of) in enumerate(every))

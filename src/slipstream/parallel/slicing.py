@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.config.plan import CutSpec, TensorPlan
+from slipstream.config.plan import TensorPlan
 from slipstream.parallel import tensor
 from slipstream.parallel.exchange import enter, even_shares, leave
 from slipstream.parallel.sequence import Heads, deal_heads
@@ -44,6 +44,65 @@ class Cut(NamedTuple):
     kind: str
     parts: tuple[int, ...] | None = None
     whole: bool = False
+
+
+class CutSpec(NamedTuple):
+    """An entry of DeepSpeed's `partition_config.layer_specs`; the first that matches counts.
+
+    patterns       regular expressions, matched from the beginning of a parameter's name
+    shape          parts of a fused weight: [3, -1] three equal ones, [[q, k, v], -1] of these lengths
+    partition_dim  the dimension of `shape` that is cut
+    model_types    the values of config.model_type that the entry is for; none: all
+    gather_output  all ranks get the whole output of a column layer
+    grad_allreduce with skip: gradients of the layer are sums over the ranks
+    """
+
+    patterns: Sequence[str] = ()
+    partition_type: str = "column"
+    shape: Sequence[Any] | None = None
+    partition_dim: int | None = None
+    model_types: Sequence[str] | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
+
+
+class Partition(NamedTuple):
+    """DeepSpeed's `partition_config`. embedding_partition_dim has no effect: tied embeddings are cut like their heads."""
+
+    layer_specs: Sequence[CutSpec] = ()
+    use_default_specs: bool = True
+    lm_head_patterns: Sequence[str] = ("lm_head", "embed_out")
+    strict_mode: bool = False
+    embedding_partition_dim: int = 1
+
+
+def _partition(raw: Mapping[str, Any] | None) -> Partition:
+    """Read a partition_config. Raises ValueError that names what is unknown or of another type."""
+    block = _checked(Partition, raw or {}, "tensor_parallel.partition_config")
+    specs = []
+    for i, each in enumerate(block.layer_specs):
+        where = f"tensor_parallel.partition_config.layer_specs[{i}]"
+        specs.append(spec := _checked(CutSpec, each, where))
+        if spec.partition_type not in ("column", "row", "skip"):
+            raise ValueError(f"{where}.partition_type {spec.partition_type!r} is none of column, row, skip")
+    return block._replace(layer_specs=specs)
+
+
+def _checked(kind: Any, raw: Any, where: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{where} must be an object, got {raw!r}")
+    if unknown := sorted(raw.keys() - kind._fields):
+        raise ValueError(f"{where} has unknown keys {', '.join(unknown)}; it knows {', '.join(kind._fields)}")
+    for name, value in raw.items():
+        default = kind._field_defaults[name]
+        fits = (
+            isinstance(value, type(default))
+            if isinstance(default, (bool, str, int))
+            else value is None or isinstance(value, (list, int))
+        )
+        if not fits:
+            raise ValueError(f"{where}.{name} must not be {value!r}")
+    return kind(**raw)
 
 
 Rules = Sequence[tuple[str, Cut]]  # a pattern of module names, matched at a dot or the beginning, to their end; the first wins
@@ -104,12 +163,14 @@ _STYLES: Mapping[str, Cut] = {
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any) -> nn.Module:
-    """Ask for `tp_size` tensor-parallel ranks for a model; `initialize` cuts it. Returns the model, as DeepSpeed's function of this name.
+    """Ask for `tp_size` tensor-parallel ranks; `initialize` cuts the model. Returns it, like DeepSpeed's function of this name.
 
     dtype: if passed, the model is cast. Raises ValueError for other keywords than `tp_group`, whose ranks the mesh has.
     """
     if unknown := sorted(kwargs.keys() - {"tp_group"}):
-        raise ValueError(f"tp_model_init() has no argument {', '.join(unknown)}; the config's tensor_parallel block has the options")
+        raise ValueError(
+            f"tp_model_init() has no argument {', '.join(unknown)}; the config's tensor_parallel block has the options"
+        )
     if tp_size < 1:
         raise ValueError(f"tp_model_init(tp_size={tp_size}): at least 1")
     vars(model)[_WANTED] = tp_size
@@ -167,7 +228,7 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
             if cut is not None and cut.kind != "skip":
                 matched |= cut is not _HEAD
                 yield path, cut
-    if plan.strict:
+    if _partition(plan.partition).strict_mode:
         _refuse_unmatched(model, rules, own)
     if not own and not matched:
         raise ValueError(f"no pattern of tensor_parallel.partition_config fits a layer of {type(model).__name__}")
@@ -187,14 +248,15 @@ def _refuse_unmatched(model: nn.Module, rules: list[tuple[Callable[[str], Any], 
 def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], Any], Cut]]:
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
+    partition = _partition(plan.partition)
     rules = [
         (_of_parameters(pattern), _cut_of(spec))
-        for spec in plan.specs
+        for spec in partition.layer_specs
         if not spec.model_types or kind in spec.model_types
         for pattern in spec.patterns
     ]
-    if rules and not plan.use_defaults:
-        return rules + _compiled([(re.escape(name), _HEAD) for name in plan.heads])
+    if rules and not partition.use_default_specs:
+        return rules + _compiled([(re.escape(name), _HEAD) for name in partition.lm_head_patterns])
     if plan.preset is not None:
         if plan.preset not in RULES:
             raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {', '.join(sorted(RULES))}")
@@ -260,7 +322,9 @@ class _Slicing:
         self.slices = Slices(axis, tokens=1 if plan.shares_tokens else None, dropout=_draws(model))
         self.config = getattr(model, "config", None)
         self.modules = dict(model.named_modules())
-        self.done: dict[int, tuple[int, ...]] = {}  # parameter -> the shape that it had
+        self.done: set[int] = set()  # parameters that are cut
+        self.attention: str | None = None  # the module of attention whose layers were last
+        self.cut = False
 
     def run(self, cut: bool) -> None:
         self.cut, self.attention = cut, None
@@ -279,8 +343,8 @@ class _Slicing:
     # -- kinds --
 
     def _column(self, name: str, module: nn.Module, how: Cut) -> None:
-        layer = getattr(module, "base_layer", module)  # of a LoRA adapter
-        self._fits(name, layer)
+        layer: Any = getattr(module, "base_layer", module)  # of a LoRA adapter
+        _weight(name, layer)
         transposed = _is_transposed(layer)
         length = whole_shape(layer.weight)[1 if transposed else 0]  # a tied weight may have been cut
         ranges, shares = self._ranges(name, length, how)
@@ -294,8 +358,8 @@ class _Slicing:
             self._local_loss()
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
-        layer = getattr(module, "base_layer", module)
-        self._fits(name, layer)
+        layer: Any = getattr(module, "base_layer", module)
+        _weight(name, layer)
         transposed = _is_transposed(layer)
         length = whole_shape(layer.weight)[0 if transposed else 1]
         ranges, shares = self._ranges(name, length, how)
@@ -307,10 +371,12 @@ class _Slicing:
 
     def _vocab(self, name: str, module: nn.Module, how: Cut) -> None:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-            raise ValueError(f"{name!r} ({type(module).__name__}) is not an embedding without max_norm, so its rows cannot be shared")
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) is not an embedding without max_norm, so its rows cannot be shared"
+            )
         length = module.num_embeddings
         (first, stop), *_ = ranges = (tensor.even_share(length, self.axis),)
-        self._part(module.weight, 0, length, ranges)
+        self._part(_weight(name, module), 0, length, ranges)
         padding = module.padding_idx
         local = padding - first if padding is not None and first <= padding < stop else None
         self._become(module, Vocab, first=first, padding_idx=local, num_embeddings=stop - first)
@@ -318,7 +384,8 @@ class _Slicing:
     def _heads(self, name: str, module: nn.Module, how: Cut) -> None:
         heads, _ = self._dealt(name)
         own = heads[self.axis.index].queries
-        self._part(module.weight, 1, module.weight.shape[1], ((own.start, own.stop),))  # type: ignore[arg-type]
+        weight = _weight(name, module)
+        self._part(weight, 1, weight.shape[1], ((own.start, own.stop),))
 
     def _partial(self, name: str, module: nn.Module, how: Cut, only: str = "") -> None:
         for leaf, param in module.named_parameters(recurse=False):
@@ -337,11 +404,6 @@ class _Slicing:
 
     # -- what they are made of --
 
-    def _fits(self, name: str, layer: nn.Module) -> None:
-        weight = getattr(layer, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
-            raise ValueError(f"{name!r} ({type(layer).__name__}) has no matrix to cut over {self.axis.size} tp ranks; skip it")
-
     def _ranges(self, name: str, length: int, how: Cut) -> tuple[Ranges, list[int]]:
         """This rank's ranges of a dimension, and the lengths of all ranks' shares."""
         if parts := _parts(name, length, how.parts):
@@ -349,10 +411,14 @@ class _Slicing:
         else:
             dealt = [self._dealt_part(name, length, how)]
         starts = [sum(parts[:i]) for i in range(len(parts))] if parts else [0]
-        ranges = tuple((start + a, start + b) for start, each in zip(starts, dealt, strict=True) for a, b in [each[self.axis.index]])
+        ranges = tuple(
+            (start + a, start + b) for start, each in zip(starts, dealt, strict=True) for a, b in [each[self.axis.index]]
+        )
         shares = [sum(each[rank][1] - each[rank][0] for each in dealt) for rank in range(self.axis.size)]
         if len(dealt) > 1 and sum(shares) > length:
-            raise ValueError(f"{name!r}: a fused weight with key heads that {self.axis.size} tp ranks have to share; lower the tp size")
+            raise ValueError(
+                f"{name!r}: a fused weight with key heads that {self.axis.size} tp ranks have to share; lower the tp size"
+            )
         return ranges, shares
 
     def _dealt_part(self, name: str, length: int, how: Cut) -> list[tuple[int, int]]:
@@ -386,10 +452,12 @@ class _Slicing:
         parent = self.modules[name.rpartition(".")[0]]
         width = next(value for each in _HEAD_DIMS if isinstance(value := getattr(parent, each, None), int))
         config = getattr(parent, "config", self.config)
-        queries = vars(parent).get("_slipstream_heads") or _first(parent, config, _NUM_HEADS)
-        keys = vars(parent).get("_slipstream_keys") or _first(parent, config, _NUM_KEY_HEADS) or queries
-        if queries is None:
-            raise ValueError(f"{name.rpartition('.')[0]!r} ({type(parent).__name__}) does not tell its number of heads; skip its layers")
+        queries: int = vars(parent).get("_slipstream_heads") or _first(parent, config, _NUM_HEADS)
+        keys: int = vars(parent).get("_slipstream_keys") or _first(parent, config, _NUM_KEY_HEADS) or queries
+        if not queries:
+            raise ValueError(
+                f"{name.rpartition('.')[0]!r} ({type(parent).__name__}) does not tell its number of heads; skip its layers"
+            )
         size = self.axis.size
         if queries < size or (keys < size and (size % keys or queries % size)):
             fits = [n for n in range(1, size) if queries >= n and (keys >= n or (n % keys == 0 and queries % n == 0))]
@@ -406,7 +474,7 @@ class _Slicing:
         """Give the attention module the numbers of this rank's heads."""
         if "_slipstream_heads" in vars(parent):
             return
-        parent._slipstream_heads, parent._slipstream_keys = queries, keys
+        vars(parent).update(_slipstream_heads=queries, _slipstream_keys=keys)
         local = (
             dict.fromkeys(_NUM_HEADS, len(own.queries))
             | dict.fromkeys(_NUM_KEY_HEADS, len(own.keys))
@@ -422,7 +490,7 @@ class _Slicing:
     def _part(self, param: nn.Parameter, dim: int, length: int, ranges: Ranges, shares: Sequence[int] = ()) -> None:
         if id(param) in self.done or not self.cut:
             return
-        self.done[id(param)] = tuple(param.shape)
+        self.done.add(id(param))
         keep_source(param)
         with torch.no_grad():
             kept = torch.cat([param.data.narrow(dim, a, b - a) for a, b in ranges], dim)
@@ -439,7 +507,7 @@ class _Slicing:
         vars(module).update(attributes, slices=self.slices)
         for each, dim in (("out_features", 0), ("in_features", 1)):
             if isinstance(vars(module).get(each), int):
-                setattr(module, each, module.weight.shape[dim])  # type: ignore[union-attr, index]
+                setattr(module, each, _weight(each, module).shape[0 if vars(module)["is_transposed"] else dim])
 
     def _is_head(self, name: str) -> bool:
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
@@ -447,15 +515,19 @@ class _Slicing:
 
     def _tied_embeddings(self) -> None:
         """An embedding whose weight is a head that was cut is cut alike."""
-        heads = {id(getattr(self.modules[name], "weight", None)) for name, how in self.cuts.items() if how.kind == "column" and name in self.modules}
+        heads = {
+            id(getattr(self.modules[name], "weight", None))
+            for name, how in self.cuts.items()
+            if how.kind == "column" and name in self.modules
+        }
         for name, module in self.modules.items():
-            if isinstance(module, nn.Embedding) and not isinstance(module, Vocab) and id(module.weight) in heads:
+            if isinstance(module, nn.Embedding) and name not in self.cuts and id(module.weight) in heads:
                 self._vocab(name, module, Cut("vocab"))
 
     def _local_loss(self) -> None:
         """Let the model's own loss read logits of this rank's share of the vocabulary."""
         if self.cut and hasattr(self.model, "loss_function"):
-            self.model.loss_function = _ShiftedLoss(self.slices)
+            setattr(self.model, "loss_function", _ShiftedLoss(self.slices))  # noqa: B010 (a property of transformers')
 
     def _share_tokens(self) -> None:
         """Between regions, each rank has a share of the tokens (Korthikanti et al., arXiv:2205.05198)."""
@@ -471,7 +543,11 @@ class _Slicing:
                     for param in module.parameters(recurse=False):
                         if not parts_of(param):
                             mark_part(param, "tp", 1)
-                columns = [self.modules[each] for each, how in self.cuts.items() if how.kind == "column" and each.rpartition(".")[0] == f"{path}.{name}"]
+                columns = [
+                    self.modules[each]
+                    for each, how in self.cuts.items()
+                    if how.kind == "column" and each.rpartition(".")[0] == f"{path}.{name}"
+                ]
                 if columns and vars(module).get("_slipstream_heads"):
                     module.register_forward_pre_hook(_all_tokens(self.slices), with_kwargs=True)
                     for column in columns:
@@ -495,9 +571,17 @@ def _parts(name: str, length: int, parts: tuple[int, ...] | None) -> list[int]:
     return sizes
 
 
-def _first(parent: nn.Module, config: Any, names: Sequence[str]) -> int | None:
+def _first(parent: nn.Module, config: Any, names: Sequence[str]) -> int:
     found = (getattr(each, name, None) for each in (parent, config) for name in names)
-    return next((value for value in found if isinstance(value, int)), None)
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
+def _weight(name: str, layer: Any) -> nn.Parameter:
+    """A layer's matrix. Raises ValueError if it has none."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        raise ValueError(f"{name!r} ({type(layer).__name__}) has no matrix to cut; keep it whole (partition_type skip)")
+    return weight
 
 
 def _adapters(module: nn.Module, name: str) -> list[Any]:
@@ -506,7 +590,9 @@ def _adapters(module: nn.Module, name: str) -> list[Any]:
         return []
     other = [each for each in ("lora_magnitude_vector", "lora_embedding_A") if len(getattr(module, each, ()))]
     if other or not hasattr(module, name):
-        raise ValueError(f"{type(module).__name__} with {', '.join(other) or 'an adapter other than LoRA'} cannot be sliced; use LoRA")
+        raise ValueError(
+            f"{type(module).__name__} with {', '.join(other) or 'an adapter other than LoRA'} cannot be sliced; use LoRA"
+        )
     return list(getattr(module, name).values())
 
 

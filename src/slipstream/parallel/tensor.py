@@ -10,9 +10,9 @@ vocab    rows of an embedding: tokens of other ranks count as zeros; the sum ove
 A column layer, what each rank computes from its share, and a row layer form a region. Its input is alike on all ranks; the
 gradients of its input are summed over ranks, once for all column layers that have the same input.
 
-[Note: Dropout] Inside of a region ranks have different activations and draw different numbers: at its entry, every rank draws a seed
-from the default generator, and adds its index. At its end, the default generator goes on where it was. So recomputation, which
-restores the default generator, restores these too.
+[Note: Dropout] Inside of a region ranks have different activations and draw different numbers: at its entry, every rank draws a
+seed from the default generator, and adds its index. At its end, the default generator goes on where it was. So recomputation,
+which restores the default generator, restores these too.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Sliced:
     """Mixed into a layer's class. `slices` is None for a whole layer."""
 
     slices: Slices | None = None
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any
+    bias: Any
     is_transposed = False  # transformers' Conv1D: weight [in, out]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,7 +139,7 @@ class Column(Sliced):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.slices is None:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[misc]
         if not self.gathers:
             return self.product(self.slices.enter(x) if self.enters else x, self.bias)
         exchange = self.slices.exchange
@@ -154,7 +154,7 @@ class Row(Sliced):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.slices is None:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[misc]
         if self.splits:
             exchange = self.slices.exchange
             y = leave(self.product(scatter_to(x, exchange, -1, self.shares), None), exchange)
@@ -170,7 +170,7 @@ class Vocab(Sliced):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.slices is None:
-            return super().forward(tokens)  # type: ignore[misc, no-any-return]
+            return super().forward(tokens)  # type: ignore[misc]
         own = tokens - self.first
         absent = (own < 0) | (own >= len(self.weight))
         rows: Tensor = super().forward(own.masked_fill(absent, 0))  # type: ignore[misc]
@@ -180,7 +180,9 @@ class Vocab(Sliced):
 class ColumnParallelLinear(Column, nn.Linear):
     """`torch.nn.Linear` whose outputs are shared among the tp ranks; with gather_output, all ranks get all of them."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, gather_output: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, gather_output: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(in_features, out_features, bias, **kwargs)
         self.gathers = gather_output
 

@@ -268,7 +268,7 @@ def _facts(
         loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,
         optimizer_lr=rates.pop() if len(rates) == 1 else None,
         brings_schedule=lr_scheduler is not None,
-        mesh={"pp": model.num_ranks} if isinstance(model, PipelineModule | PipelinedDecoder) else wanted_size(model) | sizes,
+        mesh={"pp": model.num_ranks} if isinstance(model, PipelineModule | PipelinedDecoder) else {**wanted_size(model), **sizes},
     )
 
 
