@@ -76,6 +76,7 @@ LEGS = (
     Leg("wire", 1, 2, "bytes that a rank sends per step, over the formula", "wire:run", "deepspeed"),
     Leg("optimizer", 1, 1, "seconds per AdamW step, over its bytes at the rate of a stream", "optimizer:run", "deepspeed"),
     _offload("offload", 1, 5, 1, 3, "offload"),
+    Leg("pipeline", 2, 4, "a pipeline of two stages over its bound, and DeepSpeed's", "layouts:pipeline", "deepspeed"),
     _serve("solo", 1, 5, "tokens per second of one stream, 16 streams, a prompt and a mixed batch: vLLM and llama.cpp"),
     *_step("transports", 2, 12, "moving", "the same over gloo, without native kernels, at stage 0, and DeepSpeed's two reductions"),
     *_step("computing", 2, 8, "computing", "the same with more work per byte"),
