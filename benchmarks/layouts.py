@@ -1,4 +1,5 @@
-"""The legs on layouts: `pipeline` (two stages over the bound, and DeepSpeed's) and `link` (a pipeline or data over a slow link).
+"""The legs on layouts: `pipeline` (two stages over the bound, and DeepSpeed's), `slices` (two slices over the ideal, DeepSpeed's
+and torch's), `link` (a pipeline or data parallelism over a slow link) and `states` (bytes per rank over the formula).
 
 All contenders stay alive and take turns of one step each, in both directions; idle ones wait in a read. A figure is the time of the
 slowest rank over that of `compute` in the same turn: the forwards and backwards that a rank has to do, without communication.
@@ -11,14 +12,18 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from benchmarks import memory
+from benchmarks.cgroup import Sampler, meter
 from benchmarks.legs import Options
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import Ranks, Seat
 from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.wire import NoNetwork, network
 from benchmarks.worker import Failed
 from benchmarks.workloads import Workload
 
 PIPELINE = Workload(name="pipeline", width=512, depth=8, heads=8, vocab=512, batch=2, length=128)
+SLICES = Workload(name="slices", width=512, depth=6, heads=8, vocab=2048, batch=4, length=128)
 LINK = dataclasses.replace(PIPELINE, name="link", batch=1, length=64)
 COMPUTE = "compute:half"
 
@@ -96,9 +101,106 @@ def pipeline(options: Options) -> str:
             judged.append(verdict(f"m = {micros}: DeepSpeed's PipelineModule over our 1F1B", best, 1.15, at_least=True))
     return "\n\n".join(
         (
-            f"{PIPELINE.describe()} of a micro-batch, fp32, as a list of layers on two ranks; ZeRO-1. Seconds per step, median (min-max) "
-            f"of {turns} turns; over the computing of m micro-batches on two cores at once. {peers}.",
+            f"{PIPELINE.describe()} of a micro-batch, fp32, as a list of layers on two ranks; ZeRO-1. Seconds per step, median "
+            f"(min-max) of {turns} turns; over the computing of m micro-batches on two cores at once. {peers}.",
             table(["m", "contender", "s", "over computing", "over 1F1B's bound"], rows),
             verdicts(judged),
         )
     )
+
+
+_SLICES = ("slipstream:tp", "slipstream:tp:tokens", "slipstream:tp:gloo", "deepspeed:tp", "torch:tp")
+
+
+def slices(options: Options) -> str:
+    peers = prepare(options.peers)
+    turns = options.num_rounds(7)
+    sums = "slipstream:tp:sums"
+    seconds, troubles = measure(SLICES, ("half:tp", sums, *_SLICES), peers, 1, turns)
+    ideal = [half + exchanged for half, exchanged in zip(seconds["half:tp"], seconds[sums], strict=True)]
+    rows, judged = [], []
+    for name in ("half:tp", sums, *_SLICES):
+        if name in troubles:
+            rows.append([name, troubles[name]])
+        else:
+            rows.append([name, Spread.of(seconds[name]).show(), Spread.ratio(seconds[name], ideal).show(2)])
+    judged.append(verdict("our step over the ideal", Spread.ratio(seconds["slipstream:tp"], ideal).median, 1.15))
+    for name, who, wanted in (("deepspeed:tp", "DeepSpeed's AutoTP", 1.5), ("torch:tp", "torch's parallelize_module", 1.3)):
+        if name not in troubles:
+            ratio = Spread.ratio(seconds[name], seconds["slipstream:tp"]).median
+            judged.append(verdict(f"{who} over our step", ratio, wanted, at_least=True))
+    return "\n\n".join(
+        (
+            f"A Llama of width {SLICES.width}, depth {SLICES.depth}, {SLICES.batch}x{SLICES.length} tokens, fp32, AdamW, two ranks."
+            f" Seconds per step, median (min-max) of {turns} turns. The ideal: a model with half of each layer (`half:tp`), and "
+            f"the {4 * SLICES.depth} sums of a step over shared memory (`{sums}`). {peers}.",
+            table(["contender", "s", "over the ideal"], rows),
+            verdicts(judged),
+        )
+    )
+
+
+def link(options: Options) -> str:
+    """A pipeline and ZeRO-1 over interfaces of 200 Mbit/s, in network namespaces."""
+    names = ("slipstream:pp:1f1b:gloo", "slipstream:dp:gloo")
+    try:
+        with network(2, rate="200mbit") as (seat, _):
+            seconds, troubles = measure(LINK, names, prepare(options.peers), 8, options.num_rounds(5), seat)
+    except NoNetwork as error:
+        return f"Not measured: {error}."
+    rows = [[name, troubles.get(name) or Spread.of(seconds[name]).show()] for name in names]
+    ratio = Spread.ratio(seconds[names[1]], seconds[names[0]])
+    return "\n\n".join(
+        (
+            f"{LINK.describe()} of a micro-batch, 8 micro-batches, fp32, gloo, 200 Mbit/s per rank (network namespaces, tbf). "
+            "Seconds per step.",
+            table(["contender", "s"], rows),
+            verdicts([verdict("data parallelism (ZeRO-1) over a pipeline", ratio.median, 4.0, at_least=True)]),
+        )
+    )
+
+
+_STATES = (("pp2", 2), ("tp2", 2), ("pp2.tp2", 4), ("pp2.dp2", 4))
+
+
+def states(options: Options) -> str:
+    """Bytes per parameter and rank at the peak of a step, from two depths, as in the leg `memory`."""
+    shallow = Workload(name="shallow", width=512, depth=4, heads=8, vocab=512, batch=1, length=16)
+    deep = dataclasses.replace(shallow, name="deep", depth=12)
+    rows, judged = [], []
+    for mesh, world in _STATES:
+        for stage in (1, 3):
+            try:
+                low, high = (
+                    _peak(f"slipstream:mesh:{mesh}:{'micro_batch' if stage == 3 else 'step'}", work, world, stage)
+                    for work in (shallow, deep)
+                )
+            except (OSError, Failed) as error:
+                rows.append([mesh, str(stage), str(error).splitlines()[0]])
+                continue
+            replicas = 2 if "dp2" in mesh else 1
+            formula = memory.FORMULA["fp32", stage](replicas) * replicas / world
+            found = (high - low) / world / ((deep.depth - shallow.depth) * (16 * 512 + 2) * 512)
+            print(f"  states {mesh} stage {stage}: {found:.2f} of {formula:.2f} bytes per parameter", flush=True)
+            rows.append([mesh, str(stage), f"{formula:.2f}", f"{found:.2f}", f"{found / formula:.3f}"])
+            judged.append((found / formula, f"{mesh}, ZeRO-{stage}"))
+    worst, where = max(judged)
+    return "\n\n".join(
+        (
+            "A Llama of width 512 with 4 and 12 layers, fp32, AdamW; the difference of the peaks, per parameter and rank.",
+            table(["layout", "ZeRO", "formula", "bytes per parameter", "over it"], rows),
+            verdicts([verdict(f"bytes over the formula, worst ({where})", worst, 1.10)]),
+        )
+    )
+
+
+def _peak(system: str, work: Workload, world: int, stage: int) -> int:
+    with meter() as gauge:
+        sampler = Sampler(gauge)
+        arguments = {"system": system, "work": dataclasses.asdict(work), "micros": 2, "stage": stage}
+        seat = Seat(env=memory.MALLOC, enter=gauge.enter)
+        with Ranks("benchmarks.layouts_worker:train", arguments, world, name=system, seat=seat) as ranks:
+            ranks.call("steps", count=memory.SETTLED)
+            sampler.start()
+            ranks.call("steps", count=memory.STEPS)
+            return max(sampler.stop(), gauge.peak() or 0)

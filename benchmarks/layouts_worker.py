@@ -1,13 +1,17 @@
 """The contenders of the legs on layouts, in a rank. Names: SYSTEM:LAYOUT[:VARIANT].
 
-compute:M      the forwards and backwards of M micro-batches of the whole model divided by the ranks, without communication
-slipstream:pp  a pipeline; variants: the schedules.     slipstream:dp  data parallelism (ZeRO-1).    slipstream:tp  sliced layers
-deepspeed:pp   its PipelineModule.                      deepspeed:tp   AutoTP.                       torch:tp  parallelize_module
+compute:half   forwards and backwards of half of the micro-batches on each rank, without communication
+slipstream:pp  a pipeline; variants: the schedules      slipstream:dp  data parallelism (ZeRO-1)
+slipstream:tp  sliced layers; variants: tokens, or sums: its sums alone
+slipstream:mesh:pp2.tp2  any mesh
+half:tp        a model with half of the heads and half of each MLP, and AdamW: the products and updates of one of two slices
+deepspeed:pp   its PipelineModule                       deepspeed:tp   AutoTP
+torch:tp       parallelize_module, with DTensors
+The last variant `gloo` takes ours off shared memory.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -87,8 +91,8 @@ def train(channel: Channel, system: str, work: dict[str, Any], micros: int, stag
     """The target of a rank. Its handler makes steps of `micros` micro-batches for a replica and returns times and the last loss."""
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    kind, layout, *rest = system.split(":")
-    step = _BUILDERS[f"{kind}:{layout}"](Workload(**work), micros, stage, rest[0] if rest else "")
+    kind, layout, *variants = system.split(":")
+    step = _BUILDERS[f"{kind}:{layout}"](Workload(**work), micros, stage, variants)
 
     def steps(count: int) -> dict[str, Any]:
         times = []
@@ -108,7 +112,7 @@ def _model(work: Workload) -> nn.Sequential:
     return nn.Sequential(*(cls(*arguments) for cls, *arguments in layers(work)))
 
 
-def _compute(work: Workload, micros: int, stage: int, variant: str) -> Callable[[], Any]:
+def _compute(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     model, items = _model(work), batches(work, 0)
 
@@ -125,25 +129,25 @@ def _compute(work: Workload, micros: int, stage: int, variant: str) -> Callable[
     return step
 
 
-def _pipeline(work: Workload, micros: int, stage: int, variant: str) -> Callable[[], Any]:
+def _pipeline(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
     import slipstream
 
     slipstream.init_distributed(verbose=False)
     torch.manual_seed(0)
     specs = [slipstream.LayerSpec(*each) for each in layers(work)]
     model = slipstream.PipelineModule(specs, num_stages=dist.get_world_size(), loss_fn=loss_of, partition_method="parameters")
-    own = {"pipeline": {"schedule": variant or "1f1b"}} | ({"transport": "gloo"} if os.environ.get("SLIPSTREAM_BENCH_GLOO") else {})
+    own = {"pipeline": {"schedule": variants[0]}, "transport": _transport(variants)}
     engine = slipstream.initialize(model=model, config=config(work, micros, stage, slipstream=own))[0]
     items = batches(work, 0)
     return lambda: engine.train_batch(items)  # type: ignore[attr-defined]
 
 
-def _data(work: Workload, micros: int, stage: int, variant: str) -> Callable[[], Any]:
+def _data(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
     import slipstream
 
     slipstream.init_distributed(verbose=False)
     size = dist.get_world_size()
-    own = {"transport": "gloo"} if os.environ.get("SLIPSTREAM_BENCH_GLOO") else {}
+    own = {"transport": _transport(variants)}
     engine = slipstream.initialize(model=_model(work), config=config(work, micros // size, stage, slipstream=own))[0]
     items = batches(work, dist.get_rank())
 
@@ -159,7 +163,7 @@ def _data(work: Workload, micros: int, stage: int, variant: str) -> Callable[[],
     return step
 
 
-def _deepspeed_pipeline(work: Workload, micros: int, stage: int, variant: str) -> Callable[[], Any]:
+def _deepspeed_pipeline(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
@@ -176,9 +180,162 @@ def _deepspeed_pipeline(work: Workload, micros: int, stage: int, variant: str) -
     return lambda: engine.train_batch(items)
 
 
-_BUILDERS: dict[str, Callable[[Workload, int, int, str], Callable[[], Any]]] = {
+def _transport(variants: list[str]) -> str:
+    return "gloo" if "gloo" in variants else "auto"
+
+
+class Slice(nn.Module):
+    """A block as Llama has it; `share` is the share of its heads and of its MLP."""
+
+    def __init__(self, width: int, heads: int, share: float = 1.0) -> None:
+        super().__init__()
+        self.head_dim, self.num_heads = width // heads, int(heads * share)
+        inner, hidden = int(width * share), int(4 * width * share)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, inner, bias=False) for _ in range(3))
+        self.o_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = (f(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        result: Tensor = x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
+        return result
+
+
+class Llama(nn.Module):
+    """forward(tokens, targets) -> mean cross entropy."""
+
+    def __init__(self, work: Workload, share: float = 1.0) -> None:
+        super().__init__()
+        self.first = nn.Embedding(work.vocab, work.width)
+        self.layers = nn.ModuleList(Slice(work.width, work.heads, share) for _ in range(work.depth))
+        self.norm, self.last = nn.RMSNorm(work.width), nn.Linear(work.width, work.vocab, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.first(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return loss_of(self.last(self.norm(x)), targets)
+
+
+_SPECS = [
+    {"patterns": [r".*\.(q|k|v|gate|up)_proj\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.(o|down)_proj\.weight$"], "partition_type": "row"},
+]
+
+
+def _trained(model: nn.Module, work: Workload, backward: Callable[[Tensor], Any], update: Callable[[], Any]) -> Callable[[], Any]:
+    items = batches(work, 0)
+
+    def step() -> Any:
+        tokens, targets = next(items)
+        loss = model(tokens, targets)
+        backward(loss)
+        update()
+        return loss.detach()
+
+    return step
+
+
+def _slices(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    import slipstream
+
+    slipstream.init_distributed(verbose=False)
+    torch.manual_seed(0)
+    own = {"transport": _transport(variants), "tensor": {"sequence_parallel": "tokens" in variants}}
+    parallel = {"autotp_size": dist.get_world_size(), "partition_config": {"layer_specs": _SPECS, "use_default_specs": False}}
+    settings = config(work, 1, 0, slipstream=own, tensor_parallel=parallel)
+    engine = slipstream.initialize(model=Llama(work), config=settings)[0]
+    if variants[:1] == ["sums"]:
+        exchange, x = engine.exchange("tp"), torch.randn(work.batch, work.length, work.width)
+
+        def sums() -> Any:
+            for _ in range(4 * work.depth):
+                exchange.sum(x)
+            return 0.0
+
+        return sums
+    return _trained(engine, work, engine.backward, engine.step)
+
+
+def _mesh(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    """A Llama on a mesh such as `pp2.tp2`."""
+    import slipstream
+
+    slipstream.init_distributed(verbose=False)
+    torch.manual_seed(0)
+    sizes = {axis[:2]: int(axis[2:]) for axis in variants[0].split(".")}
+    mesh = {axis: size for axis, size in sizes.items() if axis != "dp"}
+    parallel = {"partition_config": {"layer_specs": _SPECS, "use_default_specs": False}}
+    settings = config(work, micros, stage, slipstream={"mesh": mesh, "pipeline": {"reduce": variants[1]}}, tensor_parallel=parallel)
+    if sizes.get("pp", 1) == 1:
+        engine = slipstream.initialize(model=Llama(work), config=settings | {"gradient_accumulation_steps": 1})[0]
+        return _trained(engine, work, engine.backward, engine.step)
+    specs = [(nn.Embedding, work.vocab, work.width), *[(Slice, work.width, work.heads)] * work.depth, (Last, work)]
+    model = slipstream.PipelineModule(
+        [slipstream.LayerSpec(*each) for each in specs], num_stages=sizes["pp"], loss_fn=loss_of, partition_method="type:Slice"
+    )
+    engine = slipstream.initialize(model=model, config=settings)[0]
+    items = batches(work, engine.mesh.batch.index)
+    return lambda: engine.train_batch(items)  # type: ignore[attr-defined]
+
+
+def _half(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    torch.manual_seed(0)
+    model = Llama(work, share=1 / dist.get_world_size())
+    return _by_torch(model, work)
+
+
+def _by_torch(model: nn.Module, work: Workload, fused: bool = True) -> Callable[[], Any]:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=fused
+    )
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _trained(model, work, torch.autograd.backward, update)
+
+
+def _torch_slices(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    torch.manual_seed(0)
+    model, mesh = Llama(work), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        plan: dict[str, Any] = {f"{name}_proj": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
+        parallelize_module(layer, mesh, plan | {f"{name}_proj": RowwiseParallel() for name in ("o", "down")})
+    return _by_torch(model, work, fused=False)
+
+
+def _autotp(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(0)
+    model = Llama(work)
+    parallel = {"autotp_size": dist.get_world_size(), "partition_config": {"layer_specs": _SPECS, "use_default_specs": False}}
+    settings = config(work, 1, 0, tensor_parallel=parallel)
+    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
+    return _trained(engine, work, engine.backward, engine.step)
+
+
+_BUILDERS: dict[str, Callable[[Workload, int, int, list[str]], Callable[[], Any]]] = {
     "compute:half": _compute,
     "slipstream:pp": _pipeline,
     "slipstream:dp": _data,
     "deepspeed:pp": _deepspeed_pipeline,
+    "slipstream:tp": _slices,
+    "slipstream:mesh": _mesh,
+    "half:tp": _half,
+    "torch:tp": _torch_slices,
+    "deepspeed:tp": _autotp,
 }

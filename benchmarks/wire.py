@@ -55,9 +55,15 @@ def _ip(*arguments: str) -> None:
         raise NoNetwork(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
+def _limit(space: str, rate: str) -> None:
+    _ip("netns", "exec", space, *f"tc qdisc add dev eth0 root tbf rate {rate} burst 256kb latency 400ms".split())
+
+
 @contextlib.contextmanager
-def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
+def network(world: int, rate: str = "") -> Iterator[tuple[Seat, list[Path]]]:
     """One namespace per rank on a bridge: the seat of the ranks, and for each rank the file that counts what it has sent.
+
+    rate: what a rank can send, in tc's units (200mbit); default: no limit.
 
     Raises NoNetwork if this machine or user cannot make them.
     """
@@ -79,6 +85,8 @@ def network(world: int) -> Iterator[tuple[Seat, list[Path]]]:
             _ip("-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
+            if rate:
+                _limit(space, rate)
         seat = Seat(
             prefix=lambda rank: ("ip", "netns", "exec", spaces[rank]), env={"GLOO_SOCKET_IFNAME": "eth0"}, address="10.77.0.1"
         )

@@ -250,6 +250,17 @@ def test_the_schedule_of_the_config() -> None:
         engine.destroy()
 
 
+@distributed(world_size=4)
+def test_gradients_reduced_after_each_micro_batch() -> None:
+    """`slipstream.pipeline.reduce`: the same training, and at stage 3 no whole gradients between micro-batches."""
+    losses, norms, _ = twin(2)
+    for stage in (1, 3):
+        engine = make(module(num_stages=2), stage, "auto", slipstream={"pipeline": {"reduce": "micro_batch"}})
+        assert train(engine) == (pytest.approx(losses, rel=1e-5), pytest.approx(norms, rel=1e-5)), stage
+        assert stage < 3 or all(unit.memory.local is None for unit in engine.units)
+        engine.destroy()
+
+
 @distributed(world_size=2)
 def test_the_stages_of_the_config() -> None:
     """`pipeline.stages` and `slipstream.mesh.pp` must be those of the module."""

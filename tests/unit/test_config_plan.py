@@ -655,6 +655,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compile.kwargs": st.just({"dynamic": False}),
     "slipstream.unknown_keys": st.sampled_from(["error", "Warn"]),
     "slipstream.pipeline.schedule": st.sampled_from(["1f1b", "gpipe", "Zero_Bubble"]),
+    "slipstream.pipeline.reduce": st.sampled_from(["step", "Micro_Batch"]),
     "pipeline.stages": st.sampled_from(["auto", 1, 2]),
     "pipeline.activation_checkpoint_interval": st.integers(0, 3),
     "slipstream.mesh.pp": st.sampled_from([1, 2]),

@@ -95,6 +95,7 @@ class MeshPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     schedule: Literal["1f1b", "gpipe", "zero_bubble"] = key("slipstream.pipeline.schedule")
+    reduce: Literal["step", "micro_batch"] = key("slipstream.pipeline.reduce")
     recompute_interval: int = key("pipeline.activation_checkpoint_interval")  # layers that are recomputed together; 0: the module's
 
 

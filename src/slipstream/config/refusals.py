@@ -92,6 +92,11 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
 REFUSALS: tuple[Row, ...] = (
     Row(lambda c: c.contradiction, "{c.contradiction}: sizes of one axis of the mesh; drop all but one"),
     Row(
+        lambda c: c.plan.pipeline.reduce == "micro_batch" and c.plan.pipeline.schedule == "zero_bubble",
+        "slipstream.pipeline.reduce micro_batch does not fit schedule zero_bubble, in which weights' gradients wait until "
+        'after the backward; use schedule "1f1b", or reduce "step"',
+    ),
+    Row(
         lambda c: c.plan.tensor.shares_tokens and c.plan.mesh.pp > 1,
         "slipstream.tensor.sequence_parallel shares the tokens among tp ranks, which is not built for pipelines "
         "(slipstream.mesh.pp {c.plan.mesh.pp}); drop one of them",

@@ -280,6 +280,11 @@ class PipelineOptions(Block):
         "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps.",
         "test_the_schedule_of_the_config",
     )
+    reduce: Word[Literal["step", "micro_batch"]] = honored(
+        "step",
+        "Reduce gradients once a `step`, or after each `micro_batch`: more traffic, and no whole gradients at stages 2 and 3.",
+        "test_gradients_reduced_after_each_micro_batch",
+    )
 
 
 class Slipstream(Block):

@@ -9,36 +9,53 @@ their `.grad` in place, which ZeRO-3 and ZeRO-1 do not leave there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from slipstream.parallel.tensor import Column, Row
+
 Take = Callable[[nn.Parameter, Tensor], None]
+
+
+class Waiting(NamedTuple):
+    """A linear layer's product, with its input and the gradient of its output, both 2D."""
+
+    layer: nn.Linear
+    bias: Tensor | None  # that this product has added
+    x: Tensor
+    grad: Tensor
 
 
 class Deferred:
     """The weight gradients of a model's linear layers that wait, in the order of their backwards."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.waiting: list[tuple[nn.Linear, Tensor, Tensor]] = []  # layer, its input and the gradient of its output, 2D
+        self.waiting: list[Waiting] = []
         self.collects = False  # whether layers that run now defer
         for module in model.modules():
             if type(module) is nn.Linear:
                 vars(module)["forward"] = self._forward(module)  # found before the class's
+            elif isinstance(module, Column | Row) and isinstance(module, nn.Linear):
+                vars(module)["product"] = self._product(module)
 
     def _forward(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            trains = layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad)
+        product = self._product(layer)
+        return lambda x: product(x, layer.bias)
+
+    def _product(self, layer: nn.Linear) -> Callable[[Tensor, Tensor | None], Tensor]:
+        def product(x: Tensor, bias: Tensor | None) -> Tensor:
+            trains = layer.weight.requires_grad or (bias is not None and bias.requires_grad)
             if self.collects and trains and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
                 anchor = x if x.requires_grad else torch.zeros((), requires_grad=True, device=x.device)
-                return _Linear.apply(x, anchor, layer, self.waiting)
-            return linear(x, layer.weight, layer.bias)
+                return _Linear.apply(x, anchor, layer, bias is not None, self.waiting)
+            return linear(x, layer.weight, bias)
 
-        return forward
+        return product
 
-    def pop(self) -> list[tuple[nn.Linear, Tensor, Tensor]]:
+    def pop(self) -> list[Waiting]:
         """What has waited since the last call."""
         waiting = list(self.waiting)
         self.waiting.clear()
@@ -46,26 +63,26 @@ class Deferred:
 
     @staticmethod
     @torch.no_grad()
-    def run(waiting: list[tuple[nn.Linear, Tensor, Tensor]], take: Take) -> None:
+    def run(waiting: list[Waiting], take: Take) -> None:
         """Compute the gradients of weights and biases, and pass each to `take`."""
-        for layer, x, grad in waiting:
+        for layer, bias, x, grad in waiting:
             if layer.weight.requires_grad:
                 take(cast(nn.Parameter, layer.weight), grad.t() @ x)
-            if layer.bias is not None and layer.bias.requires_grad:
-                take(layer.bias, grad.sum(0))
+            if bias is not None and bias.requires_grad:
+                take(cast(nn.Parameter, bias), grad.sum(0))
 
 
 class _Linear(torch.autograd.Function):
     """`F.linear` without its parameters: torch would call a parameter's hook for a gradient of None, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: nn.Linear, waiting: list[Any]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: nn.Linear, has_bias: bool, waiting: list[Waiting]) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.layer, ctx.waiting = layer, waiting
-        return linear(x, layer.weight, layer.bias)
+        ctx.layer, ctx.bias, ctx.waiting = layer, layer.bias if has_bias else None, waiting
+        return linear(x, layer.weight, ctx.bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.waiting.append((ctx.layer, x.detach().flatten(0, -2), grad.flatten(0, -2)))
-        return (grad @ ctx.layer.weight if ctx.needs_input_grad[0] else None), None, None, None
+        ctx.waiting.append(Waiting(ctx.layer, ctx.bias, x.detach().flatten(0, -2), grad.flatten(0, -2)))
+        return (grad @ ctx.layer.weight if ctx.needs_input_grad[0] else None), None, None, None, None

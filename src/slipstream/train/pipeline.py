@@ -7,7 +7,8 @@ A chunk is one call of the engine's model, so hooks, units, the verdict and the 
 their gradients travel by mail (parallel/mail.py), each stage's in micro-batch order.
 
 [Note: One reduction] Until a rank's last backward of a step, gradients stay on the rank (`no_sync`); that backward reduces them,
-unit by unit. So the sums do not depend on the schedule, and the traffic not on the number of micro-batches.
+unit by unit. So the sums do not depend on the schedule, and the traffic not on the number of micro-batches. At stages 2 and 3 this
+costs the memory of whole gradients; `slipstream.pipeline.reduce` "micro_batch" reduces in each backward instead.
 """
 
 from __future__ import annotations
@@ -304,7 +305,8 @@ class Pipe:
             pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
             roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         self._announce(action)
-        reduces = self.is_last_backward and not self.defers  # weight gradients that wait are leftovers of the step
+        each = engine.plan.pipeline.reduce == "micro_batch"
+        reduces = (self.is_last_backward or each) and not self.defers  # weight gradients that wait are leftovers of the step
         with engine.progress.timing("backward"), nullcontext() if reduces else engine.no_sync():
             torch.autograd.backward(roots, grads)
         if sent is not None:
