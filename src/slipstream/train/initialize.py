@@ -25,6 +25,7 @@ from slipstream.parallel.huggingface import PipelinedDecoder, is_decoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked
 from slipstream.parallel.slicing import slice_model, wanted_size
+from slipstream.parallel.transformers_sequence import serve_sequences
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import (
@@ -111,6 +112,7 @@ def initialize(
     if places is not None:
         mark_marked(model, mesh.tp)
     slices = None if places is not None else slice_model(model, mesh.tp, plan.tensor)
+    sequences = serve_sequences(model, mesh.sp)
     model, model_parameters = _in_stages(model, plan, mesh, model_parameters)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     if mesh.is_first:
@@ -126,6 +128,8 @@ def initialize(
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     if slices is not None:
         slices.exchange = engine.exchange("tp")
+    if sequences is not None:
+        sequences.exchange = engine.exchange("sp")
     forget(model)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader

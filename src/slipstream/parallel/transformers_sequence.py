@@ -1,0 +1,231 @@
+"""Ulysses in an unmodified model of transformers: its attention runs on whole sequences with a share of the heads.
+
+`initialize` registers one attention function with transformers, points the model's config to it, and puts a hook before the model's
+forward. Each rank of the sequence axis gets the same batch, and the hook keeps its share of the tokens; labels are shifted before
+that. A batch with `shift_labels` has shares already (`SequenceShares`, which DeepSpeed calls UlyssesSPDataLoaderAdapter). The model's
+own loss is the mean over the whole sequence on every rank. Outputs other than the loss are this rank's share.
+
+Positions decide the mask: where they begin again, another packed sample begins. Padding and sliding windows are masked, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.parallel.exchange import Exchange, LocalExchange
+from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
+from slipstream.world.mesh import Axis
+
+NAME = "slipstream_ulysses"  # of the attention function
+_HOLDER = "_slipstream_sequences"  # attribute of a model's modules
+_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels", "shift_labels", "loss_mask")
+_SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", NAME)
+
+
+class Sequences:
+    """What one model's attention needs: the exchange, and the current forward's positions and padding of the whole sequences."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it
+        self.positions: Tensor | None = None  # [1 or b, S]; None: 0, 1, 2, ...
+        self.padding: Tensor | None = None  # [b, S], False for padding; None: there is none
+        self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward's arguments for this rank."""
+        self._masks.clear()
+        kwargs = dict(kwargs)
+        if args:
+            raise ValueError("with sequence_parallel_size, call the model with keywords (input_ids=..., labels=...)")
+        tokens = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if tokens is None:
+            raise ValueError("with sequence_parallel_size, the model needs input_ids or inputs_embeds")
+        is_shared = kwargs.get("shift_labels") is not None
+        kwargs["use_cache"] = False
+        if is_shared:
+            self.positions = self._whole(kwargs.get("position_ids"))
+            self.padding = self._whole(kwargs.get("attention_mask"))
+        else:
+            kwargs = self._share(kwargs, tokens.shape[1])
+        if self.padding is not None and (self.padding.dim() != 2 or bool(self.padding.all())):
+            if self.padding.dim() != 2:
+                raise ValueError("with sequence_parallel_size, attention_mask must be [b, S], or position_ids say what is packed")
+            self.padding = None
+        if self.positions is not None and not bool((self.positions.diff(dim=-1) != 1).any()):
+            self.positions = None
+        kwargs.pop("attention_mask", None)
+        return args, kwargs
+
+    def _share(self, kwargs: dict[str, Any], length: int) -> dict[str, Any]:
+        size, rank = self.axis.size, self.axis.index
+        if length % size:
+            raise ValueError(
+                f"a sequence of {length} tokens cannot be shared by {size} ranks (sequence_parallel_size); pad it to "
+                f"{length + size - length % size} tokens (labels -100)"
+            )
+        if kwargs.get("position_ids") is None:
+            device = next(value for value in kwargs.values() if isinstance(value, Tensor)).device
+            kwargs["position_ids"] = torch.arange(length, device=device).unsqueeze(0)
+        self.positions, self.padding = kwargs["position_ids"], kwargs.get("attention_mask")
+        if kwargs.get("labels") is not None and self.shifts:
+            kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=-100)[:, 1:]
+        share = length // size
+        return {
+            name: value[:, rank * share : (rank + 1) * share].contiguous()
+            if isinstance(value, Tensor) and name in _BY_TOKEN and value.dim() > 1 and value.shape[1] == length
+            else value
+            for name, value in kwargs.items()
+        }
+
+    shifts = True  # labels are those of the next token
+
+    def _whole(self, share: Tensor | None) -> Tensor | None:
+        return None if share is None else self.exchange.gather(share, 1)
+
+    def mask(self, length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+        """What each token may attend to, [1 or b, 1, S, S]; None: all of it, or all before it if causal. Made once a forward."""
+        if self.positions is None and self.padding is None and (window is None or window >= length):
+            return None
+        key = (length, causal, window, str(device))
+        if key not in self._masks:
+            at = torch.arange(length, device=device)
+            allowed = (at[:, None] >= at[None, :]) if causal else torch.ones(length, length, dtype=torch.bool, device=device)
+            if window is not None:
+                allowed = allowed & (at[:, None] - at[None, :] < window)
+            allowed = allowed[None, None]
+            if self.positions is not None:
+                sample = (F.pad(self.positions.diff(dim=-1), (1, 0), value=1) != 1).cumsum(-1)
+                allowed = allowed & (sample[:, None, :, None] == sample[:, None, None, :])
+            if self.padding is not None:
+                allowed = allowed & self.padding.bool()[:, None, None, :]
+                allowed = allowed | torch.eye(length, dtype=torch.bool, device=device)  # no row without a key
+            self._masks[key] = allowed
+        return self._masks[key]
+
+
+def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
+    """Prepare a model of transformers for shares of sequences. The caller connects `Sequences.exchange`; None: nothing to do.
+
+    Raises ValueError for an attention or a number of heads that cannot be served.
+    """
+    config = getattr(model, "config", None)
+    if axis.size == 1 or not hasattr(config, "_attn_implementation"):
+        return None
+    implementation = config._attn_implementation
+    if implementation not in _SERVED:
+        raise ValueError(
+            f"{type(model).__name__} computes attention by {implementation!r}, which sequence_parallel_size cannot exchange; build it "
+            'with attn_implementation="sdpa"'
+        )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text.num_attention_heads < axis.size:
+        raise ValueError(
+            f"{type(model).__name__} has {text.num_attention_heads} attention heads, fewer than the {axis.size} ranks of a sequence; "
+            f"use sequence_parallel_size {text.num_attention_heads} or less"
+        )
+    deal_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, axis.size)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    holder = Sequences(axis)
+    holder.shifts = type(model).__name__.endswith("ForCausalLM") or "LMHead" in type(model).__name__
+    for module in model.modules():
+        vars(module)[_HOLDER] = holder
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.config._attn_implementation = NAME  # type: ignore[union-attr]
+    text._attn_implementation = NAME
+    model.register_forward_pre_hook(lambda _, args, kwargs: holder.begin(args, kwargs), with_kwargs=True)
+    if hasattr(model, "loss_function"):
+        setattr(model, "loss_function", _Loss(holder))  # noqa: B010 (a property of transformers')
+    return holder
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface: query [b, h, s, d], key and value [b, key heads, s, d]; returns [b, s, h, d]."""
+    holder: Sequences = vars(module)[_HOLDER]
+    if softcap is not None or kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which sequence_parallel_size does not serve")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = holder.mask(q.shape[2], causal, sliding_window, q.device)
+        if k.shape[1] != q.shape[1]:
+            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and mask is None, scale=scaling)
+
+    return ulysses_attention(attend, query, key, value, holder.exchange).transpose(1, 2), None
+
+
+class _Loss:
+    """A model's loss over whole sequences: labels are this rank's share, shifted before."""
+
+    def __init__(self, holder: Sequences) -> None:
+        self.holder = holder
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor | None = None, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        targets = labels if shift_labels is None else shift_labels
+        if targets is None:
+            raise ValueError("the loss of a share of a sequence needs labels, or shift_labels")
+        losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+        count = (targets != -100).sum()
+        total = kwargs.get("num_items_in_batch")
+        mean = sequence_mean(losses, count, self.holder.exchange)
+        return mean if total is None else mean * self.holder.exchange.sum(count.float().reshape(1))[0] / total
+
+
+class SequenceShares:
+    """A loader of which each rank of a sequence axis reads its own batches: shares of all ranks' batches, one after another.
+
+    batches  mappings with input_ids and labels, and position_ids if samples are packed, [b, S]; S a multiple of the ranks
+    group    the ranks of the sequence axis
+
+    Yields this rank's share of each, with `shift_labels` in place of labels. DeepSpeed's UlyssesSPDataLoaderAdapter.
+    """
+
+    def __init__(self, batches: Iterable[Mapping[str, Any]], rank: int, group: Any, size: int, device: torch.device | str) -> None:
+        self.batches, self.rank, self.group, self.size, self.device = batches, rank, group, size, device
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.size  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.batches:
+            every: list[Any] = [None] * self.size
+            dist.all_gather_object(every, dict(batch), group=self.group)
+            yield from map(self._share, every)
+
+    def _share(self, batch: dict[str, Any]) -> dict[str, Any]:
+        length = batch["input_ids"].shape[1]
+        if length % self.size:
+            raise ValueError(f"a sequence of {length} tokens cannot be shared by {self.size} ranks; pad it to a multiple")
+        batch.setdefault("position_ids", torch.arange(length).expand(len(batch["input_ids"]), -1))
+        labels = batch.pop("labels")
+        batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        share = slice(self.rank * length // self.size, (self.rank + 1) * length // self.size)
+        return {
+            name: value[:, share].contiguous().to(self.device) if isinstance(value, Tensor) and value.dim() > 1 else value
+            for name, value in batch.items()
+        }
+
