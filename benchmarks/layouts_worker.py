@@ -37,7 +37,7 @@ class PlainBlock(Block):
         super().__init__(width, heads)
         for child in self.children():
             if isinstance(child, Linear):
-                child.__class__ = nn.Linear
+                child.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 class First(nn.Module):
@@ -139,7 +139,7 @@ def _pipeline(work: Workload, micros: int, stage: int, variants: list[str]) -> C
     own = {"pipeline": {"schedule": variants[0]}, "transport": _transport(variants)}
     engine = slipstream.initialize(model=model, config=config(work, micros, stage, slipstream=own))[0]
     items = batches(work, 0)
-    return lambda: engine.train_batch(items)  # type: ignore[attr-defined]
+    return lambda: engine.train_batch(items)
 
 
 def _data(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
@@ -275,13 +275,17 @@ def _mesh(work: Workload, micros: int, stage: int, variants: list[str]) -> Calla
     if sizes.get("pp", 1) == 1:
         engine = slipstream.initialize(model=Llama(work), config=settings | {"gradient_accumulation_steps": 1})[0]
         return _trained(engine, work, engine.backward, engine.step)
-    specs = [(nn.Embedding, work.vocab, work.width), *[(Slice, work.width, work.heads)] * work.depth, (Last, work)]
+    specs: list[tuple[Any, ...]] = [
+        (nn.Embedding, work.vocab, work.width),
+        *[(Slice, work.width, work.heads)] * work.depth,
+        (Last, work),
+    ]
     model = slipstream.PipelineModule(
         [slipstream.LayerSpec(*each) for each in specs], num_stages=sizes["pp"], loss_fn=loss_of, partition_method="type:Slice"
     )
     engine = slipstream.initialize(model=model, config=settings)[0]
     items = batches(work, engine.mesh.batch.index)
-    return lambda: engine.train_batch(items)  # type: ignore[attr-defined]
+    return lambda: engine.train_batch(items)
 
 
 def _half(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:

@@ -130,10 +130,98 @@ def reference_of_two() -> tuple[list[float], None, dict[str, Tensor]]:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="computes attention by 'eager'"):
         slipstream.initialize(model=build("bloom"), config=settings(1, sequence_parallel_size=2))
-    with pytest.raises(ValueError, match="1 attention heads, fewer than the 2 ranks"):
+    with pytest.raises(ValueError, match="1 heads, fewer than the 2 ranks"):
         model = build("llama", num_attention_heads=1, num_key_value_heads=1)
         slipstream.initialize(model=model, config=settings(1, sequence_parallel_size=2))
     engine = slipstream.initialize(model=build("llama"), config=settings(1, sequence_parallel_size=2))[0]
-    with pytest.raises(ValueError, match="a sequence of 11 tokens cannot be shared by 2 ranks .*pad it to 12"):
+    with pytest.raises(ValueError, match=r"a sequence of 11 tokens cannot be shared by 2 ranks .*pad it to 12"):
         engine(input_ids=torch.zeros(1, 11, dtype=torch.long))
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_deepspeeds_recipe() -> None:
+    """register_with_transformers, its mpu, the adapter, and the loss that the caller averages over ranks."""
+    from slipstream.compat.sequence import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+
+    expected, _, weights = reference_of_two()
+    model = build("llama")
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sequence_parallel_size=2, micro_batch_size=2)
+    assert mpu is not None
+    engine = slipstream.initialize(model=model, config=settings(1, gradient_accumulation_steps=2), mpu=mpu)[0]
+    assert engine.mesh.sp.size == 2 and engine.mesh.batch.size == 1
+    own = [batch(10 * step + dist.get_rank()) for step in range(STEPS)]
+    rank, group, size = mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group(), mpu.get_sequence_parallel_world_size()
+    losses = []
+    for items in UlyssesSPDataLoaderAdapter(own, rank, group, size, "cpu"):
+        outputs = engine(**items)
+        loss = engine.module.loss_function(outputs.logits, labels=None, shift_labels=items["shift_labels"], vocab_size=VOCAB)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert losses == pytest.approx(expected, abs=3e-5)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, weights[name], atol=5e-4, rtol=0)
+    engine.destroy()
+    for mesh_param in ((1, 2), (2, 1)):
+        engine = slipstream.initialize(model=build("llama"), config=settings(1), mesh_param=mesh_param)[0]
+        assert (engine.mesh.batch.size, engine.mesh.sp.size) == mesh_param
+        engine.destroy()
+    with pytest.raises(ValueError, match=r"mesh_param \(2, 2\) must be"):
+        slipstream.initialize(model=build("llama"), config=settings(1), mesh_param=(2, 2))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("gather_idx", [0, 1])
+def test_distributed_attention(gather_idx: int) -> None:
+    from slipstream.compat.sequence import DistributedAttention
+
+    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        order = (1, 2, 0, 3) if gather_idx == 0 else (0, 2, 1, 3)
+        out = nn.functional.scaled_dot_product_attention(*(x.permute(order) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+        return out.permute((2, 0, 1, 3) if gather_idx == 0 else (0, 2, 1, 3)).flatten(2)  # heads merged, as Megatron's
+
+    torch.manual_seed(1)
+    token_dim, shape = gather_idx, (lambda heads: (8, 2, heads, 4) if gather_idx == 0 else (2, 8, heads, 4))
+    whole = [torch.randn(shape(heads), requires_grad=True) for heads in (6, 3, 3)]
+    expected = local(*whole).unflatten(-1, (6, 4))
+    slope = torch.randn(expected.shape)
+    wanted = torch.autograd.grad(expected, whole, slope)
+    own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    shares = [x.detach().movedim(token_dim, 0)[own].movedim(0, token_dim).requires_grad_() for x in whole]
+    out = DistributedAttention(local, None, 2, gather_idx)(*shares)
+    torch.testing.assert_close(out, expected.movedim(token_dim, 0)[own].movedim(0, token_dim))
+    got = torch.autograd.grad(out, shares, slope.movedim(token_dim, 0)[own].movedim(0, token_dim))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other.movedim(token_dim, 0)[own].movedim(0, token_dim))
+
+
+def test_tiles() -> None:
+    from slipstream.compat.sequence import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
+
+    torch.manual_seed(0)
+    mlp, head = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), nn.Linear(8, 11)
+    x, y = torch.randn(2, 12, 8, requires_grad=True), torch.randint(0, 11, (2, 12))
+    params = [x, *mlp.parameters(), *head.parameters()]
+
+    def plain() -> Tensor:
+        return nn.functional.cross_entropy(head(mlp(x)).flatten(0, 1), y.flatten())
+
+    def tiled() -> Tensor:
+        hidden = TiledMLP.apply(lambda module, part: module(part), mlp, x, 4, list(mlp.parameters()))
+        return TiledFusedLogitsLoss.apply(
+            lambda module, h, targets: nn.functional.cross_entropy(module(h), targets), head, hidden, y, None, 3, None, "mean"
+        )
+
+    def computed() -> Tensor:
+        hidden = sequence_tiled_compute(lambda h: mlp(h), 12, 5, {"h": x}, {}, "h", None, 1, None)
+        call = lambda h, targets, scale: nn.functional.cross_entropy(head(h).flatten(0, 1), targets.flatten()) * scale  # noqa: E731
+        return sequence_tiled_compute(call, 12, 4, {"h": hidden, "targets": y}, {"scale": 1.0}, "h")
+
+    expected = torch.autograd.grad(plain(), params)
+    for each in (tiled, computed):
+        torch.testing.assert_close(each(), plain())
+        for one, other in zip(torch.autograd.grad(each(), params), expected, strict=True):
+            torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="must be a tensor with 11 tokens"):
+        sequence_tiled_compute(mlp, 11, 2, {"x": x}, {})

@@ -37,6 +37,11 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_zero_allow_untested_optimizer "
         "get_zero_force_ds_cpu_optimizer",
     },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "slipstream.compat.sequence": "TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
+        "sequence_tiled_compute"
+    },
+    "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {
         "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject ScientificNotationEncoder "
         "dict_raise_error_on_duplicate_keys get_config_default get_dict_param get_list_param get_scalar_param pp_int"
@@ -278,7 +283,7 @@ REFUSED_THERE: Mapping[str, str] = {
 _EXPERTS = "expert parallelism; experts are trained as ordinary parameters at every ZeRO stage"
 _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps"
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
-_SEQUENCE = "sequence parallelism; checkpoint or offload activations (docs/ACTIVATIONS.md) for long sequences"
+_SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
 _COMPRESSION = "compression; remove the call"
 _ONE_BIT = "compressed communication; use Adam or LAMB"
 _ATTENTION = "block-sparse attention; use torch's FlexAttention with a block mask"

@@ -35,17 +35,18 @@ class Deferred:
     def __init__(self, model: nn.Module) -> None:
         self.waiting: list[Waiting] = []
         self.collects = False  # whether layers that run now defer
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                vars(module)["forward"] = self._forward(module)  # found before the class's
-            elif isinstance(module, Column | Row) and isinstance(module, nn.Linear):
-                vars(module)["product"] = self._product(module)
+        each: Any
+        for each in model.modules():
+            if type(each) is nn.Linear:
+                vars(each)["forward"] = self._forward(each)  # found before the class's
+            elif isinstance(each, (Column, Row)) and not each.is_transposed:
+                vars(each)["product"] = self._product(each)
 
     def _forward(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         product = self._product(layer)
         return lambda x: product(x, layer.bias)
 
-    def _product(self, layer: nn.Linear) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def _product(self, layer: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
         def product(x: Tensor, bias: Tensor | None) -> Tensor:
             trains = layer.weight.requires_grad or (bias is not None and bias.requires_grad)
             if self.collects and trains and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):

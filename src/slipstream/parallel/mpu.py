@@ -6,7 +6,7 @@ the whole along `partition_dim` (default 0). All others are copies: each rank of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,11 +28,19 @@ class Layout(NamedTuple):
     places: Mapping[int, Place] | None
 
 
-def layout_of(mpu: Any) -> Layout:
-    """The layout that an mpu describes; without model parallelism, an engine for each data-parallel group.
+def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> Layout:
+    """The layout of an mpu, or of DeepSpeed's mesh_param; without model parallelism, an engine for each data-parallel group.
 
-    Collective if the mpu has model-parallel groups. Raises ValueError for pipeline stages and for groups that are no grid.
+    Collective if the mpu has model-parallel groups. Raises ValueError for pipeline stages, for groups that are no grid, and for
+    a mesh_param that is not (data-parallel size, sequence-parallel size).
     """
+    if mesh_param is not None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if mpu is not None or len(mesh_param) != 2 or mesh_param[0] * mesh_param[1] != ranks:
+            raise ValueError(
+                f"mesh_param {tuple(mesh_param)} must be (data-parallel, sequence-parallel size) of {ranks} ranks, without mpu"
+            )
+        return Layout(None, {"sp": mesh_param[1]}, None)
     if mpu is None:
         return Layout(None, {}, None)
     if (stages := _ask(mpu, _STAGES, "world_size", 1)) > 1:
@@ -40,7 +48,11 @@ def layout_of(mpu: Any) -> Layout:
             f"mpu has {stages} pipeline stages: an engine does not run a schedule that is not its own. Pass a PipelineModule, or a "
             "model of transformers with slipstream.mesh.pp, and no mpu"
         )
-    size = _ask(mpu, _TENSOR, "world_size", 1)
+    size, shared = _ask(mpu, _TENSOR, "world_size", 1), _ask(mpu, ("sequence_parallel",), "world_size", 1)
+    if shared > 1:
+        if size > 1:
+            raise ValueError(f"mpu has {shared} sequence and {size} tensor ranks: pass sizes in slipstream.mesh instead of an mpu")
+        return Layout(None, {"sp": shared}, None)  # of consecutive ranks, as on the mesh
     if size == 1:
         return Layout(mpu.get_data_parallel_group(), {}, None)
     own = (mpu.get_data_parallel_rank(), _ask(mpu, _TENSOR, "rank", 0), size)

@@ -2,8 +2,8 @@
 
 `initialize` registers one attention function with transformers, points the model's config to it, and puts a hook before the model's
 forward. Each rank of the sequence axis gets the same batch, and the hook keeps its share of the tokens; labels are shifted before
-that. A batch with `shift_labels` has shares already (`SequenceShares`, which DeepSpeed calls UlyssesSPDataLoaderAdapter). The model's
-own loss is the mean over the whole sequence on every rank. Outputs other than the loss are this rank's share.
+that. A batch with `shift_labels` has shares already (`SequenceShares`, DeepSpeed's UlyssesSPDataLoaderAdapter). The model's loss is
+the mean over the whole sequence on every rank. Outputs other than the loss are this rank's share.
 
 Positions decide the mask: where they begin again, another packed sample begins. Padding and sliding windows are masked, too.
 """
@@ -24,7 +24,7 @@ from slipstream.world.mesh import Axis
 
 NAME = "slipstream_ulysses"  # of the attention function
 _HOLDER = "_slipstream_sequences"  # attribute of a model's modules
-_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels", "shift_labels", "loss_mask")
+_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels", "loss_mask")
 _SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", NAME)
 
 
@@ -115,19 +115,19 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
 
     Raises ValueError for an attention or a number of heads that cannot be served.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if axis.size == 1 or not hasattr(config, "_attn_implementation"):
         return None
     implementation = config._attn_implementation
     if implementation not in _SERVED:
         raise ValueError(
-            f"{type(model).__name__} computes attention by {implementation!r}, which sequence_parallel_size cannot exchange; build it "
+            f"{type(model).__name__} computes attention by {implementation!r}, which sequence_parallel_size cannot share; build it "
             'with attn_implementation="sdpa"'
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if text.num_attention_heads < axis.size:
         raise ValueError(
-            f"{type(model).__name__} has {text.num_attention_heads} attention heads, fewer than the {axis.size} ranks of a sequence; "
+            f"{type(model).__name__} has {text.num_attention_heads} heads, fewer than the {axis.size} ranks of a sequence; "
             f"use sequence_parallel_size {text.num_attention_heads} or less"
         )
     deal_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, axis.size)
@@ -228,4 +228,3 @@ class SequenceShares:
             name: value[:, share].contiguous().to(self.device) if isinstance(value, Tensor) and value.dim() > 1 else value
             for name, value in batch.items()
         }
-

@@ -91,18 +91,19 @@ def initialize(
                       ranks that share the states, and `get_tensor_model_parallel_rank()` and its like the ranks of one replica
     distributed_port  port of the rendezvous, if the environment does not set it
     dist_init_required  False: do not initialize a process group
-    config_params     an older name of `config`; mesh_param is refused: sequence parallelism is not built yet
+    config_params     an older name of `config`
+    mesh_param        (data-parallel size, sequence-parallel size), as `sequence_parallel_size` in the config
 
     Raises ValueError for user errors, before any weight is sharded. If the config, the data or the mpu is invalid, or ranks have
     different configs, models or versions, it raises before it changes the model.
     """
-    model = _checked_model(model, mesh_param)
+    model = _checked_model(model)
     brief.install_hook()
     loaded = read_together(
         lambda: read_config(config=config, config_params=config_params, args=args), distributed_port, mpu, dist_init_required
     )
     device = local_device()
-    group, sizes, places = layout_of(mpu)
+    group, sizes, places = layout_of(mpu, mesh_param)
     facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)
@@ -136,14 +137,12 @@ def initialize(
     return engine, engine.optimizer, loader, scheduler
 
 
-def _checked_model(model: Any, mesh_param: Any) -> nn.Module:
+def _checked_model(model: Any) -> nn.Module:
     """Raise ValueError or TypeError for a model that an engine cannot have."""
     if model is None:
         raise ValueError("initialize() needs model=")
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize(model=) must be a torch.nn.Module, not {model!r}")
-    if mesh_param is not None:
-        raise ValueError("mesh_param (sequence parallel meshes) is not built yet; drop it")
     for unit in access.units_of(model.parameters()):
         raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
     return model

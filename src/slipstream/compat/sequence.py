@@ -1,0 +1,223 @@
+"""DeepSpeed's names for long sequences: `runtime.sequence_parallel.ulysses_sp` and `sequence.layer`, over slipstream.parallel.
+
+[Note: Groups before an engine] DeepSpeed's recipe makes the groups first and passes them as `mpu`. Its ranks are consecutive, as on
+the mesh, so `initialize` takes only their number from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.activations.recompute import checkpoint
+from slipstream.activations.tiled import tiled_mlp
+from slipstream.parallel.exchange import Exchange, connect_activations
+from slipstream.parallel.sequence import ulysses_attention
+from slipstream.parallel.transformers_sequence import SequenceShares
+from slipstream.world.join import init_distributed, local_device
+from slipstream.world.mesh import Axis
+from slipstream.world.watch import Watch
+
+
+class SequenceGroups:
+    """The process groups of sequence and data parallelism, as an mpu."""
+
+    def __init__(self, size: int) -> None:
+        init_distributed(verbose=False)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world % size:
+            raise ValueError(f"sequence_parallel_size ({size}) does not divide the number of ranks ({world})")
+        self.size, self.rank = size, dist.get_rank() if dist.is_initialized() else 0
+        lines = [[start + i for start in range(0, world, size)] for i in range(size)]
+        self._sequence: Any = dist.new_subgroups(size)[0] if size > 1 else None
+        self._data: Any = dist.new_subgroups_by_enumeration(lines)[0] if world > size else None
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self._sequence
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.rank % self.size
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank // self.size
+
+    def get_data_parallel_world_size(self) -> int:
+        return (dist.get_world_size() if dist.is_initialized() else 1) // self.size
+
+
+class UlyssesSPAttentionHF:
+    """Ulysses in transformers. `initialize` prepares the model; see slipstream.parallel.transformers_sequence."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> SequenceGroups | None:
+        """Return the groups, to be passed to `initialize(mpu=)`; None for size 1.
+
+        `micro_batch_size` and the lengths may be anything: no buffer depends on them. Raises ValueError for eager attention, an
+        implementation that is not the model's, or disable_in_eval: sequences are shared in evaluation, too.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        if core_attn_implementation in ("eager", "paged|eager"):
+            raise ValueError(f'core_attn_implementation {core_attn_implementation!r} builds whole masks; use "sdpa"')
+        if disable_in_eval:
+            raise ValueError("disable_in_eval=True: the engine shares sequences in evaluation, too; drop it")
+        if not seq_length_is_variable and seq_length is None and max_length is None:
+            raise ValueError("seq_length_is_variable=False needs seq_length")
+        config = getattr(model_name_or_path, "config", None)
+        used = getattr(config, "_attn_implementation", None)
+        if used is not None and used != core_attn_implementation:
+            raise ValueError(f"core_attn_implementation is {core_attn_implementation!r}, but the model's attention is {used!r}")
+        return SequenceGroups(sequence_parallel_size)
+
+
+class UlyssesSPDataLoaderAdapter(SequenceShares):
+    """An iterator over shares of the batches of all ranks of a sequence axis."""
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        super().__init__(dl, sp_rank, sp_group, sp_world_size, device)
+        self.dl = dl
+        self._iterator: Any = None
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._iterator is None:
+            self._iterator = super().__iter__()
+        try:
+            items: dict[str, Any] = next(self._iterator)
+        except StopIteration:
+            self._iterator = None  # the next epoch
+            raise
+        return items
+
+
+class DistributedAttention(nn.Module):
+    """Attention of any kind over whole sequences, from shares of them: `local_attention(query, key, value, *args, **kwargs)`.
+
+    query, key, value  this rank's tokens: [s, b, heads, d] with gather_idx 0, [b, s, heads, d] with 1
+    Any number of heads that is not smaller than the group's; key heads may be fewer.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., Tensor],
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if scatter_idx != 2 or gather_idx not in (0, 1):
+            raise ValueError(
+                f"scatter_idx {scatter_idx}, gather_idx {gather_idx}: heads are dimension 2, tokens 0 or 1 (gather_idx)"
+            )
+        self.local_attn, self.spg, self.gather_idx = local_attention, sequence_process_group, gather_idx
+        self.exchange: Exchange | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+        if self.exchange is None:
+            self.exchange = _exchange_of(self.spg, query.device)
+        # [b, heads, s, d]
+        order = (1, 2, 0, 3) if self.gather_idx == 0 else (0, 2, 1, 3)
+        back = (2, 0, 1, 3) if self.gather_idx == 0 else (0, 2, 1, 3)
+
+        def attend(*whole: Tensor) -> Tensor:
+            out = self.local_attn(*(each.permute(back) for each in whole), *args, **kwargs)
+            if out.dim() == 3:  # heads and features merged
+                out = out.unflatten(-1, (whole[0].shape[1], -1))
+            return out.permute(order)
+
+        q, k, v = (each.permute(order) for each in (query, key, value))
+        return ulysses_attention(attend, q, k, v, self.exchange).permute(back)
+
+
+def _exchange_of(group: Any, device: torch.device) -> Exchange:
+    """The exchange over a process group, through torch.distributed."""
+    group = group if group is not None else dist.group.WORLD
+    ranks = tuple(dist.get_process_group_ranks(group))
+    axis = Axis("sequence", group if len(ranks) > 1 else None, ranks, ranks.index(dist.get_rank()), len(ranks))
+    return connect_activations(axis, local_device() if device.type == "cuda" else device, "gloo", Watch(1800.0))
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Any],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str | None = None,
+    compute_params: Sequence[nn.Parameter] | None = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> Tensor:
+    """Call `fn` on `shards` parts of its arguments along dimension 1, with activation checkpointing, and join the outputs.
+
+    output_reduction  None: outputs are joined along `output_unshard_dimension` (scalars are stacked); "mean" or "sum" of these
+    `grad_requiring_tensor_key` and `compute_params` may be anything: autograd finds what needs gradients.
+    Raises ValueError if an argument to be sharded has not `seqlen` tokens.
+    """
+    for name, value in kwargs_to_shard.items():
+        if not isinstance(value, Tensor) or value.shape[1] != seqlen:
+            raise ValueError(f"kwargs_to_shard[{name!r}] must be a tensor with {seqlen} tokens in dimension 1 (seqlen)")
+    parts = {name: value.tensor_split(min(shards, seqlen), 1) for name, value in kwargs_to_shard.items()}
+    names = list(parts)
+
+    def call(*tensors: Tensor) -> Tensor:
+        return fn(**dict(zip(names, tensors, strict=True)), **kwargs_to_pass)
+
+    outputs = [checkpoint(call, *part) for part in zip(*parts.values(), strict=True)]
+    whole = torch.stack(outputs) if outputs[0].dim() == 0 else torch.cat(outputs, output_unshard_dimension)
+    return whole if output_reduction is None else {"mean": whole.mean, "sum": whole.sum}[output_reduction]()
+
+
+class TiledMLP:
+    """A token-wise function over parts of the sequence (dimension 1), with activation checkpointing."""
+
+    @staticmethod
+    def apply(fn: Callable[[Any, Tensor], Tensor], module: Any, x: Tensor, shards: int, compute_params: Any = None) -> Tensor:
+        return tiled_mlp(lambda part: fn(module, part), x, shards, dim=1)
+
+
+class TiledFusedLogitsLoss:
+    """A loss over parts of the tokens, with activation checkpointing: the logits of one part exist at a time."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        module: Any,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        shards: int,
+        compute_params: Any = None,
+        output_reduction: str = "mean",
+    ) -> Tensor:
+        """Return the "mean" or "sum" of the losses of `shards` parts of all tokens: fn(module, x, y[, mask]), x [tokens, h]."""
+        if x.shape[:2] != y.shape[:2] or (mask is not None and mask.shape[:2] != y.shape[:2]):
+            raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)} and the mask must have the same sequences and tokens")
+        flat = [x.flatten(0, 1), y.flatten(0, 1), *([] if mask is None else [mask.flatten(0, 1)])]
+        parts = zip(*(each.tensor_split(shards) for each in flat), strict=True)
+        losses = torch.stack([checkpoint(lambda *part: fn(module, *part), *part) for part in parts])
+        return {"mean": losses.mean, "sum": losses.sum}[output_reduction]()
