@@ -299,6 +299,29 @@ def train(stage: int, transport: str, edge: str, bad: int, how: str, nth: int = 
                 engine.save_checkpoint(save, f"bad{step}")
 
 
+def pipeline(transport: str, bad: int, how: str) -> None:
+    """Two stages, until the bad rank acts in the middle of a batch."""
+    import slipstream
+    from tests.dist import test_pipeline as pipes
+
+    slipstream.init_distributed()
+    engine = pipes.make(pipes.module(num_stages=2), 1, transport)
+    calls = 0
+    send = engine.pipe.mail.send
+
+    def sending(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if _rank == bad and calls == 6:
+            act(how)
+        send(*args)
+
+    engine.pipe.mail.send = sending
+    with noting_errors():
+        for step in range(50):
+            engine.train_batch(iter(pipes.batches(0, step)))
+
+
 def early(stage: int, transport: str, traceback: str) -> None:
     """Rank 1 ends its script after one step; the others do not catch their error."""
     os.environ["SLIPSTREAM_TRACEBACK"] = traceback

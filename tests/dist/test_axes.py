@@ -3,6 +3,8 @@
 The models split their own layers, with torch's collectives, so that these tests do not depend on slipstream.parallel.
 """
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,35 @@ def test_layers_in_parts(transport: str, tp: int, tmp_path: Path) -> None:
         for name, value in engine.state_dict().items():
             assert torch.equal(value, weights[name]), name
         engine.destroy()
+
+
+@distributed(world_size=4)
+def test_the_layout_is_logged() -> None:
+    """Which ranks hold which stage, and slices that two hosts share."""
+    group, _ = dist.new_subgroups(2)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("slipstream.train")
+    logger.addHandler(handler)
+    level, logger.level = logger.level, logging.INFO
+    host = os.environ.get("LOCAL_WORLD_SIZE", "")
+    for per_host, warned in ((4, False), (1, True)):
+        os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
+        said.clear()
+        model = Model()
+        for block in model.blocks:
+            block.split(group)
+        engine = make(model, 1, "gloo", tp=2)
+        assert engine.mesh.names == {rank: f"tp {rank % 2}" for rank in range(4)}
+        text = "\n".join(said)
+        if engine.rank == 0:
+            assert "mesh data 2 x tp 2\n  stage 0, data 0: ranks 0, 1" in text
+            assert ("on hosts 0, 1" in text) is warned and ("use tp 1" in text) is warned
+        engine.destroy()
+    os.environ["LOCAL_WORLD_SIZE"] = host
+    logger.removeHandler(handler)
+    logger.level = level
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))

@@ -116,6 +116,18 @@ def test_a_rank_that_raises_stops_the_others_with_its_error(nursery: Nursery, tr
     check_named(outcomes["exit"], 1)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_lost_stage_is_named(nursery: Nursery, transport: str) -> None:
+    """A rank that dies or raises in the middle of a pipeline's batch; the text names its stage."""
+    jobs = {"kill": 1, "raise": 0}
+    for how, bad in jobs.items():
+        nursery.start(how, "pipeline", transport=transport, bad=bad, how=how)
+    outcomes = nursery.end()
+    for how, bad in jobs.items():
+        check_named(outcomes[how], bad)
+    assert re.match(r"rank 1 \(stage 1, pid \d+\) is gone", outcomes["kill"].records[0]["text"]), story(outcomes["kill"])
+
+
 def test_a_lost_peer_prints_a_sentence_and_the_traceback_on_request(nursery: Nursery) -> None:
     jobs = [("shared", ""), ("gloo", ""), ("gloo", "1")]
     for transport, asked in jobs:

@@ -42,7 +42,7 @@ from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.pipeline import kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
-from slipstream.train.progress import log_plan
+from slipstream.train.progress import log_layout, log_plan
 from slipstream.train.recipe import build_optimizer, recipe_of, scheduler_of, warn_of_frozen
 from slipstream.train.states import States
 from slipstream.world.join import init_distributed, local_device, local_world_size
@@ -118,6 +118,7 @@ def initialize(
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     if mesh.is_first:
         _log_config(plan, loaded, overrides, optimizer)
+        log_layout(mesh, local_world_size())
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
@@ -289,6 +290,7 @@ def _engine(
     if inner is not None:
         fit.refuse(plan, inner, rule)
     transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)
+    watch.names = mesh.names
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)

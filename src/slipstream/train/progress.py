@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from slipstream.config import Plan, describe, keys
+from slipstream.world.mesh import Mesh
 
 logger = logging.getLogger("slipstream.train")
+_MOST_CELLS = 32  # lines of a layout
 
 
 def log_plan(plan: Plan) -> None:
@@ -29,6 +31,40 @@ def log_plan(plan: Plan) -> None:
     keys.say(plan.notes)
     if plan.dump_state:
         logger.info("%s", describe(plan, defaults=True))
+
+
+def log_layout(mesh: Mesh, ranks_of_host: int) -> None:
+    """Log where the ranks of a mesh with several axes stand: a line for each pipeline stage and data index. Called on one rank.
+
+    Warn of slices that several hosts share: their sums then travel between hosts, several times a layer.
+    """
+    if not mesh.names:
+        return
+    sizes = {"pp": mesh.pp.size, "data": mesh.batch.size, "sp": mesh.sp.size, "tp": mesh.tp.size}
+    lines = ["mesh " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)]
+    cells: dict[tuple[int, int], list[int]] = {}
+    for rank, place in mesh.places.items():
+        cells.setdefault((place.pp, place.batch), []).append(rank)
+    for (stage, replica), ranks in list(cells.items())[:_MOST_CELLS]:
+        hosts = sorted({rank // ranks_of_host for rank in ranks})
+        where = f" on host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}" if len(mesh.places) > ranks_of_host else ""
+        lines.append(f"  stage {stage}, data {replica}: ranks {', '.join(map(str, ranks))}{where}")
+    if len(cells) > _MOST_CELLS:
+        lines.append(f"  and {len(cells) - _MOST_CELLS} others in the same order")
+    logger.info("%s", "\n".join(lines))
+    apart = [
+        rank for rank, place in mesh.places.items() if place.tp and rank // ranks_of_host != (rank - place.tp) // ranks_of_host
+    ]
+    if apart and len(mesh.places) > ranks_of_host:
+        fits = max(size for size in range(1, mesh.tp.size + 1) if ranks_of_host % size == 0)
+        logger.warning(
+            "slipstream.mesh.tp %d with %d ranks on a host: the slices of rank %d are on two hosts, so the sums of each layer travel "
+            "between them; use tp %d",
+            mesh.tp.size,
+            ranks_of_host,
+            apart[0],
+            fits,
+        )
 
 
 class Progress:

@@ -121,6 +121,14 @@ class Mesh:
         return self.families[()]
 
     @property
+    def names(self) -> dict[int, str]:
+        """The place of each rank as text ("stage 1, tp 0"), by the axes on which ranks differ by more than their data."""
+        axes = {"pp": "stage", "sp": "sp", "tp": "tp"}
+        shown = [axis for axis in axes if getattr(self, axis).size > 1]
+        text = {rank: ", ".join(f"{axes[axis]} {getattr(place, axis)}" for axis in shown) for rank, place in self.places.items()}
+        return text if shown else {}
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank logs for the engine."""
         return self.world.index == 0

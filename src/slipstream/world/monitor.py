@@ -52,6 +52,7 @@ class StatusMonitor:
         self.watch, self.store = weakref.ref(watch), store
         self.ranks, self.index, self.group = axis.ranks, axis.index, axis.group
         self.subject = threading.get_ident()  # the training thread
+        self.names = watch.names
         self.seen: dict[int, tuple[str, float]] = {}  # index -> (moved, since when)
         self.named_at = 0.0
         # When to fail (wall clock, so that all ranks fail together), whether a rank was lost, and the error text
@@ -209,11 +210,13 @@ class StatusMonitor:
         return False
 
     def _table(self, statuses: Sequence[RankStatus]) -> str:
-        rows = [("rank", "step", "phase", "unit", "waits in")]
+        rows = [("rank", "place", "step", "phase", "unit", "waits in")]
         rows += [
-            (str(rank), str(status.step), status.phase, status.unit or "-", status.wait_for or "(runs)")
+            (str(rank), self.names.get(rank, ""), str(status.step), status.phase, status.unit or "-", status.wait_for or "(runs)")
             for rank, status in zip(self.ranks, statuses, strict=True)
         ]
+        if not self.names:
+            rows = [(row[0], *row[2:]) for row in rows]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 

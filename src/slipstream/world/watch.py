@@ -28,7 +28,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -93,6 +93,7 @@ class Watch:
         self.was_raised = False
         self.ledgers: list[Ledger] = []
         self.rank = 0
+        self.names: Mapping[int, str] = {}  # rank -> its place on the axes, as text
         self.peers = Peers([])
         self.left: set[int] = set()  # ranks whose script ended normally
         self._pid = os.getpid()
@@ -176,7 +177,8 @@ class Watch:
 
     def describe_lost(self, rank: int) -> str:
         """The error text for a rank that has ended."""
-        subject = f"rank {rank} (pid {self.peers.pid(rank)})"
+        place = f"{self.names[rank]}, " if self.names.get(rank) else ""
+        subject = f"rank {rank} ({place}pid {self.peers.pid(rank)})"
         if rank in self.left:
             return f"{subject} has ended its script, while other ranks still need it"
         return f"{subject} is gone: its process was killed, crashed, or exited without cleanup"
