@@ -84,17 +84,17 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.num_heads, self.head_dim = config.heads, config.dim // config.heads
         self.qkv = Linear(config.dim, 3 * config.dim)
         self.out = Linear(config.dim, config.dim, config.residual_std)
 
     def forward(self, x_BTD: Tensor, rotation_TK: tuple[Tensor, Tensor]) -> Tensor:
-        batch, time, dim = x_BTD.shape
-        qkv = self.qkv(x_BTD).view(batch, time, 3, self.heads, dim // self.heads)
+        batch, time, _ = x_BTD.shape
+        qkv = self.qkv(x_BTD).view(batch, time, 3, -1, self.head_dim)  # a slice has a share of the heads
         q_BHTK, k_BHTK, v_BHTK = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         q_BHTK, k_BHTK = rotate(q_BHTK, rotation_TK), rotate(k_BHTK, rotation_TK)
         y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-        return self.out(y_BHTK.transpose(1, 2).reshape(batch, time, dim))
+        return self.out(y_BHTK.transpose(1, 2).reshape(batch, time, -1))
 
 
 class MLP(nn.Module):
@@ -119,6 +119,41 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, rotation_TK: tuple[Tensor, Tensor]) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation_TK)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class First(nn.Module):
+    """The first layer of a pipeline: the embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = Embedding(config.vocab_size, config.dim)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(tokens_BT)
+        return x_BTD.to(arithmetic_dtype(x_BTD.device, x_BTD.dtype))
+
+
+class Middle(Block):
+    """A block that makes its own rotations: a stage receives activations only."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def forward(self, x_BTD: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x_BTD, rotation(x_BTD.shape[1], self.config, x_BTD))
+
+
+class Last(nn.Module):
+    """The last layer of a pipeline: the logits in fp32 (B, T, V)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = Linear(config.dim, config.vocab_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.head(self.norm(x_BTD)).float()
 
 
 class LanguageModel(nn.Module):

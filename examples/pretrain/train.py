@@ -30,7 +30,7 @@ from torch import Tensor
 import data
 import report
 import slipstream
-from model import LanguageModel, ModelConfig, arithmetic_dtype
+from model import First, LanguageModel, Last, Middle, ModelConfig, arithmetic_dtype
 from slipstream.checkpoint import latest_tag
 
 HERE = Path(__file__).parent
@@ -39,6 +39,11 @@ CONTEXT = 256
 EMBEDDING_LR = 30  # times the rate of the rest
 LOG_EVERY = 5  # steps: the losses between are averaged over them and over the ranks
 EVALUATION_BATCH = 4  # windows per rank
+SLICES = [  # which layers tensor parallelism cuts, and how
+    {"patterns": [r".*attention\.qkv\.weight"], "partition_type": "column", "shape": [3, -1]},
+    {"patterns": [r".*mlp\.up\.weight"], "partition_type": "column", "shape": [2, -1]},
+    {"patterns": [r".*attention\.out\.weight", r".*mlp\.down\.weight"], "partition_type": "row"},
+]
 GLANCE_BATCHES = 3  # per rank: a look at the validation loss in the middle of training
 
 
@@ -53,8 +58,15 @@ def main() -> None:
     config = json.loads(args.config.read_text())
     steps = plan_steps(config, args)
     torch.manual_seed(args.seed)
-    model = LanguageModel(ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size()))
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    model_config = ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size())
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in LanguageModel(model_config).parameters())
+    model = build(model_config, args.pp)
+    if args.pp * args.tp > 1:
+        if args.pp > 1:  # as many micro-batches in a step as keep the stages busy
+            config["gradient_accumulation_steps"] = max(config.get("gradient_accumulation_steps", 1), 4 * args.pp)
+        config["slipstream"] = config.get("slipstream", {}) | {"mesh": {"pp": args.pp, "tp": args.tp}}
+        config["tensor_parallel"] = {"partition_config": {"layer_specs": SLICES, "use_default_specs": False}}
     engine, _, loader, _ = slipstream.initialize(
         model=model,
         model_parameters=parameter_groups(model, config["optimizer"]["params"]["lr"]),
@@ -65,7 +77,7 @@ def main() -> None:
     if args.resume:
         _, client_state = engine.load_checkpoint(args.out / "checkpoints")
         history = report.History(**client_state["history"])
-    console.print(opening(engine, model.config, num_parameters, corpus))
+    console.print(opening(engine, model_config, num_parameters, corpus))
 
     train(engine, loader, corpus, history, steps, args, console)
     save(engine, history, args)
@@ -74,8 +86,9 @@ def main() -> None:
     if rank == 0:
         report.plot(history, validation_loss, corpus.facts, args.out / "loss.png")
     console.print(report.summary(history, validation_loss, corpus.facts, memory))
-    console.print("\nFrom the prompt, which is the first line, the model writes:\n")
-    console.print(complete(engine, corpus, args), markup=False)
+    if args.pp == 1:  # a pipeline has no forward that returns logits to all ranks
+        console.print("\nFrom the prompt, which is the first line, the model writes:\n")
+        console.print(complete(engine, corpus, args), markup=False)
     console.print(f"\nWritten: {args.out}/loss.png, {args.out}/checkpoints/{tag(engine)}")
     engine.destroy()
     dist.destroy_process_group()
@@ -94,7 +107,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=120, help="how many tokens it writes")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages; a step has at least 4 micro-batches for each")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     return parser.parse_args()
+
+
+def build(config: ModelConfig, stages: int) -> torch.nn.Module:
+    """The model, or the layers of this rank's pipeline stage."""
+    if stages == 1:
+        return LanguageModel(config)
+    specs = [slipstream.LayerSpec(First, config)]
+    specs += [slipstream.LayerSpec(Middle, config) for _ in range(config.layers)]
+    specs += [slipstream.LayerSpec(Last, config)]
+    return slipstream.PipelineModule(specs, num_stages=stages, loss_fn=loss_of)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=data.IGNORED)
 
 
 def shared_corpus(args: argparse.Namespace) -> data.Corpus:
@@ -113,10 +142,10 @@ def shared_corpus(args: argparse.Namespace) -> data.Corpus:
     return data.load(folder, CONTEXT)
 
 
-def parameter_groups(model: LanguageModel, lr: float) -> list[dict[str, Any]]:
+def parameter_groups(model: torch.nn.Module, lr: float) -> list[dict[str, Any]]:
     """The embedding at EMBEDDING_LR times the rate, without decay: only the rows of tokens seen move."""
-    embedding = list(model.embedding.parameters())
-    body = [parameter for name, parameter in model.named_parameters() if not name.startswith("embedding.")]
+    embedding = [parameter for name, parameter in model.named_parameters() if "embedding." in name]
+    body = [parameter for name, parameter in model.named_parameters() if "embedding." not in name]
     return [{"params": body}, {"params": embedding, "lr": EMBEDDING_LR * lr, "weight_decay": 0.0}]
 
 
@@ -148,15 +177,20 @@ def train(
     accumulation = engine.plan.batch.accumulation
     num_batches = (steps - engine.global_steps) * accumulation
     meter = Meter(engine, history)
+    batches = iter(slipstream.RepeatingLoader(loader))
     with report.display(console, rank=engine.rank, start=engine.global_steps, total=steps) as display:
-        for tokens, targets in itertools.islice(slipstream.RepeatingLoader(loader), num_batches):
-            loss = engine(tokens.to(engine.device), targets.to(engine.device))
-            engine.backward(loss)
-            engine.step()
-
-            meter.add(loss, tokens.numel())
-            if engine.micro_steps % accumulation:
-                continue
+        for _ in range(num_batches if engine.mesh.pp.size == 1 else num_batches // accumulation):
+            if engine.mesh.pp.size > 1:
+                micros = list(itertools.islice(batches, accumulation))
+                meter.add(engine.train_batch(iter(micros)), sum(tokens.numel() for tokens, _ in micros))
+            else:
+                tokens, targets = next(batches)
+                loss = engine(tokens.to(engine.device), targets.to(engine.device))
+                engine.backward(loss)
+                engine.step()
+                meter.add(loss, tokens.numel())
+                if engine.micro_steps % accumulation:
+                    continue
             step = engine.global_steps
             glance_due = step % args.glance_every == 0 or step == steps
             save_due = step % args.save_every == 0 and step < steps
@@ -177,6 +211,7 @@ class Meter:
     def __init__(self, engine: slipstream.Engine, history: report.History) -> None:
         self.device, self.step = engine.device, lambda: engine.global_steps
         self.history = history
+        self.replica = dist.get_world_size() // engine.mesh.batch.size  # ranks that see the same tokens
         self.restart()
 
     def restart(self) -> None:
@@ -195,7 +230,7 @@ class Meter:
         dist.all_reduce(total)
         memory = peak_memory(self.device)
         loss = total[0].item() / (self.micro_batches * dist.get_world_size())
-        tokens, seconds = int(total[1].item()), time.perf_counter() - self.began
+        tokens, seconds = int(total[1].item()) // self.replica, time.perf_counter() - self.began
         history, step = self.history, self.step()
         history.steps.append(step)
         history.losses.append(loss)
@@ -215,8 +250,10 @@ class Meter:
 def evaluate(engine: slipstream.Engine, corpus: data.Corpus, num_batches: int | None = None) -> float:
     """The validation loss in nats per token: of every token, or of about `num_batches` per rank spread over
     them. Each window starts without context. Collective: every rank has the same number of batches."""
-    batches = corpus.validation(EVALUATION_BATCH, engine.rank, engine.world_size)
+    batches = corpus.validation(EVALUATION_BATCH, engine.mesh.batch.index, engine.mesh.batch.size)
     stride = 1 if num_batches is None else math.ceil(len(batches) / num_batches)
+    if engine.mesh.pp.size > 1:
+        return float(engine.eval_batch(iter(batches[::stride]), num_micro_batches=len(batches[::stride])))
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # nats, tokens
     engine.eval()
     for tokens, targets in batches[::stride]:

@@ -39,7 +39,7 @@ class Deferred:
         for each in model.modules():
             if type(each) is nn.Linear:
                 vars(each)["forward"] = self._forward(each)  # found before the class's
-            elif isinstance(each, (Column, Row)) and not each.is_transposed:
+            elif isinstance(each, (Column, Row)) and nn.Linear in type(each).__bases__:
                 vars(each)["product"] = self._product(each)
 
     def _forward(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:

@@ -598,14 +598,11 @@ def _adapters(module: nn.Module, name: str) -> list[Any]:
 
 def _draws(model: nn.Module) -> bool:
     """Whether a model has dropout anywhere: a module's, or a rate in its config."""
-    rates = [value for name, value in vars(getattr(model, "config", None) or object.__new__(_Nothing)).items() if "drop" in name]
+    config = getattr(getattr(model, "config", None), "__dict__", {})
+    rates = [value for name, value in config.items() if "drop" in name]
     modules = [getattr(module, "p", 0) for module in model.modules() if "Dropout" in type(module).__name__]
     numbers = [value for module in model.modules() for name, value in vars(module).items() if "dropout" in name]
     return any(isinstance(rate, float) and rate > 0 for rate in (*rates, *modules, *numbers))
-
-
-class _Nothing:
-    pass
 
 
 _CLASSES: dict[tuple[type, type], type] = {}

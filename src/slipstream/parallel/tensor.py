@@ -124,6 +124,9 @@ class Sliced:
     is_transposed = False  # transformers' Conv1D: weight [in, out]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's own forward if its bias is to be added, which may be other than torch's (a cast, say)."""
+        if bias is self.bias and not self.is_transposed:
+            return super().forward(x)  # type: ignore[misc]
         return F.linear(x, self.weight.t() if self.is_transposed else self.weight, bias)
 
 

@@ -355,7 +355,7 @@ class Pipe:
             if sent is not None:
                 self._send(sent, out, mine)
                 continue
-            outputs.append(out)
+            outputs = [out] if compute_loss else [*outputs, out]  # one micro-batch's logits are enough with a loss
             if compute_loss:
                 losses.append(self.module.loss(self.engine.precision.leave(out), batch).detach())
         self.mail.flush()

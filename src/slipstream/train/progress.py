@@ -58,8 +58,8 @@ def log_layout(mesh: Mesh, ranks_of_host: int) -> None:
     if apart and len(mesh.places) > ranks_of_host:
         fits = max(size for size in range(1, mesh.tp.size + 1) if ranks_of_host % size == 0)
         logger.warning(
-            "slipstream.mesh.tp %d with %d ranks on a host: the slices of rank %d are on two hosts, so the sums of each layer travel "
-            "between them; use tp %d",
+            "slipstream.mesh.tp %d with %d ranks on a host: the slices of rank %d are on two hosts, so the sums of each layer "
+            "travel between them; use tp %d",
             mesh.tp.size,
             ranks_of_host,
             apart[0],

@@ -210,7 +210,7 @@ class StatusMonitor:
         return False
 
     def _table(self, statuses: Sequence[RankStatus]) -> str:
-        rows = [("rank", "place", "step", "phase", "unit", "waits in")]
+        rows: list[tuple[str, ...]] = [("rank", "place", "step", "phase", "unit", "waits in")]
         rows += [
             (str(rank), self.names.get(rank, ""), str(status.step), status.phase, status.unit or "-", status.wait_for or "(runs)")
             for rank, status in zip(self.ranks, statuses, strict=True)

@@ -1,0 +1,126 @@
+"""Checkpoints between layouts: what one layout of ranks saves, every other loads, with the same bits of all states."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import slipstream
+from tests import probe
+from tests.dist.test_pipeline import Group
+from tests.dist.test_tensor import batch, build, settings
+from tests.pool import distributed
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+ZERO_BUBBLE = {"pipeline": {"schedule": "zero_bubble"}}
+# name: (ZeRO stage, axes, the rest of our block); on four ranks
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "dp4 zero1": (1, {}, {}),
+    "dp4 zero3": (3, {}, {}),
+    "one process": (0, {}, {}),
+    "pp2 dp2 zero2": (2, {"pp": 2}, {}),
+    "tp2 dp2 zero1": (1, {"tp": 2}, {}),
+    "tp4 zero2": (2, {"tp": 4}, {}),
+    "pp2 tp2 zero3": (3, {"pp": 2, "tp": 2}, ZERO_BUBBLE),
+    "sp2 tp2 zero3": (3, {"sp": 2, "tp": 2}, {}),
+}
+
+
+def engine_of(layout: str) -> Any:
+    """A small Qwen 2 in bf16 with fp32 masters: tied embeddings, biases of fused heads, two key heads."""
+    stage, mesh, own = LAYOUTS[layout]
+    config = settings(stage, bf16={"enabled": True}, slipstream={"mesh": mesh, **own}, gradient_accumulation_steps=2)
+    mpu = Group(1) if layout == "one process" else None  # four engines of one rank
+    return slipstream.initialize(model=build("qwen2"), config=config, mpu=mpu)[0]
+
+
+def step(engine: Any) -> None:
+    micros = [batch(i, engine.mesh.batch.index) for i in range(2)]
+    if engine.mesh.pp.size > 1:
+        engine.train_batch(iter(micros))
+        return
+    for micro in micros:
+        engine.backward(engine(**micro).loss)
+        engine.step()
+
+
+def folder_of(folder: Path, layout: str) -> Path:
+    """Four engines of one rank save apart; the first one's files count."""
+    return folder / f"rank{dist.get_rank()}" if layout == "one process" and dist.get_rank() else folder
+
+
+def states_in(folder: Path, tag: str) -> dict[str, Tensor]:
+    """All states of a checkpoint, by one process."""
+    engine = engine_of("one process")
+    engine.load_checkpoint(folder, tag=tag)
+    states = {name: value.clone() for name, value in probe.states(engine).items()}
+    engine.destroy()
+    return states
+
+
+def pairs_of(folder: Path, pairs: list[tuple[str, str]]) -> None:
+    saved: dict[str, dict[str, Tensor]] = {}
+    for source in dict.fromkeys(source for source, _ in pairs):
+        engine = engine_of(source)
+        step(engine)
+        engine.save_checkpoint(folder_of(folder, source), tag=source)
+        engine.destroy()
+        dist.barrier()
+        saved[source] = states_in(folder, source)
+        assert any("exp_avg" in name for name in saved[source]), sorted(saved[source])[:9]
+    for source, target in pairs:
+        engine = engine_of(target)
+        engine.load_checkpoint(folder, tag=source)
+        assert engine.global_steps == 1
+        tag = f"{source} by {target}"
+        engine.save_checkpoint(folder_of(folder, target), tag=tag)
+        engine.destroy()
+        dist.barrier()
+        found = states_in(folder, tag)
+        assert found.keys() == saved[source].keys(), tag
+        for name, value in found.items():
+            assert torch.equal(value, saved[source][name]), f"{tag}: {name}"
+
+
+@distributed(world_size=4)
+def test_each_layout_is_saved_and_loaded(tmp_path: Path) -> None:
+    names = list(LAYOUTS)
+    pairs_of(tmp_path, list(zip(names[::2], names[5:] + names[:5], strict=False)))
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_all_pairs(tmp_path: Path) -> None:
+    pairs_of(tmp_path, [(source, target) for source in LAYOUTS for target in LAYOUTS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [["--pp", "2"], ["--tp", "2"]])
+def test_the_example_on_axes(axes: list[str], tmp_path: Path) -> None:
+    """`make train ARGS="--pp 2"`: trains, evaluates and resumes; slices also as a whole. Layers of a pipeline have other names."""
+    pytest.importorskip("tokenizers")
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.py").write_text("".join(f"def f{i}_{k}(x):\n    return x + {k}\n\n" for k in range(200)))
+    script = [str(ROOT / "examples" / "pretrain" / "train.py"), "--data", str(text), "--out", str(tmp_path / "out"), "--steps", "4"]
+    launch = [sys.executable, "-m", "slipstream", "run", "--nproc", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    first = subprocess.run([*launch, *script, *axes], capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert first.returncode == 0 and "validation loss" in first.stdout, first.stdout + first.stderr
+    again = subprocess.run(
+        [*launch, *script, "--resume", *(axes if "--pp" in axes else [])],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
+        check=False,
+    )
+    assert again.returncode == 0 and "step 8/8" in again.stdout, again.stdout + again.stderr
