@@ -21,6 +21,7 @@ from benchmarks.report import Spread, table, verdict, verdicts
 from benchmarks.wire import NoNetwork, network
 from benchmarks.worker import Failed
 from benchmarks.workloads import Workload
+from slipstream.parallel.layouts import Cluster, Layout, Model, cost_of
 
 PIPELINE = Workload(name="pipeline", width=512, depth=8, heads=8, vocab=512, batch=2, length=128)
 SLICES = Workload(name="slices", width=512, depth=6, heads=8, vocab=2048, batch=4, length=128)
@@ -204,3 +205,67 @@ def _peak(system: str, work: Workload, world: int, stage: int) -> int:
             sampler.start()
             ranks.call("steps", count=memory.STEPS)
             return max(sampler.stop(), gauge.peak() or 0)
+
+
+PREDICTED = Workload(name="predicted", width=512, depth=8, heads=8, vocab=512, batch=2, length=128)
+_MEASURED = {  # layout -> the model's own name of it; 8 micro-batches of 2 sequences a step
+    "dp2": Layout(1, 2, 1, 1, 1, "1f1b", 2, False),
+    "pp2": Layout(2, 1, 1, 1, 1, "1f1b", 2, False),
+    "pp2.zero_bubble": Layout(2, 1, 1, 1, 1, "zero_bubble", 2, False),
+    "tp2": Layout(1, 1, 1, 2, 1, "1f1b", 2, False),
+    "dp2.zero3": Layout(1, 2, 1, 1, 3, "1f1b", 2, False),
+    "pp2.zero3": Layout(2, 1, 1, 1, 3, "1f1b", 2, False),
+}
+
+
+def predicted(options: Options) -> str:
+    """The time model of `slipstream plan --ranks` against steps measured here, with rates measured in the same turns."""
+    micros, turns = 8, options.num_rounds(5)
+    names = {name: f"slipstream:mesh:{name}" for name in _MEASURED}
+    sums = "slipstream:tp:sums"
+    work = PREDICTED
+    seconds, troubles = measure(work, ("compute:llama", sums, *names.values()), prepare(options.peers), micros, turns)
+    block = (16 * work.width + 2) * work.width
+    model = Model(
+        blocks=work.depth,
+        block_params=block,
+        other_params=2 * work.vocab * work.width,
+        width=work.width,
+        heads=work.heads,
+        length=work.length,
+        batch=micros * work.batch,
+    )
+    rows, errors = [], []
+    best: dict[str, list[float]] = {}
+    for name, layout in _MEASURED.items():
+        if names[name] in troubles:
+            rows.append([name, troubles[names[name]]])
+            continue
+        ratios = []
+        for turn in range(turns):
+            one = Cluster(ranks=2, hosts=1, flops=1.0, inside=1e30, between=1e30, element=4)
+            flops = cost_of(model, one, Layout(1, 2, 1, 1, 1, "1f1b", 2, False)).compute / seconds["compute:llama"][turn]
+            hidden = work.batch * work.length * work.width * 4
+            link = 4 * work.depth * hidden / seconds[sums][turn]
+            cost = cost_of(model, dataclasses.replace(one, flops=flops, inside=link, between=link), layout)
+            ratios.append(cost.seconds / seconds[names[name]][turn])
+            best.setdefault(name, []).append(cost.seconds)
+        spread, taken = Spread.of(ratios), Spread.of(seconds[names[name]])
+        errors.append(max(spread.median, 1 / spread.median))
+        rows.append([name, taken.show(), f"{statistics.median(best[name]):.3f}", spread.show(2)])
+    proposed = min(best, key=lambda name: statistics.median(best[name]))
+    fastest = min(statistics.median(seconds[names[name]]) for name in best)
+    chosen = statistics.median(seconds[names[proposed]])
+    return "\n\n".join(
+        (
+            f"A Llama of width {work.width}, depth {work.depth}, 8 micro-batches of {work.batch}x{work.length} tokens, fp32, "
+            "two ranks. Arithmetic and the link are those of `compute:llama` and the sums of slices in the same turn.",
+            table(["layout", "measured, s", "predicted, s", "predicted over measured"], rows),
+            verdicts(
+                [
+                    verdict("worst ratio of predicted and measured", max(errors), 1.15),
+                    verdict(f"the proposed layout ({proposed}) over the fastest", chosen / fastest, 1.05),
+                ]
+            ),
+        )
+    )

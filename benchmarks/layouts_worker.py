@@ -1,6 +1,6 @@
 """The contenders of the legs on layouts, in a rank. Names: SYSTEM:LAYOUT[:VARIANT].
 
-compute:half   forwards and backwards of half of the micro-batches on each rank, without communication
+compute:half   forwards and backwards of half of the micro-batches on each rank, without communication; compute:llama: of the Llama
 slipstream:pp  a pipeline; variants: the schedules      slipstream:dp  data parallelism (ZeRO-1)
 slipstream:tp  sliced layers; variants: tokens, or sums: its sums alone
 slipstream:mesh:pp2.tp2  any mesh
@@ -113,14 +113,23 @@ def _model(work: Workload) -> nn.Sequential:
 
 
 def _compute(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    return _computing(_model(work), work, micros, lambda model, tokens, targets: loss_of(model(tokens), targets))
+
+
+def _compute_llama(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    return _computing(Llama(work), work, micros, lambda model, tokens, targets: model(tokens, targets))
+
+
+def _computing(model: nn.Module, work: Workload, micros: int, loss_with: Callable[..., Tensor]) -> Callable[[], Any]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    model, items = _model(work), batches(work, 0)
+    items = batches(work, 0)
 
     def step() -> Any:
         loss = torch.zeros(())
         for _ in range(micros // dist.get_world_size()):
             tokens, targets = next(items)
-            loss = loss_of(model(tokens), targets)
+            loss = loss_with(model, tokens, targets)
             torch.autograd.backward(loss)
         for param in model.parameters():
             param.grad = None
@@ -268,13 +277,18 @@ def _mesh(work: Workload, micros: int, stage: int, variants: list[str]) -> Calla
 
     slipstream.init_distributed(verbose=False)
     torch.manual_seed(0)
-    sizes = {axis[:2]: int(axis[2:]) for axis in variants[0].split(".")}
+    words = variants[0].split(".")
+    sizes = {word[:2]: int(word[2:]) for word in words if word[:2] in ("pp", "dp", "sp", "tp")}
+    stage = 3 if "zero3" in words else stage
     mesh = {axis: size for axis, size in sizes.items() if axis != "dp"}
     parallel = {"partition_config": {"layer_specs": _SPECS, "use_default_specs": False}}
-    settings = config(work, micros, stage, slipstream={"mesh": mesh, "pipeline": {"reduce": variants[1]}}, tensor_parallel=parallel)
+    pipeline = {"reduce": variants[1] if variants[1:] else "step", "schedule": "zero_bubble" if "zero_bubble" in words else "1f1b"}
+    micros //= sizes.get("dp", 1)
+    settings = config(work, micros, stage, slipstream={"mesh": mesh, "pipeline": pipeline}, tensor_parallel=parallel)
     if sizes.get("pp", 1) == 1:
-        engine = slipstream.initialize(model=Llama(work), config=settings | {"gradient_accumulation_steps": 1})[0]
-        return _trained(engine, work, engine.backward, engine.step)
+        engine = slipstream.initialize(model=Llama(work), config=settings)[0]
+        one = _trained(engine, work, engine.backward, engine.step)
+        return lambda: [one() for _ in range(micros)][-1]
     specs: list[tuple[Any, ...]] = [
         (nn.Embedding, work.vocab, work.width),
         *[(Slice, work.width, work.heads)] * work.depth,
@@ -334,6 +348,7 @@ def _autotp(work: Workload, micros: int, stage: int, variants: list[str]) -> Cal
 
 _BUILDERS: dict[str, Callable[[Workload, int, int, list[str]], Callable[[], Any]]] = {
     "compute:half": _compute,
+    "compute:llama": _compute_llama,
     "slipstream:pp": _pipeline,
     "slipstream:dp": _data,
     "deepspeed:pp": _deepspeed_pipeline,

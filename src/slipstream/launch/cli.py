@@ -160,7 +160,7 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="estimate memory and time of a configuration",
         description="Print the resolved configuration, memory, traffic and time per rank, and configurations that fit a budget.",
     )
-    parser.add_argument("config", help="a JSON file in DeepSpeed's format")
+    parser.add_argument("config", nargs="?", help="a JSON file in DeepSpeed's format; not with --ranks")
     parser.add_argument("--world", type=_positive, default=1, metavar="N", help="data-parallel ranks; default 1")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
@@ -183,6 +183,19 @@ def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="NAME=X",
         help="rate per second, instead of a measured one: flops=20T, memory, wire, host, disk_read or disk_write=2G",
     )
+    _add_layouts(parser)
+
+
+def _add_layouts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that compare layouts of ranks."""
+    add = parser.add_argument_group("layouts of many ranks (with --model; docs/SCALE.md has the formulas)").add_argument
+    add("--ranks", metavar="N[,N...]", help="compare pipelines, data, sequence and tensor parallelism over so many ranks")
+    add("--hosts", type=_positive, default=1, metavar="N", help="hosts of the (first number of) ranks; default 1")
+    add("--bandwidth", metavar="RATE", help="bits per second of a host's link: 10G; default: --rate wire")
+    add("--sequences", type=_positive, metavar="N", help="sequences of a step, over all ranks; default: 4 for each rank")
+    add("--length", type=_positive, default=2048, metavar="TOKENS", help="tokens of a sequence; default 2048")
+    add("--heads", type=_positive, metavar="N", help="attention heads, if the model has no config")
+    add("--draw", choices=("text", "svg"), help="draw the pipeline of the fastest layout that has one")
 
 
 def _bytes(text: str) -> int:

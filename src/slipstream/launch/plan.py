@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.config.plan import ModelFacts, Plan
+    from slipstream.parallel.layouts import Model
 
 __all__ = ["execute", "parse_count", "sizes_text", "state_nbytes"]
 
@@ -192,6 +193,10 @@ def rates_of(stated: Sequence[str]) -> dict[str, float]:
 
 
 def execute(options: argparse.Namespace) -> int:
+    if options.ranks:
+        return compare_layouts(options)
+    if options.config is None:
+        raise ValueError("slipstream plan needs a config, or --ranks with --model to compare layouts")
     from slipstream.config import DataWorld, describe, resolve
     from slipstream.config.arguments import read_config
     from slipstream.config.resolution import DEEPSPEEDS, WorldError
@@ -221,6 +226,99 @@ def execute(options: argparse.Namespace) -> int:
     else:
         print("for bytes per rank, give --model MODULE:FUNCTION, --model FOLDER with a config.json, or --num-params 1.3B")
     return 0
+
+
+def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | None) -> Model:
+    """The sizes of a decoder for the layouts' model. Raises ValueError if it has no repeated blocks or its heads are not known."""
+    import torch
+
+    from slipstream.parallel.layouts import Model
+    from slipstream.zero.wrap import repeated_blocks
+
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no repeated blocks; layouts are compared for models that have")
+    in_blocks = sum(parameter.numel() for name in blocks for parameter in model.get_submodule(name).parameters())
+    config: Any = getattr(model, "config", None)
+    heads = heads or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(f"{type(model).__name__} has no config with num_attention_heads; pass --heads")
+    widths = [module.embedding_dim for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    width = getattr(config, "hidden_size", None) or max(widths, default=0)
+    if not width:
+        raise ValueError(
+            f"{type(model).__name__} has neither a config with hidden_size nor an embedding, so its width is not known"
+        )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    per_block = in_blocks // len(blocks)
+    return Model(
+        blocks=len(blocks),
+        block_params=per_block,
+        other_params=total - in_blocks,
+        width=width,
+        heads=heads,
+        length=length,
+        batch=batch,
+    )
+
+
+def compare_layouts(options: argparse.Namespace) -> int:
+    """Print the layouts of `--ranks` ranks by the time of a step, the config of the first, and its drawing."""
+    from slipstream.parallel import layouts
+    from slipstream.train.planning import calibrate
+
+    if not options.model:
+        raise ValueError("--ranks needs --model: MODULE:FUNCTION, or a folder with a Hugging Face config.json")
+    counts = [parse_count(text, "--ranks ") for text in options.ranks.split(",")]
+    ranks = counts[0]
+    if ranks < 1 or ranks % options.hosts or any(count % ranks for count in counts):
+        raise ValueError(
+            f"--ranks {options.ranks} --hosts {options.hosts}: hosts have equal numbers of ranks, and further numbers are "
+            "multiples of the first"
+        )
+    rates = calibrate.rates("bfloat16", options.device or facts(None).device_type, None, rates_of(options.rate))
+    between = parse_count(options.bandwidth, "--bandwidth ") / 8 if options.bandwidth else rates.wire
+    batch = options.sequences or 4 * ranks
+    model = decoder_of(build_on_meta(options.model), options.length, batch, options.heads)
+    cluster = layouts.Cluster(
+        ranks=ranks,
+        hosts=options.hosts,
+        flops=rates.flops,
+        inside=rates.wire,
+        between=between,
+        memory=options.memory or float("inf"),
+    )
+    found = layouts.ranked(model, cluster)
+    if options.json:
+        rows = [{"layout": each._asdict(), "cost": cost._asdict(), "seconds": cost.seconds} for each, cost in found]
+        print(json.dumps({"parameters": model.num_params, "layouts": rows}))
+        return 0 if found else 1
+    print(
+        f"{model.num_params:,} parameters, {batch} sequences of {model.length} tokens a step; {ranks} ranks on {options.hosts} "
+        f"hosts, {rates.flops / 1e12:.3g} TFLOP/s and {rates.wire / 1e9:.3g} GB/s a rank, {between / 1e9:.3g} GB/s a host\n"
+    )
+    if len(counts) > 1:
+        print(layouts.scaling_table(model, cluster, layouts.weak_scaling(model, cluster, counts)))
+        return 0
+    print(layouts.table(model, cluster, found))
+    if found:
+        print(f"\nseconds of a step, by part; config of the first:\n{json.dumps(layouts.settings(found[0][0]), indent=2)}")
+    if options.draw:
+        print(_drawn(options.draw, [layout for layout, _ in found], model.batch))
+    return 0 if found else 1
+
+
+def _drawn(form: str, found: Sequence[Any], batch: int) -> str:
+    """The pipeline of the first layout that has stages."""
+    from slipstream.parallel.drawing import draw_svg, draw_text
+    from slipstream.parallel.schedule import simulate
+
+    layout = next((layout for layout in found if layout.pp > 1), None)
+    if layout is None:
+        raise ValueError("--draw: no layout that fits has pipeline stages")
+    micros = min(batch // (layout.dp * layout.micro_batch), 16)  # more do not fit a page
+    schedule = simulate(layout.pp, micros, layout.schedule)
+    return draw_svg(schedule) if form == "svg" else draw_text(schedule)
 
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:

@@ -1,0 +1,252 @@
+"""Layouts of ranks over the axes pp, dp, sp and tp, and a model of the time and memory of a step on each. Pure arithmetic.
+
+A decoder has L blocks of P parameters each, width h, and E parameters outside of them. A step has B sequences of S tokens; a micro-
+batch of a replica has b of them, and m = B / (d b) micro-batches follow each other. Ranks are ordered pp, dp, sp, tp (innermost):
+an axis crosses hosts if it and all axes inside it need more ranks than a host has.
+
+compute    6 P FLOPs per token for the products of forward and backward (Kaplan et al., arXiv:2001.08361), and 6 S h for a block's
+           scores and values, causal; 4/3 of it with recomputation
+bubble     parallel/schedule.py's simulation of the step, less the computing of the busiest rank
+tp         4 sums a block and micro-batch (Megatron-LM, arXiv:1909.08053), each 2 (t-1)/t of b S h / s elements on a ring
+sp         4 all-to-alls a block and micro-batch (Ulysses, arXiv:2309.14509), together 8 (s-1)/s of b S h / (s t) elements
+pp         a boundary's b S h / s elements each way; a transfer delays the stages by one hop
+dp         ZeRO 0 and 1: 2 (d-1)/d of the rank's parameters, reduced and gathered once a step; 3: gathered in each forward and
+           backward, and reduced once in a pipeline, else for each micro-batch (arXiv:1910.02054)
+memory     states by ZeRO's formula, 16 bytes a parameter in mixed precision, and activations of (10 + 24 / t) b S h / s bytes a
+           block (Korthikanti et al., arXiv:2205.05198, with attention that keeps no scores); 2 b S h / s with recomputation;
+           of as many micro-batches as a stage keeps
+
+Between hosts, the ranks of a host share its link. Nothing overlaps but transfers between stages: a pessimistic model.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from slipstream.parallel.schedule import Costs, simulate
+
+_MOST_SIMULATED = 512  # micro-batches, over all stages; longer steps take the formula
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The sizes of a decoder and of its step."""
+
+    blocks: int
+    block_params: int
+    other_params: int  # embeddings and head
+    width: int
+    heads: int
+    length: int  # tokens of a sequence
+    batch: int  # sequences of a step, over all replicas
+
+    @property
+    def num_params(self) -> int:
+        return self.blocks * self.block_params + self.other_params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the ranks have: per second and rank, bytes of links per rank inside of a host and per host between hosts."""
+
+    ranks: int
+    hosts: int
+    flops: float
+    inside: float  # bytes/s between two ranks of a host
+    between: float  # bytes/s of a host's link
+    memory: float = math.inf  # bytes of a rank
+    element: int = 2  # bytes of an activation and a gradient
+    state: int = 16  # bytes of weights, gradient and optimizer per parameter
+
+    @property
+    def per_host(self) -> int:
+        return self.ranks // self.hosts
+
+    def link(self, stride: int, size: int) -> float:
+        """Bytes per second of a rank along an axis whose neighbors are `stride` ranks apart."""
+        if stride * size <= self.per_host:
+            return self.inside
+        return min(self.inside, self.between / min(stride, self.per_host))
+
+
+class Layout(NamedTuple):
+    """Sizes of the axes, ZeRO stage, schedule and micro-batch."""
+
+    pp: int
+    dp: int
+    sp: int
+    tp: int
+    zero: int
+    schedule: str
+    micro_batch: int
+    recompute: bool
+
+    def __str__(self) -> str:
+        axes = [f"{name} {size}" for name, size in zip(("pp", "dp", "sp", "tp"), self[:4], strict=True) if size > 1]
+        return " x ".join(axes) or "one rank"
+
+
+class Cost(NamedTuple):
+    """Seconds of a step by part, and bytes of a rank."""
+
+    compute: float
+    bubble: float
+    tp: float
+    sp: float
+    dp: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self[:5])
+
+
+def cost_of(model: Model, cluster: Cluster, layout: Layout) -> Cost:
+    """The time and memory of a step."""
+    p, d, s, t, zero, schedule, b, recompute = layout
+    micros = model.batch // (d * b)
+    blocks = model.blocks / p
+    tokens = b * model.length / s
+    last = model.other_params / 2  # the head; embeddings are looked up
+    per_block = 6 * tokens * (model.block_params / t + model.length * model.width / t)
+    work = per_block * blocks + 6 * tokens * last / t / p  # stages are balanced
+    stage = work * (4 / 3 if recompute else 1) / cluster.flops
+    hidden = b * model.length * model.width / s * cluster.element
+    sums = 4 * blocks * 2 * (t - 1) / t * hidden / cluster.link(1, t)
+    swaps = 8 * blocks * (s - 1) / s * hidden / t / cluster.link(t, s)
+    busy = stage + sums + swaps
+    step = busy * micros
+    if p > 1:
+        hop = hidden / cluster.link(d * s * t, p)
+        step = _makespan(p, micros, schedule, busy, hop)
+    own = blocks * model.block_params / t + model.other_params / t / p
+    passes = 2 if zero < 3 else 2 * micros + 1 if p > 1 else 3 * micros
+    moved = passes * (d * s - 1) / (d * s) * own * cluster.element
+    dp = moved / cluster.link(t, d * s)
+    shards = d * s
+    sharded = {0: 0, 1: cluster.state - 4, 2: cluster.state - 2, 3: cluster.state}[zero]
+    states = own * (cluster.state - sharded + sharded / shards)
+    kept = min(p, micros)
+    elements, whole = hidden / cluster.element, 10 + 24 / t  # bytes of a block's activations per element
+    activations = elements * (kept * blocks * 2 + whole if recompute else kept * blocks * whole)
+    return Cost(stage * micros, step - busy * micros, sums * micros, swaps * micros, dp, states + activations)
+
+
+def _makespan(p: int, micros: int, schedule: str, busy: float, hop: float) -> float:
+    """Seconds of a step of which each micro-batch takes `busy` on a stage; the first and last one travel along all stages."""
+    return _turns(p, micros, schedule) * busy + 2 * (p - 1) * hop
+
+
+@functools.cache
+def _turns(p: int, micros: int, schedule: str) -> float:
+    """A step's length in micro-batches, at equal costs of forward, input and weight gradients."""
+    if p * micros > _MOST_SIMULATED:
+        return micros + (p - 1) / (3 if schedule == "zero_bubble" else 1)
+    return simulate(p, micros, schedule, costs=Costs(1 / 3, 1 / 3, 1 / 3)).makespan
+
+
+def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", "zero_bubble")) -> Iterator[Layout]:
+    """All layouts that the model's blocks, heads and batch allow."""
+    for p, t, s in itertools.product(_divisors(model.blocks), _divisors(model.heads), _divisors(model.heads)):
+        if cluster.ranks % (p * t * s) or model.length % s or model.heads % (s * t):
+            continue
+        d = cluster.ranks // (p * t * s)
+        if model.batch % d:
+            continue
+        for b in (size for size in _divisors(model.batch // d) if size <= 16):
+            for zero, schedule, recompute in itertools.product((1, 3), schedules if p > 1 else ("1f1b",), (False, True)):
+                if zero == 1 or d * s > 1:
+                    yield Layout(p, d, s, t, zero, schedule, b, recompute)
+
+
+def ranked(model: Model, cluster: Cluster) -> list[tuple[Layout, Cost]]:
+    """The layouts that fit the memory, fastest first; of each set of axes and ZeRO stage the best one."""
+    best: dict[tuple[int, ...], tuple[Layout, Cost]] = {}
+    for layout in layouts(model, cluster):
+        cost = cost_of(model, cluster, layout)
+        key = layout[:5]
+        if cost.memory <= cluster.memory and (key not in best or cost.seconds < best[key][1].seconds):
+            best[key] = layout, cost
+    return sorted(best.values(), key=lambda pair: pair[1].seconds)
+
+
+def efficiency(model: Model, cluster: Cluster, cost: Cost) -> float:
+    """The share of the ranks' arithmetic that the model's products need (without recomputation)."""
+    tokens = model.batch * model.length
+    needed = 6 * tokens * (model.num_params - model.other_params / 2 + model.blocks * model.length * model.width)
+    return needed / (cluster.flops * cluster.ranks * cost.seconds)
+
+
+def weak_scaling(model: Model, cluster: Cluster, ranks: Sequence[int]) -> list[tuple[Cluster, Layout, Cost]]:
+    """The best layout at each number of ranks, with as many sequences per rank and ranks per host as given."""
+    rows = []
+    for count in ranks:
+        larger = replace(cluster, ranks=count, hosts=max(1, count // cluster.per_host))
+        found = ranked(replace(model, batch=model.batch * count // cluster.ranks), larger)
+        if found:
+            rows.append((larger, *found[0]))
+    return rows
+
+
+def scaling_table(model: Model, cluster: Cluster, rows: Sequence[tuple[Cluster, Layout, Cost]]) -> str:
+    """The best layout for each number of ranks, at equal sequences per rank."""
+    lines = [("ranks", "hosts", "layout", "ZeRO", "step", "GB/rank", "of peak")]
+    for larger, layout, cost in rows:
+        scaled = replace(model, batch=model.batch * larger.ranks // cluster.ranks)
+        share = f"{100 * efficiency(scaled, larger, cost):.0f} %"
+        facts = (f"{larger.ranks:,}", f"{larger.hosts:,}", str(layout), str(layout.zero))
+        lines.append((*facts, f"{cost.seconds:.3g}", f"{cost.memory / 1e9:.1f}", share))
+    return _aligned(lines)
+
+
+def table(model: Model, cluster: Cluster, found: Sequence[tuple[Layout, Cost]], most: int = 8) -> str:
+    """The best layouts with the parts of their time."""
+    if not found:
+        return (
+            f"no layout of {cluster.ranks} ranks fits {cluster.memory / 1e9:.1f} GB a rank: add ranks, or offload states "
+            "(zero_optimization.offload_optimizer)"
+        )
+    head = ("layout", "ZeRO", "schedule", "micro-batch", "step", "compute", "bubble", "tp", "sp", "dp", "GB/rank", "of peak")
+    rows: list[tuple[str, ...]] = [head]
+    for layout, cost in found[:most]:
+        micros = model.batch // (layout.dp * layout.micro_batch)
+        parts = [f"{value:.3g}" for value in (cost.seconds, *cost[:5])]
+        how = (layout.schedule if layout.pp > 1 else "") + (", recompute" if layout.recompute else "")
+        rows.append(
+            (
+                str(layout),
+                str(layout.zero),
+                how.removeprefix(", ") or "-",
+                f"{layout.micro_batch} x {micros}",
+                *parts,
+                f"{cost.memory / 1e9:.2f}",
+                f"{100 * efficiency(model, cluster, cost):.0f} %",
+            )
+        )
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def settings(layout: Layout) -> dict[str, object]:
+    """The config keys of a layout."""
+    mesh = {name: size for name, size in (("pp", layout.pp), ("sp", layout.sp), ("tp", layout.tp)) if size > 1}
+    own: dict[str, object] = {"mesh": mesh} if mesh else {}
+    if layout.pp > 1 and layout.schedule != "1f1b":
+        own["pipeline"] = {"schedule": layout.schedule}
+    if layout.recompute:
+        own["activations"] = "recompute"
+    keys: dict[str, object] = {"zero_optimization": {"stage": layout.zero}, "train_micro_batch_size_per_gpu": layout.micro_batch}
+    return keys | ({"slipstream": own} if own else {})
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

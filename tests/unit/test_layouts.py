@@ -1,0 +1,88 @@
+"""The time and memory model of layouts, and the page that shows it."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream.launch.cli import main
+from slipstream.parallel.layouts import Cluster, Layout, Model, cost_of, layouts, ranked
+
+MODEL = Model(blocks=8, block_params=12_000_000, other_params=8_000_000, width=1024, heads=8, length=1024, batch=32)
+CLUSTER = Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9)
+
+
+def test_the_parts_of_a_step() -> None:
+    alone = cost_of(MODEL, Cluster(ranks=1, hosts=1, flops=1e13, inside=1e11, between=1e9), Layout(1, 1, 1, 1, 1, "1f1b", 1, False))
+    flops = 6 * 32 * 1024 * (8 * (12_000_000 + 1024 * 1024) + 4_000_000)
+    assert alone.seconds == alone.compute == pytest.approx(flops / 1e13) and alone.bubble == alone.tp == alone.sp == alone.dp == 0
+    assert alone.memory == pytest.approx(16 * MODEL.num_params + 8 * 34 * 1024 * 1024)
+    piped = cost_of(MODEL, CLUSTER, Layout(2, 8, 1, 1, 1, "1f1b", 1, False))
+    assert piped.bubble == pytest.approx(
+        piped.compute / 4 + 2 * 1024 * 1024 * 2 / 1e9 * 8, rel=0.01
+    )  # m = 4; 8 ranks share the link
+    zero_bubble = cost_of(MODEL, CLUSTER, Layout(2, 8, 1, 1, 1, "zero_bubble", 1, False))
+    assert zero_bubble.bubble < piped.bubble
+    sliced = cost_of(MODEL, CLUSTER, Layout(1, 8, 1, 2, 1, "1f1b", 1, False))
+    assert sliced.tp == pytest.approx(4 * 8 * 4 * (1024 * 1024 * 2) / 1e11)  # 4 sums in 8 blocks, 4 micro-batches
+    sequences = cost_of(MODEL, CLUSTER, Layout(1, 8, 2, 1, 1, "1f1b", 1, False))
+    assert sequences.sp == pytest.approx(8 * 8 * 4 * (1024 * 1024 // 2 * 2) / 2 / 1e11)
+    data = cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 1, "1f1b", 1, False))
+    assert data.dp == pytest.approx(2 * 15 / 16 * MODEL.num_params * 2 / 1e9 * 1)
+    assert cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 3, "1f1b", 1, False)).memory < data.memory
+    recomputed = cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 1, "1f1b", 1, True))
+    assert recomputed.compute == pytest.approx(data.compute * 4 / 3) and recomputed.memory < data.memory
+
+
+def test_layouts_fit_the_model() -> None:
+    every = list(layouts(MODEL, CLUSTER))
+    assert every
+    for layout in every:
+        assert layout.pp * layout.dp * layout.sp * layout.tp == 16
+        assert MODEL.blocks % layout.pp == 0 and MODEL.heads % (layout.sp * layout.tp) == 0
+        assert MODEL.batch % (layout.dp * layout.micro_batch) == 0
+    found = ranked(MODEL, CLUSTER)
+    assert [cost.seconds for _, cost in found] == sorted(cost.seconds for _, cost in found)
+    small = ranked(MODEL, Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9, memory=4e8))
+    assert small and all(cost.memory <= 4e8 for _, cost in small) and len(small) < len(found)
+    assert ranked(MODEL, Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9, memory=1e6)) == []
+    assert math.isclose(sum(found[0][1][:5]), found[0][1].seconds)
+
+
+def llama(folder: Path) -> str:
+    facts = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008}
+    (folder / "config.json").write_text(
+        json.dumps(facts | {"num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000})
+    )
+    return str(folder)
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    page = (Path(__file__).parents[2] / "docs" / "SCALE.md").read_text()
+    command, shown = re.findall(r"```\n(.*?)\n```", page, re.DOTALL)
+    words = [llama(tmp_path) if word == "llama7b" else word for word in command.split()[1:]]
+    assert main(words) == 0
+    assert capsys.readouterr().out.endswith(shown + "\n")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    folder = llama(tmp_path)
+    rates = ["--rate", "flops=100T", "--rate", "memory=1T"]
+    assert main(["plan", "--model", folder, "--ranks", "16", "--hosts", "2", "--bandwidth", "10G", *rates, "--draw", "text"]) == 0
+    out = capsys.readouterr().out
+    assert '"slipstream"' in out and "rank 0 |" in out
+    assert main(["plan", "--model", folder, "--ranks", "16", *rates, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"]
+    assert main(["plan", "--model", folder, "--ranks", "16", *rates, "--memory", "1M"]) == 1
+    assert "no layout of 16 ranks fits" in capsys.readouterr().out
+    for words, text in (
+        (["--ranks", "16"], "--ranks needs --model"),
+        (["--ranks", "16", "--hosts", "3", "--model", folder], "hosts have equal numbers"),
+        ([], "needs a config, or --ranks"),
+    ):
+        assert main(["plan", *words]) != 0
+        assert text in capsys.readouterr().err
