@@ -171,7 +171,8 @@ def test_the_layout_is_logged() -> None:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("slipstream.train")
     logger.addHandler(handler)
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)
     host = os.environ.get("LOCAL_WORLD_SIZE", "")
     for per_host, warned in ((4, False), (1, True)):
         os.environ["LOCAL_WORLD_SIZE"] = str(per_host)
@@ -188,7 +189,7 @@ def test_the_layout_is_logged() -> None:
         engine.destroy()
     os.environ["LOCAL_WORLD_SIZE"] = host
     logger.removeHandler(handler)
-    logger.level = level
+    logger.setLevel(level)
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
