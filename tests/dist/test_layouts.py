@@ -1,5 +1,6 @@
 """Checkpoints between layouts: what one layout of ranks saves, every other loads, with the same bits of all states."""
 
+import json
 import os
 import subprocess
 import sys
@@ -93,6 +94,25 @@ def pairs_of(folder: Path, pairs: list[tuple[str, str]]) -> None:
 def test_each_layout_is_saved_and_loaded(tmp_path: Path) -> None:
     names = list(LAYOUTS)
     pairs_of(tmp_path, list(zip(names[::2], names[5:] + names[:5], strict=False)))
+
+
+@distributed(world_size=4)
+def test_every_layout_writes_a_hugging_face_folder(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole = dict(build("qwen2").named_parameters())
+    for layout in LAYOUTS:
+        engine = engine_of(layout)
+        folder = folder_of(tmp_path, layout) / layout
+        engine.save_pretrained(str(folder), dtype="fp32", max_shard_size="40KB")
+        engine.destroy()
+        dist.barrier()
+        assert (folder / "model.safetensors.index.json").exists(), sorted(folder.iterdir())
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+        found = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+        assert found.keys() == whole.keys(), layout
+        for name, value in found.items():
+            assert torch.equal(value, whole[name]), (layout, name)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,16 @@ def test_the_parts_of_a_step() -> None:
     zero_bubble = cost_of(MODEL, CLUSTER, Layout(2, 8, 1, 1, 1, "zero_bubble", 1, False))
     assert zero_bubble.bubble < piped.bubble
     sliced = cost_of(MODEL, CLUSTER, Layout(1, 8, 1, 2, 1, "1f1b", 1, False))
-    assert sliced.tp == pytest.approx(4 * 8 * 4 * (1024 * 1024 * 2) / 1e11)  # 4 sums in 8 blocks, 4 micro-batches
+    assert sliced.tp == pytest.approx(
+        4 * 8 * 4 * (1024 * 1024 * 2) / 1e11 + 0.03 * sliced.compute
+    )  # 4 sums in 8 blocks, 4 micro-batches
     sequences = cost_of(MODEL, CLUSTER, Layout(1, 8, 2, 1, 1, "1f1b", 1, False))
-    assert sequences.sp == pytest.approx(8 * 8 * 4 * (1024 * 1024 // 2 * 2) / 2 / 1e11)
+    assert sequences.sp == pytest.approx(8 * 8 * 4 * (1024 * 1024 // 2 * 2) / 2 / 1e11 + 0.03 * sequences.compute)
     data = cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 1, "1f1b", 1, False))
-    assert data.dp == pytest.approx(2 * 15 / 16 * MODEL.num_params * 2 / 1e9 * 1)
+    behind = data.compute / 2 * 2 / 3  # two micro-batches: the reduction hides behind the last one's backward
+    assert data.dp == pytest.approx(2 * 15 / 16 * MODEL.num_params * 2 / 1e9 - behind)
+    fast = cost_of(MODEL, replace(CLUSTER, between=1e12), Layout(1, 16, 1, 1, 1, "1f1b", 1, False))
+    assert fast.dp == pytest.approx(2 * 15 / 16 * MODEL.num_params * 2 / 1e11 / 9)  # one of 8 blocks, or what is outside
     assert cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 3, "1f1b", 1, False)).memory < data.memory
     recomputed = cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 1, "1f1b", 1, True))
     assert recomputed.compute == pytest.approx(data.compute * 4 / 3) and recomputed.memory < data.memory
@@ -62,10 +68,11 @@ def llama(folder: Path) -> str:
 def test_the_page_shows_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     page = (Path(__file__).parents[2] / "docs" / "SCALE.md").read_text()
-    command, shown = re.findall(r"```\n(.*?)\n```", page, re.DOTALL)
+    command, *shown = re.findall(r"```\n(.*?)\n```", page, re.DOTALL)
     words = [llama(tmp_path) if word == "llama7b" else word for word in command.split()[1:]]
-    assert main(words) == 0
-    assert capsys.readouterr().out.endswith(shown + "\n")
+    for bandwidth, rows in zip(("400G", "100G"), shown, strict=True):
+        assert main([bandwidth if word == "400G" else word for word in words]) == 0
+        assert capsys.readouterr().out.endswith(rows + "\n")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ class PipelinedDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
+        self.architecture, self.generation_config = type(model).__name__, getattr(model, "generation_config", None)
         self.num_ranks = num_stages // max(len(self.stages), 1)  # of the pipeline
         self.layers_name, names = _layers_of(model)
         before, after = _around(model, self.layers_name)

@@ -11,12 +11,14 @@ tp         4 sums a block and micro-batch (Megatron-LM, arXiv:1909.08053), each 
 sp         4 all-to-alls a block and micro-batch (Ulysses, arXiv:2309.14509), together 8 (s-1)/s of b S h / (s t) elements
 pp         a boundary's b S h / s elements each way; a transfer delays the stages by one hop
 dp         ZeRO 0 and 1: 2 (d-1)/d of the rank's parameters, reduced and gathered once a step; 3: gathered in each forward and
-           backward, and reduced once in a pipeline, else for each micro-batch (arXiv:1910.02054)
+           backward, and reduced once in a pipeline, else for each micro-batch (arXiv:1910.02054); what does not fit behind the
+           computing, and one block's
 memory     states by ZeRO's formula, 16 bytes a parameter in mixed precision, and activations of (10 + 24 / t) b S h / s bytes a
            block (Korthikanti et al., arXiv:2205.05198, with attention that keeps no scores); 2 b S h / s with recomputation;
            of as many micro-batches as a stage keeps
 
-Between hosts, the ranks of a host share its link. Nothing overlaps but transfers between stages: a pessimistic model.
+Between hosts, the ranks of a host share its link. Ranks that wait for each other inside of layers are never equally fast: tp and sp
+cost 3 % of computing beside their bytes (`python -m benchmarks slices` measures it).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import NamedTuple
 
 from slipstream.parallel.schedule import Costs, simulate
 
+_WAITS = 0.03  # of computing, on ranks that meet inside of layers
 _MOST_SIMULATED = 512  # micro-batches, over all stages; longer steps take the formula
 
 
@@ -117,8 +120,8 @@ def cost_of(model: Model, cluster: Cluster, layout: Layout) -> Cost:
     work = per_block * blocks + 6 * tokens * last / t / p  # stages are balanced
     stage = work * (4 / 3 if recompute else 1) / cluster.flops
     hidden = b * model.length * model.width / s * cluster.element
-    sums = 4 * blocks * 2 * (t - 1) / t * hidden / cluster.link(1, t)
-    swaps = 8 * blocks * (s - 1) / s * hidden / t / cluster.link(t, s)
+    sums = 4 * blocks * 2 * (t - 1) / t * hidden / cluster.link(1, t) + _WAITS * stage * (t > 1)
+    swaps = 8 * blocks * (s - 1) / s * hidden / t / cluster.link(t, s) + _WAITS * stage * (s > 1)
     busy = stage + sums + swaps
     step = busy * micros
     if p > 1:
@@ -128,6 +131,8 @@ def cost_of(model: Model, cluster: Cluster, layout: Layout) -> Cost:
     passes = 2 if zero < 3 else 2 * micros + 1 if p > 1 else 3 * micros
     moved = passes * (d * s - 1) / (d * s) * own * cluster.element
     dp = moved / cluster.link(t, d * s)
+    behind = stage * (micros if zero == 3 else 2 / 3)  # gathers: all computing; a reduction: the last micro-batch's backward
+    dp = max(dp / (blocks + 1), dp - behind)
     shards = d * s
     sharded = {0: 0, 1: cluster.state - 4, 2: cluster.state - 2, 3: cluster.state}[zero]
     states = own * (cluster.state - sharded + sharded / shards)

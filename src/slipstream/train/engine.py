@@ -446,7 +446,8 @@ class Engine(nn.Module):
     ) -> None:
         """Write a Hugging Face folder: sharded safetensors, and config.json if the model has a configuration. Collective.
 
-        dtype: of parameters; None: the model's own. Each rank writes its own shards into the files; nothing is gathered.
+        dtype: of parameters; None: the model's own. Each rank writes its own shards into the files, from any layout; nothing is
+        gathered.
         only_trainable: without frozen parameters and buffers. For a model with PEFT adapters the folder holds the base model with
         the adapters merged, as in `named_weights`; with only_trainable it is a PEFT adapter folder.
         """
@@ -457,7 +458,7 @@ class Engine(nn.Module):
         path = _folder("save_pretrained(save_directory=)", save_directory)
         with self.together("save_pretrained"):
             self._refuse_unknown()
-            hugging_face.save_pretrained(self.single, path, file_dtype, nbytes, only_trainable)
+            hugging_face.save_pretrained(self.states, path, file_dtype, nbytes, only_trainable)
 
     def load_checkpoint(
         self,

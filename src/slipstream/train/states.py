@@ -78,8 +78,10 @@ class States:
                     "change the model inside `with engine.surgery():`"
                 )
 
-    def refuse_parts(self, method: str) -> None:
-        """Raise ValueError if ranks hold different parts of a parameter, which `method` cannot join."""
+    def refuse_parts(self, method: str, *, stages: bool = False) -> None:
+        """Raise ValueError if ranks hold different parts of a parameter (or, with stages, of the model), which `method` needs."""
+        if stages and self.mesh.pp.size > 1:
+            raise ValueError(f"engine.{method} needs the whole model, and each rank has a pipeline stage: use save_checkpoint()")
         for unit in self.units:
             if unit.comms.family.differs:
                 raise ValueError(

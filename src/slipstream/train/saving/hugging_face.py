@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice, pretrained
+from slipstream.checkpoint.flat_slice import Shape
+from slipstream.checkpoint.plan import dtype_of
 from slipstream.quantized import Numbers, head_of, row_forms
 from slipstream.train import handover
 from slipstream.train.saving import entries
@@ -20,14 +22,50 @@ from slipstream.train.states import States
 from slipstream.zero.comm import gather_objects
 
 
-def save_pretrained(states: States, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
+def save_pretrained(
+    parts: Sequence[States], folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool
+) -> None:
     """Write the masters' values; weights quantized by `slipstream.quantize` are dequantized. Collective; each rank writes the part
-    that it owns. Raises ValueError for weights that other libraries quantized.
+    that it owns, also of slices and of pipeline stages. Raises ValueError for weights that other libraries quantized, and for
+    adapters of which a rank has parts.
 
     A model with PEFT adapters becomes the base with the adapters merged or, with only_trainable, a PEFT adapter folder.
     """
+    first, model = parts[0], cast("Any", parts[0].model)
     arguments = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
-    agree(states.mesh.world, f"{folder} was not written", arguments)
+    agree(first.mesh.world, f"{folder} was not written", arguments)
+    for states in parts:
+        _refuse_foreign(states, only_trainable)
+    where: dict[str, Any] = {"group": first.mesh.world.group, "shard_nbytes": shard_nbytes}
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if adapted := handover.has_adapters(model):
+        for states in parts:
+            states.refuse_parts("save_pretrained() of a model with adapters", stages=True)
+    if adapted and only_trainable:
+        _save_adapters(first, folder, dtype, where)
+        return
+    tensors: dict[str, pretrained.Out] = {}
+    if adapted:
+        buffers = {} if only_trainable else entries.first_buffers(first)
+        for name, (shape, kept) in handover.announced(first).items():
+            tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
+        renamed = handover.adapted_buffers(first, [name.partition(".")[2] for name in buffers])
+        tensors |= {new: pretrained.Out(buffers[f"buffer.{old}"], buffers[f"buffer.{old}"].dtype) for old, new in renamed.items()}
+        where["stream"] = handover.stream(first)
+    else:
+        for states in parts:
+            tensors |= _own(states, dtype, only_trainable)
+        tensors = _of_all_stages(tensors, first)
+    config = entries.model_config(base)
+    written = dtype or first.plan.precision.param_dtype
+    texts = {} if config is None else pretrained.describe(config, getattr(base, "architecture", type(base).__name__), written)
+    generation = getattr(base, "generation_config", None)
+    if generation is not None:
+        texts["generation_config.json"] = generation.to_json_string()
+    pretrained.write(folder, tensors, texts=texts, **where)
+
+
+def _refuse_foreign(states: States, only_trainable: bool) -> None:
     pairs = [pair for unit in states.units for pair in zip(unit.model_params, unit.params, strict=True)]
     apart = {id(whole) for whole, param in pairs if whole is not param}
     foreign = next((name for name, param in states.model.named_parameters() if id(param) in apart), "")
@@ -37,35 +75,33 @@ def save_pretrained(states: States, folder: str, dtype: torch.dtype | None, shar
             f"without the metadata that its loader needs: only_trainable=True writes the adapters, to be loaded on top of the "
             f"original base, and save_checkpoint() writes everything"
         )
-    module: Any = states.model
-    where: dict[str, Any] = {"group": states.mesh.world.group, "shard_nbytes": shard_nbytes}
-    adapted = handover.has_adapters(module)
-    if adapted and only_trainable:
-        _save_adapters(states, folder, dtype, where)
-        return
-    base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    tensors: dict[str, pretrained.Out] = {}
+
+
+def _own(states: States, dtype: torch.dtype | None, only_trainable: bool) -> dict[str, pretrained.Out]:
+    """The tensors of which this rank has something, by name. Collective."""
+    tensors = {}
+    numbers = {} if only_trainable else _numbers(states)
     buffers = {} if only_trainable else entries.first_buffers(states)
-    if adapted:
-        for name, (shape, kept) in handover.announced(states).items():
-            tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
-        renamed = handover.adapted_buffers(states, [name.partition(".")[2] for name in buffers])
-        buffers = {f"buffer.{new}": buffers[f"buffer.{old}"] for old, new in renamed.items()}
-        where["stream"] = handover.stream(states)
-    numbers = {} if only_trainable or adapted else _numbers(states)
-    for key, held in (({} if adapted else entries.weights(states, exclude_frozen=only_trainable)) | buffers).items():
+    for key, held in (entries.weights(states, exclude_frozen=only_trainable) | buffers).items():
         kind, _, name = key.partition(".")
         file_dtype = dtype if kind == "model" else None
         if name in numbers:
             tensors[name] = pretrained.Out(numbers[name], file_dtype or states.plan.precision.param_dtype)
         else:
             tensors[name] = pretrained.Out(held, file_dtype or _dtype_of(states, name, held))
-    config = entries.model_config(base)
-    texts = {} if config is None else pretrained.describe(config, type(base).__name__, dtype or states.plan.precision.param_dtype)
-    generation = getattr(base, "generation_config", None)
-    if generation is not None:
-        texts["generation_config.json"] = generation.to_json_string()
-    pretrained.write(folder, tensors, texts=texts, **where)
+    return tensors
+
+
+def _of_all_stages(tensors: dict[str, pretrained.Out], states: States) -> dict[str, pretrained.Out]:
+    """With those of other pipeline stages, of which this rank has nothing, in the order of the stages. Collective."""
+    if states.mesh.pp.size == 1:
+        return tensors
+    facts = {name: (tuple(out.held.shape), out.dtype, dtype_of(out.held)) for name, out in tensors.items()}
+    merged: dict[str, tuple[Shape, torch.dtype, torch.dtype]] = {}
+    for own in gather_objects(facts, states.mesh.world):
+        merged |= {name: fact for name, fact in own.items() if name not in merged}
+    none = {name: FlatSlice(torch.empty(0, dtype=kept), shape, 0) for name, (shape, _, kept) in merged.items()}
+    return {name: tensors.get(name, pretrained.Out(none[name], merged[name][1])) for name in merged}
 
 
 def _save_adapters(states: States, folder: str, dtype: torch.dtype | None, where: Mapping[str, Any]) -> None:
