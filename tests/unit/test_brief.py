@@ -72,6 +72,7 @@ import signal, torch, slipstream
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
 engine = slipstream.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
 engine.save_checkpoint("saved", tag="good")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of a shell that has no job control
 signal.raise_signal(signal.SIGINT)
 """
     env = {name: value for name, value in os.environ.items() if name != brief.SWITCH}

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from slipstream.config.plan import ModelFacts, Plan
-    from slipstream.parallel.layouts import Model
 
 __all__ = ["execute", "parse_count", "sizes_text", "state_nbytes"]
 
@@ -228,40 +227,6 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | None) -> Model:
-    """The sizes of a decoder for the layouts' model. Raises ValueError if it has no repeated blocks or its heads are not known."""
-    import torch
-
-    from slipstream.parallel.layouts import Model
-    from slipstream.zero.wrap import repeated_blocks
-
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise ValueError(f"{type(model).__name__} has no repeated blocks; layouts are compared for models that have")
-    in_blocks = sum(parameter.numel() for name in blocks for parameter in model.get_submodule(name).parameters())
-    config: Any = getattr(model, "config", None)
-    heads = heads or getattr(config, "num_attention_heads", None)
-    if heads is None:
-        raise ValueError(f"{type(model).__name__} has no config with num_attention_heads; pass --heads")
-    widths = [module.embedding_dim for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    width = getattr(config, "hidden_size", None) or max(widths, default=0)
-    if not width:
-        raise ValueError(
-            f"{type(model).__name__} has neither a config with hidden_size nor an embedding, so its width is not known"
-        )
-    total = sum(parameter.numel() for parameter in model.parameters())
-    per_block = in_blocks // len(blocks)
-    return Model(
-        blocks=len(blocks),
-        block_params=per_block,
-        other_params=total - in_blocks,
-        width=width,
-        heads=heads,
-        length=length,
-        batch=batch,
-    )
-
-
 def compare_layouts(options: argparse.Namespace) -> int:
     """Print the layouts of `--ranks` ranks by the time of a step, the config of the first, and its drawing."""
     from slipstream.parallel import layouts
@@ -279,7 +244,7 @@ def compare_layouts(options: argparse.Namespace) -> int:
     rates = calibrate.rates("bfloat16", options.device or facts(None).device_type, None, rates_of(options.rate))
     between = parse_count(options.bandwidth, "--bandwidth ") / 8 if options.bandwidth else rates.wire
     batch = options.sequences or 4 * ranks
-    model = decoder_of(build_on_meta(options.model), options.length, batch, options.heads)
+    model = layouts.decoder_of(build_on_meta(options.model), options.length, batch, options.heads)
     cluster = layouts.Cluster(
         ranks=ranks,
         hosts=options.hosts,
@@ -310,15 +275,14 @@ def compare_layouts(options: argparse.Namespace) -> int:
 
 def _drawn(form: str, found: Sequence[Any], batch: int) -> str:
     """The pipeline of the first layout that has stages."""
-    from slipstream.parallel.drawing import draw_svg, draw_text
-    from slipstream.parallel.schedule import simulate
+    from slipstream.parallel import drawing, schedule
 
     layout = next((layout for layout in found if layout.pp > 1), None)
     if layout is None:
         raise ValueError("--draw: no layout that fits has pipeline stages")
     micros = min(batch // (layout.dp * layout.micro_batch), 16)  # more do not fit a page
-    schedule = simulate(layout.pp, micros, layout.schedule)
-    return draw_svg(schedule) if form == "svg" else draw_text(schedule)
+    drawn = schedule.simulate(layout.pp, micros, layout.schedule)
+    return drawing.draw_svg(drawn) if form == "svg" else drawing.draw_text(drawn)
 
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:

@@ -28,9 +28,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slipstream.parallel.schedule import Costs, simulate
+
+if TYPE_CHECKING:
+    import torch
 
 _WAITS = 0.03  # of computing, on ranks that meet inside of layers
 _MOST_SIMULATED = 512  # micro-batches, over all stages; longer steps take the formula
@@ -107,6 +110,39 @@ class Cost(NamedTuple):
     @property
     def seconds(self) -> float:
         return sum(self[:5])
+
+
+def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | None) -> Model:
+    """The sizes of a decoder for the layouts' model. Raises ValueError if it has no repeated blocks or its heads are not known."""
+    import torch
+
+    from slipstream.zero.wrap import repeated_blocks
+
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no repeated blocks; layouts are compared for models that have")
+    in_blocks = sum(parameter.numel() for name in blocks for parameter in model.get_submodule(name).parameters())
+    config: Any = getattr(model, "config", None)
+    heads = heads or getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(f"{type(model).__name__} has no config with num_attention_heads; pass --heads")
+    widths = [module.embedding_dim for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    width = getattr(config, "hidden_size", None) or max(widths, default=0)
+    if not width:
+        raise ValueError(
+            f"{type(model).__name__} has neither a config with hidden_size nor an embedding, so its width is not known"
+        )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    per_block = in_blocks // len(blocks)
+    return Model(
+        blocks=len(blocks),
+        block_params=per_block,
+        other_params=total - in_blocks,
+        width=width,
+        heads=heads,
+        length=length,
+        batch=batch,
+    )
 
 
 def cost_of(model: Model, cluster: Cluster, layout: Layout) -> Cost:
