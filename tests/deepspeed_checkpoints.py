@@ -1,6 +1,8 @@
 """Generates `tests/data/deepspeed.tar.xz` with the real DeepSpeed 0.19.8, and defines the model that the tests resume.
 
-    python tests/deepspeed_checkpoints.py       # in an environment with deepspeed and torch, without slipstream
+    python tests/deepspeed_checkpoints.py [NAME ...]      # in an environment with deepspeed and torch, without slipstream
+
+With names of cases, only these are generated again.
 
 Each case is a folder written by `save_checkpoint` after `STEPS` steps (without the scripts that DeepSpeed adds), or converted from
 one by `ds_to_universal`; `losses.json` has the mean losses of DeepSpeed's own next steps.
@@ -8,6 +10,7 @@ one by `ds_to_universal`; `losses.json` has the mean losses of DeepSpeed's own n
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,10 +31,16 @@ class Case(NamedTuple):
     stage: int
     dtype: str
     universal: bool = False
+    kind: str = "data"  # or "pipe", "slices": of two
 
     @property
     def name(self) -> str:
-        return f"z{self.stage}-w{self.world}-{self.dtype}" + ("-universal" if self.universal else "")
+        kind = "" if self.kind == "data" else f"{self.kind}-"
+        return f"{kind}z{self.stage}-w{self.world}-{self.dtype}" + ("-universal" if self.universal else "")
+
+    @property
+    def replicas(self) -> int:
+        return self.world if self.kind == "data" else self.world // 2
 
 
 CASES = [
@@ -44,6 +53,17 @@ CASES = [
     Case(2, 1, "fp32", True),
     Case(4, 2, "fp32", True),
     Case(2, 3, "bf16", True),
+    Case(2, 1, "bf16", kind="pipe"),
+    Case(4, 1, "fp32", kind="pipe"),
+    Case(4, 1, "fp32", True, "pipe"),
+    Case(2, 1, "fp32", kind="slices"),
+    Case(4, 2, "bf16", kind="slices"),
+    Case(2, 3, "bf16", kind="slices"),
+]
+SPECS = [  # AutoTP's
+    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.(down|out)\.weight$"], "partition_type": "row"},
+    {"patterns": [r".*\.qkv\.weight$"], "partition_type": "column", "shape": [3, -1], "partition_dim": 0},
 ]
 
 
@@ -69,9 +89,66 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(h).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def model() -> Model:
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(13, 6) / 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+def logits(table: Table, x: Tensor) -> Tensor:
+    return x @ table.weight.T
+
+
+class Block(nn.Module):
+    """With a buffer, a matrix of three parts, and one that is cut along its second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)
+        self.qkv, self.out = nn.Linear(6, 12), nn.Linear(4, 6, bias=False)
+        self.register_buffer("shift", torch.arange(6) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(self.norm(x)))) + self.shift.to(x.dtype)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out(torch.sigmoid(q) * k + v)
+
+
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.frozen = nn.Embedding(13, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(6, 13, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens[:, :-1])
+        h = h + self.frozen(h)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def pipeline_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.float().flatten(0, 1), targets.flatten())
+
+
+def model(kind: str = "data", pipe: Any = None, num_stages: int = 1) -> Any:
+    """pipe: the package deepspeed.pipe, or ours."""
     torch.manual_seed(3)
-    return Model()
+    if kind == "data":
+        return Model()
+    if kind == "slices":
+        return Sliced()
+    table, head = pipe.TiedLayerSpec("table", Table), pipe.TiedLayerSpec("table", Table, forward_fn=logits)
+    # DeepSpeed waits without end if a stage has no parameter of some group
+    layers = [table, pipe.LayerSpec(Block), pipe.LayerSpec(nn.Linear, 6, 6), torch.tanh, pipe.LayerSpec(Block), head]
+    module = pipe.PipelineModule(layers, num_stages=num_stages, loss_fn=pipeline_loss, partition_method="uniform")
+    for name, param in module.named_parameters():
+        param.requires_grad_(not name.startswith("2."))
+    return module
 
 
 def groups(module: nn.Module) -> list[dict[str, Any]]:
@@ -112,27 +189,44 @@ def train(case: Case, folder: Path) -> None:
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # refused on CPUs, although they support it
 
-    settings = config(case, case.world, case.stage)
+    settings = config(case, case.replicas, case.stage)
     if case.stage == 3:
         settings["zero_optimization"] |= {"sub_group_size": 60, "stage3_param_persistence_threshold": 0}
-    module = model()
+    if case.kind != "data":
+        deepspeed.init_distributed("gloo")
+    if case.kind == "slices":
+        del settings["train_batch_size"]  # DeepSpeed divides it by all ranks
+        settings["tensor_parallel"] = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": SPECS}}
+    module = model(case.kind, deepspeed.pipe, 2)
     engine = deepspeed.initialize(model=module, model_parameters=groups(module), config=settings)[0]
     losses = []
     for step in range(STEPS + MORE):
-        loss = engine(batch(step, dist.get_rank(), case.world))
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().float().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / case.world)
+        losses.append(pipeline_step(engine, case, step) if case.kind == "pipe" else data_step(engine, case, step))
         if step == STEPS - 1:
             engine.save_checkpoint(str(folder), client_state={"epoch": 7, "names": ["a", None], "seen": (1, 2.5)})
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses[STEPS:]))
 
 
+def pipeline_step(engine: Any, case: Case, step: int) -> float:
+    tokens = batch(step, engine.grid.get_data_parallel_rank(), case.replicas)
+    return engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:])])).item()
+
+
+def data_step(engine: Any, case: Case, step: int) -> float:
+    import torch.distributed as dist
+
+    index = dist.get_rank() // (case.world // case.replicas)
+    loss = engine(batch(step, index, case.replicas))
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().float().clone()
+    dist.all_reduce(mean)
+    return mean.item() / case.world
+
+
 def launch(case: Case, folder: Path) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     variables = {"WORLD_SIZE": str(case.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617", "DS_ACCELERATOR": "cpu"}
     ranks = [
         subprocess.Popen(
@@ -167,12 +261,18 @@ def launch(case: Case, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if len(sys.argv) == 3 and sys.argv[1].startswith("["):
         train(Case(*json.loads(sys.argv[1])), Path(sys.argv[2]))
     else:
         ARCHIVE.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
+            if sys.argv[1:]:
+                with tarfile.open(ARCHIVE) as old:
+                    old.extractall(scratch, filter="data")
+                (Path(scratch) / "deepspeed").rename(Path(scratch) / "all")
             for each in CASES:
-                launch(each, Path(scratch) / each.name)
+                if not sys.argv[1:] or each.name in sys.argv[1:]:
+                    shutil.rmtree(Path(scratch) / "all" / each.name, ignore_errors=True)
+                    launch(each, Path(scratch) / "all" / each.name)
             with tarfile.open(ARCHIVE, "w:xz") as archive:
-                archive.add(scratch, "deepspeed")
+                archive.add(Path(scratch) / "all", "deepspeed")

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 import slipstream
 from slipstream.checkpoint import CheckpointError, deepspeed, pickled
+from slipstream.checkpoint.deepspeed_parts import Cuts
+from slipstream.checkpoint.flat_slice import whole_box
 from tests import deepspeed_checkpoints as ds
 from tests.pool import distributed
 
@@ -56,7 +58,8 @@ def go_on(engine: Any, steps: range) -> list[float]:
 
 @distributed(world_size=(1, 2, 4))
 def test_training_continues_as_in_deepspeed(world_size: int, folder: Path) -> None:
-    for i, case in list(enumerate(ds.CASES))[:: {1: 1, 2: 2, 4: 4}[world_size]]:
+    cases = [case for case in ds.CASES if case.kind == "data"]
+    for i, case in list(enumerate(cases))[:: {1: 1, 2: 2, 4: 4}[world_size]]:
         stage = (case.stage + world_size + i) % 4
         engine = build(case, stage)
         path, client = engine.load_checkpoint(str(folder / case.name))
@@ -67,6 +70,51 @@ def test_training_continues_as_in_deepspeed(world_size: int, folder: Path) -> No
         expected = json.loads((folder / case.name / "losses.json").read_text())
         assert found == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} at stage {stage}"
         engine.destroy()
+
+
+def build_parts(case: ds.Case, stage: int, mesh: dict[str, int]) -> Any:
+    """A model of the case on axes of ours, filled with a value of which nothing must remain."""
+    replicas = dist.get_world_size() // (mesh.get("pp", 1) * mesh.get("tp", 1))
+    settings = ds.config(case, replicas, stage) | {"slipstream": {"timeout_s": 20, "mesh": mesh}}
+    settings["optimizer"]["params"].pop("torch_adam", None)
+    if "tp" in mesh:
+        settings["tensor_parallel"] = {"partition_config": {"use_default_specs": False, "layer_specs": ds.SPECS}}
+    module = ds.model(case.kind, slipstream, mesh.get("pp", 1))
+    # ds_to_universal leaves out what a pipeline does not train
+    others = () if case.universal else (*module.buffers(), *(param for param in module.parameters() if not param.requires_grad))
+    with torch.no_grad():
+        for tensor in (*others, *(param for param in module.parameters() if param.requires_grad)):
+            tensor.fill_(0.5)
+    return slipstream.initialize(model=module, model_parameters=ds.groups(module), config=settings)[0]
+
+
+@distributed(world_size=(1, 2, 4))
+def test_stages_and_slices_continue_on_any_axes(world_size: int, folder: Path) -> None:
+    """Layers of a pipeline, slices of AutoTP, and a universal checkpoint of a pipeline: tied, frozen, buffers, fused matrices."""
+    for case in ds.CASES:
+        for axis in {"pipe": ("", "pp"), "slices": ("", "tp"), "data": ()}[case.kind]:
+            if axis and (world_size == 1 or (world_size == 4 and case.world == 4)):
+                continue
+            mesh = {axis: 2} if axis else {}
+            engine = build_parts(case, (case.stage + world_size) % 4, mesh)
+            _, client = engine.load_checkpoint(str(folder / case.name), load_module_strict=not case.universal)
+            assert client == {"epoch": 7, "names": ["a", None], "seen": (1, 2.5)}
+            assert engine.global_steps == ds.STEPS
+            replicas, index, found = engine.mesh.batch.size, engine.mesh.batch.index, []
+            for step in range(ds.STEPS, ds.STEPS + ds.MORE):
+                tokens = ds.batch(step, index, replicas)
+                if case.kind == "pipe":
+                    loss = engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:])]))
+                else:
+                    loss = engine(tokens)
+                    engine.backward(loss)
+                    engine.step()
+                mean = loss.detach().double()
+                dist.all_reduce(mean)
+                found.append(mean.item() / world_size)
+            expected = json.loads((folder / case.name / "losses.json").read_text())
+            assert found == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} on {mesh}"
+            engine.destroy()
 
 
 class Hostile:
@@ -148,11 +196,70 @@ def test_names_in_a_pickle_are_refused_and_nothing_runs(folder: Path, tmp_path: 
     with pytest.raises(CheckpointError, match=r"saved by \[2, 2\] ranks and has the files of 1"):
         engine.load_checkpoint(str(tmp_path / "c"))
     (inside / "mp_rank_01_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="tensor-parallel ranks"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer states are of model-parallel ranks \[0\], those of the model of \[0, 1\]"
+    ):
         engine.load_checkpoint(str(tmp_path / "c"))
     after = engine.state_dict()
     assert all(before[name].equal(after[name]) for name in before)
     engine.destroy()
+
+
+@distributed(world_size=1)
+def test_slices_whose_cuts_are_unknown_are_refused(folder: Path, tmp_path: Path) -> None:
+    """What `universal_checkpoint_info` does not say, or says in a way that could take forever to read."""
+    case = next(case for case in ds.CASES if case.kind == "slices")
+    shutil.copytree(folder / case.name, tmp_path / "c")
+    files = sorted((tmp_path / "c" / "global_step3").glob("mp_rank_*_model_states.pt"))
+    engine = build_parts(case, 2, {})
+    before = engine.state_dict()
+    key, others = "universal_checkpoint_info", "tp_replicated_parameter_patterns"
+    for changed, words in (
+        (lambda info: None, r"files of 2 tensor-parallel ranks and no universal_checkpoint_info"),
+        (lambda info: info | {others: ["(a+)+$"]}, r"the pattern '\(a\+\)\+\$' .* has groups"),
+        (lambda info: info | {others: [".*.*.*.*.*x"]}, "more than 4 repetitions"),
+        (lambda info: info | {"autotp_unsupported_parameter_patterns": {"blocks": "new"}}, "cannot be joined"),
+        (lambda info: info | {"sub_param_shard_widths": {r"^blocks\.0\.qkv\.weight$": [[1, 3]]}}, "not sub-parameters"),
+        (lambda info: info | {"parameter_with_row_parallelism_patterns": []}, "its slices join to"),
+    ):
+        whole = {file: file.read_bytes() for file in files}
+        for file in files:
+            state = torch.load(file, weights_only=False)
+            torch.save(state | {key: changed(state[key])}, file)
+        with pytest.raises(CheckpointError, match=words):
+            engine.load_checkpoint(str(tmp_path / "c"))
+        for file, raw in whole.items():
+            file.write_bytes(raw)
+    after = engine.state_dict()
+    assert all(before[name].equal(after[name]) for name in before)
+    engine.destroy()
+
+
+def test_cuts_of_megatron() -> None:
+    """Two sub-parameters, a number of them (before version 0.4), a matrix cut along its second dimension, copies."""
+    info = {
+        "parameter_with_2_sub_params_cat_dim_0": [r"\d+.glu.weight"],
+        "parameter_with_sub_params": [{"patterns": [r"\d+.qkv.weight"], "shape": (3, -1), "partition_dim": 0}],
+        "parameter_with_row_parallelism_patterns": [r"\d+.dense.weight"],
+        "tp_replicated_parameter_patterns": [r"\d+.norm.*"],
+    }
+    cuts, whole = Cuts(info, 2), torch.arange(72.0).view(12, 6)
+    halves = {
+        "1.glu.weight": [torch.cat([part.chunk(2)[i] for part in whole.chunk(2)]) for i in range(2)],
+        "1.qkv.weight": [torch.cat([part.chunk(2)[i] for part in whole.chunk(3)]) for i in range(2)],
+        "1.dense.weight": list(whole.chunk(2, 1)),
+        "1.up.weight": list(whole.chunk(2)),
+        "1.norm.weight": [whole, whole],
+    }
+    for name, slices in halves.items():
+        found = torch.zeros_like(whole)
+        for index, part in enumerate(slices):
+            place = cuts.place(name, index, [tuple(each.shape) for each in slices])
+            assert place.whole == (12, 6) and place.is_copy is (name == "1.norm.weight")
+            values = part.flatten().split([box.numel for box in place.boxes or [whole_box(place.whole)]])
+            for box, value in zip(place.boxes or [whole_box(place.whole)], values, strict=True):
+                box.of(found).copy_(value.view(box.sizes))
+        assert torch.equal(found, whole), name
 
 
 @distributed(world_size=1)

@@ -10,33 +10,33 @@ ZeRO-3     the same files, with ceil(numel / world) elements of every parameter 
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
+With pipelines and slices each model-parallel rank has such files of its own (deepspeed_parts.py).
+
 Each zip record has a CRC-32, which box_reader.py verifies. The files hold no random states.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream.checkpoint.deepspeed_parts import Cuts, Part, Place, layers_of, parts_of
 from slipstream.checkpoint.document import SLACK, Document, Entry, Piece, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
-from slipstream.checkpoint.flat_slice import Shape, boxes, check_cover
+from slipstream.checkpoint.flat_slice import Box, Shape, boxes_in, check_cover, whole_box
 from slipstream.checkpoint.pickled import Array, Record, Stored, read
 from slipstream.checkpoint.values import encode
 
 logger = logging.getLogger(__name__)
 
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OTHER = re.compile(r"layer_\d+-model.*\.pt|layer_\d+_expert_.*\.pt|expp_rank_.*\.pt")
 _NODES = 1_000_000  # values of a client_state
 # Keys that DeepSpeed itself stores next to those of the caller's client_state
 _OWN = frozenset(
@@ -71,17 +71,14 @@ class _Import:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        names = sorted(os.listdir(folder))
-        self.model_files = self._by_rank(names, _MODEL)
-        self.optim_files = self._by_rank(names, _OPTIM)
-        refused = [name for name in names if _OTHER.fullmatch(name)]
-        if refused or not self.model_files:
-            what = "pipeline stages or experts" if refused else "tensor-parallel ranks"
-            raise CheckpointError(f"it has files of {what} ({(refused or names)[0]}); only data-parallel checkpoints are imported")
-        self.model = read(folder / self.model_files[0])
+        self.names = sorted(os.listdir(folder))
+        self.parts = parts_of(folder, self.names)
+        self.model = self.parts[0].model
+        self.degree = max(part.slice for part in self.parts) + 1
         self.files: dict[str, int] = {}
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         self.pieces: dict[str, list[Piece]] = {}
+        self.owners: dict[str, tuple[int, int]] = {}  # tensor -> the first stage that has it; the slice whose copy counts, or -1
         self.steps: dict[str, dict[str, Any]] = {}  # parameter -> the non-tensor values of its optimizer state
         self.groups: list[dict[str, Any]] | None = None
         self.scaler: Any = None
@@ -89,32 +86,21 @@ class _Import:
         self._names: dict[Path, str] = {}  # file -> its name relative to the folder
         self._records: dict[ZipRecord, ZipRecord] = {}  # as read -> with the file's relative name
 
-    def _by_rank(self, names: list[str], pattern: re.Pattern[str]) -> list[str]:
-        by_rank = {}
-        for name in names:
-            match = pattern.fullmatch(name)
-            if match is not None and int(match[2]) == 0:
-                by_rank[int(match[1] or 0)] = name
-            elif match is not None:
-                raise CheckpointError(f"it has files of tensor-parallel ranks ({name}); only data-parallel ones are imported")
-        if sorted(by_rank) != list(range(len(by_rank))):
-            raise CheckpointError(f"its files are of ranks {sorted(by_rank)}: some are missing")
-        return [by_rank[rank] for rank in range(len(by_rank))]
-
     def document(self) -> Document:
-        trained = {name: tuple(shape) for group in self.model["param_shapes"] or [] for name, shape in group.items()}
         if (self.folder / "zero").is_dir():
-            self._universal(trained)
-        elif self.optim_files:
-            self._optimizer_files(trained)
+            self._universal()
+        elif all(part.optim_files for part in self.parts):
+            for part in self.parts:
+                self._optimizer_files(part)
         else:
             raise CheckpointError(
                 "it is of ZeRO stage 0: its optimizer state has no names. Load its weights alone (torch.load with "
                 "weights_only=True), or save it at stage 1"
             )
         self._name_states()
-        self._frozen(trained)
-        self._buffers()
+        for part in self.parts:
+            self._whole_tensors(part)
+        self._layers()
         for name, (_, shape) in self.shapes.items():
             check_cover(name, shape, [piece.box for piece in self.pieces[name]])
         shared = self._shared()
@@ -129,8 +115,24 @@ class _Import:
 
     # -- tensors --
 
-    def _add(self, name: str, shape: Shape, start: int, stored: Stored, first: int, numel: int) -> None:
-        """Record that elements [first, first + numel) of a stored tensor are the parameter's elements from `start`."""
+    @functools.cached_property
+    def cuts(self) -> Cuts:
+        infos = (part.model.get("universal_checkpoint_info") for part in self.parts)
+        return Cuts(next(filter(None, infos), None), self.degree)
+
+    def _place(self, name: str, part: Part, shapes: Callable[[Part], Shape]) -> Place | None:
+        """What a part's tensor is of the whole; None if the whole has it from another part. shapes: of the parts of a stage."""
+        stage = self.parts.index(part) // self.degree
+        stage_parts = self.parts[stage * self.degree : (stage + 1) * self.degree]
+        place = self.cuts.place(name, part.slice, [shapes(other) for other in stage_parts])
+        owner = stage, part.slice if place.is_copy else -1
+        return place if self.owners.setdefault(name, owner) == owner else None
+
+    def _add(
+        self, name: str, shape: Shape, start: int, stored: Stored, first: int, numel: int, places: tuple[Box, ...] = ()
+    ) -> None:
+        """Record that elements [first, first + numel) of a stored tensor are the parameter's elements from `start`, or those of
+        `places` in it."""
         if stored.at < 0 or first + numel > stored.numel:
             raise CheckpointError(
                 f"{name!r}: {numel} elements from {first} of a tensor of shape {stored.shape} in {stored.path.name}"
@@ -144,7 +146,7 @@ class _Import:
         if record is not None:
             record = self._records.setdefault(record, record._replace(file=file))
         at, parts = stored.at + first * stored.dtype.itemsize, self.pieces.setdefault(name, [])
-        for box in boxes(shape, start, start + numel):
+        for box in boxes_in(places or (whole_box(shape),), start, start + numel):
             parts.append(Piece(box=box, file=file, at=at, crc32=(), zip_record=record))
             at += box.numel * stored.dtype.itemsize
 
@@ -161,10 +163,11 @@ class _Import:
                     f"them are the same bytes; save copies (clone()) of a client_state's views"
                 )
 
-    def _optimizer_files(self, trained: Mapping[str, Shape]) -> None:
+    def _optimizer_files(self, part: Part) -> None:
+        trained = part.trained
         num_read = dict.fromkeys(trained, 0)  # elements of each parameter on lower ranks
-        world = len(self.optim_files)
-        for file in self.optim_files:
+        world = len(part.optim_files)
+        for file in part.optim_files:
             state = read(self.folder / file)["optimizer_state_dict"]
             count = state["partition_count"]
             if max(count if isinstance(count, list) else [count]) != world:
@@ -177,14 +180,17 @@ class _Import:
             self._values(base["param_groups"], state)
             for index, master in enumerate(masters):
                 param_state = base["state"].get(index, {})
-                spans = self._stage_3(index, trained, num_read, world) if is_stage_3 else self._stage_1(state, index)
+                shapes = part.model["param_shapes"][index] if is_stage_3 else {}
+                spans = _stage_3(shapes, num_read, world) if is_stage_3 else self._stage_1(part, state, index)
                 for name, first, numel in spans:
                     start, num_read[name] = num_read[name], num_read[name] + numel
-                    self._parameter(name, trained[name], start, master, param_state, base["param_groups"], first, numel)
+                    place = self._place(name, part, lambda other, name=name: other.trained[name])  # type: ignore[misc]
+                    if place is not None:
+                        self._parameter(name, place, start, master, param_state, base["param_groups"], first, numel)
 
-    def _stage_1(self, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
+    def _stage_1(self, part: Part, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
         zero = (self.model.get("ds_config") or {}).get("zero_optimization") or {}
-        if zero.get("round_robin_gradients") and len(self.optim_files) > 1:
+        if zero.get("round_robin_gradients") and len(part.optim_files) > 1:
             raise CheckpointError(
                 "it was saved with zero_optimization.round_robin_gradients, under which DeepSpeed's own map of its slices is of "
                 "another order; convert it with DeepSpeed's ds_to_universal and load that"
@@ -192,20 +198,10 @@ class _Import:
         for name, place in state["param_slice_mappings"][index].items():
             yield name, place.get("start"), place.get("numel")
 
-    def _stage_3(
-        self, index: int, trained: Mapping[str, Shape], num_read: Mapping[str, int], world: int
-    ) -> Iterator[tuple[str, int, int]]:
-        first = 0
-        for name in self.model["param_shapes"][index]:
-            numel = math.prod(trained[name])
-            part = -(-numel // world)
-            yield name, first, max(0, min(part, numel - num_read[name]))
-            first += part
-
     def _parameter(
         self,
         name: str,
-        shape: Shape,
+        place: Place,
         start: int,
         master: Stored,
         state: Mapping[str, Any],
@@ -213,24 +209,28 @@ class _Import:
         first: int,
         numel: int,
     ) -> None:
-        self._add(f"model.{name}", shape, start, master, first, numel)
+        self._add(f"model.{name}", place.whole, start, master, first, numel, place.boxes)
         scalars = self.steps.setdefault(name, {})
         for key, value in state.items():
             if isinstance(value, Stored) and value.shape:
-                self._add(f"optim.{key}.{name}", shape, start, value, first, numel)
+                self._add(f"optim.{key}.{name}", place.whole, start, value, first, numel, place.boxes)
             elif key not in scalars:
                 scalars[key] = value
         if state and "step" not in scalars and "step" in groups[0]:  # DeepSpeed's Adam keeps the step in the group
             scalars["step"] = groups[0]["step"]
 
-    def _universal(self, trained: Mapping[str, Shape]) -> None:
+    def _universal(self) -> None:
+        trained = {name: shape for part in self.parts for name, shape in part.trained.items()}
         common = read(self.folder / "zero" / "optimizer_state.pt")
         self._values(common["param_groups"], common)
         states = common.get("optimizer_state_dict", {}).get("state", {})
         for name, shape in trained.items():
             if Path(name).name != name:
                 raise CheckpointError(f"a parameter named {name!r}")
-            folder, numel = self.folder / "zero" / name, math.prod(shape)
+            folder = self.folder / "zero" / name
+            if self.degree > 1:  # the parts know the shapes of slices
+                shape = self._whole_shape(folder)
+            numel = math.prod(shape)
             scalars = {key: value for key, value in states.get(0, {}).items() if not isinstance(value, Stored) or not value.shape}
             tensors = {}
             for file in sorted(folder.glob("*.pt")):
@@ -240,7 +240,13 @@ class _Import:
                     tensors[file.stem] = value
                 else:
                     scalars[file.stem] = value
-            self._parameter(name, shape, 0, tensors.pop("fp32"), scalars | tensors, common["param_groups"], 0, numel)
+            self._parameter(name, Place(shape), 0, tensors.pop("fp32"), scalars | tensors, common["param_groups"], 0, numel)
+
+    @staticmethod
+    def _whole_shape(folder: Path) -> Shape:
+        value = read(folder / "fp32.pt")
+        shape: Shape = (value["param"] if isinstance(value, dict) else value).shape
+        return shape
 
     def _name_states(self) -> None:
         """Rename Adagrad's sum, which DeepSpeed stores as exp_avg_sq; drop the exp_avg_sq that its Lion never uses."""
@@ -251,28 +257,55 @@ class _Import:
             if shape is not None and not is_lion:
                 self.shapes[f"optim.sum.{name}"], self.pieces[f"optim.sum.{name}"] = shape, pieces
 
-    def _frozen(self, trained: Mapping[str, Shape]) -> None:
-        """Add the frozen parameters: each rank's fragments if weights were sharded, else whole from the module's state."""
-        module, aliases = self.model["module"], self.model["shared_params"] or {}
-        fragments = self.model.get("frozen_param_fragments") or {}
-        for file in self.model_files if fragments else []:
-            state = self.model if file == self.model_files[0] else read(self.folder / file)
+    def _whole_tensors(self, part: Part) -> None:
+        """Add frozen parameters, from each rank's fragments if weights were sharded, else from the module's state; and buffers."""
+        module, aliases = part.model["module"] or {}, part.model["shared_params"] or {}
+        fragments, num_read = part.model.get("frozen_param_fragments") or {}, dict[str, int]()
+        for file in part.model_files if fragments else []:
+            state = part.model if file == part.model_files[0] else read(self.folder / file)
             for name, stored in state["frozen_param_fragments"].items():
-                shape, start = tuple(state["frozen_param_shapes"][name]), self._elements(name)
-                if start < math.prod(shape) or f"model.{name}" not in self.pieces:
-                    self._add(f"model.{name}", shape, start, stored, 0, min(stored.numel, math.prod(shape) - start))
-        other_names = {*trained, *fragments, *self.model["buffer_names"], *aliases}
+                shape, start = tuple(state["frozen_param_shapes"][name]), num_read.get(name, 0)
+                num_read[name] = start + stored.numel
+                place = self._place(name, part, lambda other, name=name: tuple(other.model["frozen_param_shapes"][name]))  # type: ignore[misc]
+                if place is not None and (start < math.prod(shape) or f"model.{name}" not in self.pieces):
+                    numel = min(stored.numel, math.prod(shape) - start)
+                    self._add(f"model.{name}", place.whole, start, stored, 0, numel, place.boxes)
+        buffers = part.model["buffer_names"]
+        other_names = {*part.trained, *fragments, *buffers, *aliases}
         for name, stored in module.items():
-            if name not in other_names and isinstance(stored, Stored) and len(self.model_files) == 1:
-                self._add(f"model.{name}", stored.shape, 0, stored, 0, stored.numel)
+            if name not in other_names and isinstance(stored, Stored) and len(part.model_files) == 1:
+                self._add_stored("model", name, stored, part, lambda other, name=name: other.model["module"][name].shape)  # type: ignore[misc]
+        for name in buffers if module else ():
+            if part.slice == 0 and f"buffer.{name}" not in self.pieces:
+                self._add(f"buffer.{name}", module[name].shape, 0, module[name], 0, module[name].numel)
 
-    def _elements(self, name: str) -> int:
-        return sum(piece.box.numel for piece in self.pieces.get(f"model.{name}", []))
+    def _add_stored(self, kind: str, name: str, stored: Stored, part: Part, shapes: Callable[[Part], Shape]) -> None:
+        place = self._place(name, part, shapes)
+        if place is not None:
+            self._add(f"{kind}.{name}", place.whole, 0, stored, 0, stored.numel, place.boxes)
 
-    def _buffers(self) -> None:
-        for name in self.model["buffer_names"]:
-            stored = self.model["module"][name]
-            self._add(f"buffer.{name}", stored.shape, 0, stored, 0, stored.numel)
+    def _layers(self) -> None:
+        """Add the frozen parameters and the buffers of a pipeline's layers, which have files of their own."""
+        trained = {name for part in self.parts for name in part.trained}
+        buffers = {name for part in self.parts for name in part.model["buffer_names"]}
+        files: dict[str, dict[int, str]] = {}
+        for layer, index, file in layers_of(self.names):
+            files.setdefault(layer, {})[index] = file
+        for layer, by_slice in files.items():
+            states = {index: read(self.folder / file) for index, file in by_slice.items()}
+            prefix = _prefix(layer, states[0], trained | buffers)
+            for index, state in states.items():
+                for key, stored in state.items():
+                    name = f"{prefix}.{key}"
+                    if name in trained or not isinstance(stored, Stored):
+                        continue
+                    place = self.cuts.place(name, index, [states[i][key].shape for i in range(self.degree)])
+                    is_buffer = name in buffers
+                    if index == 0 or not (is_buffer or place.is_copy):
+                        whole = Place(stored.shape) if is_buffer else place
+                        self._add(
+                            f"{'buffer' if is_buffer else 'model'}.{name}", whole.whole, 0, stored, 0, stored.numel, whole.boxes
+                        )
 
     # -- values --
 
@@ -344,3 +377,23 @@ class _Import:
         if isinstance(value, Record):
             return self._skeleton({key: item for key, item in vars(value).items() if key != "args"}, path)
         return encode(value, path, "$shared")[0]
+
+
+def _stage_3(shapes: Mapping[str, Shape], num_read: Mapping[str, int], world: int) -> Iterator[tuple[str, int, int]]:
+    """(name, first element in the rank's flat group, number of elements) of each parameter's part."""
+    first = 0
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        part = -(-numel // world)
+        yield name, first, max(0, min(part, numel - num_read[name]))
+        first += part
+
+
+def _prefix(layer: str, state: Mapping[str, Any], known: Collection[str]) -> str:
+    """The name of a pipeline's layer: its number, or that of the tied module whose names its file has."""
+    if any(name.startswith(f"{layer}.") for name in known):
+        return layer
+    for tied in {".".join(name.split(".")[:2]) for name in known if name.startswith("tied_modules.")}:
+        if {f"{tied}.{key}" for key in state} <= set(known):
+            return tied
+    return layer

@@ -13,6 +13,7 @@ Glossary: *box* offsets and sizes inside a tensor; *range* [start, stop) of its 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -85,6 +86,25 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if end_whole * row < stop:
         parts += _in_row(shape, end_whole, end_whole * row, stop)
     return parts
+
+
+def boxes_in(places: Sequence[Box], start: int, stop: int) -> list[Box]:
+    """The boxes of elements [start, stop) of a tensor whose memory fills `places`, one after the other."""
+    result, first = list[Box](), 0
+    for outer in places:
+        begin, end = max(start - first, 0), min(stop - first, outer.numel)
+        for part in boxes(outer.sizes, begin, end) if begin < end or not outer.numel else ():
+            result.append(Box(tuple(map(add, outer.offsets, part.offsets)), part.sizes))
+        first += outer.numel
+    return result
+
+
+def places_of(ranges: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+    """The boxes that a tensor fills in memory's order, whose dimension i has the indices `ranges[i]` of the whole's."""
+    # before the last dimension of several ranges, the memory goes through one index at a time
+    last = max((dim for dim, each in enumerate(ranges) if len(each) > 1), default=0)
+    steps = [[(i, i + 1) for a, b in each for i in range(a, b)] if dim < last else list(each) for dim, each in enumerate(ranges)]
+    return tuple(Box(tuple(a for a, _ in place), tuple(b - a for a, b in place)) for place in itertools.product(*steps))
 
 
 def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
@@ -223,13 +243,7 @@ class FlatSlice:
 
     def boxes(self) -> list[Box]:
         """The boxes of the whole tensor that `data` holds, consecutively."""
-        result, first = list[Box](), 0
-        for outer in self.places or (whole_box(self.shape),):
-            start, stop = max(self.start - first, 0), min(self.stop - first, outer.numel)
-            for part in boxes(outer.sizes, start, stop) if start < stop or not outer.numel else ():
-                result.append(Box(tuple(map(add, outer.offsets, part.offsets)), part.sizes))
-            first += outer.numel
-        return result
+        return boxes_in(self.places or (whole_box(self.shape),), self.start, self.stop)
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -160,7 +160,9 @@ class Compile(Block):
 
 
 class ActivationCheckpointing(Block):
-    partition_activations: bool = no_effect(False, "there are no tensor-parallel ranks to partition activations over")
+    partition_activations: bool = no_effect(
+        False, "tensor_parallel ranks keep a share of what is saved with `slipstream.tensor.sequence_parallel`"
+    )
     cpu_checkpointing: bool = honored(False, "Keep the saved inputs of recomputed blocks in host memory.")
     contiguous_memory_optimization: bool = no_effect(
         False,

@@ -7,7 +7,6 @@ Tensors are `model.<parameter>` (the master's values, in the master's dtype), `b
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
-from slipstream.checkpoint.flat_slice import Box, Shape
+from slipstream.checkpoint.flat_slice import Box, Shape, places_of
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.train.precision import Precision
 from slipstream.train.states import States
@@ -60,11 +59,7 @@ def place_of(unit: Unit, param: nn.Parameter, shape: Shape) -> tuple[Shape, tupl
         ranges[part.dim] = part.ranges_of(unit.comms.family.parts_of(part.split).index)
     if tuple(whole) == shape:
         return shape, ()
-    # before the last dimension of several ranges, the memory goes through one index at a time
-    last = max((dim for dim, each in enumerate(ranges) if len(each) > 1), default=0)
-    steps = [[(i, i + 1) for a, b in each for i in range(a, b)] if dim < last else list(each) for dim, each in enumerate(ranges)]
-    places = (Box(tuple(a for a, _ in place), tuple(b - a for a, b in place)) for place in itertools.product(*steps))
-    return tuple(whole), tuple(places)
+    return tuple(whole), places_of(ranges)
 
 
 class Loop(Protocol):
