@@ -1,5 +1,6 @@
 """Ulysses attention and the loss over shards of a sequence, against one process."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.parallel import ring
 from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
 from slipstream.world.mesh import build_mesh
@@ -58,6 +60,66 @@ def _compare(exchange: Exchange, world_size: int, s: int, d: int) -> None:
             assert exchange.moved["all-to-all"] == 4 * heads * d * 2 * s * 4 * (world_size - 1) // world_size
         for got, want in zip(torch.autograd.grad(out, shares, slope[:, :, own]), wanted, strict=True):
             torch.testing.assert_close(got, want[:, :, own])
+
+
+@distributed(world_size=(2, 3, 4), transports=("shared", "gloo"))
+def test_ring_attention_equals_plain_attention(world_size: int, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random shapes and masks, in tiles of a few queries; the bytes are those of the formula."""
+    chosen = random.Random(5)
+    with connected(transport) as exchange:
+        for seed in range(8):
+            monkeypatch.setitem(ring._TILES, "cpu", chosen.choice([1, 40, 1 << 22]))
+            heads, keys = chosen.choice([(1, 1), (4, 2), (3, 1)])
+            length = world_size * chosen.randint(1, 7)
+            causal, window = chosen.choice([(True, None), (True, 3), (False, None)])
+            flags = {name: chosen.random() < 0.4 for name in ("packed", "padded")}
+            _compare_ring(exchange, heads, keys, length, causal, window, seed=seed, **flags)
+
+
+def _compare_ring(
+    exchange: Exchange, heads: int, keys: int, length: int, causal: bool, window: int | None, packed: bool, padded: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(2, n, length, 8, generator=generator, requires_grad=True) for n in (heads, keys, keys)]
+    slope = torch.randn(2, heads, length, 8, generator=generator)
+    samples = torch.randint(0, 2, (2, length), generator=generator).cumsum(-1) if packed else None
+    padding = torch.rand(2, length, generator=generator) > 0.3 if padded else None
+    mask = ring.Mask(ring.deal_spans(length, exchange.size, causal), causal, window, samples, padding)
+    at = torch.arange(length)
+    allowed = torch.ones(2, 1, length, length, dtype=torch.bool)
+    if causal:
+        allowed &= at[:, None] >= at
+    if window is not None:
+        allowed &= at[:, None] - at < window
+    if samples is not None:
+        allowed &= samples[:, None, :, None] == samples[:, None, None]
+    if padding is not None:
+        allowed &= padding[:, None, None]
+    query, key, value = (part.repeat_interleave(heads // part.shape[1], 1) for part in whole)
+    scores = (query @ key.transpose(-1, -2) / 8**0.5).masked_fill(~allowed, -1e30)
+    expected = (scores.softmax(-1) * allowed) @ value  # a token that may attend to nothing gets zero
+    wanted = torch.autograd.grad(expected, whole, slope)
+
+    def own(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :, slice(*span)] for span in mask.spans[exchange.rank]], 2)
+
+    shares = [own(part.detach()).requires_grad_() for part in whole]
+    exchange.moved.clear()
+    out = ring.ring_attention(*shares, exchange, mask)
+    torch.testing.assert_close(out, own(expected.detach()), atol=2e-5, rtol=1e-5)
+    pair = 2 * 2 * keys * length // exchange.size * 8 * 4
+    assert exchange.moved["all-to-all"] == (exchange.size - 1) * pair
+    for got, want in zip(torch.autograd.grad(out, shares, own(slope)), wanted, strict=True):
+        torch.testing.assert_close(got, own(want), atol=5e-5, rtol=1e-4)
+    assert exchange.moved["all-to-all"] == (3 * exchange.size - 2) * pair
+
+
+def test_spans_balance_a_causal_mask() -> None:
+    for size in (2, 3, 8):
+        spans = ring.deal_spans(48, size, causal=True)
+        work = [sum(2 * 48 - (48 - b) - (48 - a) for a, b in each) * 48 // size for each in spans]
+        assert len(set(work)) == 1 and sorted(t for each in spans for a, b in each for t in range(a, b)) == list(range(48))
+        assert ring.deal_spans(size * 5, size, causal=True)[-1] == [((size - 1) * 5, size * 5)]
 
 
 class Attention(nn.Module):

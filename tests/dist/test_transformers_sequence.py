@@ -87,6 +87,17 @@ def test_four_ranks_and_windows() -> None:
     compare("mistral", 3, 4, sliding_window=4)
 
 
+@distributed(world_size=(2, 4))
+def test_more_ranks_than_heads(world_size: int) -> None:
+    """Ring attention: two spans a rank if the sequence divides so (12 tokens by 4), else one (by 8: it does not)."""
+    one = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    two = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    compare("llama", 1, world_size, "", **(one if world_size == 2 else two))
+    compare("llama", 3, world_size, "packed", **one)
+    compare("qwen3", 2, world_size, "padded", **one)
+    compare("mistral", 0, world_size, sliding_window=4, **one)
+
+
 @distributed(world_size=2)
 def test_a_loader_of_shares() -> None:
     """Each rank's own samples, one after another, as shares of all ranks: the training of two data-parallel micro-batches."""
@@ -130,9 +141,11 @@ def reference_of_two() -> tuple[list[float], None, dict[str, Tensor]]:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="computes attention by 'eager'"):
         slipstream.initialize(model=build("bloom"), config=settings(1, sequence_parallel_size=2))
-    with pytest.raises(ValueError, match="1 heads, fewer than the 2 ranks"):
-        model = build("llama", num_attention_heads=1, num_key_value_heads=1)
-        slipstream.initialize(model=model, config=settings(1, sequence_parallel_size=2))
+    dropped = build("llama", num_attention_heads=1, num_key_value_heads=1, attention_dropout=0.5)
+    engine = slipstream.initialize(model=dropped, config=settings(1, sequence_parallel_size=2))[0]
+    with pytest.raises(ValueError, match=r"has attention dropout 0\.5, and more ranks share a sequence than it has heads"):
+        engine(**batch(0))
+    engine.destroy()
     engine = slipstream.initialize(model=build("llama"), config=settings(1, sequence_parallel_size=2))[0]
     with pytest.raises(ValueError, match=r"a sequence of 11 tokens cannot be shared by 2 ranks .*pad it to 12"):
         engine(input_ids=torch.zeros(1, 11, dtype=torch.long))

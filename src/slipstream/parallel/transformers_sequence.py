@@ -1,4 +1,5 @@
-"""Ulysses in an unmodified model of transformers: its attention runs on whole sequences with a share of the heads.
+"""Shares of sequences in an unmodified model of transformers: its attention runs on whole sequences with a share of the heads
+(Ulysses), or, with more ranks than heads, on the keys of one rank after another (ring attention).
 
 `initialize` registers one attention function with transformers, points the model's config to it, and puts a hook before the model's
 forward. Each rank of the sequence axis gets the same batch, and the hook keeps its share of the tokens; labels are shifted before
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.parallel.exchange import Exchange, LocalExchange
+from slipstream.parallel.ring import Mask, Span, deal_spans, ring_attention
 from slipstream.parallel.sequence import deal_heads, sequence_mean, ulysses_attention
 from slipstream.world.mesh import Axis
 
@@ -31,8 +33,9 @@ _SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 class Sequences:
     """What one model's attention needs: the exchange, and the current forward's positions and padding of the whole sequences."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, is_ring: bool = False) -> None:
+        self.axis, self.is_ring = axis, is_ring
+        self.spans: list[list[Span]] = []  # the tokens of each rank in the current forward
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it
         self.positions: Tensor | None = None  # [1 or b, S]; None: 0, 1, 2, ...
         self.padding: Tensor | None = None  # [b, S], False for padding; None: there is none
@@ -50,6 +53,7 @@ class Sequences:
         is_shared = kwargs.get("shift_labels") is not None
         kwargs["use_cache"] = False
         if is_shared:
+            self.spans = deal_spans(tokens.shape[1] * self.axis.size, self.axis.size, causal=False)
             self.positions = self._whole(kwargs.get("position_ids"))
             self.padding = self._whole(kwargs.get("attention_mask"))
         else:
@@ -64,7 +68,7 @@ class Sequences:
         return args, kwargs
 
     def _share(self, kwargs: dict[str, Any], length: int) -> dict[str, Any]:
-        size, rank = self.axis.size, self.axis.index
+        size = self.axis.size
         if length % size:
             raise ValueError(
                 f"a sequence of {length} tokens cannot be shared by {size} ranks (sequence_parallel_size); pad it to "
@@ -76,9 +80,9 @@ class Sequences:
         self.positions, self.padding = kwargs["position_ids"], kwargs.get("attention_mask")
         if kwargs.get("labels") is not None and self.shifts:
             kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=-100)[:, 1:]
-        share = length // size
+        self.spans = deal_spans(length, size, causal=self.is_ring)
         return {
-            name: value[:, rank * share : (rank + 1) * share].contiguous()
+            name: torch.cat([value[:, slice(*span)] for span in self.spans[self.axis.index]], 1)
             if isinstance(value, Tensor) and name in _BY_TOKEN and value.dim() > 1 and value.shape[1] == length
             else value
             for name, value in kwargs.items()
@@ -88,6 +92,10 @@ class Sequences:
 
     def _whole(self, share: Tensor | None) -> Tensor | None:
         return None if share is None else self.exchange.gather(share, 1)
+
+    def samples(self) -> Tensor | None:
+        """The number of each token's packed sample, [1 or b, S]; None: there is one."""
+        return None if self.positions is None else (F.pad(self.positions.diff(dim=-1), (1, 0), value=1) != 1).cumsum(-1)
 
     def mask(self, length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
         """What each token may attend to, [1 or b, 1, S, S]; None: all of it, or all before it if causal. Made once a forward."""
@@ -100,8 +108,8 @@ class Sequences:
             if window is not None:
                 allowed = allowed & (at[:, None] - at[None, :] < window)
             allowed = allowed[None, None]
-            if self.positions is not None:
-                sample = (F.pad(self.positions.diff(dim=-1), (1, 0), value=1) != 1).cumsum(-1)
+            sample = self.samples()
+            if sample is not None:
                 allowed = allowed & (sample[:, None, :, None] == sample[:, None, None, :])
             if self.padding is not None:
                 allowed = allowed & self.padding.bool()[:, None, None, :]
@@ -125,17 +133,14 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
             'with attn_implementation="sdpa"'
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text.num_attention_heads < axis.size:
-        raise ValueError(
-            f"{type(model).__name__} has {text.num_attention_heads} heads, fewer than the {axis.size} ranks of a sequence; "
-            f"use sequence_parallel_size {text.num_attention_heads} or less"
-        )
-    deal_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, axis.size)
+    is_ring = text.num_attention_heads < axis.size
+    if not is_ring:
+        deal_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, axis.size)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-    holder = Sequences(axis)
+    holder = Sequences(axis, is_ring)
     holder.shifts = type(model).__name__.endswith("ForCausalLM") or "LMHead" in type(model).__name__
     for module in model.modules():
         vars(module)[_HOLDER] = holder
@@ -166,6 +171,15 @@ def _attention(
     if softcap is not None or kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which sequence_parallel_size does not serve")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+
+    if holder.is_ring:
+        if dropout:
+            raise ValueError(
+                f"{type(module).__name__} has attention dropout {dropout}, and more ranks share a sequence than it has heads; ring "
+                "attention has no dropout: set attention_dropout (attn_pdrop) of its config to 0"
+            )
+        mask = Mask(holder.spans, causal, sliding_window, holder.samples(), holder.padding)
+        return ring_attention(query, key, value, holder.exchange, mask, scaling).transpose(1, 2), None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = holder.mask(q.shape[2], causal, sliding_window, q.device)
