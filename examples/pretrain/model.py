@@ -81,9 +81,14 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+def causal_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.attend = causal_attention  # whoever shares sequences among ranks puts another function here
         self.num_heads, self.head_dim = config.heads, config.dim // config.heads
         self.qkv = Linear(config.dim, 3 * config.dim)
         self.out = Linear(config.dim, config.dim, config.residual_std)
@@ -93,7 +98,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x_BTD).view(batch, time, 3, -1, self.head_dim)  # a slice has a share of the heads
         q_BHTK, k_BHTK, v_BHTK = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         q_BHTK, k_BHTK = rotate(q_BHTK, rotation_TK), rotate(k_BHTK, rotation_TK)
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        y_BHTK = self.attend(q_BHTK, k_BHTK, v_BHTK)
         return self.out(y_BHTK.transpose(1, 2).reshape(batch, time, -1))
 
 
@@ -167,11 +172,11 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats where targets are given, else the logits in fp32 (B, T, V)."""
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, start: int = 0) -> Tensor:
+        """Mean cross entropy in nats where targets are given, else the logits in fp32 (B, T, V). start: the first position."""
         x_BTD = self.embedding(tokens_BT)
         x_BTD = x_BTD.to(arithmetic_dtype(x_BTD.device, x_BTD.dtype))
-        rotation_TK = rotation(tokens_BT.shape[1], self.config, x_BTD)
+        rotation_TK = rotation(tokens_BT.shape[1], self.config, x_BTD, start)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotation_TK)
         logits_BTV = self.head(self.norm(x_BTD)).float()
@@ -180,12 +185,12 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def rotation(time: int, config: ModelConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotation(time: int, config: ModelConfig, like: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
     """Cosine and sine tables (T, K). Made anew in fp32 at each forward: as buffers they would be cast to
     bf16, which cannot tell positions above 256 apart."""
     width = config.dim // config.heads
     frequency = config.rope_base ** (-torch.arange(0, width, 2, device=like.device, dtype=torch.float32) / width)
-    angle = torch.outer(torch.arange(time, device=like.device, dtype=torch.float32), frequency).repeat(1, 2)
+    angle = torch.outer(torch.arange(start, start + time, device=like.device, dtype=torch.float32), frequency).repeat(1, 2)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 

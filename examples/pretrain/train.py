@@ -18,6 +18,7 @@ import math
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from torch import Tensor
 import data
 import report
 import slipstream
-from model import First, LanguageModel, Last, Middle, ModelConfig, arithmetic_dtype
+from model import Attention, First, LanguageModel, Last, Middle, ModelConfig, arithmetic_dtype, causal_attention
 from slipstream.checkpoint import latest_tag
+from slipstream.parallel.sequence import ulysses_attention
 
 HERE = Path(__file__).parent
 VOCAB_SIZE = 8192
@@ -62,10 +64,10 @@ def main() -> None:
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in LanguageModel(model_config).parameters())
     model = build(model_config, args.pp)
-    if args.pp * args.tp > 1:
+    if args.pp * args.tp * args.sp > 1:
         if args.pp > 1:  # as many micro-batches in a step as keep the stages busy
             config["gradient_accumulation_steps"] = max(config.get("gradient_accumulation_steps", 1), 4 * args.pp)
-        config["slipstream"] = config.get("slipstream", {}) | {"mesh": {"pp": args.pp, "tp": args.tp}}
+        config["slipstream"] = config.get("slipstream", {}) | {"mesh": {"pp": args.pp, "tp": args.tp, "sp": args.sp}}
         config["tensor_parallel"] = {"partition_config": {"layer_specs": SLICES, "use_default_specs": False}}
     engine, _, loader, _ = slipstream.initialize(
         model=model,
@@ -79,6 +81,7 @@ def main() -> None:
         history = report.History(**client_state["history"])
     console.print(opening(engine, model_config, num_parameters, corpus))
 
+    share_attention(engine)
     train(engine, loader, corpus, history, steps, args, console)
     save(engine, history, args)
     validation_loss = evaluate(engine, corpus)
@@ -109,6 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages; a step has at least 4 micro-batches for each")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument("--sp", type=int, default=1, help="ranks that share each sequence (Ulysses); they divide the heads")
     return parser.parse_args()
 
 
@@ -124,6 +128,23 @@ def build(config: ModelConfig, stages: int) -> torch.nn.Module:
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=data.IGNORED)
+
+
+def share_attention(engine: slipstream.Engine, shared: bool = True) -> None:
+    """With --sp, each rank has a part of every sequence; its attention computes a part of the heads on whole sequences."""
+    if engine.mesh.sp.size > 1:
+        attend = partial(ulysses_attention, causal_attention, exchange=engine.exchange("sp"))
+        for module in engine.module.modules():
+            if isinstance(module, Attention):
+                module.attend = attend if shared else causal_attention
+
+
+def own_part(engine: slipstream.Engine, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
+    """This rank's part of some sequences, and its first position."""
+    sp, device = engine.mesh.sp, engine.device
+    length = tokens.shape[1] // sp.size
+    part = slice(sp.index * length, (sp.index + 1) * length)
+    return tokens[:, part].to(device), targets[:, part].to(device), part.start
 
 
 def shared_corpus(args: argparse.Namespace) -> data.Corpus:
@@ -185,7 +206,7 @@ def train(
                 meter.add(engine.train_batch(iter(micros)), sum(tokens.numel() for tokens, _ in micros))
             else:
                 tokens, targets = next(batches)
-                loss = engine(tokens.to(engine.device), targets.to(engine.device))
+                loss = engine(*own_part(engine, tokens, targets))
                 engine.backward(loss)
                 engine.step()
                 meter.add(loss, tokens.numel())
@@ -257,7 +278,8 @@ def evaluate(engine: slipstream.Engine, corpus: data.Corpus, num_batches: int | 
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # nats, tokens
     engine.eval()
     for tokens, targets in batches[::stride]:
-        logits, targets = engine(tokens.to(engine.device)), targets.to(engine.device)
+        tokens, targets, start = own_part(engine, tokens, targets)
+        logits = engine(tokens, start=start)
         total[0] += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=data.IGNORED, reduction="sum")
         total[1] += (targets != data.IGNORED).sum()
     engine.train()
@@ -272,6 +294,7 @@ def complete(engine: slipstream.Engine, corpus: data.Corpus, args: argparse.Name
     generator = torch.Generator().manual_seed(args.seed)
     written = [corpus.end, *corpus.tokenizer.encode(args.prompt).ids]
     engine.eval()
+    share_attention(engine, False)
     for _ in range(args.new_tokens):
         window = torch.tensor([written[-corpus.context :]], device=engine.device)
         likely = engine(window)[0, -1].float().cpu().topk(50)

@@ -122,7 +122,7 @@ def test_all_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [["--pp", "2"], ["--tp", "2"]])
+@pytest.mark.parametrize("axes", [["--pp", "2"], ["--tp", "2"], ["--sp", "2"]])
 def test_the_example_on_axes(axes: list[str], tmp_path: Path) -> None:
     """`make train ARGS="--pp 2"`: trains, evaluates and resumes; slices also as a whole. Layers of a pipeline have other names."""
     pytest.importorskip("tokenizers")
