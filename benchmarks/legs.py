@@ -81,6 +81,7 @@ LEGS = (
     Leg("link", 2, 2, "a pipeline beside data parallelism over links of 200 Mbit/s", "layouts:link"),
     Leg("states", 2, 3, "bytes per parameter over the formula, on pp, tp and both", "layouts:states"),
     Leg("predicted", 2, 3, "the time model of `slipstream plan --ranks` over measured steps of six layouts", "layouts:predicted"),
+    Leg("sequences", 2, 8, "the longest sequence of a step under a limit of memory", "sequences:run"),
     _serve("solo", 1, 5, "tokens per second of one stream, 16 streams, a prompt and a mixed batch: vLLM and llama.cpp"),
     *_step("transports", 2, 12, "moving", "the same over gloo, without native kernels, at stage 0, and DeepSpeed's two reductions"),
     *_step("computing", 2, 8, "computing", "the same with more work per byte"),
