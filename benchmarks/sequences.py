@@ -1,7 +1,7 @@
 """The leg `sequences`: the longest sequence that a step can have under a limit of memory per rank.
 
-A step's peak grows in proportion to the tokens. Two short lengths give the bytes of a token and of the rest, these the longest length,
-and that is then run: the figure is the length whose step was seen to stay under the limit.
+A step's peak grows in proportion to the tokens. Two short lengths give the bytes of a token and of the rest, these the longest
+length, and that is then run: the figure is the length whose step was seen to stay under the limit.
 """
 
 from __future__ import annotations

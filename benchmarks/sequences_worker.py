@@ -34,7 +34,6 @@ def llama() -> Any:
         num_attention_heads=HEADS,
         vocab_size=VOCAB,
         max_position_embeddings=1 << 20,
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 

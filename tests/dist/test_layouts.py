@@ -105,8 +105,12 @@ def test_every_layout_writes_a_hugging_face_folder(tmp_path: Path) -> None:
         engine = engine_of(layout)
         folder = folder_of(tmp_path, layout) / layout
         engine.save_pretrained(str(folder), dtype="fp32", max_shard_size="40KB")
+        handed = {name: value.float().clone() for name, value in engine.named_weights()}
         engine.destroy()
         dist.barrier()
+        assert handed.keys() == whole.keys(), layout
+        for name, value in handed.items():
+            assert torch.equal(value, whole[name].bfloat16().float()), (layout, name)
         assert (folder / "model.safetensors.index.json").exists(), sorted(folder.iterdir())
         assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
         found = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -286,6 +287,25 @@ def test_recomputed_layers() -> None:
         engine.destroy()
     assert results[0] == results[1]
     assert calls == [2 * MICRO, 4 * MICRO]
+
+
+@distributed(world_size=4)
+def test_a_step_is_drawn_as_it_ran() -> None:
+    """Two pipelines of two stages, each with every action of its own ranks, once and in the schedule's order."""
+    engine = make(module(num_stages=2), 1, "auto", slipstream={"pipeline": {"schedule": "zero_bubble"}})
+    with pytest.raises(ValueError, match="none has run"):
+        engine.draw()
+    train(engine, 2)
+    text, picture = engine.draw(width=200), ElementTree.fromstring(engine.draw("svg"))
+    title, first, second = text.splitlines()[:3]
+    assert title.startswith("zero_bubble, 2 ranks, 4 micro-batches, measured: step ") and "idle" in title
+    assert first.startswith("rank 0 |") and second.startswith("rank 1 |")
+    drawn = [each.text.split(":")[0] for each in picture.iter("{http://www.w3.org/2000/svg}title")]
+    expected = [f"{kind} chunk {chunk} micro-batch {micro}" for row in engine.schedule.actions for kind, chunk, micro in row]
+    assert drawn == expected
+    with pytest.raises(ValueError, match=r"draw\(form='png'\): use 'text' or 'svg'"):
+        engine.draw("png")
+    engine.destroy()
 
 
 @distributed(world_size=2)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.train.handover import bare
 from tests import toy
 from tests.dist.test_axes import Enter, Leave
 from tests.pool import distributed
@@ -329,6 +330,18 @@ def test_adapters_on_slices() -> None:
 
     compare("llama", 1, 2, model=adapted)
     compare("gpt2", 3, 2, model=adapted)
+    for kind, stage in (("llama", 1), ("gpt2", 3)):
+        whole: Any = adapted(kind)
+        whole.merge_adapter()
+        expected = {bare(name): value.clone() for name, value in whole.named_parameters() if "lora_" not in name}
+        engine = slipstream.initialize(model=adapted(kind), config=settings(stage, tensor_parallel={"autotp_size": 2}))[0]
+        handed = {name: value.clone() for name, value in engine.named_weights()}
+        assert handed.keys() == expected.keys()
+        for name, value in handed.items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        with pytest.raises(ValueError, match=r"only_trainable=True\) needs whole parameters"):
+            engine.save_pretrained("unused", only_trainable=True)
+        engine.destroy()
 
 
 @distributed(world_size=2)

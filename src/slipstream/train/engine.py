@@ -601,7 +601,6 @@ class Engine(nn.Module):
         from slipstream.train import handover
 
         with self.together("named_weights"):
-            self.single.refuse_parts("named_weights()")
             yield from handover.stream(self.single)
 
     def exchange(self, axis: str) -> Exchange:

@@ -1,13 +1,15 @@
 """Hand-over: stream a training engine's weights to an inference engine, unit by unit, as names and full tensors.
 
-One unit is gathered at a time (with shared memory nothing is copied: ranks read the weights in place). PEFT adapters are merged:
-under the base weight's name the stream yields the sum of base and adapter, and it skips the adapters' own weights. Adapters that
-are not a sum with one weight raise an error before the stream starts. For a module that PEFT trains a copy of, the stream yields
-that copy. Weights quantized by `slipstream.quantize` are dequantized.
+One unit is gathered at a time (with shared memory nothing is copied: ranks read the weights in place), slices are joined, and a
+stage's weights go to the ranks of the others. PEFT adapters are merged: under the base weight's name the stream yields the sum of
+base and adapter, and it skips the adapters' own weights. Adapters that are not a sum with one weight raise an error before the
+stream starts. For a module that PEFT trains a copy of, the stream yields that copy. Weights quantized by `slipstream.quantize` are
+dequantized.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -22,6 +24,8 @@ from slipstream.ops.rows import RowForm, dequantize_rows
 from slipstream.quantized import row_forms
 from slipstream.train.states import States
 from slipstream.zero import access
+from slipstream.zero.comm import gather_objects
+from slipstream.zero.leaves import cuts_of, whole_shape
 from slipstream.zero.unit import State, Unit
 
 PREFIX = "base_model.model."  # before every name of a model that PEFT has wrapped
@@ -42,6 +46,24 @@ class _Source(NamedTuple):
 
 def stream(states: States) -> Iterator[tuple[str, Tensor]]:
     """See `Engine.named_weights`."""
+    own = _of_stage(states)
+    pp = states.mesh.pp
+    if pp.size == 1:
+        yield from own
+        return
+    exchange, passed = states.exchange("pp"), set[str]()
+    for place, facts in enumerate(gather_objects(announced(states), pp)):
+        for name, (shape, dtype) in facts.items():
+            weight = next(own)[1] if place == pp.index else torch.empty(0, dtype=dtype, device=states.device)
+            if name not in passed:  # a tied one, which several stages have
+                passed.add(name)
+                sizes = [math.prod(shape) if i == place else 0 for i in range(pp.size)]
+                yield name, exchange.gather(weight.reshape(-1), 0, sizes).view(shape)
+    for _ in own:
+        pass
+
+
+def _of_stage(states: States) -> Iterator[tuple[str, Tensor]]:
     source = _source(states)
     with ExitStack() as shown:
         if source.adapters:
@@ -53,11 +75,11 @@ def stream(states: States) -> Iterator[tuple[str, Tensor]]:
 
 
 def announced(states: States) -> dict[str, tuple[Shape, torch.dtype]]:
-    """The names, shapes and dtypes that `stream` yields, without gathering. Raises the same errors."""
+    """The names, shapes and dtypes that this stage's `stream` yields, without gathering. Raises the same errors."""
     source, entries = _source(states), {}
     for unit in states.units:
         for i in source.kept(unit):
-            form, shape = source.forms.get(unit.names[i]), unit.layout.slots[i].shape
+            form, shape = source.forms.get(unit.names[i]), whole_shape(unit.params[i], unit.layout.slots[i].shape)
             entries[bare(unit.names[i])] = ((shape[0], form.columns), torch.float32) if form else (shape, unit.dtypes.weights)
     return entries
 
@@ -94,10 +116,13 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
     with torch.no_grad():
         unit.gather()
     try:
-        for name, view in ((unit.names[i], unit.shown.views[i]) for i in kept):
+        for i in kept:
+            name, view = unit.names[i], unit.shown.views[i]
             with torch.no_grad():
                 weight = dequantize_rows(view, source.forms[name], torch.float32) if name in source.forms else view
                 weight = _merged(weight, source.adapted[name]) if name in source.adapted else weight
+                for part in cuts_of(unit.params[i]):
+                    weight = access.join(weight, part, unit.comms.family.parts_of(part.split))
             yield bare(name), weight
     finally:
         if released:

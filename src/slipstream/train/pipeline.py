@@ -14,6 +14,7 @@ costs the memory of whole gradients; `slipstream.pipeline.reduce` "micro_batch" 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -23,14 +24,16 @@ from torch import Tensor, nn
 
 from slipstream.config.plan import BatchPlan, PipelinePlan
 from slipstream.parallel.deferred import Deferred
+from slipstream.parallel.drawing import draw_svg, draw_text
 from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
-from slipstream.parallel.schedule import Action, Kind, Message, Schedule, Style, rank_of, simulate, stage_of
+from slipstream.parallel.schedule import Action, Kind, Message, Schedule, Span, Style, rank_of, simulate, stage_of
 from slipstream.parallel.topology import PipelineParallelGrid
 from slipstream.train.engine import Engine
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import tensors_in
 from slipstream.zero.leaves import mark_tied
 
@@ -136,6 +139,26 @@ class PipelineEngine(Engine):
     def step(self, *args: Any, **kwargs: Any) -> None:
         raise PipelineError(_ONLY)
 
+    def draw(self, form: str = "text", width: int = 100) -> str:
+        """Return a picture of the last `train_batch` as it ran: "text" of `width` columns, or "svg". Collective.
+
+        Times are of the hosts' clocks; on a GPU, of launching. Raises ValueError before the first step.
+        """
+        if form not in ("text", "svg"):
+            raise ValueError(f"draw(form={form!r}): use 'text' or 'svg'")
+        with self.together("draw"):
+            rows = gather_objects(self.pipe.spans, self.mesh.world)
+        here = {rank: place for place, rank in enumerate(self.mesh.pp.ranks)}
+        spans = [
+            Span(here[rank], action, start, stop)
+            for rank, row in zip(self.mesh.world.ranks, rows, strict=True)
+            for action, start, stop in (row if rank in here else ())
+        ]
+        if not spans:
+            raise ValueError("draw() shows the last train_batch(), and none has run")
+        title = f"{self.schedule.style}, {self.schedule.num_ranks} ranks, {self.schedule.num_micro} micro-batches, measured"
+        return draw_svg(spans, title) if form == "svg" else draw_text(spans, width, title)
+
     # -- facts --
 
     @property
@@ -199,6 +222,7 @@ class Pipe:
         self.batch_fn: Callable[[Any], Any] | None = None
         self.loss: Tensor | None = None
         self.is_last_backward = False
+        self.spans: list[tuple[Action, float, float]] = []  # of the last step: when this rank computed what
         self.plan()
         self.deferred = Deferred(self.module) if self.defers else None
         self.params = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}
@@ -251,8 +275,10 @@ class Pipe:
         losses: list[Tensor] = []
         weights: dict[tuple[int, int], Any] = {}  # that wait
         last = max(i for i, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.INPUT))
+        self.spans = []
         for i, action in enumerate(actions):
             place = action.chunk, action.micro
+            self.began = time.time()  # of an action that waits for mail: when that has come
             if action.kind is Kind.FORWARD:
                 runs[place] = self._forward(action, batches[action.micro], mine, losses)
             elif action.kind is Kind.WEIGHT:
@@ -262,6 +288,7 @@ class Pipe:
                 self._backward(action, runs.pop(place), mine)
                 if self.deferred is not None:
                     weights[place] = self.deferred.pop()
+            self.spans.append((action, self.began, time.time()))
         self.mail.flush()
         self.is_last_backward = False
         if self.deferred is not None:
@@ -314,6 +341,7 @@ class Pipe:
             self._send(sent, [tensor.grad for tensor in asked], mine)
 
     def _announce(self, action: Action) -> None:
+        self.began = time.time()
         self.engine.watch.unit = f"{action.kind} of stage {self.module.stages[action.chunk]}, micro-batch {action.micro}"
 
     def _send(self, message: Message, tree: Any, mine: Mine) -> None:

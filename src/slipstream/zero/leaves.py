@@ -88,9 +88,9 @@ def cuts_of(param: Tensor) -> tuple[Part, ...]:
     return tuple(part for part in parts_of(param) if part.split.size > 1)
 
 
-def whole_shape(param: Tensor) -> tuple[int, ...]:
-    """The shape of the whole of which a parameter is a part."""
-    shape = list(param.shape)
+def whole_shape(param: Tensor, own: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The shape of the whole of which a parameter is a part. own: the part's shape, while the parameter does not show it."""
+    shape = list(param.shape if own is None else own)
     for part in cuts_of(param):
         shape[part.dim] = part.numel
     return tuple(shape)

@@ -27,7 +27,7 @@ def save_pretrained(
 ) -> None:
     """Write the masters' values; weights quantized by `slipstream.quantize` are dequantized. Collective; each rank writes the part
     that it owns, also of slices and of pipeline stages. Raises ValueError for weights that other libraries quantized, and for
-    adapters of which a rank has parts.
+    adapters alone of which a rank has parts.
 
     A model with PEFT adapters becomes the base with the adapters merged or, with only_trainable, a PEFT adapter folder.
     """
@@ -38,17 +38,16 @@ def save_pretrained(
         _refuse_foreign(states, only_trainable)
     where: dict[str, Any] = {"group": first.mesh.world.group, "shard_nbytes": shard_nbytes}
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if adapted := handover.has_adapters(model):
-        for states in parts:
-            states.refuse_parts("save_pretrained() of a model with adapters", stages=True)
+    adapted = handover.has_adapters(model)
     if adapted and only_trainable:
         _save_adapters(first, folder, dtype, where)
         return
     tensors: dict[str, pretrained.Out] = {}
     if adapted:
         buffers = {} if only_trainable else entries.first_buffers(first)
-        for name, (shape, kept) in handover.announced(first).items():
-            tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
+        for announced in gather_objects(handover.announced(first), first.mesh.pp):
+            for name, (shape, kept) in announced.items():
+                tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
         renamed = handover.adapted_buffers(first, [name.partition(".")[2] for name in buffers])
         tensors |= {new: pretrained.Out(buffers[f"buffer.{old}"], buffers[f"buffer.{old}"].dtype) for old, new in renamed.items()}
         where["stream"] = handover.stream(first)
@@ -106,6 +105,7 @@ def _of_all_stages(tensors: dict[str, pretrained.Out], states: States) -> dict[s
 
 def _save_adapters(states: States, folder: str, dtype: torch.dtype | None, where: Mapping[str, Any]) -> None:
     """Write the adapters in PEFT's layout: the adapter "default" in the folder itself, others in subfolders."""
+    states.refuse_parts("save_pretrained(only_trainable=True)", stages=True)
     held = {key.partition(".")[2]: value for key, value in (entries.weights(states) | entries.first_buffers(states)).items()}
     buffers = {key.partition(".")[2]: buffer for key, buffer in entries.buffers(states).items()}
     for adapter in adapters.of(states, buffers):
