@@ -345,6 +345,24 @@ def test_adapters_on_slices() -> None:
 
 
 @distributed(world_size=2)
+def test_ranks_of_a_replica_with_other_batches_are_refused() -> None:
+    engine = slipstream.initialize(model=build("llama"), config=settings(1, tensor_parallel={"autotp_size": 2}))[0]
+    with pytest.raises(
+        ValueError, match=r"ranks 0 and 1 have slices of the same layers \(tp\), and the inputs of its first forward"
+    ):
+        engine(**batch(0, dist.get_rank()))
+    engine.destroy()
+    model = build("gpt2", resid_pdrop=0.2)
+    engine = slipstream.initialize(model=model, config=settings(1, tensor_parallel={"autotp_size": 2}))[0]
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(ValueError, match="state of its random generator differ"):
+        engine(**batch(0, 0))
+    engine.backward(engine(**batch(0, 0)).loss)
+    engine.step()
+    engine.destroy()
+
+
+@distributed(world_size=2)
 def test_dropout_in_slices() -> None:
     """Outside of regions, ranks drop alike, so losses agree; inside, they do not; recomputation drops the same again."""
     blocks = {"tensor_parallel": {"autotp_size": 2}}

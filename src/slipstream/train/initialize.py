@@ -24,7 +24,7 @@ from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder, is_decoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked
-from slipstream.parallel.slicing import slice_model, wanted_size
+from slipstream.parallel.slicing import check_first_inputs, slice_model, wanted_size
 from slipstream.parallel.transformers_sequence import serve_sequences
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
@@ -130,6 +130,7 @@ def initialize(
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     if slices is not None:
         slices.exchange = engine.exchange("tp")
+        check_first_inputs(engine.module, slices)
     if sequences is not None:
         sequences.exchange = engine.exchange("sp")
     forget(model)  # a later engine starts from the weights that this one has trained
