@@ -345,6 +345,26 @@ def test_adapters_on_slices() -> None:
 
 
 @distributed(world_size=2)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_the_bytes_of_a_block_are_those_of_the_formula(tokens: bool) -> None:
+    """Two sums of b S h elements in the forward and two in the backward; with shares of the tokens, as many bytes in other ways."""
+    moved = []
+    for depth in (2, 5):
+        blocks: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}, "slipstream": {"tensor": {"sequence_parallel": tokens}}}
+        engine = slipstream.initialize(model=build("llama", num_hidden_layers=depth), config=settings(1, **blocks))[0]
+        engine(**batch(0), use_cache=False)  # compares the inputs
+        exchange = engine.exchange("tp")
+        exchange.moved.clear()
+        engine.backward(engine(**batch(0), use_cache=False).loss)
+        moved.append(exchange.moved.copy())
+        engine.step()
+        engine.destroy()
+    per_block = sum((moved[1] - moved[0]).values()) / 3
+    hidden = 2 * 10 * DECODERS["llama"]["hidden_size"] * 4
+    assert per_block == 4 * 2 * hidden / 2
+
+
+@distributed(world_size=2)
 def test_ranks_of_a_replica_with_other_batches_are_refused() -> None:
     engine = slipstream.initialize(model=build("llama"), config=settings(1, tensor_parallel={"autotp_size": 2}))[0]
     with pytest.raises(
