@@ -264,10 +264,12 @@ def test_values_that_are_cut_as_they_arise(tmp_path: Path) -> None:
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize(("stage", "schedule"), [(1, "1f1b"), (3, "zero_bubble")])
-def test_stages_of_slices(stage: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "schedule", "tokens"), [(1, "1f1b", False), (3, "zero_bubble", False), (2, "zero_bubble", True), (3, "1f1b", True)]
+)
+def test_stages_of_slices(stage: int, schedule: str, tokens: bool) -> None:
     """pp 2 x tp 2 against one process, and tied embeddings, which are shares of the vocabulary on both stages."""
-    mesh = {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": schedule}}
+    mesh = {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": schedule}, "tensor": {"sequence_parallel": tokens}}
     config = settings(stage, slipstream=mesh, gradient_accumulation_steps=2)
     engine = slipstream.initialize(model=build("qwen2"), config=config)[0]
     model = build("qwen2")

@@ -42,7 +42,6 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {},
         {"slipstream.mesh.sp": 2},
         {"slipstream.mesh.sp": 2, "sequence_parallel_size": 4},
-        {"slipstream.mesh.pp": 2, "slipstream.tensor.sequence_parallel": True},
         {"slipstream.pipeline.schedule": "zero_bubble", "slipstream.pipeline.reduce": "micro_batch"},
     ),
     "weights": (

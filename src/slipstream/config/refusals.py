@@ -97,11 +97,6 @@ REFUSALS: tuple[Row, ...] = (
         'after the backward; use schedule "1f1b", or reduce "step"',
     ),
     Row(
-        lambda c: c.plan.tensor.shares_tokens and c.plan.mesh.pp > 1,
-        "slipstream.tensor.sequence_parallel shares the tokens among tp ranks, which is not built for pipelines "
-        "(slipstream.mesh.pp {c.plan.mesh.pp}); drop one of them",
-    ),
-    Row(
         lambda c: c.offload.optimizer == "nvme" and not c.offload.optimizer_path,
         f"{_OPTIMIZER}.device is nvme; set {_OPTIMIZER}.nvme_path to a directory on the disk",
     ),

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from slipstream.parallel.layers import partition_balanced, partition_uniform
 from slipstream.parallel.module import Tied
+from slipstream.parallel.slicing import gather_behind, scatter_before
+from slipstream.parallel.tensor import Slices
 from slipstream.zero.wrap import repeated_blocks
 
 _OF_THE_LOSS = ("labels", "num_items_in_batch")
@@ -29,6 +31,7 @@ class PipelinedDecoder(nn.Module):
     stages   the stages that this rank has, of `num_stages`
     method   parameters: stages of like size, where embeddings count nothing (they are looked up); or uniform: of as many layers
     loss_fn  called as loss_fn(logits, labels); default: the model's own loss
+    slices   of the model, if its layers are sliced
 
     Raises ValueError for a model without repeated layers, with fewer layers than stages, or of another kind.
     """
@@ -45,8 +48,10 @@ class PipelinedDecoder(nn.Module):
         method: str = "parameters",
         loss_fn: Callable[..., Any] | None = None,
         parts: Sequence[int] | None = None,
+        slices: Slices | None = None,
     ) -> None:
         super().__init__()
+        self.tokens = slices if slices is not None and slices.tokens is not None else None  # shared inside of each stage
         self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
         self.architecture, self.generation_config = type(model).__name__, getattr(model, "generation_config", None)
         self.num_ranks = num_stages // max(len(self.stages), 1)  # of the pipeline
@@ -109,7 +114,11 @@ class DecoderChunk(nn.Module):
         self.left: Tensor | None = None
         if not self.is_first:
             blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+            if owner.tokens is not None:
+                scatter_before(blocks[0], owner.tokens)
         if not self.is_last:
+            if owner.tokens is not None:
+                gather_behind(blocks[-1], owner.tokens)
             blocks[-1].register_forward_hook(self._leave)
 
     def forward(self, x: Tensor, batch: Any = None) -> Any:

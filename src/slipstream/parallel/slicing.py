@@ -580,8 +580,18 @@ class _Slicing:
                     module.register_forward_pre_hook(_all_tokens(self.slices), with_kwargs=True)
                     for column in columns:
                         getattr(column, "base_layer", column).enters = False
-        blocks[0].register_forward_pre_hook(_first_input(self.slices.scatter_tokens), with_kwargs=True)
-        blocks[-1].register_forward_hook(_first_output(self.slices.gather_tokens))
+        scatter_before(blocks[0], self.slices)
+        gather_behind(blocks[-1], self.slices)
+
+
+def scatter_before(block: nn.Module, slices: Slices) -> None:
+    """Let a block, and those that follow, have this rank's share of the tokens."""
+    block.register_forward_pre_hook(_first_input(slices.scatter_tokens), with_kwargs=True)
+
+
+def gather_behind(block: nn.Module, slices: Slices) -> None:
+    """Let what follows a block have all tokens again."""
+    block.register_forward_hook(_first_output(slices.gather_tokens))
 
 
 def _is_transposed(layer: Any) -> bool:
