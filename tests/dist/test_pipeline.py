@@ -308,9 +308,29 @@ def test_a_step_is_drawn_as_it_ran() -> None:
     engine.destroy()
 
 
+@pytest.mark.disk
+@distributed(world_size=2)
+def test_stages_sleep_on_disk(tmp_path: Path) -> None:
+    losses = []
+    for sleeps in (False, True):
+        engine = make(module(num_stages=2), 3, "auto")
+        train(engine, 1)
+        if sleeps:
+            assert engine.sleep(device="disk", path=str(tmp_path)) > 0
+            engine.wake()
+        losses.append(train(engine))
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
 @distributed(world_size=2)
 def test_what_a_pipeline_refuses() -> None:
     engine = make(module(num_stages=2), 1, "auto")
+    with (
+        pytest.raises(ValueError, match=r"engine\.surgery\(\) needs the whole model, and each rank has a pipeline stage"),
+        engine.surgery(),
+    ):
+        pass
     for call in (lambda: engine(1), lambda: engine.backward(1), lambda: engine.step()):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call()

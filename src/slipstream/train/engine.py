@@ -576,7 +576,7 @@ class Engine(nn.Module):
         from slipstream.train.surgery import Surgery
 
         with self.together("surgery"):
-            self.single.refuse_parts("surgery()")
+            self.single.refuse_parts("surgery()", stages=True)
             self.operation = Surgery(self.single, group, self.wire)
             self.operation.begin()
         try:
