@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.parallel.mail import Mail, connect_mail
+from slipstream.parallel.mail import Mail, PairMail, connect_mail
 from slipstream.world.mesh import build_mesh
 from slipstream.world.watch import Watch
 from tests.pool import distributed
@@ -21,7 +21,11 @@ def connected(transport: str, slots: int) -> Iterator[tuple[Mail, int]]:
     watch = Watch(20.0)
     watch.start(mesh.world)
     routes = [(KEYS[0], 0, 1), (KEYS[1], 1, 0), (KEYS[2], 0, 1)]
-    mail = connect_mail(mesh.pp, torch.device("cpu"), transport, watch, routes, slots)
+    cpu = torch.device("cpu")
+    if transport == "pairs":  # as between GPUs, with gloo in place of NCCL: without tags
+        mail: Mail = PairMail(mesh.pp, cpu, watch, routes, backend="gloo")
+    else:
+        mail = connect_mail(mesh.pp, cpu, transport, watch, routes, slots)
     yield mail, mesh.pp.index
     mail.flush()
     mail.close()
@@ -56,7 +60,7 @@ def same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@distributed(world_size=2, transports=("shared", "gloo"))
+@distributed(world_size=2, transports=("shared", "gloo", "pairs"))
 def test_trees_arrive_as_they_were_sent(transport: str) -> None:
     with connected(transport, slots=3) as (mail, index):
         for first in range(0, 60, 3):
@@ -72,7 +76,7 @@ def test_trees_arrive_as_they_were_sent(transport: str) -> None:
                     same(mail.receive(KEYS[0], 0), tree(seed))
 
 
-@distributed(world_size=2, transports=("shared", "gloo"))
+@distributed(world_size=2, transports=("shared", "gloo", "pairs"))
 def test_a_message_is_not_changed_by_later_writes(transport: str) -> None:
     with connected(transport, slots=2) as (mail, index):
         x = torch.zeros(1000)

@@ -13,7 +13,9 @@ from torch.nn.functional import gelu, mse_loss
 
 import slipstream
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
+from slipstream.parallel.mail import PairMail
 from slipstream.parallel.module import DualPipeVModule, PipelineError, PipelineModule
+from slipstream.train import pipeline
 from tests import cases, probe, toy
 from tests.pool import distributed
 
@@ -140,6 +142,17 @@ def test_two_stages_have_the_bits_of_one(transport: str, dtype: str) -> None:
     """At the same data-parallel size; every schedule and ZeRO stage in fp32, and the rest in `make test-all`."""
     for stage in (0, 1, 2, 3) if (transport, dtype) == ("shared", "fp32") else (3,):
         same_bits(transport, dtype, stage, dp=2, num_stages=2, schedules=SCHEDULES[stage % 3 :: 3])
+
+
+@distributed(world_size=2)
+def test_mail_as_between_gpus_has_the_bits_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that are matched by order, a group for each key; gloo in place of NCCL. No schedule waits for itself."""
+
+    def connect(axis: Any, device: torch.device, transport: str, watch: Any, routes: Any, slots: int) -> PairMail:
+        return PairMail(axis, device, watch, routes, backend="gloo")
+
+    monkeypatch.setattr(pipeline, "connect_mail", connect)
+    same_bits("gloo", "fp32", 1, dp=1, num_stages=2, schedules=SCHEDULES)
 
 
 @pytest.mark.slow

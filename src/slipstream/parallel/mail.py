@@ -10,6 +10,7 @@ import mmap
 import os
 import pickle
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -107,21 +108,28 @@ class GroupMail(Mail):
     def send(self, key: Key, to: int, tree: Any) -> None:
         tensors: list[Tensor] = []
         header = torch.frombuffer(bytearray(pickle.dumps(_pack(tree, tensors))), dtype=torch.uint8)
-        size = torch.tensor([header.numel()])
-        for i, tensor in enumerate([size, header, *tensors]):
-            moved = tensor.reshape(-1).view(torch.uint8).cpu()
-            if moved.numel():
-                work = dist.isend(moved, self.axis.ranks[to], group=self.axis.group, tag=self.tags[key] + i)
-                self.last_sent = self.sends.put(work, moved)
+        for i, tensor in enumerate([torch.tensor([header.numel()]), header]):
+            self._post(key, to, i, tensor)
+        for i, tensor in enumerate(tensors):
+            if tensor.numel():
+                self._send_tensor(key, to, i, tensor.reshape(-1).view(torch.uint8))
+
+    def _send_tensor(self, key: Key, to: int, i: int, flat: Tensor) -> None:
+        self._post(key, to, 2 + i, flat.cpu())
+
+    def _post(self, key: Key, to: int, i: int, flat: Tensor) -> None:
+        flat = flat.view(torch.uint8)
+        work = dist.isend(flat, self.axis.ranks[to], group=self.axis.group, tag=self.tags[key] + i)
+        self.last_sent = self.sends.put(work, flat)
 
     def receive(self, key: Key, source: int) -> Any:
         size = self._take(key, source, 0, 1, torch.int64)
         tree = pickle.loads(bytes(self._take(key, source, 1, int(size), torch.uint8).tolist()))
-        tensors = []
-        for i, form in enumerate(_forms(tree)):
-            tensor = self._take(key, source, 2 + i, torch.Size(form.shape).numel(), form.dtype)
-            tensors.append(tensor.view(form.shape).to(self.device))
+        tensors = [self._receive_tensor(key, source, i, form) for i, form in enumerate(_forms(tree))]
         return _unpack(tree, tensors)
+
+    def _receive_tensor(self, key: Key, source: int, i: int, form: _Form) -> Tensor:
+        return self._take(key, source, 2 + i, torch.Size(form.shape).numel(), form.dtype).view(form.shape).to(self.device)
 
     def _take(self, key: Key, source: int, i: int, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(numel, dtype=dtype)
@@ -151,6 +159,58 @@ class GroupMail(Mail):
     def close(self) -> None:
         self.sends.close()
         self.receives.close()
+
+
+class PairMail(GroupMail):
+    """Between GPUs: headers go through the hosts, tensors over a process group of its own for each key.
+
+    [Note: A group for each key] NCCL has no tags and matches the messages of two ranks in their order. On one group, two ranks that
+    send to each other would each wait until the other receives. A key goes one way, and is received in the order in which it is
+    sent, whatever the schedule.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, watch: Watch, keys: Sequence[Route], backend: str = "nccl") -> None:
+        super().__init__(axis, device, watch, keys)
+        self.groups: dict[Key, dist.ProcessGroup] = {}
+        self.on_the_way: list[tuple[Any, Tensor]] = []  # sends, with the memory that they read
+        for key, source, target in sorted(keys):
+            if axis.index in (source, target):
+                self.groups[key] = _group_of(key, axis.ranks[source], axis.ranks[target], backend)
+
+    def _send_tensor(self, key: Key, to: int, i: int, flat: Tensor) -> None:
+        work = dist.isend(flat, self.axis.ranks[to], group=self.groups[key])
+        self.on_the_way.append((work, flat))
+
+    def _receive_tensor(self, key: Key, source: int, i: int, form: _Form) -> Tensor:
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+        if tensor.numel():
+            rank = self.axis.ranks[source]
+            work: Any = dist.irecv(tensor.view(-1).view(torch.uint8), rank, group=self.groups[key])
+            if self.device.type == "cuda":
+                work.wait()  # the stream waits, not this thread
+            else:
+                self._await(self.receives.put(work, tensor), f"mail from rank {rank} (to stage {key[1]})", rank)
+        return tensor
+
+    def flush(self) -> None:
+        super().flush()
+        for work, _ in self.on_the_way:
+            work.wait()
+        self.on_the_way.clear()
+
+
+# Groups of pairs last as long as torch keeps them, to destroy_process_group(): it gives a pair's next group the name of one that
+# was destroyed, and the ranks of that would read the old addresses
+_GROUPS: weakref.WeakValueDictionary[tuple[Key, int, int, str], dist.ProcessGroup] = weakref.WeakValueDictionary()
+
+
+def _group_of(key: Key, source: int, target: int, backend: str) -> dist.ProcessGroup:
+    """Collective over the pair."""
+    place = key, source, target, backend
+    group: dist.ProcessGroup | None = _GROUPS.get(place)
+    if group is None:
+        group = _GROUPS[place] = dist.new_group(sorted((source, target)), backend=backend, use_local_synchronization=True)
+    return group
 
 
 class _Waiter:
@@ -283,4 +343,6 @@ def _aligned(nbytes: int) -> int:
 def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch, routes: Sequence[Route], slots: int) -> Mail:
     """Make the mail of one axis, as `connect_axis` chooses the transport. Collective over the axis."""
     comm = connect_axis(axis, device, transport, watch)
-    return SharedMail(comm, routes, slots) if isinstance(comm, SharedComm) else GroupMail(axis, device, watch, routes)
+    if isinstance(comm, SharedComm):
+        return SharedMail(comm, routes, slots)
+    return (PairMail if device.type == "cuda" else GroupMail)(axis, device, watch, routes)
