@@ -98,6 +98,44 @@ def test_more_ranks_than_heads(world_size: int) -> None:
     compare("mistral", 0, world_size, sliding_window=4, **one)
 
 
+@distributed(world_size=4)
+@pytest.mark.parametrize(("kind", "heads", "recompute"), [("llama", 4, False), ("llama", 4, True), ("qwen3", 1, True)])
+def test_stages_of_shares(kind: str, heads: int, recompute: bool) -> None:
+    """pp 2 x sp 2, micro-batches packed in different ways: a recomputed attention has its own positions. Also as a ring."""
+
+    def micro(step: int, i: int) -> dict[str, Tensor]:
+        items = batch(10 * step + i)
+        first = 4 + 3 * i
+        return items | {"position_ids": torch.cat([torch.arange(first), torch.arange(LENGTH - first)]).expand(2, -1)}
+
+    def loss_of(model: nn.Module, items: dict[str, Tensor]) -> Tensor:
+        first = int((items["position_ids"][0].diff() != 1).nonzero()[0]) + 1
+        parts = (slice(0, first), slice(first, None))
+        logits = torch.cat([model(input_ids=items["input_ids"][:, part], use_cache=False).logits for part in parts], 1)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), items["labels"][:, 1:].flatten())
+
+    changes = {"num_attention_heads": heads, "num_key_value_heads": min(heads, 2)}
+    own = {"mesh": {"pp": 2, "sp": 2}, "activations": "recompute" if recompute else "keep"}
+    config = settings(1, slipstream=own, gradient_accumulation_steps=3)
+    engine = slipstream.initialize(model=build(kind, **changes), config=config)[0]
+    model = build(kind, **changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(STEPS):
+        micros = [micro(step, i) for i in range(3)]
+        assert float(engine.eval_batch(iter(micros))) == pytest.approx(
+            float(torch.stack([loss_of(model, each).detach() for each in micros]).mean()), abs=3e-5
+        )
+        loss = engine.train_batch(iter(micros))
+        optimizer.zero_grad()
+        expected = torch.stack([loss_of(model, each) for each in micros]).mean()
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert float(loss) == pytest.approx(float(expected.detach()), abs=3e-5)
+        assert engine.global_grad_norm == pytest.approx(float(norm), rel=2e-4)
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_a_loader_of_shares() -> None:
     """Each rank's own samples, one after another, as shares of all ranks: the training of two data-parallel micro-batches."""

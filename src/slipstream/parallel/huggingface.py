@@ -19,6 +19,7 @@ from slipstream.parallel.layers import partition_balanced, partition_uniform
 from slipstream.parallel.module import Tied
 from slipstream.parallel.slicing import gather_behind, scatter_before
 from slipstream.parallel.tensor import Slices
+from slipstream.parallel.transformers_sequence import Sequences
 from slipstream.zero.wrap import repeated_blocks
 
 _OF_THE_LOSS = ("labels", "num_items_in_batch")
@@ -31,7 +32,7 @@ class PipelinedDecoder(nn.Module):
     stages   the stages that this rank has, of `num_stages`
     method   parameters: stages of like size, where embeddings count nothing (they are looked up); or uniform: of as many layers
     loss_fn  called as loss_fn(logits, labels); default: the model's own loss
-    slices   of the model, if its layers are sliced
+    slices, sequences  of the model, if its layers are sliced, or its sequences shared
 
     Raises ValueError for a model without repeated layers, with fewer layers than stages, or of another kind.
     """
@@ -49,8 +50,12 @@ class PipelinedDecoder(nn.Module):
         loss_fn: Callable[..., Any] | None = None,
         parts: Sequence[int] | None = None,
         slices: Slices | None = None,
+        sequences: Sequences | None = None,
     ) -> None:
         super().__init__()
+        self.sequences = sequences
+        if sequences is not None:
+            sequences.unhook()  # chunks share a micro-batch themselves
         self.tokens = slices if slices is not None and slices.tokens is not None else None  # shared inside of each stage
         self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
         self.architecture, self.generation_config = type(model).__name__, getattr(model, "generation_config", None)
@@ -81,6 +86,11 @@ class PipelinedDecoder(nn.Module):
         """The i-th stage of this rank as a module; `stages[i]` is its number."""
         return self._chunks[i]
 
+    def recall(self, batch: Any) -> None:
+        """Before a micro-batch's backward, which may recompute attention: with its positions, not those of the last forward."""
+        if self.sequences is not None:
+            self.sequences.begin((), _arguments(batch))
+
     def inputs(self, batch: Any) -> Any:
         """The first stage's input."""
         return _arguments(batch)["input_ids"]
@@ -96,11 +106,13 @@ class PipelinedDecoder(nn.Module):
 class DecoderChunk(nn.Module):
     """One stage: called with the first stage's token ids, or with the hidden states [B, S, H] of the stage before."""
 
+    sequences: Sequences | None
     runs: nn.Module  # what forward calls: the copy of the model, or of its body
     is_running = False
 
     def __init__(self, owner: PipelinedDecoder, model: nn.Module, stage: int) -> None:
         super().__init__()
+        self.__dict__["sequences"] = owner.sequences
         self.stage, self.is_first, self.is_last = stage, stage == 0, stage == owner.num_stages - 1
         self.start, self.stop = owner.parts[stage : stage + 2]
         part = owner._part(model, [stage])
@@ -124,6 +136,9 @@ class DecoderChunk(nn.Module):
     def forward(self, x: Tensor, batch: Any = None) -> Any:
         """Return the hidden states for the next stage; the last one returns the model's output."""
         arguments = _arguments(batch) if batch is not None else {}
+        if self.sequences is not None:
+            arguments = self.sequences.begin((), arguments)[1]
+            x = arguments["input_ids"] if self.is_first else x
         skipped = _OF_THE_EMBEDDING if self.is_last else (*_OF_THE_EMBEDDING, *_OF_THE_LOSS)
         arguments = {name: value for name, value in arguments.items() if name not in skipped} | {"use_cache": False}
         if self.is_first:

@@ -185,6 +185,9 @@ class PipelineModule(nn.Module):
             ties += [Tied(name, tuple((stage, name) for stage in stages)) for name in names if len(stages) > 1]
         return ties
 
+    def recall(self, batch: Any) -> None:
+        """Called before a micro-batch's backward."""
+
     def inputs(self, batch: Any) -> Any:
         """The first stage's input, of a micro-batch (inputs, labels)."""
         return batch[0]

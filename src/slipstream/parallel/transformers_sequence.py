@@ -11,7 +11,7 @@ Positions decide the mask: where they begin again, another packed sample begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Sequences:
         self.positions: Tensor | None = None  # [1 or b, S]; None: 0, 1, 2, ...
         self.padding: Tensor | None = None  # [b, S], False for padding; None: there is none
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+
+    unhook: Callable[[], None] = staticmethod(lambda: None)  # of the model's forward
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments for this rank."""
@@ -147,7 +149,7 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
         if hasattr(getattr(module, "config", None), "_attn_implementation"):
             module.config._attn_implementation = NAME  # type: ignore[union-attr]
     text._attn_implementation = NAME
-    model.register_forward_pre_hook(lambda _, args, kwargs: holder.begin(args, kwargs), with_kwargs=True)
+    holder.unhook = model.register_forward_pre_hook(lambda _, args, kwargs: holder.begin(args, kwargs), with_kwargs=True).remove
     if hasattr(model, "loss_function"):
         setattr(model, "loss_function", _Loss(holder))  # noqa: B010 (a property of transformers')
     return holder

@@ -26,7 +26,7 @@ from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked
 from slipstream.parallel.slicing import check_first_inputs, slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
-from slipstream.parallel.transformers_sequence import serve_sequences
+from slipstream.parallel.transformers_sequence import Sequences, serve_sequences
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
 from slipstream.train.agreement import (
@@ -115,7 +115,7 @@ def initialize(
         mark_marked(model, mesh.tp)
     slices = None if places is not None else slice_model(model, mesh.tp, plan.tensor)
     sequences = serve_sequences(model, mesh.sp)
-    model, model_parameters = _in_stages(model, plan, mesh, model_parameters, slices)
+    model, model_parameters = _in_stages(model, plan, mesh, model_parameters, slices, sequences)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     if mesh.is_first:
         _log_config(plan, loaded, overrides, optimizer)
@@ -151,11 +151,13 @@ def _checked_model(model: Any) -> nn.Module:
     return model
 
 
-def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, slices: Slices | None) -> tuple[nn.Module, Any]:
+def _in_stages(
+    model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, slices: Slices | None, sequences: Sequences | None
+) -> tuple[nn.Module, Any]:
     """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
     whole = model
     if mesh.pp.size > 1 and is_decoder(model):
-        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index], slices=slices)
+        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index], slices=slices, sequences=sequences)
         model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
     if isinstance(model, PipelineModule | PipelinedDecoder):
         prepare(model, plan.pipeline, mesh)

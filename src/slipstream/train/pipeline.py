@@ -285,6 +285,7 @@ class Pipe:
                 Deferred.run(weights.pop(place), self._take)
             else:
                 self.is_last_backward = i == last
+                self.module.recall(batches[action.micro])
                 self._backward(action, runs.pop(place), mine)
                 if self.deferred is not None:
                     weights[place] = self.deferred.pop()
