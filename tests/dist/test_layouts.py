@@ -1,6 +1,7 @@
 """Checkpoints between layouts: what one layout of ranks saves, every other loads, with the same bits of all states."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import slipstream
 from tests import probe
@@ -117,6 +118,45 @@ def test_every_layout_writes_a_hugging_face_folder(tmp_path: Path) -> None:
         assert found.keys() == whole.keys(), layout
         for name, value in found.items():
             assert torch.equal(value, whole[name]), (layout, name)
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_twenty_steps_are_those_of_one_process() -> None:
+    """In fp32, losses within 1e-5 of plain torch's."""
+    layouts = {"pp2 sp2 zero1": (1, {"pp": 2, "sp": 2}, {}), **{name: LAYOUTS[name] for name in list(LAYOUTS)[3:]}}
+    model = build("qwen2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    expected = []
+    for i in range(20):
+        optimizer.zero_grad()
+        loss = torch.stack([model(**batch(i, k), use_cache=False).loss for k in range(4)]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for layout, (stage, mesh, own) in layouts.items():
+        replicas = 4 // math.prod(mesh.values())
+        config = settings(stage, slipstream={"mesh": mesh, **own}, gradient_accumulation_steps=4 // replicas)
+        config["optimizer"]["params"]["lr"] = 1e-3
+        engine = slipstream.initialize(model=build("qwen2"), config=config)[0]
+        for i in range(20):
+            micros = [batch(i, k) for k in range(4)][engine.mesh.batch.index :: replicas]
+            if engine.mesh.pp.size > 1:
+                loss = engine.train_batch(iter(micros))
+            else:
+                loss = torch.stack([step_on(engine, micro) for micro in micros]).mean()
+            total = loss.detach().double()
+            dist.all_reduce(total)
+            assert float(total) / 4 == pytest.approx(expected[i], abs=1e-5), (layout, i)
+        engine.destroy()
+
+
+def step_on(engine: Any, micro: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = engine(**micro).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
 
 
 @pytest.mark.slow
