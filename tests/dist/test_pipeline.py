@@ -321,6 +321,36 @@ def test_a_step_is_drawn_as_it_ran() -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_a_step_is_that_of_torchs_own_pipeline(name: str) -> None:
+    """torch.distributed.pipelining on the same stages: losses and updated weights."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = make(module(num_stages=2), 0, "gloo", optimizer=optimizer, gradient_clipping=0.0)
+    micros = batches(0, 0)
+    rank, parts = engine.stage_id, engine.module.parts
+    whole = module(num_stages=1, stages=(0,))
+    own = nn.Sequential(*(whole.get_submodule(str(i)) for i in range(parts[rank], parts[rank + 1])))
+    stage = PipelineStage(own, rank, 2, torch.device("cpu"))
+    losses: list[Tensor] = []
+    schedule = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[name](stage, MICRO, loss_fn=mse_loss)
+    inputs, targets = (torch.cat(each) for each in zip(*micros, strict=True))
+    if rank == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=targets, losses=losses)
+    loss = engine.train_batch(iter(micros))
+    if losses:
+        assert loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    for key, value in engine.state_dict().items():
+        param = whole.get_parameter(key)
+        torch.testing.assert_close(value, param.detach() - 0.1 * param.grad, atol=1e-6, rtol=1e-6)
+    engine.destroy()
+
+
 @pytest.mark.disk
 @distributed(world_size=2)
 def test_stages_sleep_on_disk(tmp_path: Path) -> None:
