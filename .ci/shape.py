@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
 MOST_LINES, MOST_BRANCHES = 60, 15  # of a function
 LIMITS = {
-    "functions of more than 60 lines": 7,
+    "functions of more than 60 lines": 4,
     "functions of cyclomatic complexity over 15": 25,
     "attributes of zero.unit.Unit": 25,
     "attributes of train.engine.Engine": 25,

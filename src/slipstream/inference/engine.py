@@ -176,8 +176,7 @@ class Engine:
                 f"token_budget ({token_budget}) is below max_running ({max_running}): a forward could not hold one token of every "
                 "running sequence; raise token_budget or lower max_running"
             )
-        self.runner = runner
-        self.tokenizer = tokenizer
+        self.runner, self.tokenizer = runner, tokenizer
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
         self.model_name = model_name
         self.sampling = dict(sampling or {})

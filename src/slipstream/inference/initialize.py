@@ -137,22 +137,7 @@ def init_inference(
         model_name: the name that clients of a server use; default: the last part of its path.
         deepspeed: DeepSpeed's other arguments. Those that ask for an unsupported feature raise; the others have no effect.
     """
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "group_size": group_size,
-        "device": device,
-        "threads": threads,
-        "tokenizer": tokenizer,
-        "max_context": max_context,
-        "kv_cache_bytes": kv_cache_bytes,
-        "max_running": max_running,
-        "max_waiting": max_waiting,
-        "token_budget": token_budget,
-        "token_interval": token_interval,
-        "num_draft": num_draft,
-        "prefix_caching": prefix_caching,
-        "model_name": model_name,
-    }
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("model", "config", "deepspeed")}
     sources = ({} if config is None else _read_config(config), deepspeed)
     for source in sources:
         for name, value in _translated(source, names=options).items():

@@ -35,13 +35,12 @@ class Sequences:
 
     def __init__(self, axis: Axis, is_ring: bool = False) -> None:
         self.axis, self.is_ring = axis, is_ring
+        self.unhook: Callable[[], None] = lambda: None  # takes `begin` off the model's forward
         self.spans: list[list[Span]] = []  # the tokens of each rank in the current forward
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it
         self.positions: Tensor | None = None  # [1 or b, S]; None: 0, 1, 2, ...
         self.padding: Tensor | None = None  # [b, S], False for padding; None: there is none
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
-
-    unhook: Callable[[], None] = staticmethod(lambda: None)  # of the model's forward
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments for this rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,36 +108,37 @@ def initialize(
     facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)
-    axes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp}
-    mesh = build_mesh(**axes, shard_size=plan.zero.shard_size, group=group, places=places)
-    check_alike_on(facts_of_model(model), mesh.batch)
-    if places is not None:
-        mark_marked(model, mesh.tp)
-    slices = None if places is not None else slice_model(model, mesh.tp, plan.tensor)
-    sequences = serve_sequences(model, mesh.sp)
-    model, model_parameters = _in_stages(model, plan, mesh, model_parameters, slices, sequences)
+    mesh = _mesh(plan, model, group, places)
+    cut = _cut(model, plan, mesh, is_users=places is not None)
+    model, model_parameters = _in_stages(model, plan, mesh, model_parameters, cut)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
-    if mesh.is_first:
-        _log_config(plan, loaded, overrides, optimizer)
-        log_layout(mesh, local_world_size())
+    _log_config(plan, loaded, overrides, optimizer, mesh)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
     inner, rule = build_optimizer(named, model, optimizer, model_parameters)
-    if mesh.is_first:
-        warn_of_frozen(inner)
     scheduler = scheduler_of(plan, lr_scheduler, inner)
-    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.batch)
+    _check_optimizer(model, inner, scheduler, mesh)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
-    if slices is not None:
-        slices.exchange = engine.exchange("tp")
-        check_first_inputs(engine.module, slices)
-    if sequences is not None:
-        sequences.exchange = engine.exchange("sp")
+    cut.connect(engine)
     forget(model)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
     return engine, engine.optimizer, loader, scheduler
+
+
+def _mesh(plan: Plan, model: nn.Module, group: Any, places: Any) -> Mesh:
+    """Collective. Raises PeerError on every rank if the ranks that share states have different models."""
+    axes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp}
+    mesh = build_mesh(**axes, shard_size=plan.zero.shard_size, group=group, places=places)
+    check_alike_on(facts_of_model(model), mesh.batch)
+    return mesh
+
+
+def _check_optimizer(model: nn.Module, inner: Any, scheduler: Any, mesh: Mesh) -> None:
+    if mesh.is_first:
+        warn_of_frozen(inner)
+    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.batch)
 
 
 def _checked_model(model: Any) -> nn.Module:
@@ -151,26 +152,49 @@ def _checked_model(model: Any) -> nn.Module:
     return model
 
 
-def _in_stages(
-    model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, slices: Slices | None, sequences: Sequences | None
-) -> tuple[nn.Module, Any]:
+class _Cut(NamedTuple):
+    """What computes this rank's part of a model's layers and of its sequences; None: they are whole, or cut by the user."""
+
+    slices: Slices | None
+    sequences: Sequences | None
+
+    def connect(self, engine: Engine) -> None:
+        """Collective over the axes."""
+        if self.slices is not None:
+            self.slices.exchange = engine.exchange("tp")
+            check_first_inputs(engine.module, self.slices)
+        if self.sequences is not None:
+            self.sequences.exchange = engine.exchange("sp")
+
+
+def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> _Cut:
+    """Slice the layers, and prepare the attention for shares of sequences. is_users: the caller's mpu has sliced them."""
+    if is_users:
+        mark_marked(model, mesh.tp)
+    return _Cut(None if is_users else slice_model(model, mesh.tp, plan.tensor), serve_sequences(model, mesh.sp))
+
+
+def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
     """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
     whole = model
     if mesh.pp.size > 1 and is_decoder(model):
-        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index], slices=slices, sequences=sequences)
+        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index], slices=cut.slices, sequences=cut.sequences)
         model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
     if isinstance(model, PipelineModule | PipelinedDecoder):
         prepare(model, plan.pipeline, mesh)
     return model, model_parameters
 
 
-def _log_config(plan: Plan, loaded: Loaded, overrides: Mapping[str, Any], optimizer: Any) -> None:
+def _log_config(plan: Plan, loaded: Loaded, overrides: Mapping[str, Any], optimizer: Any, mesh: Mesh) -> None:
+    if not mesh.is_first:
+        return
     keys.say(loaded.notes)
     log_plan(plan)
     if optimizer is not None and plan.optimizer:
         logger.warning("initialize(optimizer=) overrides the config's optimizer block (%s)", plan.optimizer.type)
     if overrides:
         logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
+    log_layout(mesh, local_world_size())
 
 
 def _first_values(model: nn.Module, mesh: Mesh, device: torch.device) -> FirstValues:

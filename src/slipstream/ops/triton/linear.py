@@ -47,8 +47,7 @@ def _linear(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    plane = tl.program_id(2)
-    feature = tl.arange(0, FEATURES)
+    plane, feature = tl.program_id(2), tl.arange(0, FEATURES)
     row_mask, column_mask = row < num_rows, column < num_columns
     x_FR = x + row.to(tl.int64)[None, :] * num_features + feature[:, None]
     line = column.to(tl.int64)[:, None]
