@@ -29,7 +29,9 @@ def run(options: Options) -> str:
 
 def _seconds(ranks: int, units: int) -> float:
     states: Any = SimpleNamespace(
-        units=[SimpleNamespace(trainable=True, partial=SimpleNamespace(sumsq=0.5 * i)) for i in range(units)],
+        units=[
+            SimpleNamespace(trainable=True, window=SimpleNamespace(partial=SimpleNamespace(sumsq=0.5 * i))) for i in range(units)
+        ],
         hooks=SimpleNamespace(backwards=1),
     )
 

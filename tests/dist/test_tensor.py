@@ -520,11 +520,13 @@ class MegatronMlp(nn.Module):
         return (x + (h if self.group is None else Leave.apply(h, self.group))).square().mean()
 
 
-@distributed(world_size=4)
+@distributed(world_size=4, transports=("shared", "gloo"))
 @pytest.mark.parametrize(("stage", "prefix"), [(0, "model_parallel"), (1, "tensor_model_parallel"), (3, "tensor_model_parallel")])
-def test_slices_of_your_own(stage: int, prefix: str, tmp_path: Path) -> None:
+def test_slices_of_your_own(stage: int, prefix: str, transport: str, tmp_path: Path) -> None:
+    """With tp outermost: ranks 0 and 2 have slices of one replica."""
     mpu = Megatron(prefix)
-    engine = slipstream.initialize(model=MegatronMlp(mpu.tensor), config=settings(stage), mpu=mpu)[0]
+    config = settings(stage, slipstream={"transport": transport})
+    engine = slipstream.initialize(model=MegatronMlp(mpu.tensor), config=config, mpu=mpu)[0]
     assert (engine.mesh.tp.index, engine.mesh.batch.index) == divmod(dist.get_rank(), 2)
     model = MegatronMlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

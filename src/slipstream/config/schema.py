@@ -330,7 +330,9 @@ class Config(Block):
     zero_allow_untested_optimizer: bool = no_effect(False, "every optimizer is allowed at every stage")
     zero_force_ds_cpu_optimizer: bool = no_effect(True, "every optimizer can run on the CPU")
     communication_data_type: DtypeOrNone = honored(None, "Dtype of gradients in communication; not set: the gradients' own dtype.")
-    seq_parallel_communication_data_type: DtypeOrNone = no_effect("fp32", "sequence parallelism is not built yet")
+    seq_parallel_communication_data_type: DtypeOrNone = no_effect(
+        "fp32", "activations travel in their own dtype, and sums are rounded once"
+    )
     prescale_gradients: bool = no_effect(False, _ROUNDING)
     gradient_predivide_factor: Positive = no_effect(1.0, _ROUNDING)
     gradient_allreduce_op: Word[Literal["mean", "sum"]] = honored(

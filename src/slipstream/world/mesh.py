@@ -78,15 +78,19 @@ class _Groups:
 
     def __init__(self, rank: int, ranks: Sequence[int], group: ProcessGroup | None) -> None:
         self.rank = rank
-        self.made: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {(tuple(ranks),): group}
+        self.made: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {(tuple(sorted(ranks)),): group}
 
     def axis(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
-        """This rank's axis of those that `groups` cut the ranks into. Collective over the world unless it has been made."""
-        key = tuple(sorted(map(tuple, groups)))
+        """This rank's axis of those that `groups` cut the ranks into. Collective over the world unless it has been made.
+
+        [Note: One order] torch sorts a group's ranks, and so does an axis: where an mpu's slices are outermost, ranks 0, 2, 1, 3 of
+        the places would send each other's shards over gloo and NCCL, and train on wrong gradients.
+        """
+        key = tuple(sorted(tuple(sorted(ranks)) for ranks in groups))
         if key not in self.made:
             several = [list(ranks) for ranks in key if len(ranks) > 1]
             self.made[key] = dist.new_subgroups_by_enumeration(several)[0] if several else None
-        ranks = next(tuple(ranks) for ranks in groups if self.rank in ranks)
+        ranks = next(ranks for ranks in key if self.rank in ranks)
         return Axis(name, self.made[key] if len(ranks) > 1 else None, ranks, ranks.index(self.rank), len(ranks))
 
 
@@ -241,6 +245,9 @@ def build_mesh(
         lines: dict[tuple[int, ...], list[int]] = {}
         for each, place in places.items():
             lines.setdefault((*place[:i], *place[i + 1 :]), []).append(each)
+        for line in lines.values():
+            if line != sorted(line):
+                raise ValueError(f"the mpu orders ranks {line} along {name}; along an axis, ranks must ascend")
         axes[name] = groups.axis(name, list(lines.values()))
     world = groups.axis("world", [list(places)])
     mesh = Mesh(rank, world, **axes, places=places, families={}, shard_size=shard_size, groups=groups)
