@@ -15,7 +15,7 @@ import slipstream
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
 from slipstream.parallel.mail import PairMail
 from slipstream.parallel.module import DualPipeVModule, PipelineError, PipelineModule
-from slipstream.train import pipeline
+from slipstream.train import handover, pipeline
 from tests import cases, probe, toy
 from tests.pool import distributed
 
@@ -318,6 +318,36 @@ def test_a_step_is_drawn_as_it_ran() -> None:
     assert drawn == expected
     with pytest.raises(ValueError, match=r"draw\(form='png'\): use 'text' or 'svg'"):
         engine.draw("png")
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_stages_of_a_model_that_has_none_are_refused() -> None:
+    """Each rank would train a copy of its own, without a reduction."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for blocks in ({"pipeline": {"stages": 2}}, {"slipstream": {"mesh": {"pp": 2}}}):
+        with pytest.raises(ValueError, match=r"2 pipeline stages .* Sequential is neither a slipstream\.PipelineModule"):
+            make(model, 1, "auto", **blocks)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 20}
+    small = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **sizes))
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no repeated layers to cut into pipeline stages"):
+        make(small, 1, "auto", pipeline={"stages": 2})
+
+
+@distributed(world_size=2)
+def test_a_stage_that_cannot_be_handed_over_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(module(num_stages=2), 1, "auto")
+    if engine.stage_id == 1:
+
+        def refuse(states: Any) -> Any:
+            raise ValueError("its adapter cannot be merged")
+
+        monkeypatch.setattr(handover, "_source", refuse)
+    with pytest.raises(ValueError, match="its adapter cannot be merged"):
+        list(engine.named_weights())
+    monkeypatch.undo()
+    assert len(list(engine.named_weights())) == len(list(module(num_stages=1, stages=(0,)).parameters()))
     engine.destroy()
 
 

@@ -27,7 +27,8 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERTS = re.compile(r"layer_\d+_expert_.*\.pt|expp_rank_.*\.pt")
 # Groups and nested repetition, which other patterns do not need, could take a match exponential time
 _SIMPLE = re.compile(r"(?:[^()*+?{}\\]|\\.|[*+?](?![*+?]))*")
-_MOST_REPEATS = 4
+_MOST_REPEATS = 2  # of a name that may be 1,000 characters long: a match takes time in proportion to a power of its length
+_LONGEST_NAME = 1000
 
 
 class Part(NamedTuple):
@@ -194,4 +195,6 @@ class _Patterns:
     def find(self, name: str) -> str | None:
         if name in self.exact:
             return self.exact[name]
+        if self.others and len(name) > _LONGEST_NAME:
+            raise CheckpointError(f"the parameter {name[:80]!r}... has a name of {len(name)} characters")
         return next((pattern.pattern for pattern in self.others if pattern.match(name)), None)

@@ -293,11 +293,6 @@ def _name_canonically(part: nn.Module, tied: Tied, stages: Sequence[int]) -> Non
         part.get_submodule(path).register_parameter(leaf, part.get_parameter(here))
 
 
-def is_decoder(model: nn.Module) -> bool:
-    """Whether a model is one of transformers with repeated layers, which `PipelinedDecoder` can cut."""
-    return hasattr(getattr(model, "config", None), "model_type") and bool(repeated_blocks(model))
-
-
 def _copy(module: nn.Module) -> nn.Module:
     """A module with the same children and parameters, and hooks of its own."""
     copied = copy.copy(module)

@@ -75,7 +75,7 @@ class Cluster:
 
     def link(self, stride: int, size: int) -> float:
         """Bytes per second of a rank along an axis whose neighbors are `stride` ranks apart."""
-        if stride * size <= self.per_host:
+        if stride * size <= self.per_host and self.per_host % (stride * size) == 0:
             return self.inside
         return min(self.inside, self.between / min(stride, self.per_host))
 

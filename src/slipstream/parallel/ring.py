@@ -40,14 +40,15 @@ class Mask(NamedTuple):
 
     spans: Sequence[Sequence[Span]]  # by rank, in the order of its tokens
     causal: bool = True
-    window: int | None = None  # tokens before the next one; None: all
+    window: int | None = None  # tokens from one to the next that is too far; None: all are near
     samples: Tensor | None = None  # number of each token's packed sample, [1 or b, P s]
     padding: Tensor | None = None  # False for padding, [b, P s]
 
     def seen(self, queries: Span, keys: Span) -> Span:
         """Those of the keys to which any of the queries may attend, as far as positions say; may be empty."""
         first = keys[0] if self.window is None else max(keys[0], queries[0] - self.window + 1)
-        return first, max(first, min(keys[1], queries[1]) if self.causal else keys[1])
+        beyond = 0 if self.causal else keys[1] if self.window is None else self.window - 1  # how far ahead a query sees
+        return first, max(first, min(keys[1], queries[1] + beyond))
 
     def tile(self, queries: Span, keys: Span, device: torch.device) -> Tensor | None:
         """[1 or b, 1, queries, keys]; None: everything."""
@@ -56,8 +57,8 @@ class Mask(NamedTuple):
         columns = torch.arange(*keys, device=device)[None]
         if self.causal and keys[1] > queries[0] + 1:
             allowed = rows >= columns
-        if self.window is not None and queries[1] - keys[0] > self.window:
-            near = rows - columns < self.window
+        if self.window is not None and max(queries[1] - keys[0], keys[1] - queries[0]) > self.window:
+            near = (rows - columns).abs() < self.window
             allowed = near if allowed is None else allowed & near
         if allowed is not None:
             allowed = allowed[None, None]

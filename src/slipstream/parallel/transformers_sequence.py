@@ -107,7 +107,7 @@ class Sequences:
             at = torch.arange(length, device=device)
             allowed = (at[:, None] >= at[None, :]) if causal else torch.ones(length, length, dtype=torch.bool, device=device)
             if window is not None:
-                allowed = allowed & (at[:, None] - at[None, :] < window)
+                allowed = allowed & ((at[:, None] - at[None, :]).abs() < window)
             allowed = allowed[None, None]
             sample = self.samples()
             if sample is not None:

@@ -52,7 +52,7 @@ def stream(states: States) -> Iterator[tuple[str, Tensor]]:
         yield from own
         return
     exchange, passed = states.exchange("pp"), set[str]()
-    for place, facts in enumerate(gather_objects(announced(states), pp)):
+    for place, facts in enumerate(announced_by_stages(states)):
         for name, (shape, dtype) in facts.items():
             weight = next(own)[1] if place == pp.index else torch.empty(0, dtype=dtype, device=states.device)
             if name not in passed:  # a tied one, which several stages have
@@ -82,6 +82,19 @@ def announced(states: States) -> dict[str, tuple[Shape, torch.dtype]]:
             form, shape = source.forms.get(unit.names[i]), whole_shape(unit.params[i], unit.layout.slots[i].shape)
             entries[bare(unit.names[i])] = ((shape[0], form.columns), torch.float32) if form else (shape, unit.dtypes.weights)
     return entries
+
+
+def announced_by_stages(states: States) -> list[dict[str, tuple[Shape, torch.dtype]]]:
+    """`announced` of each stage. Collective over the stages; where one of them cannot be streamed, all raise its ValueError."""
+    facts, failure = dict[str, tuple[Shape, torch.dtype]](), ""
+    try:
+        facts = announced(states)
+    except ValueError as error:
+        failure = str(error)
+    gathered = gather_objects((facts, failure), states.mesh.pp)
+    if first := next(filter(None, (why for _, why in gathered)), ""):
+        raise ValueError(first)
+    return [each for each, _ in gathered]
 
 
 def adapted_buffers(states: States, buffers: Iterable[str]) -> dict[str, str]:

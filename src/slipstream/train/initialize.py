@@ -21,7 +21,7 @@ from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
-from slipstream.parallel.huggingface import PipelinedDecoder, is_decoder
+from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked
 from slipstream.parallel.slicing import check_first_inputs, slice_model, wanted_size
@@ -53,7 +53,7 @@ from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
-from slipstream.zero.leaves import differs_of
+from slipstream.zero.leaves import differs_of, parts_of
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier
 from slipstream.zero.unit import Unit
@@ -177,7 +177,14 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> _Cut:
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
     """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
     whole = model
-    if mesh.pp.size > 1 and is_decoder(model):
+    own_stages = any(part.split.axis == "pp" for param in model.parameters() for part in parts_of(param))  # the user's: mark_tied
+    if mesh.pp.size > 1 and not isinstance(model, PipelineModule) and not own_stages:
+        if not hasattr(getattr(model, "config", None), "model_type"):
+            raise ValueError(
+                f"the config has {mesh.pp.size} pipeline stages (pipeline.stages or slipstream.mesh.pp), and {type(model).__name__}"
+                " is neither a slipstream.PipelineModule nor a decoder of transformers: pass PipelineModule(layers, num_stages=...)"
+                ", or drop the stages"
+            )
         model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index], slices=cut.slices, sequences=cut.sequences)
         model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
     if isinstance(model, PipelineModule | PipelinedDecoder):

@@ -45,11 +45,12 @@ def save_pretrained(
     tensors: dict[str, pretrained.Out] = {}
     if adapted:
         buffers = {} if only_trainable else entries.first_buffers(first)
-        for announced in gather_objects(handover.announced(first), first.mesh.pp):
+        for announced in handover.announced_by_stages(first):
             for name, (shape, kept) in announced.items():
                 tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
         renamed = handover.adapted_buffers(first, [name.partition(".")[2] for name in buffers])
-        tensors |= {new: pretrained.Out(buffers[f"buffer.{old}"], buffers[f"buffer.{old}"].dtype) for old, new in renamed.items()}
+        own = {new: pretrained.Out(buffers[f"buffer.{old}"], buffers[f"buffer.{old}"].dtype) for old, new in renamed.items()}
+        tensors |= _of_all_stages(own, first)
         where["stream"] = handover.stream(first)
     else:
         for states in parts:
