@@ -145,14 +145,15 @@ def test_two_stages_have_the_bits_of_one(transport: str, dtype: str) -> None:
 
 
 @distributed(world_size=2)
-def test_mail_as_between_gpus_has_the_bits_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mail_as_between_gpus_has_the_bits_of_one_stage() -> None:
     """Messages that are matched by order, a group for each key; gloo in place of NCCL. No schedule waits for itself."""
 
     def connect(axis: Any, device: torch.device, transport: str, watch: Any, routes: Any, slots: int) -> PairMail:
         return PairMail(axis, device, watch, routes, backend="gloo")
 
-    monkeypatch.setattr(pipeline, "connect_mail", connect)
-    same_bits("gloo", "fp32", 1, dp=1, num_stages=2, schedules=SCHEDULES)
+    with pytest.MonkeyPatch.context() as patch:  # the ranks run other tests later
+        patch.setattr(pipeline, "connect_mail", connect)
+        same_bits("gloo", "fp32", 1, dp=1, num_stages=2, schedules=SCHEDULES)
 
 
 @pytest.mark.slow
@@ -336,17 +337,17 @@ def test_stages_of_a_model_that_has_none_are_refused() -> None:
 
 
 @distributed(world_size=2)
-def test_a_stage_that_cannot_be_handed_over_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_cannot_be_handed_over_stops_all() -> None:
     engine = make(module(num_stages=2), 1, "auto")
-    if engine.stage_id == 1:
 
-        def refuse(states: Any) -> Any:
-            raise ValueError("its adapter cannot be merged")
+    def refuse(states: Any) -> Any:
+        raise ValueError("its adapter cannot be merged")
 
-        monkeypatch.setattr(handover, "_source", refuse)
-    with pytest.raises(ValueError, match="its adapter cannot be merged"):
-        list(engine.named_weights())
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.stage_id == 1:
+            patch.setattr(handover, "_source", refuse)
+        with pytest.raises(ValueError, match="its adapter cannot be merged"):
+            list(engine.named_weights())
     assert len(list(engine.named_weights())) == len(list(module(num_stages=1, stages=(0,)).parameters()))
     engine.destroy()
 

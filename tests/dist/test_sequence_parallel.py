@@ -63,12 +63,12 @@ def _compare(exchange: Exchange, world_size: int, s: int, d: int) -> None:
 
 
 @distributed(world_size=(2, 3, 4), transports=("shared", "gloo"))
-def test_ring_attention_equals_plain_attention(world_size: int, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_attention_equals_plain_attention(world_size: int, transport: str) -> None:
     """Random shapes and masks, in tiles of a few queries; the bytes are those of the formula."""
     chosen = random.Random(5)
-    with connected(transport) as exchange:
+    with connected(transport) as exchange, pytest.MonkeyPatch.context() as patch:
         for seed in range(10):
-            monkeypatch.setitem(ring._TILES, "cpu", chosen.choice([1, 40, 1 << 22]))
+            patch.setitem(ring._TILES, "cpu", chosen.choice([1, 40, 1 << 22]))
             heads, keys = chosen.choice([(1, 1), (4, 2), (3, 1)])
             length = world_size * chosen.randint(1, 7)
             causal, window = chosen.choice([(True, None), (True, 3), (False, None), (False, 3)])
