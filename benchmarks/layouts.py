@@ -1,5 +1,5 @@
 """The legs on layouts: `pipeline` (two stages over the bound, and DeepSpeed's), `slices` (two slices over the ideal, DeepSpeed's
-and torch's), `link` (a pipeline or data parallelism over a slow link) and `states` (bytes per rank over the formula).
+and torch's), `link` (a pipeline or data parallelism over a slow link), `states` (bytes per rank over the formula) and `predicted`.
 
 All contenders stay alive and take turns of one step each, in both directions; idle ones wait in a read. A figure is the time of the
 slowest rank over that of `compute` in the same turn: the forwards and backwards that a rank has to do, without communication.

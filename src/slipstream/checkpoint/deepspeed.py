@@ -332,7 +332,7 @@ class _Import:
                 "patience": int(scaler.get("cur_hysteresis", 1)),
             },
             "scheduler": model["lr_scheduler"],
-            "aliases": dict(model["shared_params"] or {}),
+            "aliases": {name: first for part in self.parts for name, first in (part.model["shared_params"] or {}).items()},
             "data": None,
             "model_config": None,
             "optimizer": {

@@ -345,4 +345,5 @@ def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch,
     comm = connect_axis(axis, device, transport, watch)
     if isinstance(comm, SharedComm):
         return SharedMail(comm, routes, slots)
-    return (PairMail if device.type == "cuda" else GroupMail)(axis, device, watch, routes)
+    between_gpus = device.type == "cuda" and transport != "gloo" and dist.is_nccl_available()
+    return (PairMail if between_gpus else GroupMail)(axis, device, watch, routes)
