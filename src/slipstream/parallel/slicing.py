@@ -8,13 +8,11 @@ Parameters keep their identity: an optimizer that has them keeps them.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from slipstream.config.plan import TensorPlan
 from slipstream.parallel import tensor
@@ -205,32 +203,6 @@ def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None
     for cut in (False, True):  # first only look
         slicing.run(cut)
     return slicing.slices
-
-
-def check_first_inputs(model: nn.Module, slices: Slices) -> None:
-    """Compare the inputs of the next forward over the ranks of a replica, and with dropout their random states, once.
-
-    Other inputs than a neighbor's would train a model that is none, without an error: each rank computes a part of each sum.
-    """
-
-    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        handle.remove()
-        axis, crc = slices.axis, 0
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and not (value.is_floating_point() and hasattr(module, "num_stages")):
-                crc = zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
-        drawn = zlib.crc32(torch.get_rng_state().numpy().tobytes()) if slices.dropout else 0
-        rows = slices.exchange.gather(torch.tensor([[crc, drawn]], device=slices.exchange.device), 0).tolist()
-        for what, column in (("inputs of its first forward", 0), ("state of its random generator", 1)):
-            for rank, row in zip(axis.ranks, rows, strict=True):
-                if row[column] != rows[0][column]:
-                    raise ValueError(
-                        f"ranks {axis.ranks[0]} and {rank} have slices of the same layers (tp), and the {what} differ: give both "
-                        "the same seed and batches, by the loader of initialize(training_data=), or a sampler with "
-                        "num_replicas=engine.mesh.batch.size, rank=engine.mesh.batch.index"
-                    )
-
-    handle = model.register_forward_pre_hook(compare, with_kwargs=True, prepend=True)
 
 
 def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:

@@ -24,7 +24,8 @@ from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked
-from slipstream.parallel.slicing import check_first_inputs, slice_model, wanted_size
+from slipstream.parallel.same_inputs import check_first_inputs
+from slipstream.parallel.slicing import slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.transformers_sequence import Sequences, serve_sequences
 from slipstream.quantized import row_forms
