@@ -101,14 +101,14 @@ def measure() -> dict[str, list[str]]:
         for file in sorted(PACKAGE.rglob("*.py"))
         for each in functions(ast.parse(file.read_text()))
     ]
-    found = (
+    results = (
         [f"{name}: {lines} lines" for name, lines, _ in sized if lines > MOST_LINES],
         [f"{name}: {branches}" for name, _, branches in sized if branches > MOST_BRANCHES],
         sorted(attributes("zero/unit.py", "Unit")),
         sorted(attributes("train/engine.py", "Engine")),
         biggest_circle("train"),
     )
-    return dict(zip(LIMITS, found, strict=True))
+    return dict(zip(LIMITS, results, strict=True))
 
 
 def main() -> int:

@@ -229,7 +229,7 @@ def _words(natives: list[float], turns: dict[str, list[float]], failed: dict[str
     rows += [[CLIENTS[kind], reason] for kind, reason in failed.items()]
     for place, (kind, seconds) in enumerate(turns.items()):
         around = zip(natives[place :: len(turns)], natives[place + 1 :: len(turns)], strict=False)
-        ratios = Spread.of([mine / statistics.mean(two) for mine, two in zip(seconds, around, strict=True)])
+        ratios = Spread.of([ours / statistics.mean(two) for ours, two in zip(seconds, around, strict=True)])
         rows.append([CLIENTS[kind], Spread.of([1e3 * each for each in seconds]).show(1), ratios.show()])
         goals.append(verdict(f"a step through {kind}, over the native loop's", ratios.median, TARGET, digits=3))
     return "\n\n".join(

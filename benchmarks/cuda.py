@@ -245,10 +245,10 @@ def serve(rounds: int) -> str:
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())  # the tied head once: the embedding is looked up
     rate, rows = copy_rate(), []
 
-    def mine(serving: Any, ids: Tensor, new: int) -> None:
+    def own(serving: Any, ids: Tensor, new: int) -> None:
         serving.generate(ids.tolist(), max_new_tokens=new, temperature=0, ignore_eos=True)
 
-    def theirs(ids: Tensor, new: int) -> None:
+    def reference(ids: Tensor, new: int) -> None:
         with torch.inference_mode():
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)  # no token ends it
 
@@ -258,7 +258,7 @@ def serve(rounds: int) -> str:
                 raise RuntimeError(f"not the forward to be measured: {serving.description}")
             for batch in BATCHES:
                 ids = torch.randint(1, LLAMA_1B["vocab_size"], (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
-                ours, peer = per_token(partial(mine, serving, ids), rounds), per_token(partial(theirs, ids.cuda()), rounds)
+                ours, peer = per_token(partial(own, serving, ids), rounds), per_token(partial(reference, ids.cuda()), rounds)
                 share = weight_bytes / rate / ours
                 rows.append([dtype, str(batch), f"{1e3 * ours:.3f}", f"{share:.2f}", f"{1e3 * peer:.3f}", f"{peer / ours:.1f}"])
     head = ["our weights", "batch", "ms per token", "of bf16's limit", "transformers, bf16, ms", "faster than transformers"]

@@ -76,10 +76,10 @@ def ours(disk: Disk, memory: tuple[Tensor, Tensor], kind: str) -> Measured:
 def one_round(disks: dict[str, Disk], memory: tuple[Tensor, Tensor], block: int, depth: int, kind: str) -> list[Measured]:
     """fio, fio in small pages, the contenders, fio."""
     file = disks["io_uring"]._file
-    found = [fio(file, block, depth, kind), fio(file, block, depth, kind, huge=False)]
+    results = [fio(file, block, depth, kind), fio(file, block, depth, kind, huge=False)]
     for name in CONTENDERS:
-        found.append(ours(disks[name], memory, kind))
-    return [*found, fio(file, block, depth, kind)]
+        results.append(ours(disks[name], memory, kind))
+    return [*results, fio(file, block, depth, kind)]
 
 
 def measure(block: int, depth: int, rounds: int) -> dict[str, list[list[Measured]]]:
@@ -90,13 +90,13 @@ def measure(block: int, depth: int, rounds: int) -> dict[str, list[list[Measured
     try:
         for disk in disks.values():
             ours(disk, memory, "write")  # a first pass is slower
-        found: dict[str, list[list[Measured]]] = {kind: [] for kind in KINDS}
+        results: dict[str, list[list[Measured]]] = {kind: [] for kind in KINDS}
         for _ in range(rounds):
-            for kind, measured in found.items():
+            for kind, measured in results.items():
                 measured.append(one_round(disks, memory, block, depth, kind))
                 rate = ", ".join(f"{each.rate:.2f}" for each in measured[-1])
                 print(f"  disk {block >> 20} MiB x {depth}, {kind}: {rate} GB/s", flush=True)
-        return found
+        return results
     finally:
         for disk in disks.values():
             disk.close()

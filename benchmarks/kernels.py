@@ -142,7 +142,7 @@ class Pair(NamedTuple):
     peer: str
     nbytes: int  # that either must at least read and write
     ours: Callable[[], object]
-    theirs: Callable[[], object]
+    reference: Callable[[], object]
 
 
 def memcpy(nbytes: int) -> Callable[[], object]:
@@ -170,11 +170,11 @@ def pairs(numel: int) -> Iterator[Pair]:
 def over_peers(numel: int, rounds: int) -> str:
     rows = []
     for pair in pairs(numel):
-        times: list[tuple[float, float]] = [(seconds(pair.ours, 1), seconds(pair.theirs, 1)) for _ in range(rounds + 1)][1:]
-        ours, theirs = (list(column) for column in zip(*times, strict=True))
+        times: list[tuple[float, float]] = [(seconds(pair.ours, 1), seconds(pair.reference, 1)) for _ in range(rounds + 1)][1:]
+        ours, reference = (list(column) for column in zip(*times, strict=True))
         rate = Spread.of([pair.nbytes / took / 1e9 for took in ours])
         took = Spread.of([1e3 * one for one in ours])
-        rows.append([pair.name, pair.peer, took.show(2), Spread.ratio(theirs, ours).show(2), rate.show(1)])
+        rows.append([pair.name, pair.peer, took.show(2), Spread.ratio(reference, ours).show(2), rate.show(1)])
     return table(["kernel", "peer", "ms", "faster than the peer", "GB/s"], rows)
 
 

@@ -38,8 +38,8 @@ def measure(
     with ExitStack() as stack:
         alive: dict[str, Ranks] = {}
         for name in systems:
-            theirs = name.startswith("deepspeed")
-            if theirs and peers.python is None:
+            is_peer = name.startswith("deepspeed")
+            if is_peer and peers.python is None:
                 troubles[name] = peers.missing
                 continue
             try:
@@ -49,8 +49,8 @@ def measure(
                         {"system": name, "work": dataclasses.asdict(work), "micros": micros},
                         2,
                         name=name,
-                        python=peers.python if theirs else None,
-                        env=peers.env() if theirs else {},
+                        python=peers.python if is_peer else None,
+                        env=peers.env() if is_peer else {},
                         seat=seat,
                     )
                 )
@@ -181,10 +181,10 @@ def states(options: Options) -> str:
                 continue
             replicas = 2 if "dp2" in mesh else 1
             formula = memory.FORMULA["fp32", stage](replicas) * replicas / world
-            found = (high - low) / world / ((deep.depth - shallow.depth) * (16 * 512 + 2) * 512)
-            print(f"  states {mesh} stage {stage}: {found:.2f} of {formula:.2f} bytes per parameter", flush=True)
-            rows.append([mesh, str(stage), f"{formula:.2f}", f"{found:.2f}", f"{found / formula:.3f}"])
-            judged.append((found / formula, f"{mesh}, ZeRO-{stage}"))
+            measured = (high - low) / world / ((deep.depth - shallow.depth) * (16 * 512 + 2) * 512)
+            print(f"  states {mesh} stage {stage}: {measured:.2f} of {formula:.2f} bytes per parameter", flush=True)
+            rows.append([mesh, str(stage), f"{formula:.2f}", f"{measured:.2f}", f"{measured / formula:.3f}"])
+            judged.append((measured / formula, f"{mesh}, ZeRO-{stage}"))
     worst, where = max(judged)
     return "\n\n".join(
         (

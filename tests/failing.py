@@ -91,12 +91,12 @@ class Nursery:
     def survivors(self) -> list[int]:
         """The running processes of all jobs, even detached ones."""
         mark = f"{TOKEN}={self.token}".encode()
-        found = []
+        results = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != self._process.pid:
-                    found.append(int(entry.name))
-        return found
+                    results.append(int(entry.name))
+        return results
 
     @property
     def pid(self) -> int:
@@ -299,8 +299,8 @@ def train(stage: int, transport: str, edge: str, bad: int, how: str, nth: int = 
                 engine.save_checkpoint(save, f"bad{step}")
 
 
-def pipeline(transport: str, bad: int, how: str) -> None:
-    """Two stages, until the bad rank acts in the middle of a batch."""
+def pipeline(transport: str, bad: int, how: str, pause_s: float = 0.0) -> None:
+    """Two stages, until the bad rank acts in the middle of a batch. The other rank pauses before it asks for a message."""
     import slipstream
     from tests.dist import test_pipeline as pipes
 
@@ -316,7 +316,14 @@ def pipeline(transport: str, bad: int, how: str) -> None:
             act(how)
         send(*args)
 
-    engine.pipe.mail.send = sending
+    receive = engine.pipe.mail.receive
+
+    def receiving(*args: Any) -> Any:
+        if _rank != bad:
+            time.sleep(pause_s)
+        return receive(*args)
+
+    engine.pipe.mail.send, engine.pipe.mail.receive = sending, receiving
     with noting_errors():
         for step in range(50):
             engine.train_batch(iter(pipes.batches(0, step)))

@@ -73,13 +73,13 @@ class _Worker:
     """One forked process: its connection, and the file with its stdout and stderr."""
 
     def __init__(self, template: "_Template") -> None:
-        self.connection, theirs = Pipe()
+        self.connection, reference = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._output_end: int | None = None  # end of the test's output; stacks follow
         self._template = template
         self._exit_code: int | None = None
-        self.pid = template.fork(theirs, self._output)
-        theirs.close()
+        self.pid = template.fork(reference, self._output)
+        reference.close()
 
     def begin(self, job: Job) -> None:
         os.ftruncate(self._output.fileno(), 0)
@@ -120,17 +120,17 @@ class _Template:
     """The process that workers are forked from."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, reference = socket.socketpair()
         program = "import sys; sys.path.insert(0, sys.argv[1]); from tests.worker import serve; serve(int(sys.argv[2]))"
         root = str(Path(__file__).resolve().parents[1])
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-c", program, root, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-u", "-c", program, root, str(reference.fileno())],
+            pass_fds=[reference.fileno()],
             env=single_threaded(os.environ),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # only pytest handles Ctrl-C
         )
-        theirs.close()
+        reference.close()
         ours.settimeout(START_S)
         self._requests = ours
         self._ready = False

@@ -146,9 +146,9 @@ def homes(engine: Any) -> Any:
 
 def states(engine: Any) -> dict[str, Tensor]:
     """Masters and moments, whole, of the parameters of this rank's pipeline stages. Collective over each stage."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for unit in engine.units:
         for i, name in enumerate(unit.names):
             values = optimizer_state.of_parameter(unit, i, engine.single.steps)
-            found |= {f"{kind} of {name}": value.clone() for kind, value in values.items()}
-    return found
+            results |= {f"{kind} of {name}": value.clone() for kind, value in values.items()}
+    return results

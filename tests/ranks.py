@@ -90,14 +90,14 @@ class Ranks:
     def survivors(self) -> list[int]:
         """The running ranks and processes that ranks started."""
         mark = f"{TOKEN}={self._token}".encode()
-        found = []
+        results = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+                    results.append(int(entry.name))
             except OSError:  # the process has ended or belongs to another user
                 continue
-        return sorted(found)
+        return sorted(results)
 
     def close(self) -> None:
         """Kill every rank and all processes that it started."""

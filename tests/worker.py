@@ -276,10 +276,10 @@ def _load(job: Job) -> Callable[..., object]:
     if sys.path != job.path:
         sys.path[:] = job.path
     module = sys.modules.get(job.module) or _import(job.module, job.file)
-    found: Any = module
+    results: Any = module
     for name in job.qualname.split("."):
-        found = getattr(found, name)
-    body: Callable[..., object] = getattr(found, "body", found)  # the function that `distributed` wraps
+        results = getattr(results, name)
+    body: Callable[..., object] = getattr(results, "body", results)  # the function that `distributed` wraps
     return body
 
 

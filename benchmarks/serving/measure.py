@@ -15,7 +15,7 @@ from benchmarks.serving.limits import Rates, Shape
 from benchmarks.serving.traces import Outcome, Trace
 from benchmarks.worker import Worker
 
-Found = dict[tuple[str, str], list[Outcome]]  # (trace, contender) -> an outcome per round
+Results = dict[tuple[str, str], list[Outcome]]  # (trace, contender) -> an outcome per round
 MODEL = "SmolLM2-135M-Instruct from one bf16 copy; every contender has all cores."
 
 
@@ -73,11 +73,11 @@ def judged(figure: str, over: Sequence[float] | str, wanted: float) -> list[str]
     return verdict(figure, Spread.of(over).median, wanted, at_least=True)
 
 
-def ratios(mine: Sequence[float] | None, theirs: Sequence[float] | None, why: str | None = None) -> list[float] | str:
+def ratios(ours: Sequence[float] | None, reference: Sequence[float] | None, why: str | None = None) -> list[float] | str:
     """Round by round."""
-    if not mine or not theirs:
+    if not ours or not reference:
         return why or "not in this run"
-    return [a / b for a, b in zip(mine, theirs, strict=True)]
+    return [a / b for a, b in zip(ours, reference, strict=True)]
 
 
 def warm(fleet: Fleet) -> None:
@@ -92,9 +92,9 @@ def interleaved(
     fleet: Fleet,
     kinds: dict[str, Callable[[int], Trace]],
     joins: Callable[[str, Contender], bool] = lambda kind, contender: True,
-) -> Found:
+) -> Results:
     """Trace by trace, contenders in turns, every other round backwards. `joins`: whether a contender plays a trace."""
-    found: Found = {}
+    results: Results = {}
     for turn in range(run.rounds):
         run.measure_limits()
         for kind, make in kinds.items():
@@ -104,31 +104,31 @@ def interleaved(
                 name = process.contender.name
                 outcome = fleet.run(process, trace)
                 if outcome is not None:
-                    found.setdefault((kind, name), []).append(outcome)
+                    results.setdefault((kind, name), []).append(outcome)
                     print(f"  {kind}, {name}: {outcome.seconds:.2f} s", flush=True)
-    return {(kind, name): outcomes for (kind, name), outcomes in found.items() if name in fleet.running}
+    return {(kind, name): outcomes for (kind, name), outcomes in results.items() if name in fleet.running}
 
 
-def first_agreement(found: Found, name: str) -> float:
+def first_agreement(results: Results, name: str) -> float:
     """The share of a contender's first tokens that are those of ours in bf16: a low one means another model."""
     pairs = [
-        (mine, theirs)
-        for (kind, one), outcomes in found.items()
-        if one == name and (kind, OURS.name) in found
-        for a, b in zip(found[kind, OURS.name], outcomes, strict=True)
-        for mine, theirs in zip(a.first, b.first, strict=True)
+        (ours, reference)
+        for (kind, one), outcomes in results.items()
+        if one == name and (kind, OURS.name) in results
+        for a, b in zip(results[kind, OURS.name], outcomes, strict=True)
+        for ours, reference in zip(a.first, b.first, strict=True)
     ]
-    return sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs))
+    return sum(ours == reference for ours, reference in pairs) / max(1, len(pairs))
 
 
-def contenders_table(processes: Iterable[Process], found: Found) -> str:
+def contenders_table(processes: Iterable[Process], results: Results) -> str:
     """What ran, so that a reader can judge the comparison."""
     rows = []
     for process in processes:
         name, facts = process.contender.name, process.facts
-        outcomes = [outcome for (_, one), each in found.items() if one == name for outcome in each]
+        outcomes = [outcome for (_, one), each in results.items() if one == name for outcome in each]
         busy = sum(outcome.cpu for outcome in outcomes) / sum(outcome.seconds for outcome in outcomes)
-        agreement = f"{first_agreement(found, name):.0%}"
+        agreement = f"{first_agreement(results, name):.0%}"
         rows.append([name, str(facts["threads"]), facts["precision"], facts["setting"], facts["kernels"], agreement, f"{busy:.1f}"])
     return table(["contender", "threads", "precision", "setting", "what ran", "first tokens as ours", "cores busy"], rows)
 

@@ -38,11 +38,11 @@ def measure(run: Run) -> str:
             fleet.start(contender)
         warm(fleet)
         solos = {kind: FIGURES[kind].trace for kind in ("single stream", "prefill 512")}
-        found = interleaved(replace(run, rounds=1 if run.quick else 2), fleet, solos)
+        results = interleaved(replace(run, rounds=1 if run.quick else 2), fleet, solos)
         for process in fleet.running.values():
             name = process.contender.name
-            stream = max(outcome.stream_rate for outcome in found["single stream", name])
-            speeds[process.contender] = (stream, max(outcome.prompt_rate for outcome in found["prefill 512", name]))
+            stream = max(outcome.stream_rate for outcome in results["single stream", name])
+            speeds[process.contender] = (stream, max(outcome.prompt_rate for outcome in results["prefill 512", name]))
         wanted = traces.target([prompt for _, prompt in speeds.values()], [stream for stream, _ in speeds.values()])
         # Every contender runs with the default budget, and with one that fits it to the target: ours gets the time between tokens
         # (less a margin), the others a budget by their own speed.
@@ -99,16 +99,18 @@ def measure(run: Run) -> str:
         name = max(names, key=lambda name: effective(name, best[name]).median)
         return name, [wanted.rate(outcome) for outcome in outcomes[name][best[name]]]
 
-    mine = most(OURS)
-    assert mine is not None, "if ours fails, so does the leg"
-    theirs = most(VLLM)
+    ours = most(OURS)
+    assert ours is not None, "if ours fails, so does the leg"
+    reference = most(VLLM)
     unsplit = [wanted.rate(outcome) for outcome in outcomes[UNSPLIT.name][best[UNSPLIT.name]]]
-    common = [rate for rate in outcomes[UNSPLIT.name] if rate in outcomes[mine[0]]]
-    at = min(common, key=lambda rate: abs(rate - best[mine[0]]))
+    common = [rate for rate in outcomes[UNSPLIT.name] if rate in outcomes[ours[0]]]
+    at = min(common, key=lambda rate: abs(rate - best[ours[0]]))
     targets = [
-        judged("requests/s within the target, over vLLM", over(mine[1], theirs and theirs[1], fleet.missing.get(VLLM.name)), 1.4),
-        judged("requests/s within the target, over ours with SplitFuse off", over(mine[1], unsplit), 2.3),
-        judged(f"P95 between tokens at {at:g}/s, SplitFuse off over on", over(tail(UNSPLIT.name, at), tail(mine[0], at)), 3.0),
+        judged(
+            "requests/s within the target, over vLLM", over(ours[1], reference and reference[1], fleet.missing.get(VLLM.name)), 1.4
+        ),
+        judged("requests/s within the target, over ours with SplitFuse off", over(ours[1], unsplit), 2.3),
+        judged(f"P95 between tokens at {at:g}/s, SplitFuse off over on", over(tail(UNSPLIT.name, at), tail(ours[0], at)), 3.0),
     ]
     return "\n\n".join(
         (
@@ -124,11 +126,11 @@ def measure(run: Run) -> str:
     )
 
 
-def over(mine: Sequence[float], theirs: Sequence[float] | None, why: str | None = None) -> list[float] | str:
+def over(ours: Sequence[float], reference: Sequence[float] | None, why: str | None = None) -> list[float] | str:
     """As `ratios`; if nothing of theirs is within the target, the ratio is infinite, or NaN if nothing of ours is either."""
-    if not theirs:
+    if not reference:
         return why or "not in this run"
-    return [a / b if b else math.inf if a else math.nan for a, b in zip(mine, theirs, strict=True)]
+    return [a / b if b else math.inf if a else math.nan for a, b in zip(ours, reference, strict=True)]
 
 
 def describe(wanted: Latency) -> str:

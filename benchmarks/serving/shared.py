@@ -21,9 +21,9 @@ def measure(run: Run) -> str:
             fleet.start(contender)
         warm(fleet)
         number, length, outputs = (6, 320, 8) if run.quick else (17, 640, 16)
-        found = interleaved(run, fleet, {"shared": lambda seed: traces.shared(seed, number, length, outputs)})
+        results = interleaved(run, fleet, {"shared": lambda seed: traces.shared(seed, number, length, outputs)})
         processes = list(fleet.running.values())
-    seconds = {name: [outcome.seconds for outcome in outcomes] for (_, name), outcomes in found.items()}
+    seconds = {name: [outcome.seconds for outcome in outcomes] for (_, name), outcomes in results.items()}
     rows = [
         [name, Spread.of(values).show(2), Spread.of([number / value for value in values]).show(2)]
         for name, values in seconds.items()
@@ -35,7 +35,7 @@ def measure(run: Run) -> str:
             f"each; the first request arrives alone, the others when it has ended. {run.rounds} rounds, each with other prompts. "
             "llama.cpp's slots share nothing.",
             table(["contender", "total, s", "requests/s"], [*rows, *absent(fleet)]),
-            contenders_table(processes, found),
+            contenders_table(processes, results),
             verdicts([judged("shared prefix, over ours without the prefix cache", gained, 3.0)]),
         )
     )

@@ -66,11 +66,11 @@ def measure(run: Run) -> str:
             fleet.start(contender)
         warm(fleet)
         kinds = {kind: figure.quick if run.quick else figure.trace for kind, figure in FIGURES.items()}
-        found = interleaved(run, fleet, kinds, joins)
+        results = interleaved(run, fleet, kinds, joins)
         processes = list(fleet.running.values())
-    figures = {key: [FIGURES[key[0]].of(outcome) for outcome in outcomes] for key, outcomes in found.items()}
+    figures = {key: [FIGURES[key[0]].of(outcome) for outcome in outcomes] for key, outcomes in results.items()}
     plain = [process.contender.name for process in processes if process.contender not in QUANTIZED]
-    agreement = {name: first_agreement(found, name) for name in plain}
+    agreement = {name: first_agreement(results, name) for name in plain}
     void = {name: f"void: {share:.0%} of its first tokens are ours" for name, share in agreement.items() if share < AGREEMENT}
 
     def limit(kind: str, precision: str) -> float:
@@ -93,12 +93,12 @@ def measure(run: Run) -> str:
             return text
         return f"{text}, {values.median / limit(kind, precision):.0%}"
 
-    def against(kind: str, mine: Contender, *theirs: Contender) -> list[float] | str:
+    def against(kind: str, ours: Contender, *reference: Contender) -> list[float] | str:
         """Over the best of a peer's settings."""
-        valid = [figures[kind, one.name] for one in theirs if one.name not in void and (kind, one.name) in figures]
+        valid = [figures[kind, one.name] for one in reference if one.name not in void and (kind, one.name) in figures]
         gone = {**fleet.missing, **void}
-        why = "; ".join(gone[one.name] for one in theirs if one.name in gone)
-        return ratios(figures.get((kind, mine.name)), [max(values) for values in zip(*valid, strict=True)], why)
+        why = "; ".join(gone[one.name] for one in reference if one.name in gone)
+        return ratios(figures.get((kind, ours.name)), [max(values) for values in zip(*valid, strict=True)], why)
 
     rows = [
         [f"{process.contender.name} (void)" if process.contender.name in void else process.contender.name]
@@ -132,7 +132,7 @@ def measure(run: Run) -> str:
             "read bandwidth, and every product at the rate of multiplication. Single stream counts after the first token.",
             table(head, [*rows, *absent(fleet), *limits]),
             run.describe_limits(),
-            contenders_table(processes, found),
+            contenders_table(processes, results),
             verdicts(targets),
         )
     )

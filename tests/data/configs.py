@@ -192,7 +192,7 @@ RECOMPUTE: Config = {
 
 def plain() -> dict[str, Config]:
     """Templates by stage, optimizer, schedule, precision and tier, as their users have combined them."""
-    found: dict[str, Config] = {}
+    results: dict[str, Config] = {}
     for stage, (name, blocks) in itertools.product(
         (1, 2, 3),
         {
@@ -202,10 +202,10 @@ def plain() -> dict[str, Config]:
             "cosine": {"optimizer": FILLED, "scheduler": COSINE},
         }.items(),
     ):
-        found[f"trainer-{stage}-{name}"] = trainer(stage, **blocks)
+        results[f"trainer-{stage}-{name}"] = trainer(stage, **blocks)
     for stage, precision in itertools.product((0, 1, 2, 3), ("fp16", "bf16", "fp32")):
         switched = {f"{half}__enabled": half == precision for half in ("fp16", "bf16")}
-        found[f"filled-{stage}-{precision}"] = trainer(
+        results[f"filled-{stage}-{precision}"] = trainer(
             stage,
             train_micro_batch_size_per_gpu=4,
             gradient_accumulation_steps=8,
@@ -215,99 +215,101 @@ def plain() -> dict[str, Config]:
         )
     for stage, schedule in itertools.product((2, 3), (WARMUP, DECAY)):
         name = f"offload-{stage}-{schedule['type']}"
-        found[name] = trainer(stage, optimizer=ADAMW, scheduler=schedule, zero_optimization__offload_optimizer=HOST)
-    found["zero3-offload-both"] = trainer(3, zero_optimization__offload_optimizer=HOST, zero_optimization__offload_param=HOST)
-    found["zero3-nvme"] = trainer(3, zero_optimization__offload_optimizer=DISK, zero_optimization__offload_param=PARAM, aio=AIO)
-    found["zero3-nvme-optimizer"] = trainer(3, optimizer=FILLED, zero_optimization__offload_optimizer=DISK, aio=AIO)
-    found["zero2-round-robin"] = trainer(2, zero_optimization__round_robin_gradients=True, zero_allow_untested_optimizer=True)
-    found["zero3-hf-old-names"] = trainer(3, zero_optimization__stage3_gather_fp16_weights_on_model_save=True)
-    found["zero3-hf-old-names"]["zero_optimization"].pop("stage3_gather_16bit_weights_on_model_save")
-    found["zero3-leaf"] = trainer(3, zero_optimization__leaf_module={"classes": ["MixtralSparseMoeBlock"]})
-    found["zero2-cpu-adam"] = trainer(2, optimizer=FILLED, zero_optimization__cpu_offload=True, zero_force_ds_cpu_optimizer=False)
-    found["diffusers"] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    found["megatron"] = MEGATRON
-    found["megatron-bf16"] = having(MEGATRON, fp16=None, bf16__enabled=True, data_types__grad_accum_dtype="fp32")
-    found["megatron-zero2"] = having(MEGATRON, zero_optimization__stage=2, zero_optimization__reduce_bucket_size=5e7)
-    found["megatron-comm-dtype"] = having(MEGATRON, communication_data_type="fp16", gradient_predivide_factor=8.0)
-    found["bert"] = BERT
-    found["bert-lamb"] = having(
+        results[name] = trainer(stage, optimizer=ADAMW, scheduler=schedule, zero_optimization__offload_optimizer=HOST)
+    results["zero3-offload-both"] = trainer(3, zero_optimization__offload_optimizer=HOST, zero_optimization__offload_param=HOST)
+    results["zero3-nvme"] = trainer(3, zero_optimization__offload_optimizer=DISK, zero_optimization__offload_param=PARAM, aio=AIO)
+    results["zero3-nvme-optimizer"] = trainer(3, optimizer=FILLED, zero_optimization__offload_optimizer=DISK, aio=AIO)
+    results["zero2-round-robin"] = trainer(2, zero_optimization__round_robin_gradients=True, zero_allow_untested_optimizer=True)
+    results["zero3-hf-old-names"] = trainer(3, zero_optimization__stage3_gather_fp16_weights_on_model_save=True)
+    results["zero3-hf-old-names"]["zero_optimization"].pop("stage3_gather_16bit_weights_on_model_save")
+    results["zero3-leaf"] = trainer(3, zero_optimization__leaf_module={"classes": ["MixtralSparseMoeBlock"]})
+    results["zero2-cpu-adam"] = trainer(2, optimizer=FILLED, zero_optimization__cpu_offload=True, zero_force_ds_cpu_optimizer=False)
+    results["diffusers"] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    results["megatron"] = MEGATRON
+    results["megatron-bf16"] = having(MEGATRON, fp16=None, bf16__enabled=True, data_types__grad_accum_dtype="fp32")
+    results["megatron-zero2"] = having(MEGATRON, zero_optimization__stage=2, zero_optimization__reduce_bucket_size=5e7)
+    results["megatron-comm-dtype"] = having(MEGATRON, communication_data_type="fp16", gradient_predivide_factor=8.0)
+    results["bert"] = BERT
+    results["bert-lamb"] = having(
         BERT,
         optimizer={
             "type": "Lamb",
             "params": {"lr": 11e-3, "weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01},
         },
     )
-    found["bert-clip-in-params"] = having(BERT, gradient_clipping=None, optimizer__params__max_grad_norm=1.0)
-    found["chat-sft"] = CHAT
-    found["chat-zero3"] = having(CHAT, zero_optimization__stage=3, zero_optimization__offload_param=HOST)
-    found["chat-lora"] = having(CHAT, zero_optimization__stage=0, bf16__enabled=True, fp16=None)
-    found["accelerate"] = ACCELERATE
-    found["accelerate-3"] = having(ACCELERATE, zero_optimization__stage=3, bf16__enabled=AUTO, gradient_clipping=AUTO)
+    results["bert-clip-in-params"] = having(BERT, gradient_clipping=None, optimizer__params__max_grad_norm=1.0)
+    results["chat-sft"] = CHAT
+    results["chat-zero3"] = having(CHAT, zero_optimization__stage=3, zero_optimization__offload_param=HOST)
+    results["chat-lora"] = having(CHAT, zero_optimization__stage=0, bf16__enabled=True, fp16=None)
+    results["accelerate"] = ACCELERATE
+    results["accelerate-3"] = having(ACCELERATE, zero_optimization__stage=3, bf16__enabled=AUTO, gradient_clipping=AUTO)
     for stage in (0, 1):
-        found[f"accelerate-{stage}"] = having(ACCELERATE, zero_optimization={"stage": stage}, gradient_accumulation_steps=AUTO)
-    found["offload-1"] = trainer(1, optimizer=ADAMW, zero_optimization__offload_optimizer=HOST)
-    found["lion"] = having(LITTLE, optimizer={"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}, scheduler=None)
-    found["megatron-zero3"] = having(MEGATRON, zero_optimization={"stage": 3, "sub_group_size": 1e9, "overlap_comm": True})
-    found["chat-offload"] = having(CHAT, zero_optimization__offload_optimizer=HOST, zero_optimization__stage=3)
-    found["accelerate-fp16"] = having(ACCELERATE, bf16__enabled=False, fp16={"enabled": True, "auto_cast": True})
-    found["cifar"] = LITTLE
-    found["cifar-zero2"] = having(
+        results[f"accelerate-{stage}"] = having(ACCELERATE, zero_optimization={"stage": stage}, gradient_accumulation_steps=AUTO)
+    results["offload-1"] = trainer(1, optimizer=ADAMW, zero_optimization__offload_optimizer=HOST)
+    results["lion"] = having(LITTLE, optimizer={"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}, scheduler=None)
+    results["megatron-zero3"] = having(MEGATRON, zero_optimization={"stage": 3, "sub_group_size": 1e9, "overlap_comm": True})
+    results["chat-offload"] = having(CHAT, zero_optimization__offload_optimizer=HOST, zero_optimization__stage=3)
+    results["accelerate-fp16"] = having(ACCELERATE, bf16__enabled=False, fp16={"enabled": True, "auto_cast": True})
+    results["cifar"] = LITTLE
+    results["cifar-zero2"] = having(
         LITTLE, zero_optimization={"stage": 2, "cpu_offload": True}, fp16={"enabled": True, "fp16_master_weights_and_grads": False}
     )
-    found["sgd"] = having(LITTLE, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, scheduler=None)
-    found["one-cycle"] = having(
+    results["sgd"] = having(LITTLE, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, scheduler=None)
+    results["one-cycle"] = having(
         LITTLE, scheduler={"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 100}}
     )
-    found["cosine"] = having(
+    results["cosine"] = having(
         LITTLE, scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_num_steps": 100}}
     )
-    found["strings"] = having(LITTLE, train_batch_size="16", gradient_clipping="0.5", optimizer__params__lr="1e-3")
-    found["bool-zero"] = having(LITTLE, zero_optimization=True, allgather_size=5e8)
-    found["bfloat16"] = having(LITTLE, bfloat16={"enabled": True})
-    found["lightning"] = {
+    results["strings"] = having(LITTLE, train_batch_size="16", gradient_clipping="0.5", optimizer__params__lr="1e-3")
+    results["bool-zero"] = having(LITTLE, zero_optimization=True, allgather_size=5e8)
+    results["bfloat16"] = having(LITTLE, bfloat16={"enabled": True})
+    results["lightning"] = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3},
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
     }
-    found["logging"] = having(LITTLE, dump_state=True, memory_breakdown=True, wall_clock_breakdown=True, steps_per_print=1)
-    found["apex-off"] = having(LITTLE, amp={"enabled": False, "opt_level": "O2"}, fp16={"enabled": True})
-    found["sparse-dense"] = having(LITTLE, sparse_gradients=False, dataloader_drop_last=True)
-    found["elastic-off"] = having(LITTLE, elasticity={"enabled": False, "max_train_batch_size": 1024, "micro_batch_sizes": [2, 4]})
-    found["curriculum-off"] = having(
+    results["logging"] = having(LITTLE, dump_state=True, memory_breakdown=True, wall_clock_breakdown=True, steps_per_print=1)
+    results["apex-off"] = having(LITTLE, amp={"enabled": False, "opt_level": "O2"}, fp16={"enabled": True})
+    results["sparse-dense"] = having(LITTLE, sparse_gradients=False, dataloader_drop_last=True)
+    results["elastic-off"] = having(
+        LITTLE, elasticity={"enabled": False, "max_train_batch_size": 1024, "micro_batch_sizes": [2, 4]}
+    )
+    results["curriculum-off"] = having(
         LITTLE, curriculum_learning={"enabled": False, "curriculum_type": "seqlen", "min_difficulty": 8}
     )
-    found["data-efficiency-off"] = having(LITTLE, data_efficiency={"enabled": False, "seed": 1234})
-    found["autotuning-off"] = having(LITTLE, autotuning={"enabled": False, "fast": False, "arg_mappings": {"lr": "--lr"}})
-    found["checkpoint-tags"] = having(LITTLE, checkpoint={"tag_validation": "FAIL", "load_universal": False})
-    found["dtypes"] = having(MEGATRON, data_types={"grad_accum_dtype": "bf16"}, fp16=None, bf16={"enabled": True})
+    results["data-efficiency-off"] = having(LITTLE, data_efficiency={"enabled": False, "seed": 1234})
+    results["autotuning-off"] = having(LITTLE, autotuning={"enabled": False, "fast": False, "arg_mappings": {"lr": "--lr"}})
+    results["checkpoint-tags"] = having(LITTLE, checkpoint={"tag_validation": "FAIL", "load_universal": False})
+    results["dtypes"] = having(MEGATRON, data_types={"grad_accum_dtype": "bf16"}, fp16=None, bf16={"enabled": True})
     for name in MONITORS:
-        found[f"{name}-off"] = having(LITTLE, **{name: MONITORS[name]})
-        found[f"trainer-{name}-off"] = trainer(2, **{name: MONITORS[name]})
-    return found
+        results[f"{name}-off"] = having(LITTLE, **{name: MONITORS[name]})
+        results[f"trainer-{name}-off"] = trainer(2, **{name: MONITORS[name]})
+    return results
 
 
 def shapes() -> dict[str, Config]:
     """What once was refused, and stands in public files again and again."""
-    found: dict[str, Config] = {}
+    results: dict[str, Config] = {}
     for stage, name in ((1, "alpaca"), (2, "llava"), (2, "vicuna"), (0, "rwkv")):
-        found[f"{name}-offload-param-{stage}"] = trainer(stage, zero_optimization__offload_param=HOST, steps_per_print=len(name))
-    found["zero2-offload-both"] = trainer(
+        results[f"{name}-offload-param-{stage}"] = trainer(stage, zero_optimization__offload_param=HOST, steps_per_print=len(name))
+    results["zero2-offload-both"] = trainer(
         2, optimizer=ADAMW, zero_optimization__offload_param=HOST, zero_optimization__offload_optimizer=HOST
     )
     for name, base in (("megatron", MEGATRON), ("bert", BERT), ("little", LITTLE), ("trainer", trainer(3))):
-        found[f"{name}-partition-activations"] = having(base, activation_checkpointing=RECOMPUTE)
+        results[f"{name}-partition-activations"] = having(base, activation_checkpointing=RECOMPUTE)
     for name in ("loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale"):
-        found[f"bf16-{name}"] = trainer(2, **{f"bf16__{name}": 0 if name == "loss_scale" else 2})
+        results[f"bf16-{name}"] = trainer(2, **{f"bf16__{name}": 0 if name == "loss_scale" else 2})
     scales = {name: trainer(2)["fp16"][name] for name in ("loss_scale", "initial_scale_power", "hysteresis")}
-    found["bf16-as-fp16"] = having(MEGATRON, fp16=None, bf16={"enabled": True, **scales})
-    found["opt-level"] = trainer(2, fp16__opt_level="O2")
-    found["opt-level-auto"] = trainer(3, fp16__opt_level=AUTO)
-    found["compile"] = trainer(1, compile={"enabled": True, "backend": "inductor", "kwargs": {}})
-    found["compile-off"] = trainer(1, compile={"enabled": False})
-    found["compile-disable"] = having(LITTLE, compile={"disable": True, "backend": "inductor"})
+    results["bf16-as-fp16"] = having(MEGATRON, fp16=None, bf16={"enabled": True, **scales})
+    results["opt-level"] = trainer(2, fp16__opt_level="O2")
+    results["opt-level-auto"] = trainer(3, fp16__opt_level=AUTO)
+    results["compile"] = trainer(1, compile={"enabled": True, "backend": "inductor", "kwargs": {}})
+    results["compile-off"] = trainer(1, compile={"enabled": False})
+    results["compile-disable"] = having(LITTLE, compile={"disable": True, "backend": "inductor"})
     for name, base in (("chat", CHAT), ("megatron", MEGATRON), ("little", LITTLE)):
-        found[f"{name}-node-local"] = having(base, checkpoint={"use_node_local_storage": True})
+        results[f"{name}-node-local"] = having(base, checkpoint={"use_node_local_storage": True})
     own: tuple[Config, ...] = (
         {"model_name": "bert-base", "max_seq_length": 512},
         {"lr": 1e-4, "epochs": 3},
@@ -323,17 +325,17 @@ def shapes() -> dict[str, Config]:
         {"nccl_debug": "INFO"},
     )
     for base, (i, extra) in zip(itertools.cycle((trainer(2), LITTLE, MEGATRON, trainer(3))), enumerate(own)):
-        found[f"own-keys-{i}"] = base | extra
-    found["comment-keys"] = trainer(
+        results[f"own-keys-{i}"] = base | extra
+    results["comment-keys"] = trainer(
         2, _comment="stage 2", zero_optimization__stage=2, zero_optimization___why="it fits", _optimizer=FILLED
     )
     for stage in (2, 3):
         without = trainer(stage)
-        found[f"no-batch-size-{stage}"] = {name: value for name, value in without.items() if "batch_size" not in name}
-    found["no-batch-size-little"] = having(LITTLE, train_batch_size=None, gradient_accumulation_steps=4)
-    found["schedule-by-the-loop"] = trainer(2, scheduler=DECAY)
-    found["all-monitors-off"] = trainer(3) | MONITORS
-    return found
+        results[f"no-batch-size-{stage}"] = {name: value for name, value in without.items() if "batch_size" not in name}
+    results["no-batch-size-little"] = having(LITTLE, train_batch_size=None, gradient_accumulation_steps=4)
+    results["schedule-by-the-loop"] = trainer(2, scheduler=DECAY)
+    results["all-monitors-off"] = trainer(3) | MONITORS
+    return results
 
 
 TEXTS: dict[str, str] = {name: json.dumps(config, indent=2) for name, config in (plain() | shapes()).items()}

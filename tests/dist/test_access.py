@@ -155,9 +155,9 @@ def test_gradients_by_name(transport: str) -> None:
             engine = toy.make(toy.seeded(toy.Lm), stage, transport, dtype=dtype)
             engine(toy.tokens(engine.rank, 0)).backward()
             for name, param in twin.named_parameters():
-                found = engine.gradient(name)
-                assert found.dtype is torch.float32 and param.grad is not None
-                torch.testing.assert_close(found, param.grad, rtol=10 * tolerance, atol=tolerance)
+                results = engine.gradient(name)
+                assert results.dtype is torch.float32 and param.grad is not None
+                torch.testing.assert_close(results, param.grad, rtol=10 * tolerance, atol=tolerance)
             engine.destroy()
 
 
@@ -239,11 +239,11 @@ def test_optimizer_state_by_name(transport: str) -> None:
         engine = toy.make(toy.seeded(toy.Net), stage, transport)
         train(engine)
         for name, param in model.named_parameters():
-            found = engine.optimizer_state(name)
-            assert found.keys() == {"master", "exp_avg", "exp_avg_sq"}
-            torch.testing.assert_close(found["master"], param.detach(), rtol=1e-4, atol=1e-4)
+            results = engine.optimizer_state(name)
+            assert results.keys() == {"master", "exp_avg", "exp_avg_sq"}
+            torch.testing.assert_close(results["master"], param.detach(), rtol=1e-4, atol=1e-4)
             for key in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(found[key], optimizer.state[param][key], rtol=1e-4, atol=1e-7)
+                torch.testing.assert_close(results[key], optimizer.state[param][key], rtol=1e-4, atol=1e-7)
         new = {key: torch.full((8,), 0.25 * k) for k, key in enumerate(("master", "exp_avg", "exp_avg_sq"))}
         engine.set_optimizer_state("out.bias", new)
         for key, value in engine.optimizer_state("out.bias").items():
@@ -486,9 +486,11 @@ def test_groups_are_loaded_as_torch_loads_them() -> None:
     plainly.load_state_dict(copy.deepcopy(saved))
     engine = toy.make(model, 3, optimizer={"type": "AdamW", "params": {"lr": 0.5}})
     engine.optimizer.load_state_dict(saved)
-    ours, theirs = engine.optimizer.param_groups[0], plainly.param_groups[0]
-    assert theirs["decoupled_weight_decay"] and theirs["color"] == "green"
-    assert {name: ours[name] for name in theirs if name != "params"} == {name: theirs[name] for name in theirs if name != "params"}
+    ours, reference = engine.optimizer.param_groups[0], plainly.param_groups[0]
+    assert reference["decoupled_weight_decay"] and reference["color"] == "green"
+    assert {name: ours[name] for name in reference if name != "params"} == {
+        name: reference[name] for name in reference if name != "params"
+    }
     toy.step(engine, toy.tokens(engine.rank, 0))
     for other in range(2):
         (plain(toy.tokens(other, 0)) / 2).backward()

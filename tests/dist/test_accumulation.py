@@ -31,9 +31,9 @@ def close(engine: Any) -> None:
     engine.watch.stop()
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+def same(results: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{what}: {n}: {m}")
+        torch.testing.assert_close(results[name], value, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
 def whole_batch(rank: int) -> dict[str, Tensor]:
@@ -111,8 +111,8 @@ def test_no_sync_adds_up_in_the_accumulation_dtype(transport: str) -> None:
         with engine.no_sync():
             for slope in (1.0, 2**-10, 2**-10):  # bf16 would drop the last two
                 (engine(toy.floats(0, 0).bfloat16()).float().sum() * slope).backward()
-            found = engine.gradient("out.bias")
-        assert found.eq(4 * (1 + 2**-9)).all(), (stage, found)
+            results = engine.gradient("out.bias")
+        assert results.eq(4 * (1 + 2**-9)).all(), (stage, results)
         with pytest.raises(RuntimeError, match=r"engine.gradient\('out.bias'\)"):
             _ = engine.module.out.bias.grad
         engine.step()

@@ -52,12 +52,12 @@ def test_a_recomputed_block_is_gathered_as_often_as_before() -> None:
     gathers: dict[str, list[str]] = {}
     for way in ("keep", "recompute"):
         engine = toy.make(toy.seeded(Lm), 3, "gloo", slipstream={"activations": way})
-        found = gathers.setdefault(way, [])
+        results = gathers.setdefault(way, [])
         for unit in probe.units(engine):
 
             def gather(unit: Any = unit, own: Callable[[], None] = unit.gather) -> None:
                 if unit.is_released:
-                    found.append(unit.name)
+                    results.append(unit.name)
                 own()
 
             unit.gather = gather
@@ -101,8 +101,8 @@ class Fused(Plain):
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_the_fused_loss_in_every_stage(transport: str) -> None:
     for stage in cases.stages(transport, (0, 2, 3)):
-        expected, found = (train(kind, stage, transport)[0] for kind in (Plain, Fused))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        expected, results = (train(kind, stage, transport)[0] for kind in (Plain, Fused))
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=0)
     for kind, again in ((Plain, True), (Fused, False)):
         engine = toy.make(toy.seeded(kind), 3, transport)
         engine(toy.tokens(engine.rank, 0)).backward()
@@ -120,8 +120,8 @@ class Tiled(toy.Lm):
 
 @distributed(world_size=2)
 def test_tiles_are_gathered_one_at_a_time() -> None:
-    expected, found = (train(kind, 3, "gloo")[0] for kind in (toy.Lm, Tiled))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    expected, results = (train(kind, 3, "gloo")[0] for kind in (toy.Lm, Tiled))
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=0)
     engine = toy.make(toy.seeded(Tiled), 3, "gloo")
     tiles = [unit for unit in probe.units(engine) if unit.name.startswith("head")]
     assert len(tiles) == 6

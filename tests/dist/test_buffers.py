@@ -46,8 +46,8 @@ def evaluation(engine: Any) -> float:
         return float(engine(toy.floats(0, 99)))
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return all(torch.equal(found[name], value) for name, value in expected.items())
+def same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(results[name], value) for name, value in expected.items())
 
 
 def save(folder: Path, stage: int, transport: str) -> tuple[dict[str, Tensor], float]:
@@ -79,8 +79,8 @@ def load(folder: Path, stage: int) -> tuple[dict[str, Tensor], float]:
 @pytest.mark.parametrize(("world", "stage", "transport"), cases.pairs((3, 2), (0, 3), ("shared", "gloo")))
 def test_saved_buffers_are_the_first_rank_s(world: int, stage: int, transport: str, tmp_path: Path) -> None:
     expected, loss = run(world, save, tmp_path, stage, transport)[0]
-    for found, there in run(5 - world, load, tmp_path, 3 - stage):
-        assert same(found, expected) and there == loss
+    for results, there in run(5 - world, load, tmp_path, 3 - stage):
+        assert same(results, expected) and there == loss
 
 
 def different() -> Any:

@@ -261,8 +261,8 @@ def test_a_changed_model_loads_matching_parameters(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not hold \['model.extra.weight', 'model.extra.bias'\]"):
         engine.load_checkpoint(folder, exclude=["head.*"])
     engine.load_checkpoint(folder, exclude=["head.*", "extra.*"])
-    state, found = engine.state_dict(), engine.optimizer_state("blocks.0.up.weight")
-    assert all(found[name].equal(value) for name, value in moments.items()) and state["head.bias"].equal(head)
+    state, results = engine.state_dict(), engine.optimizer_state("blocks.0.up.weight")
+    assert all(results[name].equal(value) for name, value in moments.items()) and state["head.bias"].equal(head)
     assert engine.global_steps == 1
     assert all(engine.optimizer_state("head.bias")[name].equal(value) for name, value in own.items())
     for piece in engine.single.steps.pieces():

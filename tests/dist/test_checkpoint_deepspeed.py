@@ -66,9 +66,9 @@ def test_training_continues_as_in_deepspeed(world_size: int, folder: Path) -> No
         assert Path(path).parent == folder / case.name
         assert client == {"epoch": 7, "names": ["a", None], "seen": (1, 2.5)}
         assert (engine.global_steps, engine.global_samples) == (ds.STEPS, ds.STEPS * ds.ROWS)
-        found = go_on(engine, range(ds.STEPS, ds.STEPS + ds.MORE))
+        results = go_on(engine, range(ds.STEPS, ds.STEPS + ds.MORE))
         expected = json.loads((folder / case.name / "losses.json").read_text())
-        assert found == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} at stage {stage}"
+        assert results == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} at stage {stage}"
         engine.destroy()
 
 
@@ -100,7 +100,7 @@ def test_stages_and_slices_continue_on_any_axes(world_size: int, folder: Path) -
             _, client = engine.load_checkpoint(str(folder / case.name), load_module_strict=not case.universal)
             assert client == {"epoch": 7, "names": ["a", None], "seen": (1, 2.5)}
             assert engine.global_steps == ds.STEPS
-            replicas, index, found = engine.mesh.batch.size, engine.mesh.batch.index, []
+            replicas, index, results = engine.mesh.batch.size, engine.mesh.batch.index, []
             for step in range(ds.STEPS, ds.STEPS + ds.MORE):
                 tokens = ds.batch(step, index, replicas)
                 if case.kind == "pipe":
@@ -111,9 +111,9 @@ def test_stages_and_slices_continue_on_any_axes(world_size: int, folder: Path) -
                     engine.step()
                 mean = loss.detach().double()
                 dist.all_reduce(mean)
-                found.append(mean.item() / world_size)
+                results.append(mean.item() / world_size)
             expected = json.loads((folder / case.name / "losses.json").read_text())
-            assert found == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} on {mesh}"
+            assert results == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} on {mesh}"
             engine.destroy()
 
 
@@ -252,14 +252,14 @@ def test_cuts_of_megatron() -> None:
         "1.norm.weight": [whole, whole],
     }
     for name, slices in halves.items():
-        found = torch.zeros_like(whole)
+        results = torch.zeros_like(whole)
         for index, part in enumerate(slices):
             place = cuts.place(name, index, [tuple(each.shape) for each in slices])
             assert place.whole == (12, 6) and place.is_copy is (name == "1.norm.weight")
             values = part.flatten().split([box.numel for box in place.boxes or [whole_box(place.whole)]])
             for box, value in zip(place.boxes or [whole_box(place.whole)], values, strict=True):
-                box.of(found).copy_(value.view(box.sizes))
-        assert torch.equal(found, whole), name
+                box.of(results).copy_(value.view(box.sizes))
+        assert torch.equal(results, whole), name
 
 
 @distributed(world_size=1)
@@ -298,7 +298,7 @@ def test_states_of_other_optimizers(folder: Path, monkeypatch: pytest.MonkeyPatc
     engine.load_checkpoint(str(folder / case.name))
     adam = engine.optimizer_state("up.weight")
     engine.destroy()
-    for kind, lacks, options, ours, theirs in (
+    for kind, lacks, options, ours, reference in (
         ("Adagrad", ("exp_avg",), ("betas",), "sum", "exp_avg_sq"),
         ("Lion", (), ("eps",), "exp_avg", "exp_avg"),
         ("SGD", ("exp_avg_sq", "step"), ("betas", "eps"), "momentum_buffer", "exp_avg"),
@@ -323,7 +323,7 @@ def test_states_of_other_optimizers(folder: Path, monkeypatch: pytest.MonkeyPatc
             patch.setattr(deepspeed, "read", changed)
             engine.load_checkpoint(str(folder / case.name))
         state = engine.optimizer_state("up.weight")
-        assert state.keys() == {"master", ours} and state[ours].equal(adam[theirs]) and state[ours].any()
+        assert state.keys() == {"master", ours} and state[ours].equal(adam[reference]) and state[ours].any()
         if kind == "SGD":  # the loaded momentum stays in the sum: a first step would start a new one
             begun = build(case, 3, optimizer={"type": kind, "params": params})
             begun.load_checkpoint(str(folder / case.name), load_module_only=True)
@@ -372,7 +372,7 @@ def test_each_byte_of_a_state_is_read_once_and_summed_once(folder: Path, monkeyp
     everyone: list[Any] = [None] * 2
     dist.all_gather_object(everyone, read)
     trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
-    values = [byte for mine in everyone for byte in mine]
+    values = [byte for own in everyone for byte in own]
     # Also frozen weights in bf16, the buffer on each rank, and a 4-byte step count per parameter and rank
     frozen, buffer, steps = 30 * 2, 2 * 5 * 4, 2 * 8 * 4
     archives = [zipfile.ZipFile(file) for file in (folder / ds.CASES[3].name).rglob("*.pt")]

@@ -73,17 +73,17 @@ def snapshot(engine: Any) -> dict[str, Any]:
     """All state that a checkpoint restores, complete."""
     states: dict[str, Any] = {f"model.{name}": value for name, value in engine.state_dict().items()}
     for name, _ in engine.module.named_parameters():
-        found = engine.optimizer_state(name)
-        states |= {f"{name}.{key}": value for key, value in found.items()}
+        results = engine.optimizer_state(name)
+        states |= {f"{name}.{key}": value for key, value in results.items()}
     states |= {name: getattr(engine, name) for name in ("global_steps", "skipped_steps", "micro_steps")}
     return states | {"scale": engine.precision.loss_scale, "lr": engine.lr_scheduler.state_dict()}
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def same(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert results.keys() == expected.keys()
     for name, value in expected.items():
-        equal = found[name].equal(value) if isinstance(value, Tensor) else found[name] == value
-        assert equal, f"{name}: {found[name]} is not {value}"
+        equal = results[name].equal(value) if isinstance(value, Tensor) else results[name] == value
+        assert equal, f"{name}: {results[name]} is not {value}"
 
 
 def save_somewhere(folder: Path, optimizer: str, stage: int) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def load_elsewhere(folder: Path, optimizer: str, stage: int, transport: str) -> 
 def test_saved_at_world_4_stage_3_loads_at_world_2_stage_1(optimizer: str, tmp_path: Path) -> None:
     expected = run(4, save_somewhere, tmp_path, optimizer, 3)[0]
     for world, stage, transport in ((2, 1, "shared"), (1, 0, "auto"), (4, 2, "gloo")):
-        for found in run(world, load_elsewhere, tmp_path, optimizer, stage, transport):
-            same(found, expected)
+        for results in run(world, load_elsewhere, tmp_path, optimizer, stage, transport):
+            same(results, expected)
 
 
 def test_saved_at_world_1_loads_at_world_4(tmp_path: Path) -> None:
@@ -231,12 +231,12 @@ def test_only_requested_parts_are_loaded(tmp_path: Path) -> None:
     engine.destroy()
     engine = build(3)
     engine.load_checkpoint(str(tmp_path), load_module_only=True)
-    found = snapshot(engine)
-    assert found["model.embedding.weight"].equal(saved["model.embedding.weight"])
-    assert found["global_steps"] == 0 and found["embedding.weight.exp_avg"].eq(0).all()
+    results = snapshot(engine)
+    assert results["model.embedding.weight"].equal(saved["model.embedding.weight"])
+    assert results["global_steps"] == 0 and results["embedding.weight.exp_avg"].eq(0).all()
     engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
-    found = snapshot(engine)
-    assert found["global_steps"] == 2 and found["embedding.weight.exp_avg"].eq(0).all()
+    results = snapshot(engine)
+    assert results["global_steps"] == 2 and results["embedding.weight.exp_avg"].eq(0).all()
     engine.destroy()
 
 
@@ -521,7 +521,7 @@ def test_a_tag_that_is_replaced_while_ranks_read_it_is_read_again(tmp_path: Path
         engine.save_checkpoint(str(tmp_path), tag)
     expected = engine.state_dict()
     engine.load_checkpoint(str(tmp_path), "t")
-    found = engine.state_dict()
+    results = engine.state_dict()
     assert len(calls) == 3 and engine.global_steps == 2  # loaded, undone, loaded again
-    assert all(found[name].equal(expected[name]) for name in expected)
+    assert all(results[name].equal(expected[name]) for name in expected)
     engine.destroy()

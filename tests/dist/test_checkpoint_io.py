@@ -107,13 +107,13 @@ def test_save_at_two_load_at_four(tmp_path: Path) -> None:
 def test_a_group_that_is_not_the_world(tmp_path: Path) -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine, place = groups[rank % 2], rank // 2
+    ours, place = groups[rank % 2], rank // 2
     directory = tmp_path / f"engine{rank % 2}"
     data = torch.arange(10.0)[place * 5 : place * 5 + 5] + rank % 2
     held = FlatSlice(data, (2, 5), place * 5)
-    save(directory, "t", tensors={"w": held}, shared={"g": rank % 2}, per_rank={"r": rank}, group=mine)
+    save(directory, "t", tensors={"w": held}, shared={"g": rank % 2}, per_rank={"r": rank}, group=ours)
     target = torch.zeros(2, 5)
-    values, own = load(directory, "t", tensors={"w": target}, group=mine)
+    values, own = load(directory, "t", tensors={"w": target}, group=ours)
     assert torch.equal(target, torch.arange(10.0).view(2, 5) + rank % 2)
     assert values == {"g": rank % 2} and own == {"r": rank}
 
@@ -260,9 +260,9 @@ def test_the_tag_is_rank_zeros(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_ranks_that_write_to_different_folders_raise(tmp_path: Path) -> None:
     rank = dist.get_rank()
-    mine = tmp_path / f"host{rank}"
+    ours = tmp_path / f"host{rank}"
     part = FlatSlice(torch.zeros(4), (8,), 4 * rank)
-    message = fails_everywhere(save, mine, "t", tensors={"w": part}, **no_values())
+    message = fails_everywhere(save, ours, "t", tensors={"w": part}, **no_values())
     assert "host1" in message and "the directory must be the same on every rank" in message
     assert os.listdir(tmp_path / "host0") == []
 

@@ -33,22 +33,22 @@ def test_a_sharded_model_trains_as_a_complete_one() -> None:
             weight.data.fill_(0.25)
     with zero.GatheredParameters(weight):
         assert weight.eq(0.25).all() and weight.ds_status is zero.ZeroParamStatus.AVAILABLE
-    ours, theirs = (initialize(model=each, config=toy.settings(3))[0] for each in (model, plain))
-    for name, value in theirs.state_dict().items():
+    ours, reference = (initialize(model=each, config=toy.settings(3))[0] for each in (model, plain))
+    for name, value in reference.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=0, msg=name)
     for i in range(2):
         losses = []
-        for engine in (ours, theirs):
+        for engine in (ours, reference):
             losses.append(engine(toy.tokens(rank, i)).item())
             engine.backward(engine(toy.tokens(rank, i)))
             engine.step()
         assert losses[0] == losses[1]
     state = ours._zero3_consolidated_16bit_state_dict()
     assert (state is None) == (rank > 0)
-    whole = theirs.state_dict()
+    whole = reference.state_dict()
     assert state is None or (list(state) == list(whole) and all(torch.equal(state[name], whole[name]) for name in whole))
     ours.destroy()
-    theirs.destroy()
+    reference.destroy()
 
 
 @distributed(world_size=2)
@@ -57,11 +57,11 @@ def test_a_ranks_own_part_of_a_state() -> None:
     engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3))
     weight = engine.module.blocks[1].down.weight
     engine.backward(engine(toy.tokens(rank, 0)))
-    mine, whole = fragments.safe_get_local_fp32_param(weight), fragments.safe_get_full_fp32_param(weight)
+    own_part, whole = fragments.safe_get_local_fp32_param(weight), fragments.safe_get_full_fp32_param(weight)
     sizes = [torch.zeros(1) for _ in range(2)]
-    dist.all_gather(sizes, torch.tensor([float(mine.numel())]))
+    dist.all_gather(sizes, torch.tensor([float(own_part.numel())]))
     assert sum(sizes).item() == weight.numel()  # type: ignore[union-attr]
-    fragments.safe_set_local_fp32_param(weight, mine + 1)
+    fragments.safe_set_local_fp32_param(weight, own_part + 1)
     torch.testing.assert_close(fragments.safe_get_full_fp32_param(weight), whole + 1)
     fragments.safe_set_local_grad(weight, torch.full_like(fragments.safe_get_local_grad(weight), 3.0))
     assert fragments.safe_get_full_grad(weight).eq(3).all()  # type: ignore[union-attr]
@@ -227,9 +227,9 @@ def test_a_surgery_keeps_deepspeed_s_attributes_true() -> None:
         engine.step()
         for new in (model.extra.weight, model.held.weight):
             master = fragments.safe_get_full_fp32_param(new)
-            theirs = [torch.empty_like(master) for _ in range(2)]
-            dist.all_gather(theirs, master)
-            assert theirs[0].equal(theirs[1]) and master.isfinite().all() and master.std() > 0
+            reference = [torch.empty_like(master) for _ in range(2)]
+            dist.all_gather(reference, master)
+            assert reference[0].equal(reference[1]) and master.isfinite().all() and master.std() > 0
             fragments.safe_set_full_fp32_param(new, torch.full(new.shape, 2.0))
             assert fragments.safe_get_full_fp32_param(new).eq(2).all()
             assert fragments.safe_get_full_optimizer_state(new, "exp_avg") is not None
@@ -260,7 +260,7 @@ def test_deepspeeds_assertions(tmp_path: Path) -> None:
 def test_one_reduction_of_several_backwards(transport: str) -> None:
     """Inside, a gradient is this rank's own sum so far; the step uses the mean over ranks, as usual."""
     for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp16")):
-        ours, theirs = (
+        ours, reference = (
             initialize(model=toy.seeded(toy.Lm), config=toy.settings(stage, transport, dtype=dtype))[0] for _ in range(2)
         )
         alone = toy.seeded(toy.Lm)
@@ -270,7 +270,7 @@ def test_one_reduction_of_several_backwards(transport: str) -> None:
             for i in range(2):
                 batch = toy.tokens(ours.rank, i)
                 ours.backward(ours(batch))
-                theirs.backward(theirs(batch))
+                reference.backward(reference(batch))
                 alone(batch).backward()
                 own, mean = fragments.safe_get_full_grad(weight), alone.blocks[1].up.weight.grad
                 torch.testing.assert_close(own.float(), mean, rtol=0.1, atol=1e-3)
@@ -284,9 +284,9 @@ def test_one_reduction_of_several_backwards(transport: str) -> None:
         reduced = fragments.safe_get_full_grad(weight)
         torch.testing.assert_close(reduced, (others[0].float() + others[1].float()) / 2, rtol=1e-2, atol=1e-4)
         ours.step()
-        theirs.step()
-        assert abs(ours.global_grad_norm - theirs.global_grad_norm) < 1e-2 * theirs.global_grad_norm
+        reference.step()
+        assert abs(ours.global_grad_norm - reference.global_grad_norm) < 1e-2 * reference.global_grad_norm
         with ours.no_sync(), pytest.raises(AssertionError, match="nested inside no_sync"):
             ours.coalesce_grad_reduction().__enter__()
         ours.destroy()
-        theirs.destroy()
+        reference.destroy()

@@ -30,10 +30,10 @@ class Mpu:
 def test_parts_norms_and_overflow_are_the_ranks_together() -> None:
     rank = dist.get_rank()
     whole = torch.arange(15.0, dtype=torch.bfloat16).view(3, 5)
-    mine = PartitionedTensor(whole, dist.group.WORLD)
-    assert mine.local_size() == (8 - rank,) and mine.to_meta().tolist() == [2, 3, 5, 2, rank, 0, 8, 15]
-    again = PartitionedTensor.from_meta(mine.to_meta(), mine.data(), dist.group.WORLD)
-    assert torch.equal(mine.full(), whole) and torch.equal(again.full(torch.device("cpu")), whole)
+    ours = PartitionedTensor(whole, dist.group.WORLD)
+    assert ours.local_size() == (8 - rank,) and ours.to_meta().tolist() == [2, 3, 5, 2, rank, 0, 8, 15]
+    again = PartitionedTensor.from_meta(ours.to_meta(), ours.data(), dist.group.WORLD)
+    assert torch.equal(ours.full(), whole) and torch.equal(again.full(torch.device("cpu")), whole)
 
     param = torch.nn.Parameter(torch.full((4,), 1.0 + rank))
     param.grad = torch.tensor([3.0 + rank, 0.0, 0.0, 0.0])
@@ -47,10 +47,10 @@ def test_parts_norms_and_overflow_are_the_ranks_together() -> None:
 
     if rank == 1:
         param.grad[0] = math.inf
-    found = [
+    results = [
         check.check([[param]]) for check in (CheckOverflow(), CheckOverflow(mpu=Mpu()), CheckOverflow(zero_reduce_scatter=True))
     ]
-    assert found == [rank == 1, True, True]
+    assert results == [rank == 1, True, True]
     assert CheckOverflow().check_using_norm([-1.0 if rank else 1.0])
 
     given = {"train_batch_size": 12, "gradient_accumulation_steps": 2}

@@ -98,8 +98,8 @@ def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[in
         engine = toy.make(model, stage, transport, **config)
         if not before:
             way(model, recorder)
-        found = train(engine)
-        torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-4, atol=1e-6)
+        results = train(engine)
+        torch.testing.assert_close(torch.stack(results), torch.stack(expected), rtol=1e-4, atol=1e-6)
         blocks = [" ".join(calls) for calls in recorder.graphs if any("relu" in call for call in calls)]
         assert blocks and len(blocks) <= 3, f"stage {stage}: {len(blocks)} graphs of three alike blocks and three steps"
         for block in blocks:

@@ -30,14 +30,16 @@ def sent(stage: int, weight_bytes: int, world: int) -> Fraction:
 
 def resident(engine: Any) -> tuple[int, ...]:
     """Bytes according to the units' stores."""
-    found = [0, 0, 0, 0]
+    results = [0, 0, 0, 0]
     for unit in probe.units(engine):
         common = unit.memory.common or unit.memory.full
-        found[0] += common.tensor.nbytes // (engine.world_size if unit.placement.weights else 1) if common else unit.weights.nbytes
-        found[1] += unit.memory.local.tensor.nbytes if unit.memory.local else unit.grads.resident_nbytes
-        found[2] += unit.master.resident_nbytes if unit.has_masters else 0
-        found[3] += probe.state_nbytes(engine, unit)
-    return tuple(found)
+        results[0] += (
+            common.tensor.nbytes // (engine.world_size if unit.placement.weights else 1) if common else unit.weights.nbytes
+        )
+        results[1] += unit.memory.local.tensor.nbytes if unit.memory.local else unit.grads.resident_nbytes
+        results[2] += unit.master.resident_nbytes if unit.has_masters else 0
+        results[3] += probe.state_nbytes(engine, unit)
+    return tuple(results)
 
 
 @distributed(world_size=(2, 4), transports=("shared", "gloo"))
@@ -48,12 +50,12 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
             model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
             engine = toy.make(model, stage, transport, dtype=dtype)
             case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=probe.units(engine)[0].dtypes.weights)
-            found = explain.of_states(engine.single, batch)
-            states = tuple(sum(line.nbytes for line in found.rest if line.what == what) for what in WHAT)
+            results = explain.of_states(engine.single, batch)
+            states = tuple(sum(line.nbytes for line in results.rest if line.what == what) for what in WHAT)
             assert states == formula(stage, weight_bytes, world_size) == resident(engine), case
-            assert found.flow.wire == (0 if transport == "shared" else sent(stage, weight_bytes, world_size)), case
-            assert found.peak is not None
-            gathered = sum(line.nbytes for line in found.peak.lines if line.what == "gathered weights")
+            assert results.flow.wire == (0 if transport == "shared" else sent(stage, weight_bytes, world_size)), case
+            assert results.peak is not None
+            gathered = sum(line.nbytes for line in results.peak.lines if line.what == "gathered weights")
             assert gathered <= (2 * NUMEL * weight_bytes if stage == 3 and transport == "gloo" else 0), case
-            assert explain.parts_of(engine.module, engine.plan, world_size) == list(found.parts), case
+            assert explain.parts_of(engine.module, engine.plan, world_size) == list(results.parts), case
             engine.destroy()

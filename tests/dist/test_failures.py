@@ -122,9 +122,11 @@ def test_a_lost_stage_is_named(nursery: Nursery, transport: str) -> None:
     jobs = {"kill": 1, "raise": 0}
     for how, bad in jobs.items():
         nursery.start(how, "pipeline", transport=transport, bad=bad, how=how)
+    nursery.start("before it is asked", "pipeline", transport=transport, bad=1, how="kill", pause_s=0.5)
     outcomes = nursery.end()
     for how, bad in jobs.items():
         check_named(outcomes[how], bad)
+    check_named(outcomes["before it is asked"], 1)
     assert re.match(r"rank 1 \(stage 1, pid \d+\) is gone", outcomes["kill"].records[0]["text"]), story(outcomes["kill"])
 
 

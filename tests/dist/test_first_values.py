@@ -88,7 +88,7 @@ def settings(stage: int, folder: Path | None, **blocks: Any) -> dict[str, Any]:
 
 def drawn(folder: Path) -> list[dict[str, int]]:
     """Checksums of the weights, in memory and on disk."""
-    found = []
+    results = []
     for stage, where in ((0, None), (3, None), (3, folder)):
         torch.manual_seed(7 + dist.get_rank())  # rank 0's draw is used
         engine = toy.make(on_meta(), stage, **settings(stage, where))
@@ -96,10 +96,10 @@ def drawn(folder: Path) -> list[dict[str, int]]:
         assert state["head.weight"].equal(state["shared.weight"]) and 0.01 < state["shared.weight"].std() < 0.03
         assert state["blocks.1.up.weight"].std() > 0.4 and state["blocks.2.gain"].eq(2).all()
         assert state["blocks.0.norm.running_var"].eq(1).all() and state["blocks.0.norm.weight"].eq(1).all()
-        found.append({name: zlib.crc32(value.numpy().tobytes()) for name, value in state.items()})
+        results.append({name: zlib.crc32(value.numpy().tobytes()) for name, value in state.items()})
         toy.step(engine, toy.tokens(engine.rank, 0) % WORDS)
         engine.destroy()
-    return found
+    return results
 
 
 def test_initial_values_do_not_depend_on_stage_tier_or_world(tmp_path: Path) -> None:
@@ -171,14 +171,14 @@ def test_each_rank_reads_its_spans(tmp_path: Path, transport: str) -> None:
 
 @distributed(world_size=2)
 def test_files_are_refused_on_all_ranks_alike(tmp_path: Path) -> None:
-    mine = tmp_path / f"rank{dist.get_rank()}"
-    state = saved(mine)
+    ours = tmp_path / f"rank{dist.get_rank()}"
+    state = saved(ours)
     if dist.get_rank() == 1:
-        save_file(dict(list(state.items())[2::2]), mine / "a.safetensors")
+        save_file(dict(list(state.items())[2::2]), ours / "a.safetensors")
     model = on_meta()
     for path, message in (
-        (mine, r"rank 1 of 2: the weights in .* do not fit this Reaching: they lack 'blocks.0"),
-        (mine / "b.safetensors", r"they lack .* and \d+ more. Give rename= .* strict=False"),
+        (ours, r"rank 1 of 2: the weights in .* do not fit this Reaching: they lack 'blocks.0"),
+        (ours / "b.safetensors", r"they lack .* and \d+ more. Give rename= .* strict=False"),
         (tmp_path / "nothing", r"there is no .*nothing"),
     ):
         slipstream.zero.load(model, path)
@@ -199,10 +199,10 @@ def test_what_the_files_lack_is_initialized(tmp_path: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         engine = toy.make(model, 3, **settings(3, tmp_path))
     assert "lack 'blocks.1.up.weight'" in caplog.text and "have 'scale'" in caplog.text
-    found = engine.state_dict()
-    assert found["blocks.1.up.weight"].std() > 0.4 and found["blocks.2.gain"].eq(2).all()
-    assert found["blocks.1.norm.running_var"].eq(1).all()
-    assert all(found[name].equal(value) for name, value in state.items())
+    results = engine.state_dict()
+    assert results["blocks.1.up.weight"].std() > 0.4 and results["blocks.2.gain"].eq(2).all()
+    assert results["blocks.1.norm.running_var"].eq(1).all()
+    assert all(results[name].equal(value) for name, value in state.items())
     engine.destroy()
 
 

@@ -45,11 +45,11 @@ def random_sleeps(seed: int) -> Iterator[None]:
 
 def all_ranks_agree(engine: Any) -> int:
     """The checksum of the weights, which must be equal on all ranks."""
-    mine = toy.checksum(engine)
+    ours = toy.checksum(engine)
     sums = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sums, mine)
+    dist.all_gather(sums, ours)
     assert len({int(each) for each in sums}) == 1, f"the ranks' weights differ: {sums}"
-    return int(mine)
+    return int(ours)
 
 
 def trace(stage: int, transport: str, steps: int) -> list[int]:

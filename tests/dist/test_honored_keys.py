@@ -274,10 +274,10 @@ def losses(poison: bool) -> tuple[list[float], Tensor]:
     kept: list[Tensor] = []
     block = engine.module.blocks[0]
     block.register_forward_pre_hook(lambda module, args: kept.append(module.up.weight.detach()))
-    found = [toy.step(engine, toy.tokens(engine.rank, i)).item() for i in range(3)]
+    results = [toy.step(engine, toy.tokens(engine.rank, i)).item() for i in range(3)]
     released = kept[-1].clone() if poison else torch.empty(0)  # without poison it has no memory
     engine.destroy()
-    return found, released
+    return results, released
 
 
 @distributed(world_size=2)

@@ -114,12 +114,12 @@ def make(
 
 
 def train(engine: Any, micros: int, steps: int = 3) -> list[Any]:
-    found: list[Any] = []
+    results: list[Any] = []
     for i in range(steps):
         for micro in range(micros):
-            found.append(float(toy.step(engine, toy.tokens(engine.rank, i, micro))))
-        found.append(engine.global_grad_norm)
-    return [*found, int(toy.checksum(engine))]
+            results.append(float(toy.step(engine, toy.tokens(engine.rank, i, micro))))
+        results.append(engine.global_grad_norm)
+    return [*results, int(toy.checksum(engine))]
 
 
 CASES = [  # stage, tier of the weights, tier of the optimizer's states
@@ -145,26 +145,26 @@ def test_offloaded_states_are_bit_identical(dtype: str, tmp_path: Path) -> None:
             expected[stage, micros, transport] = train(engine, micros)
             engine.destroy()
         engine = make(Late(), stage, weights, optim, tmp_path, **blocks)
-        found = train(engine, micros)
+        results = train(engine, micros)
         unit = probe.units(engine)[0]
         assert (
             type(unit.weights) is KINDS[weights] and type(probe.stores(engine, probe.units(engine)[0])["exp_avg"]) is KINDS[optim]
         )
         assert type(unit.grads) is (HostStore if stage >= 2 and optim != "none" else MemoryStore)
         engine.destroy()
-        assert found == expected[stage, micros, transport], f"stage {stage}, weights {weights}, optimizer {optim}, {micros}"
+        assert results == expected[stage, micros, transport], f"stage {stage}, weights {weights}, optimizer {optim}, {micros}"
 
 
 def test_a_missing_wait_would_show() -> None:
     """The assumption of the test above."""
     for stage, what in ((2, HostStore), (2, MemoryStore), (3, MemoryStore)):
-        found = []
+        results = []
         for forgets in (False, True):
             engine = make(Late(), stage, "none", "cpu", dtype="bf16")
             with patch.object(what, "_await", (lambda *_: None) if forgets else what._await):
-                found.append(train(engine, 1, steps=2))
+                results.append(train(engine, 1, steps=2))
             engine.destroy()
-        assert found[0] != found[1], f"stage {stage}: {what.__name__}"
+        assert results[0] != results[1], f"stage {stage}: {what.__name__}"
 
 
 def test_forward_and_backward_wait_for_no_copy() -> None:
@@ -186,7 +186,7 @@ def test_forward_and_backward_wait_for_no_copy() -> None:
 def test_other_features_wait_for_the_lane(tmp_path: Path) -> None:
     """Checkpoints, gradients by name and sleep wait for pending copies, at any time."""
     for stage, weights in ((0, "none"), (2, "none"), (3, "none"), (3, "cpu")):
-        found = []
+        results = []
         for lane in (None, Late()):
             blocks: dict[str, Any] = {"dtype": "bf16", "gradient_accumulation_steps": 2, "slipstream": {"transport": "gloo"}}
             engine = make(lane, stage, weights, "cpu", **blocks)
@@ -200,6 +200,6 @@ def test_other_features_wait_for_the_lane(tmp_path: Path) -> None:
             trained = train(engine, 2, steps=1)
             engine.load_checkpoint(str(tmp_path / "saved"))
             assert train(engine, 2, steps=1) == trained
-            found.append(trained)
+            results.append(trained)
             engine.destroy()
-        assert found[0] == found[1], f"stage {stage}, weights {weights}"
+        assert results[0] == results[1], f"stage {stage}, weights {weights}"

@@ -75,14 +75,14 @@ class Launcher:
 
     def survivors(self) -> list[int]:
         mark = f"{TOKEN}={self.token}".encode()
-        found = []
+        results = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+                    results.append(int(entry.name))
             except OSError:
                 continue
-        return found
+        return results
 
     def gone(self, within: float) -> bool:
         """Whether every process has ended `within` seconds from now."""

@@ -85,9 +85,9 @@ def pairs_of(folder: Path, pairs: list[tuple[str, str]]) -> None:
         engine.save_checkpoint(folder_of(folder, target), tag=tag)
         engine.destroy()
         dist.barrier()
-        found = states_in(folder, tag)
-        assert found.keys() == saved[source].keys(), tag
-        for name, value in found.items():
+        results = states_in(folder, tag)
+        assert results.keys() == saved[source].keys(), tag
+        for name, value in results.items():
             assert torch.equal(value, saved[source][name]), f"{tag}: {name}"
 
 
@@ -114,9 +114,9 @@ def test_every_layout_writes_a_hugging_face_folder(tmp_path: Path) -> None:
             assert torch.equal(value, whole[name].bfloat16().float()), (layout, name)
         assert (folder / "model.safetensors.index.json").exists(), sorted(folder.iterdir())
         assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
-        found = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-        assert found.keys() == whole.keys(), layout
-        for name, value in found.items():
+        results = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+        assert results.keys() == whole.keys(), layout
+        for name, value in results.items():
             assert torch.equal(value, whole[name]), (layout, name)
 
 

@@ -55,23 +55,23 @@ def make_of(model: Any, folder: Path | None, stage: int, tiers: str = "everythin
 
 def train(engine: Any, steps: int = 3, micros: int = 1) -> list[float]:
     """Train; return losses, norms and a checksum of the weights."""
-    found = []
+    results = []
     for i in range(steps):
         for micro in range(micros):
-            found.append(float(toy.step(engine, toy.tokens(engine.rank, i, micro))))
-        found.append(engine.global_grad_norm)
-    return [*found, int(toy.checksum(engine))]
+            results.append(float(toy.step(engine, toy.tokens(engine.rank, i, micro))))
+        results.append(engine.global_grad_norm)
+    return [*results, int(toy.checksum(engine))]
 
 
 def end(folder: Path | None, stage: int, dtype: str, micros: int, transport: str, tiers: str) -> list[float]:
     engine = make(folder, stage, tiers, dtype=dtype, gradient_accumulation_steps=micros, slipstream={"transport": transport})
-    found = train(engine, micros=micros)
+    results = train(engine, micros=micros)
     if folder is not None:
         assert any(isinstance(unit.master, DiskStore) or isinstance(unit.weights, DiskStore) for unit in probe.units(engine)) or (
             tiers == "optimizer" and dtype == "fp32"
         )
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -236,9 +236,9 @@ def slots(folder: Path, count: int, numel: int) -> list[int]:
     offload = {"device": "nvme", "nvme_path": str(folder), "buffer_count": count}
     engine = make(folder, 1, dtype="bf16", zero_optimization={"sub_group_size": numel, "offload_optimizer": offload})
     train(engine, 1)
-    found = [slot.memory.numel() for slot in probe.ring(engine).slots]
+    results = [slot.memory.numel() for slot in probe.ring(engine).slots]
     engine.destroy()
-    return found
+    return results
 
 
 def test_offload_optimizer_buffer_count(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_sub_group_size(tmp_path: Path) -> None:
 
 def test_slipstream_optimizer_states(tmp_path: Path) -> None:
     """8-bit moments: a quarter of the bytes, equal on disk and in memory at every stage, and nearly the same losses."""
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
     states = {}
     for name, where, stage, kept in (
         ("fp32", None, 0, "default"),
@@ -260,19 +260,19 @@ def test_slipstream_optimizer_states(tmp_path: Path) -> None:
         ("disk", tmp_path, 3, "int8"),
     ):
         engine = make(where, stage, dtype="bf16", slipstream={"optimizer_states": kept})
-        found[name] = train(engine, 6)
+        results[name] = train(engine, 6)
         states[name] = sum(probe.state_nbytes(engine, unit) for unit in probe.units(engine)) / sum(
             u.master.numel for u in probe.units(engine)
         )
         engine.destroy()
-    assert found["memory"] == found["sharded"] == found["disk"] != found["fp32"]
+    assert results["memory"] == results["sharded"] == results["disk"] != results["fp32"]
     assert states["fp32"] == 8 and states["memory"] == pytest.approx(2 + 8 / 256, rel=0.01)
-    assert found["memory"][-3] == pytest.approx(found["fp32"][-3], rel=0.01), "the last loss"
+    assert results["memory"][-3] == pytest.approx(results["fp32"][-3], rel=0.01), "the last loss"
 
 
 def test_slipstream_stochastic_rounding(tmp_path: Path) -> None:
     """bf16 weights without masters, which move on average like fp32 ones; equal on every tier."""
-    found = {}
+    results = {}
     for name, where, stage, options in (
         ("masters", None, 1, {}),
         ("memory", None, 1, {"stochastic_rounding": True}),
@@ -280,11 +280,11 @@ def test_slipstream_stochastic_rounding(tmp_path: Path) -> None:
         ("seed", None, 1, {"stochastic_rounding": True, "seed": 1}),
     ):
         engine = make(where, stage, dtype="bf16", slipstream=options)
-        found[name] = train(engine, 6)
+        results[name] = train(engine, 6)
         assert probe.units(engine)[0].master.dtype is (torch.bfloat16 if options else torch.float32)
         engine.destroy()
-    assert found["memory"] == found["disk"] != found["seed"]
-    assert found["memory"][-3] == pytest.approx(found["masters"][-3], rel=0.02), "the last loss"
+    assert results["memory"] == results["disk"] != results["seed"]
+    assert results["memory"][-3] == pytest.approx(results["masters"][-3], rel=0.02), "the last loss"
 
 
 def resident(memory: torch.Tensor) -> int:
@@ -388,11 +388,11 @@ def test_aio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cpu_offload() -> None:
     """The older names of device "cpu", which offloads states from a GPU. (On a CPU this is a no-op, which is logged.)"""
     facts = ModelFacts(device_type="cuda", supports_bf16=True)
-    for key, found in (("cpu_offload", lambda tiers: tiers.optim), ("cpu_offload_param", lambda tiers: tiers.weights)):
+    for key, results in (("cpu_offload", lambda tiers: tiers.optim), ("cpu_offload_param", lambda tiers: tiers.weights)):
         raw = toy.settings(3, zero_optimization={key: True})
         tiers = tiers_of(resolve(raw, world=DataWorld(ranks=1), facts=facts).offload)
-        assert found(tiers) is Tier.HOST, key
-        assert found(tiers_of(resolve(toy.settings(3), world=DataWorld(ranks=1), facts=facts).offload)) is Tier.DEVICE
+        assert results(tiers) is Tier.HOST, key
+        assert results(tiers_of(resolve(toy.settings(3), world=DataWorld(ranks=1), facts=facts).offload)) is Tier.DEVICE
 
 
 def cut(engine: Any) -> None:
@@ -488,12 +488,12 @@ def test_masters_on_disk_need_a_kernel(tmp_path: Path) -> None:
 def test_whole_parameters_stream_whole(tmp_path: Path) -> None:
     """LAMB needs their norms: no chunk cuts them, however small the configured chunks."""
     lamb = {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-    found = set()
+    results = set()
     for where, stage, tiers in ((None, 0, ""), (tmp_path, 1, "optimizer"), (tmp_path, 3, "everything")):
         engine = make(where, stage, tiers, dtype="bf16", optimizer=lamb, slipstream={"transport": "gloo"})
-        found.add(tuple(train(engine)))
+        results.add(tuple(train(engine)))
         engine.destroy()
-    assert len(found) == 1
+    assert len(results) == 1
     half = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}}
     with pytest.raises(ValueError, match=r"norms of whole parameters.*ratio to 1"):
         make(tmp_path, 1, dtype="bf16", optimizer=lamb, zero_optimization=half)

@@ -43,14 +43,14 @@ def test_an_average_is_kept_and_swapped_in(transport: str, tmp_path: Path) -> No
                 averaged.update_parameters(model)
         for name, param in averaged.module.named_parameters():
             torch.testing.assert_close(param.detach(), ema[name])
-        mine = engine.state_dict()
+        ours = engine.state_dict()
         with zero.gathered(model), torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(ema[name])
         for name, value in engine.state_dict().items():
             assert value.equal(ema[name]), (stage, name)
-        engine.load_state_dict(mine)
-        assert engine.state_dict()["head.weight"].equal(mine["head.weight"])
+        engine.load_state_dict(ours)
+        assert engine.state_dict()["head.weight"].equal(ours["head.weight"])
         assert toy.step(engine, toy.tokens(engine.rank, 2)).isfinite()
         engine.destroy()
 

@@ -225,8 +225,8 @@ def test_every_kind_of_output_is_scaled(kind: str) -> None:
     assert {tensor.dtype for tensor in tensors_of(out)} == {torch.float32} and len(tensors_of(out)) == 2
     loss_of(out).backward()
     for name in names:
-        mine, expected = engine.gradient(f"net.{name}"), plain.get_parameter(f"net.{name}").grad.float() / (2 * 1024.0)
-        torch.testing.assert_close(mine.float(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))
+        ours, expected = engine.gradient(f"net.{name}"), plain.get_parameter(f"net.{name}").grad.float() / (2 * 1024.0)
+        torch.testing.assert_close(ours.float(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))
     engine.step()
     assert engine.step_applied
     engine.destroy()
@@ -367,10 +367,10 @@ def test_states_are_kept_as_the_config_says(name: str) -> None:
         losses = [toy.step(engine, toy.tokens(engine.rank, 0)).item() for _ in range(8)]
         unit = probe.units(engine)[0]
         assert unit.grads is not None
-        found = {"weights": unit.full.dtype, "master": unit.master.dtype, "grads": unit.grads.dtype, "wire": unit.dtypes.wire}
+        results = {"weights": unit.full.dtype, "master": unit.master.dtype, "grads": unit.grads.dtype, "wire": unit.dtypes.wire}
         pieces = probe.pieces(engine, unit)
-        found["exp_avg"] = probe.moments(engine, unit, pieces[0])["exp_avg"].dtype
-        assert {key: found[key] for key in expected} == expected, f"stage {stage}"
+        results["exp_avg"] = probe.moments(engine, unit, pieces[0])["exp_avg"].dtype
+        assert {key: results[key] for key in expected} == expected, f"stage {stage}"
         assert losses[-1] < losses[0]
         sums.add(int(toy.checksum(engine)))
         engine.destroy()

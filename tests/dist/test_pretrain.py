@@ -18,9 +18,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain"
 
 
 def figure(pattern: str, text: str) -> float:
-    found = re.search(pattern, text)
-    assert found, f"no {pattern!r} in:\n{text}"
-    return float(found[1].replace(",", ""))
+    results = re.search(pattern, text)
+    assert results, f"no {pattern!r} in:\n{text}"
+    return float(results[1].replace(",", ""))
 
 
 @pytest.mark.slow

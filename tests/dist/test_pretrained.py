@@ -45,10 +45,10 @@ def test_every_stage_writes_the_same_folder(world_size: int, transport: str, tmp
         expected = {name: value for name, value in engine.state_dict().items() if name != "head.weight"}  # tied: once
         masters = {name: engine.optimizer_state(name)["master"] for name, _ in engine.module.named_parameters()}
         if dist.get_rank() == 0:
-            found, wide = content(folder), content(exact)
+            results, wide = content(folder), content(exact)
             assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
-            assert found.keys() == wide.keys() == expected.keys()
-            assert all(found[name].dtype is value.dtype and found[name].equal(value) for name, value in expected.items())
+            assert results.keys() == wide.keys() == expected.keys()
+            assert all(results[name].dtype is value.dtype and results[name].equal(value) for name, value in expected.items())
             assert all(wide[name].equal(value) for name, value in masters.items())
         # Again, into the same folder, with fewer files and trainable parameters only
         engine.save_pretrained(str(folder), only_trainable=True)
@@ -330,8 +330,8 @@ def test_a_hugging_face_folder_becomes_a_checkpoint(tmp_path: Path, monkeypatch:
     for name, held in like.items():
         (tmp_path / "like" / name).write_bytes(held)
     assert cli.main(["convert", ".", "../../back", "--like", "../../like"]) == 0
-    found = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
-    assert found == {name: held for name, held in like.items() if name != "notes.txt"}
+    results = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir() if path.suffix != ".safetensors"}
+    assert results == {name: held for name, held in like.items() if name != "notes.txt"}
     there = content(tmp_path / "hf")
     assert all(value.equal(there[name]) for name, value in content(tmp_path / "back").items())
     shard = next((tmp_path / "hf").glob("model-00001-*"))

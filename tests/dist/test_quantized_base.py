@@ -162,20 +162,20 @@ def test_consolidated_states_hold_wrapper_subclasses() -> None:
     model.blocks[2].up.base = model.blocks[1].up.base
     engine = toy.make(model, 3, "gloo", dtype="bf16")
     train(engine, 1)
-    expected, found = engine.state_dict(), consolidated(engine)
+    expected, results = engine.state_dict(), consolidated(engine)
     some = consolidated(engine, exclude_frozen=True)
     train(engine, 1)  # the gathered copy is freed
-    assert (found is None) == (some is None) == (engine.rank > 0)
-    if found is not None and some is not None:
-        assert list(found) == list(expected)
-        assert list(some) == [name for name in found if name.endswith((".a.weight", ".b.weight"))]
+    assert (results is None) == (some is None) == (engine.rank > 0)
+    if results is not None and some is not None:
+        assert list(results) == list(expected)
+        assert list(some) == [name for name in results if name.endswith((".a.weight", ".b.weight"))]
         for name, value in expected.items():
-            mine, theirs = (each.codes if isinstance(each, Scaled) else each for each in (found[name], value))
-            assert type(found[name]) is type(value) and torch.equal(mine, theirs), name
-        assert found["blocks.2.up.base.weight"] is found["blocks.1.up.base.weight"] is not found["blocks.0.up.base.weight"]
-        cloned = clone_tensors_for_torch_save(found)
-        assert torch.equal(cloned["blocks.0.up.base.weight"].codes, found["blocks.0.up.base.weight"].codes)
-        assert torch.equal(cloned["blocks.1.up.base.weight"].codes, found["blocks.1.up.base.weight"].codes)
+            ours, reference = (each.codes if isinstance(each, Scaled) else each for each in (results[name], value))
+            assert type(results[name]) is type(value) and torch.equal(ours, reference), name
+        assert results["blocks.2.up.base.weight"] is results["blocks.1.up.base.weight"] is not results["blocks.0.up.base.weight"]
+        cloned = clone_tensors_for_torch_save(results)
+        assert torch.equal(cloned["blocks.0.up.base.weight"].codes, results["blocks.0.up.base.weight"].codes)
+        assert torch.equal(cloned["blocks.1.up.base.weight"].codes, results["blocks.1.up.base.weight"].codes)
         assert cloned["blocks.1.up.base.weight"] is cloned["blocks.2.up.base.weight"]
     engine.destroy()
 
@@ -199,12 +199,12 @@ def test_bytes_in_storage_on_the_wire_and_of_the_optimizer(bits: int) -> None:
     assert gathered.count(packed // 2) == 2 * blocks, gathered
     adapters = sum(unit.layout.numel for unit in probe.units(engine) if unit.trainable)
     wired = sum(nbytes for name, nbytes in sent if name != "all_reduce")
-    found = explain.of_states(engine.single, toy.tokens(engine.rank, 0))
-    assert explain.parts_of(engine.module, engine.plan, 2) == list(found.parts)
+    results = explain.of_states(engine.single, toy.tokens(engine.rank, 0))
+    assert explain.parts_of(engine.module, engine.plan, 2) == list(results.parts)
     everything = sum(unit.weights.nbytes for unit in probe.units(engine))
-    assert sum(line.nbytes for line in found.rest if line.what == "weights") == everything
-    assert sum(line.nbytes for line in found.rest if line.what == "moments") == 8 * adapters // 2
-    assert found.flow.wire == wired
+    assert sum(line.nbytes for line in results.rest if line.what == "weights") == everything
+    assert sum(line.nbytes for line in results.rest if line.what == "moments") == 8 * adapters // 2
+    assert results.flow.wire == wired
     engine.destroy()
 
 
@@ -256,9 +256,9 @@ def test_files_are_quantized_as_they_are_read(tmp_path: Path) -> None:
     assert isinstance(model.blocks[0].up, QuantizedLinear) and model.blocks[0].up.weight.is_meta
     slipstream.zero.load(model, tmp_path)
     engine = toy.make(model, 3, dtype="bf16", optimizer=None)
-    found = engine.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    results = engine.state_dict()
+    assert results.keys() == expected.keys()
+    assert all(torch.equal(results[name], value) for name, value in expected.items())
     engine.destroy()
 
 

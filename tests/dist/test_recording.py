@@ -115,8 +115,8 @@ def values_in_memory(build: Callable[[], nn.Module]) -> dict[str, Tensor]:
 
 
 def compare(engine: Any, expected: dict[str, Tensor]) -> None:
-    found = engine.state_dict() | dict(engine.module.named_buffers())
-    wrong = [name for name, value in expected.items() if not found[name].equal(value)]
+    results = engine.state_dict() | dict(engine.module.named_buffers())
+    wrong = [name for name, value in expected.items() if not results[name].equal(value)]
     assert not wrong, wrong
     engine.destroy()
 

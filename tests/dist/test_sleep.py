@@ -46,8 +46,8 @@ def test_training_goes_on_bit_for_bit(transport: str, tmp_path: Path) -> None:
                         with pytest.raises(RuntimeError, match=r"call engine.wake\(\) first"):
                             call()
                     engine.wake()
-            found = int(toy.checksum(engine))
-            assert awake.setdefault((stage // 2, optimizer), found) == found, f"stage {stage}, {optimizer}"
+            results = int(toy.checksum(engine))
+            assert awake.setdefault((stage // 2, optimizer), results) == results, f"stage {stage}, {optimizer}"
             engine.destroy()
 
 

@@ -16,9 +16,9 @@ def weights(stage: int, staged: bool, **blocks: Any) -> dict[str, torch.Tensor]:
     comm.staged = staged
     for i in range(3):
         toy.step(engine, toy.tokens(engine.rank, i))
-    found: dict[str, torch.Tensor] = engine.state_dict()
+    results: dict[str, torch.Tensor] = engine.state_dict()
     engine.destroy()
-    return found
+    return results
 
 
 @distributed(world_size=2)

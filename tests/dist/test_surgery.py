@@ -50,8 +50,8 @@ def everything(engine: Any) -> dict[str, dict[str, Tensor]]:
     return {name: {"weight": weights[name], **engine.optimizer_state(name)} for name in names}
 
 
-def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
+def equal(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> bool:
+    return ours.keys() == reference.keys() and all(ours[key].equal(reference[key]) for key in ours)
 
 
 class Lora(nn.Module):
@@ -88,17 +88,17 @@ def rebuild_every_unit(engine: Any) -> None:
 @pytest.mark.parametrize(("dtype", "over"), [("fp32", "shared"), ("bf16", "gloo"), ("fp16", "shared")])
 def test_unchanged_parts_continue_bit_for_bit(dtype: str, over: str, world_size: int) -> None:
     for stage in STAGES if world_size > 1 else (0, 3):
-        found = []
+        results = []
         for operated in (False, True):
             engine = toy.make(toy.seeded(toy.Lm), stage, over if world_size > 1 else "auto", dtype=dtype)
             losses = [step(engine, i) for i in range(2)]
             if operated:
                 rebuild_every_unit(engine)
             losses += [step(engine, i) for i in range(2, 4)]
-            found.append((losses, everything(engine)))
+            results.append((losses, everything(engine)))
             assert engine.global_steps == 4
             engine.destroy()
-        (losses, before), (others, after) = found
+        (losses, before), (others, after) = results
         assert torch.stack(losses).equal(torch.stack(others)), stage
         assert after.keys() - before.keys() == {"more", *(f"blocks.{i}.more" for i in range(3))}
         for name in before:
@@ -108,16 +108,16 @@ def test_unchanged_parts_continue_bit_for_bit(dtype: str, over: str, world_size:
 @distributed(world_size=2)
 @pytest.mark.parametrize("tier", [name for name in TIERS if name != "memory"])
 def test_unchanged_parts_continue_in_every_tier(tier: str, tmp_path: Path) -> None:
-    found = []
+    results = []
     for operated in (False, True):
         engine = make(toy.seeded(toy.Lm), 3, tmp_path, tier, dtype="bf16")
         losses = [step(engine, i) for i in range(2)]
         if operated:
             rebuild_every_unit(engine)
         losses += [step(engine, i) for i in range(2, 4)]
-        found.append((losses, everything(engine)))
+        results.append((losses, everything(engine)))
         engine.destroy()
-    (losses, before), (others, after) = found
+    (losses, before), (others, after) = results
     assert torch.stack(losses).equal(torch.stack(others))
     for name in before:
         assert equal(before[name], after[name]), name
@@ -254,12 +254,12 @@ def test_values_are_the_first_ranks() -> None:
             engine.module.blocks[1].up.bias.fill_(0.5 + engine.rank)  # and one that is kept
         state = engine.state_dict()
         for value in (state["extra.weight"], state["blocks.1.up.bias"]):
-            theirs = [torch.empty_like(value) for _ in range(2)]
-            dist.all_gather(theirs, value)
-            assert theirs[0].equal(theirs[1])
+            reference = [torch.empty_like(value) for _ in range(2)]
+            dist.all_gather(reference, value)
+            assert reference[0].equal(reference[1])
         assert state["blocks.1.up.bias"].eq(0.5).all() and state["head.weight"][0].eq(0).all()
-        found = engine.optimizer_state("head.weight")["master"]
-        assert found[0].eq(0).all() and found[1:].equal(masters[1:]), "masters keep their precision where nothing was written"
+        results = engine.optimizer_state("head.weight")["master"]
+        assert results[0].eq(0).all() and results[1:].equal(masters[1:]), "masters keep their precision where nothing was written"
         step(engine, 1)
         engine.destroy()
 
@@ -384,12 +384,12 @@ def test_an_added_group_equals_one_given_to_initialize(schedule: str, tmp_path: 
                 given = {} if scheduler_of is None else {"scheduler": scheduler_of}
                 engine, optimizer, _, _ = slipstream.initialize(model=model, optimizer=inner, config=settings | given)
             assert [len(group["params"]) for group in optimizer.param_groups] == [len(old), 6]
-            found = []
+            results = []
             for i in range(3):
                 rates.append([group["lr"] for group in optimizer.param_groups])
                 assert rates[-1][1] == pytest.approx(3 * rates[-1][0])
-                found.append(step(engine, i))
-            losses.append(torch.stack(found))
+                results.append(step(engine, i))
+            losses.append(torch.stack(results))
             engines.append(engine)
         assert losses[0].equal(losses[1]), stage
         assert rates[:3] == [pytest.approx(each) for each in rates[3:]]
@@ -398,10 +398,12 @@ def test_an_added_group_equals_one_given_to_initialize(schedule: str, tmp_path: 
         step(other, 7)
         other.load_checkpoint(str(tmp_path / f"{stage}"))
         assert step(other, 3).equal(step(saved, 3))
-        whole, theirs = saved.optimizer.state_dict(), other.optimizer.state_dict()
-        assert [group["params"] for group in whole["param_groups"]] == [group["params"] for group in theirs["param_groups"]]
-        assert all(equal(state, theirs["state"][number]) for number, state in whole["state"].items()) and len(whole["state"]) == 8
-        saved.optimizer.load_state_dict(theirs)
+        whole, reference = saved.optimizer.state_dict(), other.optimizer.state_dict()
+        assert [group["params"] for group in whole["param_groups"]] == [group["params"] for group in reference["param_groups"]]
+        assert (
+            all(equal(state, reference["state"][number]) for number, state in whole["state"].items()) and len(whole["state"]) == 8
+        )
+        saved.optimizer.load_state_dict(reference)
         for engine in engines:
             engine.destroy()
 
@@ -486,7 +488,7 @@ def test_a_group_is_added_with_its_surgery_or_not_at_all() -> None:
 @pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Muon", "Adafactor"])
 def test_other_optimizers_continue(name: str) -> None:
     for stage in (0, 3):
-        found = []
+        results = []
         for operated in (False, True):
             model = toy.seeded(toy.Lm)
             config = toy.settings(stage)
@@ -505,10 +507,10 @@ def test_other_optimizers_continue(name: str) -> None:
                         module.more = nn.Parameter(torch.ones(4, 4))
             for i in range(2, 4):
                 step(engine, i)
-            found.append(everything(engine))
+            results.append(everything(engine))
             engine.destroy()
-        for key in found[0]:
-            assert equal(found[0][key], found[1][key]), (stage, key)
+        for key in results[0]:
+            assert equal(results[0][key], results[1][key]), (stage, key)
 
 
 @distributed(world_size=2)
@@ -525,8 +527,8 @@ def test_checkpoints_of_a_changed_model_load(tmp_path: Path) -> None:
         adapt(other_model)
         other = toy.make(other_model, 3 - stage, dtype="bf16")
         other.load_checkpoint(str(tmp_path / str(stage)))
-        found = everything(other)
-        assert all(equal(found[name], expected[name]) for name in expected), stage
+        results = everything(other)
+        assert all(equal(results[name], expected[name]) for name in expected), stage
         assert step(other, 2).isfinite()
         engine.destroy()
         other.destroy()

@@ -90,9 +90,9 @@ def compare_with_twin(dtype: str) -> None:
         "fp16": {"enabled": True, "loss_scale": SCALE} if dtype == "fp16" else None,
     }
     for stage, engine in engines(dtype, **blocks):
-        found = train(engine, data)
+        measured = train(engine, data)
         wanted = expected.losses[:, :, engine.rank].flatten().tolist()
-        gap = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+        gap = max(abs(a - b) for a, b in zip(measured, wanted, strict=True))
         assert gap < 20 * torch.finfo(DTYPES[dtype]).eps, f"stage {stage}: losses differ by {gap}"
         for name, value in engine.state_dict().items():
             assert value.dtype is DTYPES[dtype] and value.device == device()
@@ -154,27 +154,27 @@ def with_tiers(zero: dict[str, Any], stage: int, dtype: str, micros: int) -> lis
         gradient_accumulation_steps=micros,
         zero_optimization={"sub_group_size": 100_000} | zero,
     )
-    found: list[Any] = [*train(engine, batches(6, micros)), engine.global_grad_norm]
+    measured: list[Any] = [*train(engine, batches(6, micros)), engine.global_grad_norm]
     if zero:
         store = probe.stores(engine, probe.units(engine)[0])["exp_avg"]
         assert isinstance(store, DiskStore) or (isinstance(store, HostStore) and store.tensor.is_pinned()), "states left the device"
-    found += [value.clone() for value in engine.state_dict().values()]
+    measured += [value.clone() for value in engine.state_dict().values()]
     engine.destroy()
-    return found
+    return measured
 
 
-def compare_tiers(expected: list[Any], found: list[Any], what: str) -> None:
-    for one, other in zip(expected, found, strict=True):
+def compare_tiers(expected: list[Any], measured: list[Any], what: str) -> None:
+    for one, other in zip(expected, measured, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, f"{what}: {one} is {other}"
 
 
 def tiers_of(stage: int, folder: str) -> dict[str, dict[str, Any]]:
     disk = {"device": "nvme", "nvme_path": folder}
-    found = {"optimizer on the host": HOST, "optimizer on disk": {"offload_optimizer": disk}}
+    measured = {"optimizer on the host": HOST, "optimizer on disk": {"offload_optimizer": disk}}
     if stage == 3:
-        found["weights on the host"] = HOST | {"offload_param": {"device": "cpu"}}
-        found["all on disk"] = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
-    return found
+        measured["weights on the host"] = HOST | {"offload_param": {"device": "cpu"}}
+        measured["all on disk"] = {"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}}
+    return measured
 
 
 @case

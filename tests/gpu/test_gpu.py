@@ -62,9 +62,9 @@ def outcomes(world: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Every case's outcome; after one that fails, fresh processes take the rest."""
     left, done, prints = list(CASES), {}, {}
     while left:
-        found, printed = start(world, left)
-        here = [name for name in left if name in found] or left[:1]
-        done |= found
+        results, printed = start(world, left)
+        here = [name for name in left if name in results] or left[:1]
+        done |= results
         prints |= dict.fromkeys(here, printed)
         left = [name for name in left if name not in here]
     return done, prints

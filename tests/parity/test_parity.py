@@ -50,18 +50,18 @@ def train(engine: Any, data: list[list[list[Tensor]]]) -> tuple[Tensor, Tensor]:
 
 def masters(engine: Any) -> dict[str, Tensor]:
     """Whole, by name; what `engine.optimizer_state` gives, with one collective a unit."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for unit in probe.units(engine):
         full = unit.unsharded(unit.master.whole(), bool(unit.placement.optim))
         for name, slot in zip(unit.names, unit.layout.slots, strict=True):
-            found[name] = full[slice(*slot.span)].view(slot.shape)
-    return found
+            results[name] = full[slice(*slot.span)].view(slot.shape)
+    return results
 
 
-def compare_updates(found: Weights, expected: Weights, start: nn.Module, tolerance: float, case: str) -> None:
+def compare_updates(results: Weights, expected: Weights, start: nn.Module, tolerance: float, case: str) -> None:
     """Each parameter's way from its start, in the L2 norm."""
     for name, weight in start.named_parameters():
-        way, error = ((value - expected[name]).norm().item() for value in (weight.detach(), found[name]))
+        way, error = ((value - expected[name]).norm().item() for value in (weight.detach(), results[name]))
         assert error <= tolerance * way, f"{case}: the update of {name} is off by {error:.3g} of {way:.3g}"
 
 

@@ -90,8 +90,8 @@ def test_runs_are_the_box_in_order(data: st.DataObject, shape: list[int]) -> Non
     box = Box(tuple(offsets), tuple(sizes))
     start, stop = sorted(data.draw(st.integers(0, box.numel)) for _ in range(2))
     values = torch.arange(math.prod(shape)).view(shape)
-    found = [element for first, numel in runs(tuple(shape), box, start, stop) for element in range(first, first + numel)]
-    assert found == box.of(values).flatten()[start:stop].tolist()
+    results = [element for first, numel in runs(tuple(shape), box, start, stop) for element in range(first, first + numel)]
+    assert results == box.of(values).flatten()[start:stop].tolist()
 
 
 def test_equal_boxes_are_written_by_the_rank_with_the_least() -> None:

@@ -49,12 +49,12 @@ def test_layouts_fit_the_model() -> None:
         assert layout.pp * layout.dp * layout.sp * layout.tp == 16
         assert MODEL.blocks % layout.pp == 0 and MODEL.heads % (layout.sp * layout.tp) == 0
         assert MODEL.batch % (layout.dp * layout.micro_batch) == 0
-    found = ranked(MODEL, CLUSTER)
-    assert [cost.seconds for _, cost in found] == sorted(cost.seconds for _, cost in found)
+    results = ranked(MODEL, CLUSTER)
+    assert [cost.seconds for _, cost in results] == sorted(cost.seconds for _, cost in results)
     small = ranked(MODEL, Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9, memory=4e8))
-    assert small and all(cost.memory <= 4e8 for _, cost in small) and len(small) < len(found)
+    assert small and all(cost.memory <= 4e8 for _, cost in small) and len(small) < len(results)
     assert ranked(MODEL, Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9, memory=1e6)) == []
-    assert math.isclose(sum(found[0][1][:5]), found[0][1].seconds)
+    assert math.isclose(sum(results[0][1][:5]), results[0][1].seconds)
 
 
 def llama(folder: Path) -> str:

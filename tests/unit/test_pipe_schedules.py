@@ -103,9 +103,9 @@ def test_neighbors_send_and_receive_in_the_same_step(kind: type[schedule.PipeSch
                     full.remove(buffer)
         if stage + 1 < stages:
             for step, other in zip(row, rows[stage + 1], strict=True):
-                mine, its = Counter(map(type, step)), Counter(map(type, other))
-                assert mine[schedule.SendActivation] == its[schedule.RecvActivation]
-                assert mine[schedule.RecvGrad] == its[schedule.SendGrad]
+                ours, its = Counter(map(type, step)), Counter(map(type, other))
+                assert ours[schedule.SendActivation] == its[schedule.RecvActivation]
+                assert ours[schedule.RecvGrad] == its[schedule.SendGrad]
 
 
 def test_a_schedule_can_be_extended_and_read_twice() -> None:
@@ -113,10 +113,10 @@ def test_a_schedule_can_be_extended_and_read_twice() -> None:
         def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
             yield [schedule.LoadMicroBatch(self._buffer_idx(2))]
 
-    mine = Mine(micro_batches=3, stages=1, stage_id=0)
-    assert names(mine) == names(mine) == ["LoadMicroBatch(2)"]
-    assert repr(next(iter(mine))) == "[LoadMicroBatch(buffer_id=2)]"
-    assert mine.num_pipe_buffers() == 3
+    ours = Mine(micro_batches=3, stages=1, stage_id=0)
+    assert names(ours) == names(ours) == ["LoadMicroBatch(2)"]
+    assert repr(next(iter(ours))) == "[LoadMicroBatch(buffer_id=2)]"
+    assert ours.num_pipe_buffers() == 3
 
 
 @pytest.mark.parametrize("forward_only", [False, True])

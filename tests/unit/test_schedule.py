@@ -145,10 +145,10 @@ def test_posts_match_in_order(schedule: Schedule, one_stream: bool) -> None:
     progress = True
     while progress:
         progress = False
-        for (rank, _), mine in queues.items():
-            if mine and mine[0].source == rank and mine[0] == next(iter(queue(mine[0].target, rank)), None):
-                arrived.add(queue(mine[0].target, rank).popleft())
-                mine.popleft()
+        for (rank, _), ours in queues.items():
+            if ours and ours[0].source == rank and ours[0] == next(iter(queue(ours[0].target, rank)), None):
+                arrived.add(queue(ours[0].target, rank).popleft())
+                ours.popleft()
                 progress = True
                 break
         for rank, row in enumerate(schedule.actions):

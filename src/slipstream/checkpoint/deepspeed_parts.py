@@ -67,15 +67,15 @@ def parts_of(folder: Path, names: Sequence[str]) -> list[Part]:
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
     """Model-parallel rank -> its files by data-parallel index."""
-    found: dict[int, dict[int, str]] = {}
+    by_rank: dict[int, dict[int, str]] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is not None:
-            found.setdefault(int(match[2]), {})[int(match[1] or 0)] = name
-    for files in found.values():
+            by_rank.setdefault(int(match[2]), {})[int(match[1] or 0)] = name
+    for files in by_rank.values():
         if sorted(files) != list(range(len(files))):
             raise CheckpointError(f"its files are of ranks {sorted(files)}: some are missing")
-    return {rank: [files[index] for index in range(len(files))] for rank, files in found.items()}
+    return {rank: [files[index] for index in range(len(files))] for rank, files in by_rank.items()}
 
 
 def _degree(names: Sequence[str], model: Mapping[str, Any], count: int) -> int:

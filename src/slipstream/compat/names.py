@@ -319,7 +319,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "MiCS_Offload": _MICS,
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "get_cuda_rng_tracker": "random states per model-parallel rank, since there is no tensor parallelism; use torch's"
+        "get_cuda_rng_tracker": "a random state per rank; seed the ranks of a replica alike, and sliced layers draw apart"
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
     "deepspeed.runtime.zero.stage3": {"*": _ESTIMATE},

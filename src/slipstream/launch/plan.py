@@ -253,11 +253,11 @@ def compare_layouts(options: argparse.Namespace) -> int:
         between=between,
         memory=options.memory or float("inf"),
     )
-    found = layouts.ranked(model, cluster)
+    ranking = layouts.ranked(model, cluster)
     if options.json:
-        rows = [{"layout": each._asdict(), "cost": cost._asdict(), "seconds": cost.seconds} for each, cost in found]
+        rows = [{"layout": each._asdict(), "cost": cost._asdict(), "seconds": cost.seconds} for each, cost in ranking]
         print(json.dumps({"parameters": model.num_params, "layouts": rows}))
-        return 0 if found else 1
+        return 0 if ranking else 1
     print(
         f"{model.num_params:,} parameters, {batch} sequences of {model.length} tokens a step; {ranks} ranks on {options.hosts} "
         f"hosts, {rates.flops / 1e12:.3g} TFLOP/s and {rates.wire / 1e9:.3g} GB/s a rank, {between / 1e9:.3g} GB/s a host\n"
@@ -265,19 +265,19 @@ def compare_layouts(options: argparse.Namespace) -> int:
     if len(counts) > 1:
         print(layouts.scaling_table(model, cluster, layouts.weak_scaling(model, cluster, counts)))
         return 0
-    print(layouts.table(model, cluster, found))
-    if found:
-        print(f"\nseconds of a step, by part; config of the first:\n{json.dumps(layouts.settings(found[0][0]), indent=2)}")
+    print(layouts.table(model, cluster, ranking))
+    if ranking:
+        print(f"\nseconds of a step, by part; config of the first:\n{json.dumps(layouts.settings(ranking[0][0]), indent=2)}")
     if options.draw:
-        print(_drawn(options.draw, [layout for layout, _ in found], model.batch))
-    return 0 if found else 1
+        print(_drawn(options.draw, [layout for layout, _ in ranking], model.batch))
+    return 0 if ranking else 1
 
 
-def _drawn(form: str, found: Sequence[Any], batch: int) -> str:
+def _drawn(form: str, ranking: Sequence[Any], batch: int) -> str:
     """The pipeline of the first layout that has stages."""
     from slipstream.parallel import drawing, schedule
 
-    layout = next((layout for layout in found if layout.pp > 1), None)
+    layout = next((layout for layout in ranking if layout.pp > 1), None)
     if layout is None:
         raise ValueError("--draw: no layout that fits has pipeline stages")
     micros = min(batch // (layout.dp * layout.micro_batch), 16)  # more do not fit a page

@@ -229,9 +229,9 @@ def weak_scaling(model: Model, cluster: Cluster, ranks: Sequence[int]) -> list[t
     rows = []
     for count in ranks:
         larger = replace(cluster, ranks=count, hosts=max(1, count // cluster.per_host))
-        found = ranked(replace(model, batch=model.batch * count // cluster.ranks), larger)
-        if found:
-            rows.append((larger, *found[0]))
+        ranking = ranked(replace(model, batch=model.batch * count // cluster.ranks), larger)
+        if ranking:
+            rows.append((larger, *ranking[0]))
     return rows
 
 
@@ -246,16 +246,16 @@ def scaling_table(model: Model, cluster: Cluster, rows: Sequence[tuple[Cluster, 
     return _aligned(lines)
 
 
-def table(model: Model, cluster: Cluster, found: Sequence[tuple[Layout, Cost]], most: int = 8) -> str:
+def table(model: Model, cluster: Cluster, ranking: Sequence[tuple[Layout, Cost]], most: int = 8) -> str:
     """The best layouts with the parts of their time."""
-    if not found:
+    if not ranking:
         return (
             f"no layout of {cluster.ranks} ranks fits {cluster.memory / 1e9:.1f} GB a rank: add ranks, or offload states "
             "(zero_optimization.offload_optimizer)"
         )
     head = ("layout", "ZeRO", "schedule", "micro-batch", "step", "compute", "bubble", "tp", "sp", "dp", "GB/rank", "of peak")
     rows: list[tuple[str, ...]] = [head]
-    for layout, cost in found[:most]:
+    for layout, cost in ranking[:most]:
         micros = model.batch // (layout.dp * layout.micro_batch)
         parts = [f"{value:.3g}" for value in (cost.seconds, *cost[:5])]
         how = (layout.schedule if layout.pp > 1 else "") + (", recompute" if layout.recompute else "")

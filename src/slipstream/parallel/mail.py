@@ -12,7 +12,7 @@ import pickle
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Thread
@@ -119,7 +119,7 @@ class GroupMail(Mail):
 
     def _post(self, key: Key, to: int, i: int, flat: Tensor) -> None:
         flat = flat.view(torch.uint8)
-        work = dist.isend(flat, self.axis.ranks[to], group=self.axis.group, tag=self.tags[key] + i)
+        work = self._start(dist.isend, flat, self.axis.ranks[to], group=self.axis.group, tag=self.tags[key] + i)
         self.last_sent = self.sends.put(work, flat)
 
     def receive(self, key: Key, source: int) -> Any:
@@ -135,9 +135,16 @@ class GroupMail(Mail):
         tensor = torch.empty(numel, dtype=dtype)
         if numel:
             rank = self.axis.ranks[source]
-            work: Any = dist.irecv(tensor.view(torch.uint8), rank, group=self.axis.group, tag=self.tags[key] + i)
+            work = self._start(dist.irecv, tensor.view(torch.uint8), rank, group=self.axis.group, tag=self.tags[key] + i)
             self._await(self.receives.put(work, tensor), f"mail from rank {rank} (to stage {key[1]})", rank)
         return tensor
+
+    def _start(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Post a send or a receive. If the other rank has already gone, gloo raises here, not in the wait."""
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            raise self.watch.lost(error) from error
 
     def _await(self, future: Future[None], name: str, rank: int | None = None) -> None:
         """Wait for a waiting thread: a wait of gloo's that times out closes the connection, so it cannot be cut into slices."""
@@ -178,14 +185,14 @@ class PairMail(GroupMail):
                 self.groups[key] = _group_of(key, axis.ranks[source], axis.ranks[target], backend)
 
     def _send_tensor(self, key: Key, to: int, i: int, flat: Tensor) -> None:
-        work = dist.isend(flat, self.axis.ranks[to], group=self.groups[key])
+        work = self._start(dist.isend, flat, self.axis.ranks[to], group=self.groups[key])
         self.on_the_way.append((work, flat))
 
     def _receive_tensor(self, key: Key, source: int, i: int, form: _Form) -> Tensor:
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
         if tensor.numel():
             rank = self.axis.ranks[source]
-            work: Any = dist.irecv(tensor.view(-1).view(torch.uint8), rank, group=self.groups[key])
+            work = self._start(dist.irecv, tensor.view(-1).view(torch.uint8), rank, group=self.groups[key])
             if self.device.type == "cuda":
                 work.wait()  # the stream waits, not this thread
             else:

@@ -582,8 +582,8 @@ def _parts(name: str, length: int, parts: tuple[int, ...] | None) -> list[int]:
 
 
 def _first(parent: nn.Module, config: Any, names: Sequence[str]) -> int:
-    found = (getattr(each, name, None) for each in (parent, config) for name in names)
-    return next((value for value in found if isinstance(value, int)), 0)
+    values = (getattr(each, name, None) for each in (parent, config) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
 
 
 def _weight(name: str, layer: Any) -> nn.Parameter:

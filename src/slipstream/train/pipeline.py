@@ -208,7 +208,7 @@ class PipelineEngine(Engine):
         return self.pipe.schedule
 
 
-Mine = dict[Message, Any]  # what one stage of a rank has for another one of it
+Kept = dict[Message, Any]  # what one stage of a rank has for another one of it
 
 
 class Pipe:
@@ -271,7 +271,7 @@ class Pipe:
         engine.window.divide(True)
         engine._set_alpha()
         runs: dict[tuple[int, int], Run] = {}
-        mine: Mine = {}
+        kept: Kept = {}
         losses: list[Tensor] = []
         weights: dict[tuple[int, int], Any] = {}  # that wait
         last = max(i for i, action in enumerate(actions) if action.kind in (Kind.BACKWARD, Kind.INPUT))
@@ -280,13 +280,13 @@ class Pipe:
             place = action.chunk, action.micro
             self.began = time.time()  # of an action that waits for mail: when that has come
             if action.kind is Kind.FORWARD:
-                runs[place] = self._forward(action, batches[action.micro], mine, losses)
+                runs[place] = self._forward(action, batches[action.micro], kept, losses)
             elif action.kind is Kind.WEIGHT:
                 Deferred.run(weights.pop(place), self._take)
             else:
                 self.is_last_backward = i == last
                 self.module.recall(batches[action.micro])
-                self._backward(action, runs.pop(place), mine)
+                self._backward(action, runs.pop(place), kept)
                 if self.deferred is not None:
                     weights[place] = self.deferred.pop()
             self.spans.append((action, self.began, time.time()))
@@ -308,10 +308,10 @@ class Pipe:
     def _first_inputs(self, batch: Any) -> Any:
         return self.engine.precision.enter(self.module.inputs(batch))
 
-    def _forward(self, action: Action, batch: Any, mine: Mine, losses: list[Tensor]) -> Run:
+    def _forward(self, action: Action, batch: Any, kept: Kept, losses: list[Tensor]) -> Run:
         engine = self.engine
         received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
-        inputs = self._first_inputs(batch) if received is None else self._receive(received, mine)
+        inputs = self._first_inputs(batch) if received is None else self._receive(received, kept)
         self._announce(action)
         outputs = Engine.forward(engine, inputs, batch, chunk=action.chunk)
         if sent is None:
@@ -320,16 +320,16 @@ class Pipe:
                 raise ValueError(f"the last stage's loss must be a scalar tensor, not {_describe(outputs)}: pass loss_fn=")
             losses.append(outputs.detach())
         else:
-            self._send(sent, outputs, mine)
+            self._send(sent, outputs, kept)
         return Run(inputs, outputs)
 
-    def _backward(self, action: Action, run: Run, mine: Mine) -> None:
+    def _backward(self, action: Action, run: Run, kept: Kept) -> None:
         engine = self.engine
         received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
         roots = [tensor for tensor in tensors_in(run.outputs) if tensor.requires_grad]
         grads: Sequence[Tensor | None] = [None] * len(roots)
         if received is not None:
-            grads = self._receive(received, mine)
+            grads = self._receive(received, kept)
             pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
             roots, grads = [root for root, _ in pairs], [grad for _, grad in pairs]
         self._announce(action)
@@ -339,22 +339,22 @@ class Pipe:
             torch.autograd.backward(roots, grads)
         if sent is not None:
             asked = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
-            self._send(sent, [tensor.grad for tensor in asked], mine)
+            self._send(sent, [tensor.grad for tensor in asked], kept)
 
     def _announce(self, action: Action) -> None:
         self.began = time.time()
         self.engine.watch.unit = f"{action.kind} of stage {self.module.stages[action.chunk]}, micro-batch {action.micro}"
 
-    def _send(self, message: Message, tree: Any, mine: Mine) -> None:
+    def _send(self, message: Message, tree: Any, kept: Kept) -> None:
         if message.target == self.index:
-            mine[message] = tree
+            kept[message] = tree
         else:
             self.mail.send(message[:2], message.target, tree)
 
-    def _receive(self, message: Message, mine: Mine) -> Any:
+    def _receive(self, message: Message, kept: Kept) -> Any:
         if message.source != self.index:
             return self.mail.receive(message[:2], message.source)
-        tree = mine.pop(message)
+        tree = kept.pop(message)
         return (
             tree
             if message.kind is Kind.BACKWARD
@@ -371,18 +371,18 @@ class Pipe:
     # -- evaluation --
 
     def evaluate(self, count: int, return_logits: bool, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
-        batches, mine = self._read(count), dict[Message, Any]()
+        batches, kept = self._read(count), dict[Message, Any]()
         schedule = simulate(self.schedule.num_ranks, count, self.schedule.style, len(self.module.stages), forward_only=True)
         outputs: list[Any] = []
         losses: list[Tensor] = []
         for action in schedule.actions[self.index]:
             received, sent = schedule.receives(self.index, action), schedule.sends(self.index, action)
             batch = batches[action.micro]
-            x = self._first_inputs(batch) if received is None else self._receive(received, mine)
+            x = self._first_inputs(batch) if received is None else self._receive(received, kept)
             self._announce(action)
             out = Engine.forward(self.engine, x, batch, chunk=action.chunk)
             if sent is not None:
-                self._send(sent, out, mine)
+                self._send(sent, out, kept)
                 continue
             outputs = [out] if compute_loss else [*outputs, out]  # one micro-batch's logits are enough with a loss
             if compute_loss:
