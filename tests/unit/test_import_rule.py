@@ -21,13 +21,13 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 
 BASE = ("brief", "config", "world", "ops", "extras", "handover")
 CORE = (*BASE, "zero", "optim")
-FEATURES = (*CORE, "parallel", "checkpoint", "activations", "attention", "quantized", "compression")
+FEATURES = (*CORE, "parallel", "moe", "checkpoint", "activations", "attention", "quantized", "compression")
 OUTSIDE = ("launch", "observe")
 ROOMS = (*FEATURES, "train", "ema", *OUTSIDE, "inference", "__init__")
 SEES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(("zero", "optim"), CORE),
-    **dict.fromkeys(("parallel", "checkpoint", "activations", "attention", "quantized", "compression"), FEATURES),
+    **dict.fromkeys(("parallel", "moe", "checkpoint", "activations", "attention", "quantized", "compression"), FEATURES),
     "train": (*FEATURES, "observe"),
     "ema": (*FEATURES, "train"),
     "inference": (*BASE, "checkpoint"),

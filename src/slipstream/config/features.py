@@ -49,44 +49,57 @@ class TensorParallel(Block):
     replace_with_kernel_inject: bool = no_effect(False, "modules are not replaced")
 
 
+_BY_MODEL = "a model's experts are found by their class, and computed by grouped products"
+_BY_EXCHANGE = "the transport of the ranks decides how tokens travel; counts are exact, without a buffer of a fixed size"
+
+
 class ExpertParallel(Block):
-    feature = Feature("expert parallelism", "drop the key; experts are trained as ordinary parameters at every ZeRO stage")
-    enabled: bool = switch()
-    autoep_size: Count = 1
-    expert_tensor_parallel_size: Count = 1
-    validate_folding_routing: bool = False
-    async_split_plan: bool = False
-    preset_model: str | None = None
-    moe_layer_pattern: str | None = None
-    expert_pattern: str | None = None
-    router_pattern: str | None = None
-    use_grouped_mm: bool = True
-    disable_triton_grouped_mm: bool = False
-    route_norm: bool | None = None
-    route_scale: Real = 1.0
-    score_apply: str = "auto"
-    combine_impl: str = "auto"
-    row_weighting_impl: str = "auto"
-    gate_up_impl: str = "separate"
-    comm_backend: str = "comm"
-    comm_num_sm: Size = 12
-    comm_qp_margin: Size = 4
-    comm_max_tokens_per_rank: Size = 0
-    num_expert_groups: Count | None = None
-    num_limited_groups: Count | None = None
-    score_func: str = "auto"
-    top_k: Int | str = "auto"
-    load_balance_coeff: Real | None = None
-    routed_scaling_factor: Real | str = "auto"
-    expert_w1: str | None = None
-    expert_w2: str | None = None
-    expert_w3: str | None = None
-    num_experts_attr: str | None = None
-    top_k_attr: str | None = None
-    has_shared_experts: bool | None = None
-    shared_experts_pattern: str | None = None
-    shared_experts_gate_pattern: str | None = None
-    expert_activation: str | None = None
+    feature = Feature(
+        "another router than the model's",
+        "drop the key: the model's config sets its router, and slipstream.moe.MoE has the same options for a model of your own",
+    )
+    enabled: bool = honored(
+        False, "Split the experts of each layer over `autoep_size` ranks.", "test_an_unmodified_model_of_experts"
+    )
+    autoep_size: Count = honored(
+        1,
+        "Ranks that have different experts of a layer, unless the layer's own `ep_size` says.",
+        "test_an_unmodified_model_of_experts",
+    )
+    expert_tensor_parallel_size: Count = no_effect(1, "tensor_parallel.autotp_size slices experts, too")
+    validate_folding_routing: bool = no_effect(False, "the numbers of rows are compared in every exchange")
+    async_split_plan: bool = no_effect(False, _BY_EXCHANGE)
+    preset_model: str | None = no_effect(None, _BY_MODEL)
+    moe_layer_pattern: str | None = no_effect(None, _BY_MODEL)
+    expert_pattern: str | None = no_effect(None, _BY_MODEL)
+    router_pattern: str | None = no_effect(None, _BY_MODEL)
+    use_grouped_mm: bool = no_effect(True, _BY_MODEL)
+    disable_triton_grouped_mm: bool = no_effect(False, _BY_MODEL)
+    route_norm: bool | None = switch(None)
+    route_scale: Real = switch(1.0, off=(1.0,))
+    score_apply: str = switch("auto", off=("auto",))
+    combine_impl: str = no_effect("auto", _BY_MODEL)
+    row_weighting_impl: str = no_effect("auto", _BY_MODEL)
+    gate_up_impl: str = no_effect("separate", _BY_MODEL)
+    comm_backend: str = no_effect("comm", _BY_EXCHANGE)
+    comm_num_sm: Size = no_effect(12, _BY_EXCHANGE)
+    comm_qp_margin: Size = no_effect(4, _BY_EXCHANGE)
+    comm_max_tokens_per_rank: Size = no_effect(0, _BY_EXCHANGE)
+    num_expert_groups: Count | None = switch(None)
+    num_limited_groups: Count | None = switch(None)
+    score_func: str = switch("auto", off=("auto",))
+    top_k: Int | str = switch("auto", off=("auto",))
+    load_balance_coeff: Real | None = switch(None)
+    routed_scaling_factor: Real | str = switch("auto", off=("auto",))
+    expert_w1: str | None = no_effect(None, _BY_MODEL)
+    expert_w2: str | None = no_effect(None, _BY_MODEL)
+    expert_w3: str | None = no_effect(None, _BY_MODEL)
+    num_experts_attr: str | None = no_effect(None, _BY_MODEL)
+    top_k_attr: str | None = no_effect(None, _BY_MODEL)
+    has_shared_experts: bool | None = no_effect(None, _BY_MODEL)
+    shared_experts_pattern: str | None = no_effect(None, _BY_MODEL)
+    shared_experts_gate_pattern: str | None = no_effect(None, _BY_MODEL)
+    expert_activation: str | None = switch(None)
 
 
 class Pipeline(Block):

@@ -100,6 +100,13 @@ class PipelinePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """How layers of experts are split over ranks."""
+
+    size: int = key("expert_parallel.autoep_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
     """How layers are sliced over the tp axis."""
 
@@ -283,6 +290,7 @@ class Plan:
     mesh: MeshPlan
     pipeline: PipelinePlan
     tensor: TensorPlan
+    experts: ExpertPlan
     batch: BatchPlan
     zero: ZeroPlan
     offload: OffloadPlan

@@ -354,7 +354,7 @@ class Config(Block):
     aio: Aio = Aio()
     tensor_parallel: features.TensorParallel = features.TensorParallel()
     expert_parallel: features.ExpertParallel = features.ExpertParallel()
-    use_data_before_expert_parallelism: bool = switch(False, features.ExpertParallel.feature)
+    use_data_before_expert_parallelism: bool = no_effect(False, "neighboring ranks hold different experts; results are the same")
     sequence_parallel_size: Count = honored(
         1, "Ranks that share the sequence of one sample; the same as `slipstream.mesh.sp`.", "test_parts_of_a_sequence"
     )

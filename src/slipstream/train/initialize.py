@@ -17,6 +17,7 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, Loaded, read_config
+from slipstream.moe.place import ExpertParallel, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.rules import Rule
@@ -110,7 +111,7 @@ def initialize(
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)
     mesh = _mesh(plan, model, group, places)
-    cut = _cut(model, plan, mesh, is_users=places is not None)
+    mesh, cut = _cut(model, plan, mesh, is_users=places is not None)
     model, model_parameters = _in_stages(model, plan, mesh, model_parameters, cut)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     _log_config(plan, loaded, overrides, optimizer, mesh)
@@ -154,10 +155,11 @@ def _checked_model(model: Any) -> nn.Module:
 
 
 class _Cut(NamedTuple):
-    """What computes this rank's part of a model's layers and of its sequences; None: they are whole, or cut by the user."""
+    """What computes this rank's part of a model's layers, of its sequences and of its experts; None: whole, or cut by the user."""
 
     slices: Slices | None
     sequences: Sequences | None
+    experts: ExpertParallel
 
     def connect(self, engine: Engine) -> None:
         """Collective over the axes."""
@@ -166,13 +168,16 @@ class _Cut(NamedTuple):
             check_first_inputs(engine.module, self.slices)
         if self.sequences is not None:
             self.sequences.exchange = engine.exchange("sp")
+        self.experts.connect(engine.single.exchange)
 
 
-def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> _Cut:
+def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh, _Cut]:
     """Slice the layers, and prepare the attention for shares of sequences. is_users: the caller's mpu has sliced them."""
     if is_users:
         mark_marked(model, mesh.tp)
-    return _Cut(None if is_users else slice_model(model, mesh.tp, plan.tensor), serve_sequences(model, mesh.sp))
+    slices = None if is_users else slice_model(model, mesh.tp, plan.tensor)
+    mesh, experts = split_experts(model, mesh, plan.experts, token_shares=plan.tensor.shares_tokens)
+    return mesh, _Cut(slices, serve_sequences(model, mesh.sp), experts)
 
 
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:

@@ -20,7 +20,7 @@ from slipstream.optim.sharded import ShardedSteps
 from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.train.gate import Block, Gate
 from slipstream.train.updater import Updater
-from slipstream.world.mesh import Differs, Mesh
+from slipstream.world.mesh import Axis, Differs, Mesh
 from slipstream.world.watch import Watch
 from slipstream.zero.build import Recipe
 from slipstream.zero.comm import Comm, gather_objects
@@ -129,11 +129,12 @@ class States:
         """Wait until all ranks of the engine are here."""
         self.world.exchange(torch.zeros(1, dtype=torch.float64))
 
-    def exchange(self, axis: str) -> Exchange:
-        """The collectives on activations over an axis. Collective over the axis at the first call."""
-        name = f"exchange over {axis}"
+    def exchange(self, axis: str | Axis) -> Exchange:
+        """The collectives on activations over an axis, of the mesh or of a family. Collective over the axis at the first call."""
+        axis = getattr(self.mesh, axis) if isinstance(axis, str) else axis
+        name = f"exchange over {axis.name} of ranks {axis.ranks}"
         if name not in self.resources:
-            self.resources[name] = connect_activations(getattr(self.mesh, axis), self.device, self.plan.zero.transport, self.watch)
+            self.resources[name] = connect_activations(axis, self.device, self.plan.zero.transport, self.watch)
         resource: Exchange = self.resources[name]
         return resource
 

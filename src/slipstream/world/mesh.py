@@ -175,7 +175,9 @@ class Mesh:
         tied = next((split.stages for split in splits if split.axis == "pp"), ())
         for rank, place in self.places.items():
             cells.setdefault((tied[0] if place.pp in tied else place.pp,), []).append(rank)
-        for split in splits:
+        order = sorted(range(len(splits)), key=lambda i: splits[i].axis == "ep")  # over ep last: its ranks hold the same slices
+        for i in order:
+            split = splits[i]
             count, axis_size = split.size, self.tp.size
             if split.axis == "tp" and axis_size % count:
                 raise ValueError(f"parameters are split into {count} parts over tp, which does not divide its size ({axis_size})")
@@ -185,11 +187,12 @@ class Mesh:
                     raise ValueError(
                         f"parameters are split over ep by {count}, which does not divide the data-parallel size ({len(ranks)})"
                     )
-                for i, rank in enumerate(ranks):
-                    part = {"pp": 0, "tp": self.places[rank].tp * count // axis_size, "ep": i % count}[split.axis]
+                for n, rank in enumerate(ranks):
+                    part = {"pp": 0, "tp": self.places[rank].tp * count // axis_size, "ep": n % count}[split.axis]
                     finer.setdefault((*key, part), []).append(rank)
             cells = finer
-        return cells
+        back = [0, *(1 + order.index(i) for i in range(len(splits)))]
+        return {tuple(key[i] for i in back): ranks for key, ranks in cells.items()}
 
     def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis]:
         """The axes of the replicas of shards, and of the shards, in cells of ranks that hold the same parameters."""

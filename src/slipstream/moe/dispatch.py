@@ -1,0 +1,146 @@
+"""From tokens to their experts and back: rows sorted by expert, exact counts over the ranks of an `ep` axis, no padding.
+
+row    one token's features on one route
+order  the routes sorted by expert: row i of the sorted rows is that of route order[i]. Equal experts keep the order of the tokens
+
+With several ranks on the axis, each has consecutive experts, so sorted rows are in the order of the ranks. What a rank receives comes
+by source rank, and is sorted by expert again. Permutations are gathers in both directions, so results do not depend on timing; the
+sum over a token's routes is in fp32, in the order of the routes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.parallel.exchange import Exchange, swap
+
+Compute = Callable[[Tensor, list[int]], Tensor]  # rows sorted by this rank's experts, rows of each -> as many rows
+
+
+def run_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None, num_experts: int, compute: Compute, exchange: Exchange | None
+) -> Tensor:
+    """Send each token to its experts and return the weighted sum of what they compute.
+
+    x            [T, d]
+    experts      [T, k], int64, of the whole layer
+    weights      [T, k]
+    kept         [T, k], bool; routes that are not kept count as zeros. None: all are kept
+    exchange     over the ranks that have different experts; None: this rank has all
+
+    Collective over the exchange, also for ranks without a token. Raises ValueError for an expert that is not in [0, num_experts).
+    """
+    order, counts = sort_routes(experts, kept, num_experts)
+    rows = _Spread.apply(x, order, experts.shape[1])
+    if exchange is None or exchange.size == 1:
+        return _Combine.apply(compute(rows, counts), weights, order)
+    own = num_experts // exchange.size
+    received = exchange.all_to_all(torch.tensor(counts, device=x.device), [own] * exchange.size, [own] * exchange.size)
+    table = received.view(exchange.size, own).tolist()  # [source][expert]
+    send = [sum(counts[rank * own : (rank + 1) * own]) for rank in range(exchange.size)]
+    receive = [sum(row) for row in table]
+    rows = swap(rows, exchange, send, receive)
+    by_expert = _by_expert(table).to(x.device)
+    rows = _Reorder.apply(rows, by_expert)
+    rows = compute(rows, [sum(column) for column in zip(*table, strict=True)])
+    rows = swap(_Reorder.apply(rows, _inverse(by_expert)), exchange, receive, send)
+    return _Combine.apply(rows, weights, order)
+
+
+def sort_routes(experts: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, list[int]]:
+    """The kept routes in the order of their experts, and the number of routes to each expert."""
+    flat = experts.reshape(-1)
+    if kept is not None:
+        flat = flat.masked_fill(~kept.reshape(-1), num_experts)  # sorts behind all experts
+    counts = torch.bincount(flat, minlength=num_experts + 1).tolist()
+    if len(counts) > num_experts + 1:
+        raise ValueError(f"a router chose expert {len(counts) - 1} of {num_experts}")
+    dropped = counts.pop()
+    order = flat.argsort(stable=True)
+    return order[: len(flat) - dropped], counts
+
+
+def _by_expert(table: Sequence[Sequence[int]]) -> Tensor:
+    """Rows that are in the order (source rank, expert), in the order (expert, source rank)."""
+    starts = list(itertools.accumulate((n for row in table for n in row), initial=0))
+    own = len(table[0])
+    places = [source * own + expert for expert in range(own) for source in range(len(table))]
+    return torch.cat([torch.arange(starts[place], starts[place + 1]) for place in places])
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def _per_route(rows: Tensor, order: Tensor, num_tokens: int, k: int) -> Tensor:
+    """[T, k, d]: the row of each route; zeros for routes that are not in `order`."""
+    if len(order) == num_tokens * k:
+        return rows.index_select(0, _inverse(order)).view(num_tokens, k, rows.shape[1])
+    full = rows.new_zeros(num_tokens * k, rows.shape[1])
+    full[order] = rows
+    return full.view(num_tokens, k, rows.shape[1])
+
+
+class _Spread(torch.autograd.Function):
+    """The sorted rows of tokens [T, d]. Backward: the sum over a token's routes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.size = len(x), k
+        return x.index_select(0, order if k == 1 else order // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        per_route = _per_route(grad, order, *ctx.size)
+        return (per_route[:, 0] if ctx.size[1] == 1 else per_route.sum(1, dtype=_sums(grad)).to(grad.dtype)), None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """rows[order], for a permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, _inverse(order)), None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum of a token's rows times their weights [T, k], in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order)
+        per_route = _per_route(rows, order, *weights.shape).to(_sums(rows))
+        weights = weights.to(per_route.dtype)
+        if weights.shape[1] == 1:
+            return (per_route[:, 0] * weights).to(rows.dtype)
+        return torch.bmm(weights[:, None], per_route)[:, 0].to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, weights, order = ctx.saved_tensors
+        num_tokens, k = weights.shape
+        grads = grad.index_select(0, order if k == 1 else order // k).to(_sums(rows))
+        own = weights.reshape(-1).index_select(0, order).to(grads.dtype)
+        of_weights = grads.new_zeros(num_tokens * k)
+        of_weights[order] = (grads * rows).sum(1)
+        return (grads * own[:, None]).to(rows.dtype), of_weights.view(num_tokens, k).to(weights.dtype), None
+
+
+def _sums(x: Tensor) -> torch.dtype:
+    """The dtype in which the values of x are added."""
+    return torch.promote_types(x.dtype, torch.float32)

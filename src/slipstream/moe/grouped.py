@@ -1,0 +1,119 @@
+"""Linear layers of several experts at once: rows that are sorted by expert, and stacked weights.
+
+On CPUs, one product per expert into its rows of one output: no copies, no padding, and an expert without rows costs nothing but its
+zero gradient. On CUDA, torch's grouped product for bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """rows of expert e times weight[e].T, plus bias[e]. Gradients of an expert without rows are zero.
+
+    x       [rows, in], sorted by expert
+    weight  [experts, out, in], of any strides: a weight that is stored as [experts, in, out] is passed as its transpose
+    counts  rows of each expert; they add up to all
+    bias    [experts, out]
+    """
+    out: Tensor = _Grouped.apply(x, weight, bias, tuple(counts))
+    return out
+
+
+def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, one behind the last) of experts that have rows."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, start, start + count
+        start += count
+
+
+def _by_torch(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        return _times(x, weight.transpose(1, 2), counts, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_x = _times(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        of_weight = _of_weight(grad, x, weight, ctx.counts) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, _of_bias(grad, ctx.counts) if ctx.needs_input_grad[2] else None, None
+
+
+def _times(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """Rows of expert e times matrices[e] [in, out], plus bias[e]."""
+    if _by_torch(x) and len(x):
+        product = torch.nn.functional.grouped_mm(x, matrices, offs=_ends(counts, x.device))
+        return product if bias is None else product + bias.repeat_interleave(torch.tensor(counts, device=x.device), 0)
+    out = x.new_empty(len(x), matrices.shape[2])
+    for expert, start, stop in _ranges(counts):
+        if bias is None:
+            torch.mm(x[start:stop], matrices[expert], out=out[start:stop])
+        else:
+            torch.addmm(bias[expert], x[start:stop], matrices[expert], out=out[start:stop])
+    return out
+
+
+def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """[experts, out, in], in the strides of the weight."""
+    out = torch.empty_like(weight)  # keeps the order of dense strides
+    if _by_torch(x) and len(x):
+        return out.copy_(torch.nn.functional.grouped_mm(grad.t(), x, offs=_ends(counts, x.device)))
+    transposed = out.stride(2) > out.stride(1)
+    for expert, start, stop in _ranges(counts):
+        if transposed:
+            torch.mm(x[start:stop].t(), grad[start:stop], out=out[expert].t())
+        else:
+            torch.mm(grad[start:stop].t(), x[start:stop], out=out[expert])
+    return _without_rows(out, counts)
+
+
+def _of_bias(grad: Tensor, counts: Sequence[int]) -> Tensor:
+    """[experts, out]."""
+    out = grad.new_empty(len(counts), grad.shape[1])
+    for expert, start, stop in _ranges(counts):
+        torch.sum(grad[start:stop], 0, out=out[expert])
+    return _without_rows(out, counts)
+
+
+def _without_rows(out: Tensor, counts: Sequence[int]) -> Tensor:
+    """Zeros for the experts that have no rows."""
+    for expert, count in enumerate(counts):
+        if not count:
+            out[expert].zero_()
+    return out
+
+
+class GroupedLinear(nn.Module):
+    """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert."""
+
+    counts: Sequence[int] = ()
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return grouped_linear(x, weight, self.counts, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"experts={len(self.weight)}, in_features={self.in_features}, out_features={self.out_features}"

@@ -1,0 +1,121 @@
+"""Expert parallelism: each rank of an `ep` axis keeps consecutive experts of each layer, and tokens travel to them.
+
+`ep` re-cuts the ranks of a pipeline stage: neighbors hold different experts, and the ranks that hold the same ones reduce, shard
+and copy them among themselves, at any ZeRO stage (world/mesh.py). Experts that are sliced over `tp`, too, are split among the ranks
+of one slice.
+
+[Note: Tokens over tp] The ranks of a replica have the same tokens. Where experts are split over them too, each sends a share of the
+tokens: otherwise an expert would see every token several times, and its gradient would be as many times too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slipstream.config.plan import ExpertPlan
+from slipstream.moe.huggingface import adopt, is_foreign
+from slipstream.moe.layer import Experts
+from slipstream.parallel.exchange import Exchange
+from slipstream.world.mesh import Axis, Differs, Mesh, Split
+from slipstream.zero.leaves import is_quantized, mark_part, parts_of
+from slipstream.zero.recording import keep_source
+
+Connect = Callable[[str | Axis], Exchange]  # the exchange over an axis; collective at its first call
+
+
+class _Layer(NamedTuple):
+    """The experts of one layer."""
+
+    name: str
+    module: Any  # Experts, or transformers' with the same attributes
+    size: int  # ranks over which they are split
+
+    def differs(self) -> Differs:
+        """The key of the family of their parameters."""
+        others = {part.split for param in self.module.parameters() for part in parts_of(param) if part.split.axis != "ep"}
+        return tuple(sorted({*others, Split("ep", self.size)}))
+
+
+class ExpertParallel:
+    """The layers of a model whose experts are split."""
+
+    def __init__(self, layers: list[tuple[_Layer, Axis]], *, shares_tokens: bool) -> None:
+        self.layers, self.shares_tokens = layers, shares_tokens
+
+    def connect(self, connect: Connect) -> None:
+        """Collective over the axes."""
+        for layer, axis in self.layers:
+            layer.module.exchange = connect(axis)
+            if self.shares_tokens and not any(split.axis == "tp" for split in layer.differs()):
+                layer.module.tokens = connect("tp")
+
+
+def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_shares: bool) -> tuple[Mesh, ExpertParallel]:
+    """Cut the experts of every layer in place for this rank, after the slicing over tp. Returns the mesh with their families.
+
+    token_shares: between sliced layers, tp ranks have different tokens.
+
+    Collective over the world. Raises ValueError, before any layer is cut, for experts that cannot be split.
+    """
+    layers = [layer for layer in _layers(model, plan) if layer.size > 1]
+    if plan.size > 1 and not layers and mesh.pp.size == 1:
+        raise ValueError(
+            f"expert_parallel.autoep_size is {plan.size}, and {type(model).__name__} has no layers of experts "
+            "(slipstream.moe.MoE, or transformers' experts): drop the key"
+        )
+    for layer in layers:
+        _check(layer, mesh)
+    mesh = mesh.with_families(layer.differs() for layer in layers)
+    done: set[int] = set()
+    placed = []
+    for layer in layers:
+        axis = mesh.families[layer.differs()].parts_of(Split("ep", layer.size))
+        _cut(layer, axis, done)
+        placed.append((layer, axis))
+    return mesh, ExpertParallel(placed, shares_tokens=mesh.tp.size > 1 and not token_shares)
+
+
+def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_Layer]:
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            yield _Layer(name, module, plan.size if module.ep_size is None else module.ep_size)
+        elif is_foreign(module):
+            adopt(module)
+            yield _Layer(name, module, plan.size)
+
+
+def _check(layer: _Layer, mesh: Mesh) -> None:
+    num, ranks = layer.module.num_experts, mesh.world.size // mesh.pp.size
+    sliced = any(split.axis == "tp" for split in layer.differs())
+    least = ranks // mesh.tp.size if sliced else ranks
+    if num % layer.size or least % layer.size:
+        fits = [size for size in range(1, layer.size + 1) if num % size == 0 and least % size == 0]
+        raise ValueError(
+            f"{layer.name!r}: {num} experts cannot be split over {layer.size} of {least} ranks: ep_size must divide both; use "
+            f"{fits[-1]}"
+        )
+    for name, param in layer.module.named_parameters():
+        if is_quantized(param):
+            raise ValueError(f"parameter '{layer.name}.{name}' is quantized; quantized experts cannot be split: use ep_size 1")
+        if param.shape[0] != num:
+            raise ValueError(
+                f"parameter '{layer.name}.{name}' of shape {tuple(param.shape)} is not a stack of {num} experts; use ep_size 1"
+            )
+
+
+def _cut(layer: _Layer, axis: Axis, done: set[int]) -> None:
+    own = layer.module.num_experts // axis.size
+    first = own * axis.index
+    for param in layer.module.parameters():
+        if id(param) in done:
+            continue
+        done.add(id(param))
+        keep_source(param)
+        with torch.no_grad():
+            param.data = param.data[first : first + own].clone()
+        param.grad = None
+        mark_part(param, "ep", axis.size, whole=layer.module.num_experts, ranges=((first, first + own),))

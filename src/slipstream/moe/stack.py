@@ -1,0 +1,107 @@
+"""`ExpertStack`: equal modules as one, whose parameters have a leading dimension of experts.
+
+A checkpoint has the whole stack, so any number of expert-parallel ranks reads it.
+
+An expert whose parameters are those of linear layers computes the rows of all experts at once: its linear layers become
+`GroupedLinear`, and what stands between them (activations, dropout, products) must treat each row by itself, as an expert that gets
+tokens in no certain order has to. Any other module runs once for each expert, on the expert's rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from slipstream.moe.grouped import GroupedLinear
+
+
+class ExpertStack(nn.Module):
+    """`num_experts` copies of a module, or what a callable builds so often.
+
+    Raises ValueError for an expert without parameters, with buffers that a checkpoint has, or if the callable's modules differ.
+    """
+
+    def __init__(self, expert: nn.Module | Callable[[], nn.Module], num_experts: int) -> None:
+        super().__init__()
+        if num_experts < 1:
+            raise ValueError(f"a stack of {num_experts} experts: at least 1")
+        modules = [expert] if isinstance(expert, nn.Module) else [expert() for _ in range(num_experts)]
+        first = modules[0]
+        _check(first)
+        names = [name for name, _ in first.named_parameters()]
+        parts = [dict(module.named_parameters()) for module in modules]
+        for part in parts:
+            if {name: each.shape for name, each in part.items()} != {name: each.shape for name, each in parts[0].items()}:
+                raise ValueError("the experts of a stack must have parameters of the same names and shapes")
+        self.num_experts = num_experts
+        self.is_grouped = _linear_only(first)
+        self.names = names
+        skeleton = copy.deepcopy(first)
+        for name in names:
+            source = [part[name] for part in parts]
+            values = source[0].detach().expand(num_experts, *source[0].shape) if len(source) == 1 else torch.stack(source)
+            stacked = nn.Parameter(values.detach().clone(), requires_grad=source[0].requires_grad)
+            path, _, leaf = name.rpartition(".")
+            setattr(skeleton.get_submodule(path), leaf, stacked)
+        self.expert = _grouped(skeleton) if self.is_grouped else skeleton
+
+    @property
+    def num_local(self) -> int:
+        """The experts that this rank has."""
+        return len(next(self.parameters()))
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """rows: [rows, d], sorted by this rank's experts; counts: rows of each. Returns as many rows."""
+        if self.is_grouped:
+            for module in self.expert.modules():
+                if isinstance(module, GroupedLinear):
+                    module.counts = counts
+            return _output(self.expert(rows))
+        each = {name: self.expert.get_parameter(name).unbind(0) for name in self.names}
+        outs = []
+        for i, part in enumerate(rows.split(list(counts))):  # experts without rows too: their gradients are zeros
+            outs.append(_output(functional_call(self.expert, {name: values[i] for name, values in each.items()}, (part,))))
+        return torch.cat(outs)
+
+
+def _output(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """An expert's first output: Megatron's layers return their bias beside it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _check(expert: nn.Module) -> None:
+    if not any(True for _ in expert.parameters()):
+        raise ValueError(f"{type(expert).__name__} has no parameters, so copies of it are not experts")
+    if len(dict(expert.named_parameters(remove_duplicate=False))) > len(dict(expert.named_parameters())):
+        raise ValueError(f"the expert {type(expert).__name__} uses one parameter under several names, which a stack cannot have")
+    saved = [name for name, _ in expert.named_buffers() if name in expert.state_dict()]
+    if saved:
+        raise ValueError(
+            f"the expert {type(expert).__name__} has buffers ({', '.join(saved)}), and experts are stacked parameters: make them "
+            "parameters with requires_grad=False, or register them with persistent=False"
+        )
+
+
+def _linear_only(expert: nn.Module) -> bool:
+    return all(type(module) is nn.Linear for module in expert.modules() if any(True for _ in module.parameters(recurse=False)))
+
+
+def _grouped(skeleton: nn.Module) -> nn.Module:
+    if isinstance(skeleton, nn.Linear):
+        return _as_grouped(skeleton)
+    for module in list(skeleton.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, _as_grouped(child))
+    return skeleton
+
+
+def _as_grouped(linear: nn.Linear) -> GroupedLinear:
+    grouped = GroupedLinear(linear)
+    grouped.weight = linear.weight  # the stacked parameters
+    grouped.register_parameter("bias", linear.bias)
+    return grouped
