@@ -1,6 +1,5 @@
 """Layers of experts in engines: expert parallelism at every ZeRO stage is one process, whatever ranks route where."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-import slipstream
 from slipstream import checkpoint
 from slipstream.moe import MoE
 from tests import cases, toy
@@ -90,7 +88,8 @@ def make(model: nn.Module, stage: int, transport: str = "auto", **blocks: Any) -
 def train(engine: Any, first: int = 0, steps: int = STEPS) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for step in range(first, first + steps):
-        loss = engine(batch(engine.mesh.batch.index, step))
+        index = engine.mesh.batch.index * engine.mesh.sp.size + engine.mesh.sp.index
+        loss = engine(batch(index, step))
         engine.backward(loss)
         engine.step()
         total = loss.detach().clone()
@@ -105,7 +104,6 @@ def train(engine: Any, first: int = 0, steps: int = STEPS) -> tuple[list[float],
 def test_experts_on_several_ranks_train_as_one_process(transport: str, kind: str) -> None:
     losses, norms, weights = twin(kind, 4)
     assert all(norm > CLIP for norm in norms)
-    first: Any = None
     for ep in (1, 2, 4):
         bits = []
         for stage in cases.stages(transport):
@@ -117,4 +115,185 @@ def test_experts_on_several_ranks_train_as_one_process(transport: str, kind: str
                 torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
             engine.destroy()
         assert all(each == bits[0] for each in bits), ep
-        first = first or bits[0]
+
+
+class Odd(Model):
+    """Only ranks with an odd number have tokens in the second layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.blocks[0](self.inp(x))
+        h, loss = self.blocks[1](h[: len(h) if dist.get_rank() % 2 else 0])
+        return self.out(h).square().sum() / 4 + 0.01 * loss
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_rank_without_tokens_trains_on(transport: str) -> None:
+    results = []
+    for ep in (1, 2):
+        torch.manual_seed(0)
+        engine = make(Odd(ep=ep), 3, transport)
+        results.append(train(engine))
+        engine.destroy()
+    assert results[0] == (pytest.approx(results[1][0], abs=1e-6), pytest.approx(results[1][1], rel=1e-5))
+
+
+def save(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
+    engine = make(build("top-2, gated", ep), stage)
+    train(engine)
+    engine.save_checkpoint(str(path), tag="x")
+    return train(engine, STEPS, 2)
+
+
+def resume(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    engine = make(Model("top-2, gated", ep), stage)
+    engine.load_checkpoint(str(path), tag="x")
+    return train(engine, STEPS, 2)
+
+
+def test_checkpoints_load_at_any_expert_parallel_size(tmp_path: Path) -> None:
+    expected = run(4, save, tmp_path, 2, 2)[0]
+    shapes = {name: info.shape for name, info in checkpoint.load_metadata(str(tmp_path), "x").tensors.items()}
+    assert shapes["model.blocks.0.moe.experts.stack.expert.up.weight"] == (EXPERTS, 24, 16)
+    assert run(4, resume, tmp_path, 2, 2)[0] == expected
+    for stage, ep in ((3, 4), (0, 1)):
+        losses, norms = run(4, resume, tmp_path, stage, ep)[0]
+        assert (losses, norms) == (pytest.approx(expected[0], abs=1e-5), pytest.approx(expected[1], rel=1e-4))
+
+
+# -- unmodified models of transformers --
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "attn_implementation": "sdpa",
+}
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24}
+FOREIGN: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2": MLA | GROUPS | {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy"},
+    "DeepseekV3": MLA | GROUPS | {"num_experts_per_tok": 2},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "attn_implementation": "eager"},
+}
+
+
+def foreign(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | FOREIGN[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():  # some leave parameters as they were allocated
+        for param in model.parameters():
+            param.normal_(0, 0.05)
+    return model
+
+
+def foreign_losses(engine: Any, ranks: int) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in range(STEPS):
+        ids = toy.tokens(engine.mesh.batch.index, step)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / ranks)
+        norms.append(engine.global_grad_norm)
+    return losses, norms
+
+
+def foreign_twin(kind: str, ranks: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = foreign(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [toy.tokens(rank, step) for rank in range(ranks)]
+        loss = sum((model(input_ids=ids, labels=ids).loss for ids in batches), torch.zeros(())) / ranks
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, model.state_dict()
+
+
+SPEC = {"patterns": [".*inp.weight$"], "partition_type": "column", "gather_output": True}
+SLICED = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": [SPEC]}}}
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_ranks_of_a_replica_share_the_tokens_of_experts(transport: str, ep: int) -> None:
+    """tp 2: neighbors have the same batches, and other experts."""
+    losses, norms, weights = twin("top-2, gated", 2)
+    engine = make(build("top-2, gated", ep), 3, transport, **SLICED)
+    assert train(engine) == (pytest.approx(losses, abs=1e-5), pytest.approx(norms, rel=1e-4))
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+    engine.destroy()
+
+
+@distributed(world_size=4)
+def test_experts_of_parts_of_a_sequence() -> None:
+    """sp 2: each rank has tokens of its own."""
+    losses, norms, _ = twin("top-2, gated", 4)
+    engine = make(build("top-2, gated", 2), 1, slipstream={"mesh": {"sp": 2}})
+    assert train(engine) == (pytest.approx(losses, abs=1e-5), pytest.approx(norms, rel=1e-4))
+    engine.destroy()
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "tokens": True}, {"pp": 2}], ids=str)
+def test_experts_beside_other_axes(layout: dict[str, Any]) -> None:
+    losses, norms, _ = foreign_twin("Mixtral", 2)
+    mesh = {axis: size for axis, size in layout.items() if axis != "tokens"}
+    extra = {"mesh": mesh, "tensor": {"sequence_parallel": "tokens" in layout}}
+    blocks = {"expert_parallel": {"enabled": True, "autoep_size": 2}, "slipstream": {"transport": "auto"} | extra}
+    engine = make(foreign("Mixtral"), 1, **blocks)
+    if "pp" in layout:
+        results: Any = [], []
+        for step in range(STEPS):
+            ids = toy.tokens(engine.mesh.batch.index, step)
+            results[0].append(engine.train_batch(iter([{"input_ids": ids, "labels": ids}])).item())
+            results[1].append(engine.global_grad_norm)
+    else:
+        results = foreign_losses(engine, 4)
+    assert results == (pytest.approx(losses, abs=2e-5), pytest.approx(norms, rel=2e-4))
+    engine.destroy()
+
+
+def train_foreign(kind: str, path: Path) -> dict[str, Tensor]:
+    losses, norms, weights = foreign_twin(kind, 2)
+    for ep, stage in ((1, 3), (2, 1), (2, 3)):
+        engine = make(foreign(kind), stage, expert_parallel={"enabled": True, "autoep_size": ep})
+        assert foreign_losses(engine, 2) == (pytest.approx(losses, abs=2e-5), pytest.approx(norms, rel=2e-4)), (ep, stage)
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+        if (ep, stage) == (2, 3):
+            engine.save_pretrained(str(path))
+        engine.destroy()
+    return state
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_an_unmodified_model_of_experts(kind: str, tmp_path: Path) -> None:
+    state = run(2, train_foreign, kind, tmp_path)[0]
+    loaded = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(str(tmp_path))
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, state[name]), name

@@ -3,9 +3,9 @@
 row    one token's features on one route
 order  the routes sorted by expert: row i of the sorted rows is that of route order[i]. Equal experts keep the order of the tokens
 
-With several ranks on the axis, each has consecutive experts, so sorted rows are in the order of the ranks. What a rank receives comes
-by source rank, and is sorted by expert again. Permutations are gathers in both directions, so results do not depend on timing; the
-sum over a token's routes is in fp32, in the order of the routes.
+With several ranks on the axis, each has consecutive experts, so sorted rows are in the order of the ranks. What a rank receives
+comes by source rank, and is sorted by expert again. Permutations are gathers in both directions, so results do not depend on
+timing; the sum over a token's routes is in fp32, in the order of the routes.
 """
 
 from __future__ import annotations

@@ -105,6 +105,8 @@ def _without_rows(out: Tensor, counts: Sequence[int]) -> Tensor:
 class GroupedLinear(nn.Module):
     """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     counts: Sequence[int] = ()
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -112,8 +114,7 @@ class GroupedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        return grouped_linear(x, weight, self.counts, self.bias)
+        return grouped_linear(x, self.weight, self.counts, self.bias)
 
     def extra_repr(self) -> str:
         return f"experts={len(self.weight)}, in_features={self.in_features}, out_features={self.out_features}"

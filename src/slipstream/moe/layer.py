@@ -68,6 +68,9 @@ class MoE(nn.Module):
     routes to each expert of this rank's tokens. Raises ValueError if the sizes do not fit each other.
     """
 
+    balance_bias: Tensor | None
+    load: Tensor
+
     def __init__(
         self,
         hidden_size: int,

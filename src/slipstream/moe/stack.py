@@ -42,9 +42,9 @@ class ExpertStack(nn.Module):
         self.names = names
         skeleton = copy.deepcopy(first)
         for name in names:
-            source = [part[name] for part in parts]
-            values = source[0].detach().expand(num_experts, *source[0].shape) if len(source) == 1 else torch.stack(source)
-            stacked = nn.Parameter(values.detach().clone(), requires_grad=source[0].requires_grad)
+            source = [part[name].detach() for part in parts]
+            values = source[0].expand(num_experts, *source[0].shape) if len(source) == 1 else torch.stack(source)
+            stacked = nn.Parameter(values.clone(), requires_grad=parts[0][name].requires_grad)
             path, _, leaf = name.rpartition(".")
             setattr(skeleton.get_submodule(path), leaf, stacked)
         self.expert = _grouped(skeleton) if self.is_grouped else skeleton
@@ -102,6 +102,6 @@ def _grouped(skeleton: nn.Module) -> nn.Module:
 
 def _as_grouped(linear: nn.Linear) -> GroupedLinear:
     grouped = GroupedLinear(linear)
-    grouped.weight = linear.weight  # the stacked parameters
+    grouped.weight = linear.weight  # a stack
     grouped.register_parameter("bias", linear.bias)
     return grouped

@@ -657,17 +657,31 @@ def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _around(module: nn.Module, slices: Slices) -> None:
-    """A module of stacked experts, called with hidden states, routes and weights of routes: its output is a partial sum."""
+    """A module of stacked experts, called with hidden states, routes and weights of routes: its output is a partial sum.
+
+    With shares of the tokens, each rank has routed its own: slices of experts need the tokens and the routes of all.
+    """
+    sizes: list[int] = []  # tokens of each rank, in this call
 
     def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shared = slices.tokens is not None
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        sizes[:] = slices.exchange.lengths(first, 0) if shared else []
+
         def change(value: Any) -> Any:
-            floats = isinstance(value, Tensor) and value.is_floating_point()
-            return enter(value, slices.exchange) if floats else value
+            if not isinstance(value, Tensor):
+                return value
+            if value.is_floating_point():
+                return enter(value, slices.exchange, 0 if shared else None, list(sizes) or None)
+            return slices.exchange.gather(value, 0, sizes) if shared else value
 
         return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
 
+    def leave_region(y: Tensor) -> Tensor:
+        return leave(y, slices.exchange, 0 if sizes else None, list(sizes) or None)
+
     module.register_forward_pre_hook(pre, with_kwargs=True)
-    module.register_forward_hook(_first_output(lambda y: leave(y, slices.exchange)))
+    module.register_forward_hook(_first_output(leave_region))
 
 
 class _ShiftedLoss:
