@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from slipstream import checkpoint
-from slipstream.moe import MoE
+from slipstream.moe import MoE, expert_loads
 from tests import cases, toy
 from tests.pool import distributed, run
 
@@ -297,3 +297,37 @@ def test_an_unmodified_model_of_experts(kind: str, tmp_path: Path) -> None:
     loaded = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(str(tmp_path))
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, state[name]), name
+
+
+class Balanced(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.moe = MoE(8, None, EXPERTS, k=1, ep_size=2, expert_size=8, balance_rate=rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x)[0].square().mean()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_bias_balances_the_load_of_all_ranks(transport: str) -> None:
+    torch.manual_seed(0)
+    model = Balanced(0.01)
+    with torch.no_grad():
+        model.moe.router.weight.mul_(10)
+    engine = make(model, 2, transport, bf16={"enabled": True})
+    worst = []
+    for step in range(60):
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        x = (torch.randn(256, 8, generator=generator) + 0.5).bfloat16()
+        engine.backward(engine(x))
+        engine.step()
+        load = expert_loads(engine.module)["moe"].clone()
+        assert load.sum() == 256
+        dist.all_reduce(load)
+        worst.append(load.max().item() / 128)
+    assert worst[0] > 1.6 and sum(worst[-5:]) / 5 < 1.25, worst
+    balance = engine.module.moe.balance
+    both = torch.stack([torch.empty_like(balance) for _ in range(2)])
+    dist.all_gather(list(both.unbind()), balance)
+    assert torch.equal(both[0], both[1]) and balance.abs().max() > 10
+    engine.destroy()

@@ -111,6 +111,8 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:

@@ -68,8 +68,9 @@ class MoE(nn.Module):
     routes to each expert of this rank's tokens. Raises ValueError if the sizes do not fit each other.
     """
 
-    balance_bias: Tensor | None
+    balance: Tensor | None
     load: Tensor
+    last_load: Tensor
 
     def __init__(
         self,
@@ -112,8 +113,10 @@ class MoE(nn.Module):
         self.shared, self.residual = shared, residual
         self.coefficient = nn.Linear(hidden_size, 2) if residual is not None else None
         self.balance_rate = balance_rate
-        self.register_buffer("balance_bias", None if balance_rate is None else torch.zeros(num_experts))
-        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        # The bias in units of the rate: integers keep their dtype in an engine, and bf16 would lose the steps of a bias.
+        self.register_buffer("balance", None if balance_rate is None else torch.zeros(num_experts, dtype=torch.int64))
+        for name in ("load", "last_load"):  # routes in this training step so far, and in the last one (moe/balance.py)
+            self.register_buffer(name, torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens = x.reshape(-1, x.shape[-1])
@@ -123,7 +126,7 @@ class MoE(nn.Module):
             self.k,
             score=self.score,
             normalize=self.normalize,
-            bias=self.balance_bias,
+            bias=self.bias,
             num_groups=self.num_groups,
             top_groups=self.top_groups,
             scale=self.scale,
@@ -137,6 +140,11 @@ class MoE(nn.Module):
         if self.residual is not None and self.coefficient is not None:
             out = mix_residual(out, self.residual(x), self.coefficient(x))
         return out, loss, routes.counts
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[num_experts], added to the scores for the choice of experts."""
+        return None if self.balance is None or self.balance_rate is None else self.balance * self.balance_rate
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[T, num_experts], fp32."""

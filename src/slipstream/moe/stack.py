@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +102,6 @@ def _grouped(skeleton: nn.Module) -> nn.Module:
 
 
 def _as_grouped(linear: nn.Linear) -> GroupedLinear:
-    grouped = GroupedLinear(linear)
-    grouped.weight = linear.weight  # a stack
-    grouped.register_parameter("bias", linear.bias)
+    grouped: Any = GroupedLinear(linear)
+    grouped.weight, grouped.bias = linear.weight, linear.bias  # both are stacks
     return grouped

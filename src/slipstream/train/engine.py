@@ -10,6 +10,7 @@ An engine owns its units, transports, optimizer and counters. Two engines in one
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 import zlib
@@ -211,6 +212,8 @@ class Engine(nn.Module):
             if states.updater.is_done:
                 states.settle()
         if self.step_applied:
+            for call in itertools.chain.from_iterable(states.after_update for states in self.states):
+                call()
             self.saves.prepare()
         rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
         self.progress.step_done(

@@ -17,6 +17,7 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, Loaded, read_config
+from slipstream.moe.balance import balancing
 from slipstream.moe.place import ExpertParallel, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
@@ -169,6 +170,8 @@ class _Cut(NamedTuple):
         if self.sequences is not None:
             self.sequences.exchange = engine.exchange("sp")
         self.experts.connect(engine.single.exchange)
+        data = engine.mesh.dense.both
+        engine.single.after_update.extend(balancing(engine.module, lambda: engine.single.exchange(data).sum))
 
 
 def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh, _Cut]:

@@ -59,6 +59,7 @@ class States:
     known: frozenset[int] = frozenset()  # ids of the model's parameters
     asleep: Asleep | None = None  # the states that sleep() moved away
     resources: dict[str, Any] = field(default_factory=dict)  # by name; closed with the engine: mail, exchanges of activations
+    after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
     average: weakref.ref[Average] | None = None  # the slipstream.ema.Ema of these states; the user owns it
 
     def __post_init__(self) -> None:
