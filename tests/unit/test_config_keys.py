@@ -95,6 +95,8 @@ def asking(switch: Key) -> Any:
         "data_types.keep_in_fp32_modules": ["lm_head"],
         "sparse_attention.mode": "bigbird",
         "weight_quantization.enabled": True,
+        **{f"expert_parallel.{name}": "x" for name in ("score_apply", "score_func", "expert_activation")},
+        "expert_parallel.route_norm": True,
         "weight_quantization.quantized_initialization": {"num_bits": 4},
         "weight_quantization.post_init_quant": {"fc": {"num_bits": 4}},
     }
@@ -164,6 +166,7 @@ def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
         "checkpoint.writer.data_parallel": "replica",
         "seq_parallel_communication_data_type": "bf16",
         "vocabulary_size": 50257,
+        "expert_parallel.has_shared_experts": True,
         "zero_optimization.offload_optimizer.cpuadam_cores_perc": 0.5,
     }
     raw = nest(key, special.get(key, other(table()[key].default)))

@@ -451,6 +451,7 @@ FULL = {
 # Honored keys without a field of their own in the plan.
 CHECKED = {"data_parallel_size", "sequence_parallel_size", "pipeline.stages", "slipstream.unknown_keys"}
 CHECKED |= {"tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"}  # sizes of an axis, as the two above
+CHECKED |= {"expert_parallel.enabled"}  # else autoep_size counts as 1
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 
 
@@ -668,6 +669,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "tensor_parallel.partition_config": st.just({"layer_specs": [{"patterns": ["a"]}]}),
     "tensor_parallel.vocab_parallel_lm_head": flags | st.none(),
     "slipstream.tensor.sequence_parallel": flags,
+    "expert_parallel.enabled": flags,
+    "expert_parallel.autoep_size": st.sampled_from([1, 2]),
     "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),
     "slipstream.optimizer_states": st.sampled_from(["default", "INT8"]),

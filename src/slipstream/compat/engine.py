@@ -21,7 +21,7 @@ from torch import Tensor
 import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
-from slipstream.compat import zero
+from slipstream.compat import groups, zero
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
@@ -445,6 +445,7 @@ def initialize(
     serve_schedule(scheduler)
     serve_optimizer(handle)
     zero.register_engine(engine)
+    groups.follow(engine.mesh)
     return engine, handle, loader, scheduler
 
 

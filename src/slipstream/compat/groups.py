@@ -1,27 +1,186 @@
-"""`deepspeed.utils.groups`: every rank is a data-parallel rank; there are no other axes yet."""
+"""`deepspeed.utils.groups`: the process groups of the engine that `deepspeed.initialize` made last; before, of all ranks.
+
+An axis of one rank has a group of one rank, so that a collective over it does nothing. Experts: `ep_size_N` names the layers that
+are split over N ranks.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from slipstream.compat.comm import get_rank, get_world_group, get_world_size
+from slipstream.world.mesh import Axis, Family, Mesh, Split
+
+_last: list[Mesh] = []  # DeepSpeed's functions have no argument that tells the engine
+_alone: dict[int, Any] = {}  # rank -> its group of one rank
 
 
-def _one() -> int:
-    return 1
+def follow(mesh: Mesh) -> None:
+    """Let the functions of this module tell about a mesh."""
+    _last[:] = [mesh]
 
 
-def _zero() -> int:
-    return 0
+def _axis(name: str) -> Axis:
+    if _last:
+        return getattr(_last[0], name)
+    size, rank = (get_world_size(), get_rank()) if name == "batch" else (1, 0)
+    return Axis(name, get_world_group() if size > 1 else None, tuple(range(size)) if name == "batch" else (get_rank(),), rank, size)
+
+
+def _group(axis: Axis) -> Any:
+    if axis.group is not None or not dist.is_initialized():
+        return axis.group
+    if get_world_size() == 1:
+        return get_world_group()
+    rank = get_rank()
+    if rank not in _alone:
+        _alone[rank] = dist.new_group([rank], use_local_synchronization=True)
+    return _alone[rank]
+
+
+def _of_data_and_sequences() -> Axis:
+    """The ranks among which samples and their parts are split."""
+    if not _last or _last[0].sp.size == 1:
+        return _axis("batch")
+    if _last[0].tp.size > 1:
+        raise ValueError("with tensor parallelism there is no group of the data- and sequence-parallel ranks; use engine.mesh")
+    return _last[0].dense.both
+
+
+def _get_data_parallel_group() -> Any:
+    return _group(_axis("batch"))
+
+
+def _get_data_parallel_world_size() -> int:
+    return _axis("batch").size
+
+
+def _get_data_parallel_rank() -> int:
+    return _axis("batch").index
 
 
 def _get_sequence_parallel_group() -> Any:
-    raise ValueError("sequence parallelism is not built yet, so it has no process group; set sequence_parallel_size to 1")
+    return _group(_axis("sp"))
 
 
-_get_data_parallel_group = get_data_parallel_group = _get_sequence_data_parallel_group = get_world_group
-_get_data_parallel_world_size = get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_world_size
-_get_data_parallel_rank = get_data_parallel_rank = _get_sequence_data_parallel_rank = get_rank
-_get_model_parallel_world_size = get_model_parallel_world_size = get_tensor_model_parallel_world_size = _one
-_get_sequence_parallel_world_size = _one
-_get_sequence_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _zero
+def _get_sequence_parallel_world_size() -> int:
+    return _axis("sp").size
+
+
+def _get_sequence_parallel_rank() -> int:
+    return _axis("sp").index
+
+
+def _get_sequence_data_parallel_group() -> Any:
+    return _group(_of_data_and_sequences())
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return _of_data_and_sequences().size
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return _of_data_and_sequences().index
+
+
+def _get_model_parallel_group() -> Any:
+    return _group(_axis("tp"))
+
+
+def _get_model_parallel_world_size() -> int:
+    return _axis("tp").size
+
+
+def get_model_parallel_rank() -> int:
+    return _axis("tp").index
+
+
+get_data_parallel_group, get_data_parallel_world_size = _get_data_parallel_group, _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+get_model_parallel_group = get_tensor_model_parallel_group = _get_model_parallel_group
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+# -- experts --
+
+
+def _expert_families() -> dict[str, tuple[Split, Family]]:
+    """The families of experts by DeepSpeed's name for them."""
+    families = _last[0].families.items() if _last else ()
+    return {f"ep_size_{split.size}": (split, family) for key, family in families for split in key if split.axis == "ep"}
+
+
+def _experts(group_name: str) -> tuple[Split, Family]:
+    families = _expert_families()
+    if group_name not in families:
+        raise AssertionError(f"no layer of experts has the group {group_name!r}; there are: {', '.join(families) or 'none'}")
+    return families[group_name]
+
+
+def _expert_axis(group_name: str) -> Axis:
+    split, family = _experts(group_name)
+    return family.parts_of(split)
+
+
+def _get_expert_parallel_group(group_name: str) -> Any:
+    return _group(_expert_axis(group_name))
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return _expert_axis(group_name).size
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _expert_axis(group_name).index
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    return list(_expert_axis(group_name).ranks)
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    return {name: _get_expert_parallel_group(name) for name in _expert_families()}
+
+
+def _get_expert_data_parallel_group(group_name: str) -> Any:
+    return _group(_experts(group_name)[1].both)
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return _experts(group_name)[1].both.size
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _experts(group_name)[1].both.index
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return list(_experts(group_name)[1].both.ranks)
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    return {name: _get_expert_data_parallel_group(name) for name in _expert_families()}
+
+
+def _get_max_expert_size() -> int:
+    """The largest number of ranks over which experts are split."""
+    sizes = [split.size for split, _ in _expert_families().values()]
+    assert sizes, "no layer of experts is split"
+    return max(sizes)
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> Any:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """The slices of each expert."""
+    keys = _last[0].families if _last else ()
+    return max((s.size for key in keys if any(e.axis == "ep" for e in key) for s in key if s.axis == "tp"), default=1)

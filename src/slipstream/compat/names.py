@@ -133,13 +133,24 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.versions": "accelerator_name git_branch git_hash installed_ops torch_info version"
     },
     "deepspeed.utils.logging": {"slipstream.compat.utils": "log_dist logger set_log_level_from_string"},
+    "deepspeed.moe.layer": {"slipstream.compat.moe": "MoE"},
+    "deepspeed.moe.sharded_moe": {"slipstream.compat.moe": "MOELayer TopKGate"},
+    "deepspeed.moe.utils": {
+        "slipstream.compat.moe": "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
+        "split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer "
+        "split_params_into_shared_and_expert_params"
+    },
     "deepspeed.utils.groups": {
         "slipstream.compat.groups": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
-        "_get_model_parallel_world_size _get_sequence_data_parallel_group _get_sequence_data_parallel_rank "
-        "_get_sequence_data_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
-        "_get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
-        "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_rank "
-        "get_tensor_model_parallel_world_size"
+        "_get_expert_data_parallel_group _get_expert_data_parallel_group_dict _get_expert_data_parallel_group_ranks "
+        "_get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_model_parallel_world_size "
+        "_get_expert_parallel_group _get_expert_parallel_group_dict _get_expert_parallel_group_ranks _get_expert_parallel_rank "
+        "_get_expert_parallel_world_size _get_max_expert_parallel_group _get_max_expert_size _get_max_expert_size_name "
+        "_get_model_parallel_group _get_model_parallel_world_size _get_sequence_data_parallel_group "
+        "_get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size _get_sequence_parallel_group "
+        "_get_sequence_parallel_rank _get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank "
+        "get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size "
+        "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
     },
     "deepspeed.utils.zero_to_fp32": {
         "slipstream.compat.weights": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
@@ -243,6 +254,8 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` raises",
     "deepspeed.utils.set_z3_leaf_modules": "only marks modules: blocks are gathered as a unit, so their modules are leaves",
     "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
+    "deepspeed.moe.layer.MoE": "stacks its experts: a parameter of one is `...experts.stack.expert.NAME` with a leading dimension. "
+    "Nothing is padded to the capacity; random draws of the gate come in another order",
     "engine.save_checkpoint": "`client_state` can hold numbers, strings, containers, tensors, numpy arrays and "
     "`argparse.Namespace`. A defaultdict is loaded as a dict. Other classes raise an error, because checkpoints "
     "contain no pickle",
@@ -280,7 +293,7 @@ REFUSED_THERE: Mapping[str, str] = {
     "a ZeRO checkpoint on a different number of ranks": "loads, at any stage",
 }
 
-_EXPERTS = "expert parallelism; experts are trained as ordinary parameters at every ZeRO stage"
+_EXPERTS = "the inside of DeepSpeed's layer; slipstream.moe has ours"
 _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps"
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"

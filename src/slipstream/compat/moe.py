@@ -1,0 +1,211 @@
+"""`deepspeed.moe`: the layer with DeepSpeed's gates and capacities, and its functions on parameter groups.
+
+The gate is DeepSpeed's, with random draws in an order of our own. Routes over the capacity are dropped before the tokens travel, so
+nothing is padded. Experts are stacked: their parameters have the names of one expert and a leading dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.moe import Experts, ExpertStack, Routes, gate, mix_residual
+
+_POLICIES = (None, "None", "Jitter", "RSample")
+_GROUP_NUMEL = 178956971  # DeepSpeed's largest group
+
+
+class TopKGate(nn.Module):
+    """DeepSpeed's gate: the router's weight is `wg.weight`; it computes in fp32."""
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: Any = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= num_experts:
+            raise ValueError(f"k ({k}) must lie in 1 to num_experts ({num_experts})")
+        if drop_tokens and min(capacity_factor, eval_capacity_factor) <= 0 and min_capacity < 1:
+            raise ValueError(
+                f"capacity_factor ({capacity_factor}), eval_capacity_factor ({eval_capacity_factor}) and min_capacity "
+                f"({min_capacity}) leave an expert no token: raise one, or set drop_tokens=False"
+            )
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
+        self.min_capacity, self.noisy_gate_policy, self.drop_tokens = min_capacity, noisy_gate_policy, drop_tokens
+        self.use_rts, self.top2_2nd_expert_sampling = use_rts, top2_2nd_expert_sampling
+
+    def forward(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
+        tokens = input.float()
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            tokens = gate.jitter(tokens)
+        logits = F.linear(tokens, self.wg.weight.float())
+        most = None
+        if self.drop_tokens:
+            factor = self.capacity_factor if self.training else self.eval_capacity_factor
+            most = gate.capacity(len(logits), logits.shape[1], factor * self.k, self.min_capacity)
+        if self.k == 1:
+            noisy = self.noisy_gate_policy == "RSample" and self.training
+            used = None if used_token is None else used_token.reshape(-1)
+            return gate.top1(logits, most, noisy=noisy, random_selection=self.use_rts, used=used)
+        if self.k == 2:
+            return gate.top2(logits, most, sampled=self.top2_2nd_expert_sampling)
+        return gate.top_k(logits, self.k, most)
+
+
+class MOELayer(nn.Module):
+    """A gate and the experts behind it; `l_aux` and `exp_counts` are those of the last call."""
+
+    def __init__(self, gate: TopKGate, experts: Experts) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+        self.l_aux: Tensor | None = None
+        self.exp_counts: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routes: Routes = self.gate(tokens, used_token)
+        self.l_aux, self.exp_counts = routes.loss, routes.counts
+        out: Tensor = self.experts(tokens, routes)
+        return out.view_as(hidden_states)
+
+
+class MoE(nn.Module):
+    """DeepSpeed's layer: `expert` is copied `num_experts` times; returns (output, l_aux, exp_counts)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        assert ep_size > 0 and num_experts % ep_size == 0, (
+            f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size})"
+        )
+        assert noisy_gate_policy in _POLICIES, f"Unsupported noisy_gate_policy: {noisy_gate_policy}"
+        self.num_experts, self.ep_size, self.num_local_experts = num_experts, ep_size, num_experts // ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"
+        self.use_residual, self.enable_expert_tensor_parallelism = use_residual, enable_expert_tensor_parallelism
+        router = TopKGate(
+            hidden_size,
+            num_experts,
+            k,
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            drop_tokens,
+            use_rts,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+        )
+        experts = Experts(ExpertStack(expert, num_experts), ep_size)
+        for param in experts.parameters():
+            vars(param).update(allreduce=False, group_name=self.expert_group_name)
+        self.deepspeed_moe = MOELayer(router, experts)
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Has no effect: `initialize` places the experts."""
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        output = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            output = mix_residual(output, self.mlp(hidden_states), self.coefficient(hidden_states))
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether a model has a layer of experts, and the number of experts of the first one."""
+    numbers = [module.num_experts for module in m.modules() if isinstance(module, Experts)]
+    return bool(numbers), numbers[0] if numbers else 0
+
+
+def is_moe_param(param: Any) -> bool:
+    """Whether a parameter is an expert's of `MoE`."""
+    return getattr(param, "allreduce", True) is False
+
+
+def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The parameters that are no experts', and those that are."""
+    params = list(params)
+    return [param for param in params if not is_moe_param(param)], [param for param in params if is_moe_param(param)]
+
+
+def split_params_grads_into_shared_and_expert_params(group: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of the parameters that are no experts', and of those that are."""
+    shared, experts = split_params_into_shared_and_expert_params(param for param in group if param.grad is not None)
+    return [param.grad for param in shared], [param.grad for param in experts]
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = _GROUP_NUMEL
+) -> list[dict[str, Any]]:
+    """Move experts' parameters into groups of their own, with `moe: True` and the name of their expert-parallel group.
+
+    max_group_size: elements of a group of experts; None: one group for each name. Here nothing needs these groups.
+    """
+    if isinstance(param_groups, dict):
+        groups = [param_groups]
+    elif isinstance(param_groups, (list, tuple)):
+        groups = list(param_groups)
+    else:
+        raise ValueError(f"Unknown param group type of {type(param_groups)}")
+    added: list[dict[str, Any]] = []
+    for group in groups:
+        dense, experts = split_params_into_shared_and_expert_params(group["params"])
+        group["params"] = dense
+        for name in dict.fromkeys(param.group_name for param in experts):
+            pieces: list[list[Any]] = [[]]
+            for param in (param for param in experts if param.group_name == name):
+                numel = sum(each.numel() for each in pieces[-1]) + param.numel()
+                if pieces[-1] and max_group_size is not None and numel > max_group_size:
+                    pieces.append([])
+                pieces[-1].append(param)
+            added += [{**group, "name": name, "moe": True, "params": piece} for piece in pieces]
+    return groups + added
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+    """Groups for parameters, or for groups without experts' groups; groups that have these stay as they are."""
+    assert isinstance(model_parameters, list), "model_parameters must be a list"
+    for each in model_parameters:
+        if not isinstance(each, (torch.Tensor, dict)):
+            raise TypeError(f"the parameters of an optimizer are tensors or groups, and one is a {type(each).__name__}")
+    if isinstance(model_parameters[0], torch.Tensor):
+        return split_params_into_different_moe_groups_for_optimizer({"params": model_parameters, "name": "dense-params"})
+    if any("moe" in group for group in model_parameters):
+        return model_parameters
+    return split_params_into_different_moe_groups_for_optimizer(model_parameters)

@@ -1,0 +1,242 @@
+"""Routing, dispatch and stacks of experts in one process, against plain torch; DeepSpeed's gates against its formulas."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.compat import moe as deepspeed_moe
+from slipstream.moe import ExpertStack, MoE, gate
+from slipstream.moe.dispatch import run_experts
+from slipstream.moe.grouped import grouped_linear
+
+
+def mixed(x: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None, matrices: Tensor) -> Tensor:
+    """Token by token: the weighted sum of the experts' tanh(x W)."""
+    rows = []
+    for t, k in itertools.product(range(len(x)), range(experts.shape[1])):
+        own = weights[t, k] * torch.tanh(x[t] @ matrices[experts[t, k]])
+        rows.append(own if kept is None or kept[t, k] else own * 0)
+    return torch.stack(rows).view(len(x), experts.shape[1], -1).sum(1) if rows else x.new_zeros(0, matrices.shape[2])
+
+
+@given(st.integers(0, 9), st.integers(1, 3), st.integers(3, 5), st.booleans(), st.integers(0, 1000))
+def test_tokens_go_to_their_experts_and_back(tokens: int, k: int, num: int, drops: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    matrices = torch.randn(num, 4, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(tokens, k, generator=generator, dtype=torch.float64, requires_grad=True)
+    experts = torch.rand(tokens, num, generator=generator).topk(k, 1).indices
+    kept = torch.rand(tokens, k, generator=generator) < 0.6 if drops else None
+
+    def compute(rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.tanh(grouped_linear(rows, matrices.transpose(1, 2), counts))
+
+    out = run_experts(x, experts, weights, kept, num, compute, None)
+    expected = mixed(x, experts, weights, kept, matrices)
+    torch.testing.assert_close(out, expected)
+    inputs = [x, matrices, weights]
+    unused = sum((each.sum() * 0 for each in inputs), torch.zeros(()))  # the plain result of no tokens has no graph
+    grads, wanted = (torch.autograd.grad((each * each).sum() + unused, inputs) for each in (out, expected))
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_grouped_products_are_those_of_each_expert(counts: list[int], biased: bool, transposed: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), 6, dtype=dtype, requires_grad=True)
+    stored = torch.randn(len(counts), 6, 3, dtype=dtype) if transposed else torch.randn(len(counts), 3, 6, dtype=dtype)
+    stored.requires_grad_()
+    weight = stored.transpose(1, 2) if transposed else stored
+    bias = torch.randn(len(counts), 3, dtype=dtype, requires_grad=True) if biased else None
+    out = grouped_linear(x, weight, counts, bias)
+    parts = x.split(counts)
+    each = [F.linear(part, weight[i], None if bias is None else bias[i]) for i, part in enumerate(parts)]
+    inputs = [tensor for tensor in (x, stored, bias) if tensor is not None]
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, upstream)
+    wanted = torch.autograd.grad(torch.cat(each), inputs, upstream)
+    torch.testing.assert_close(out, torch.cat(each))
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# -- DeepSpeed's gates, by one-hot masks and capacity buffers --
+
+
+def buffered(logits: Tensor, choices: list[Tensor], most: int | None, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[T, E] probabilities that remain, and the auxiliary loss of the first choices."""
+    probs = logits.softmax(1)
+    num = logits.shape[1]
+    masks = [F.one_hot(choice, num).float() for choice in choices]
+    loss = num * (probs.mean(0) * masks[0].mean(0)).sum()
+    before, left = torch.zeros(num), []
+    for mask in masks:
+        places = mask.cumsum(0) - 1 + before
+        before = before + mask.sum(0)
+        left.append(mask if most is None else mask * (places < most))
+    return probs * sum(left, torch.zeros_like(probs)), loss
+
+
+def dense(routes: gate.Routes, num: int) -> Tensor:
+    return torch.zeros(len(routes.experts), num).scatter_add(1, routes.experts, routes.weights)
+
+
+@given(st.integers(1, 40), st.integers(2, 6), st.integers(0, 100))
+def test_top1_and_top2_are_those_of_the_papers(tokens: int, num: int, seed: int) -> None:
+    logits = torch.randn(tokens, num, generator=torch.Generator().manual_seed(seed)) * 2
+    most = gate.capacity(tokens, num, 1.0, 1)
+    first = logits.argmax(1)
+    for limit in (None, most):
+        routes = gate.top1(logits, limit, random_selection=False)
+        probs, loss = buffered(logits, [first], limit)
+        torch.testing.assert_close(dense(routes, num), probs)
+        torch.testing.assert_close(routes.loss, loss)
+        assert routes.counts.tolist() == torch.bincount(first, minlength=num).tolist()
+        second = logits.masked_fill(F.one_hot(first, num).bool(), -torch.inf).argmax(1)
+        routes = gate.top2(logits, limit, sampled=False)
+        probs, loss = buffered(logits, [first, second], limit)
+        torch.testing.assert_close(dense(routes, num), probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps))
+        torch.testing.assert_close(routes.loss, loss)
+        assert routes.counts.sum() == 2 * tokens
+
+
+def test_a_capacity_takes_the_likeliest_or_random_tokens() -> None:
+    logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) + torch.tensor([4.0, 0, 0, 0])
+    routes = gate.top_k(logits, 3, 20)
+    probs = logits.softmax(1)
+    for expert in range(4):
+        chosen = (routes.experts == expert).any(1)
+        kept = dense(routes, 4)[:, expert] > 0
+        assert kept.sum() == min(20, int(chosen.sum()))
+        if kept.sum() < chosen.sum():
+            assert probs[kept, expert].min() >= probs[chosen & ~kept, expert].max()
+    torch.manual_seed(1)
+    picks = {tuple(gate.top1(logits, 10).kept.nonzero()[:, 0].tolist()) for _ in range(3)}  # type: ignore[union-attr]
+    assert len(picks) == 3
+    torch.manual_seed(1)
+    again = tuple(gate.top1(logits, 10).kept.nonzero()[:, 0].tolist())  # type: ignore[union-attr]
+    assert again in picks
+    unused = gate.top1(logits, None, used=torch.arange(64) % 2)
+    assert unused.kept is not None and unused.kept[::2].sum() == 0 and unused.counts.sum() == 32
+
+
+def test_noise_draws_as_the_softmax_says() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0]]).expand(20000, 3)
+    torch.manual_seed(0)
+    counts = gate.top1(logits, None, noisy=True).counts / 20000
+    torch.testing.assert_close(counts, logits[0].softmax(0), rtol=0, atol=0.02)
+    x = gate.jitter(torch.ones(1000))
+    assert 0.99 <= x.min() < 0.9905 and 1.0095 < x.max() <= 1.01
+
+
+def test_groups_limit_the_choice() -> None:
+    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    routes = gate.choose(logits, 3, score="sigmoid", num_groups=4, top_groups=2, bias=torch.zeros(8), scale=2.5)
+    assert all(len(set((row // 2).tolist())) <= 2 for row in routes.experts)
+    torch.testing.assert_close(routes.weights.sum(1), torch.full((50,), 2.5))
+    biased = gate.choose(logits, 1, bias=torch.tensor([10.0, 0, 0, 0, 0, 0, 0, 0]), normalize=False)
+    assert (biased.experts == 0).all()
+    torch.testing.assert_close(biased.weights[:, 0], logits.softmax(1)[:, 0])
+
+
+# -- layers --
+
+
+def expert(dim: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(dim, 12), nn.GELU(), nn.Linear(12, dim))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_deepspeeds_layer(k: int, residual: bool) -> None:
+    torch.manual_seed(0)
+    template = expert()
+    layer = deepspeed_moe.MoE(8, template, 4, k=k, use_residual=residual, use_rts=False, top2_2nd_expert_sampling=False)
+    x = torch.randn(3, 10, 8)
+    out, loss, counts = layer(x)
+    tokens = x.view(-1, 8)
+    routes = layer.deepspeed_moe.gate(tokens)
+    share = dense(routes, 4).sum(1)  # all experts start as copies
+    expected = template(tokens) * share[:, None]
+    if residual:
+        weights = layer.coefficient(tokens).softmax(1)
+        expected = expected * weights[:, :1] + template(tokens) * weights[:, 1:]
+    torch.testing.assert_close(out.view(-1, 8), expected)
+    assert counts is not None and counts.sum() == 30 * k and loss is not None and loss > 0
+    assert routes.kept is not None and not routes.kept.all()
+    layer.eval()
+    assert {name for name, _ in layer.named_parameters() if "mlp" not in name and "coef" not in name} == {
+        "deepspeed_moe.gate.wg.weight",
+        *(f"deepspeed_moe.experts.stack.expert.{i}.{leaf}" for i in (0, 2) for leaf in ("weight", "bias")),
+    }
+
+
+def test_groups_for_the_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), deepspeed_moe.MoE(8, expert(), 4))
+    assert deepspeed_moe.has_moe_layers(model) == (True, 4) and deepspeed_moe.has_moe_layers(model[0]) == (False, 0)
+    groups = deepspeed_moe.split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "all", "lr": 0.5}, max_group_size=50
+    )
+    assert [(g["name"], g.get("moe"), len(g["params"]), g["lr"]) for g in groups] == [
+        ("all", None, 3, 0.5),
+        ("ep_size_1", True, 1, 0.5),
+        ("ep_size_1", True, 1, 0.5),
+        ("ep_size_1", True, 1, 0.5),
+        ("ep_size_1", True, 1, 0.5),
+    ]
+    assert [len(g["params"]) for g in deepspeed_moe.configure_moe_param_groups(list(model.parameters()))] == [3, 4]
+    assert deepspeed_moe.configure_moe_param_groups(groups) is groups
+    with pytest.raises(TypeError, match="one is a str"):
+        deepspeed_moe.configure_moe_param_groups(["a"])
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "k": (lambda: MoE(8, None, 4, k=5), r"k \(5\) must lie in 1 to num_experts \(4\)"),
+    "groups": (lambda: MoE(8, None, 8, k=3, num_groups=4), "1 of 4 groups of 8 experts do not have k"),
+    "score": (lambda: MoE(8, None, 4, score="tanh"), "neither 'softmax' nor 'sigmoid'"),  # type: ignore[arg-type]
+    "ep": (lambda: MoE(8, None, 4, ep_size=3), r"4 experts cannot be split over ep_size \(3\)"),
+    "none": (lambda: MoE(8, None, 0, k=1), "k"),
+    "empty": (lambda: ExpertStack(nn.ReLU(), 2), "ReLU has no parameters"),
+    "tied": (lambda: ExpertStack(Twice(), 2), "one parameter under several names"),
+    "buffers": (lambda: ExpertStack(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2), "has buffers .*running_mean"),
+    "differing": (lambda: ExpertStack(iter([nn.Linear(4, 4), nn.Linear(4, 8)]).__next__, 2), "the same names and shapes"),
+    "capacity": (lambda: deepspeed_moe.MoE(8, expert(), 4, eval_capacity_factor=0, min_capacity=0), "leave an expert no token"),
+    "deepspeed's k": (lambda: deepspeed_moe.MoE(8, expert(), 2, k=3), r"k \(3\) must lie"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_misfits_are_refused(case: str) -> None:
+    make, text = REFUSED[case]
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_logits_that_are_not_finite_reach_the_loss() -> None:
+    layer = MoE(8, None, 4, k=2, expert_size=8)
+    x = torch.randn(5, 8)
+    x[2] = torch.nan
+    out, loss, _ = layer(x)
+    assert out[2].isnan().all() and not out[[0, 1, 3, 4]].isnan().any() and loss.isnan()
