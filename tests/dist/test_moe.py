@@ -9,8 +9,13 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from slipstream import checkpoint
+import slipstream
+from slipstream import checkpoint, optim
+from slipstream.compat import groups
+from slipstream.compat import moe as deepspeed_moe
+from slipstream.compat.engine import initialize
 from slipstream.moe import MoE, expert_loads
+from slipstream.zero.leaves import mark_stack
 from tests import cases, toy
 from tests.pool import distributed, run
 
@@ -331,3 +336,135 @@ def test_a_bias_balances_the_load_of_all_ranks(transport: str) -> None:
     dist.all_gather(list(both.unbind()), balance)
     assert torch.equal(both[0], both[1]) and balance.abs().max() > 10
     engine.destroy()
+
+
+# -- optimizers and tiers --
+
+
+def stepped(optimizer: dict[str, Any], ep: int, stage: int, **blocks: Any) -> dict[str, Tensor]:
+    engine = make(build("top-2, gated", ep), stage, optimizer=optimizer, **blocks)
+    train(engine, steps=2)
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.destroy()
+    return state
+
+
+class Apart(nn.Module):
+    """The experts of a layer as parameters of their own."""
+
+    def __init__(self, stack: Tensor) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(part.clone() for part in stack)
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "Muon"])
+def test_norms_are_those_of_each_expert(kind: str) -> None:
+    """A stack steps as its experts would, each a parameter of its own."""
+    torch.manual_seed(0)
+    first, grad = torch.randn(4, 6, 5), torch.randn(4, 6, 5) * torch.tensor([1.0, 10, 100, 1000]).view(4, 1, 1)
+    stack, apart = nn.Parameter(first.clone()), Apart(first)
+    mark_stack(stack)
+    stack.grad = grad.clone()
+    for part, own in zip(apart.parts, grad, strict=True):
+        part.grad = own.clone()
+    extra = {"use_muon": True} if kind == "Muon" else {}
+    for params in ([stack], list(apart.parts)):
+        getattr(optim, kind)([{"params": params, **extra}], lr=0.1).step()
+    torch.testing.assert_close(stack.detach(), torch.stack(list(apart.parts)).detach())
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", ["Lamb", "Muon"])
+def test_shape_aware_optimizers_do_not_see_where_experts_are(kind: str) -> None:
+    settings = {"type": kind, "params": {"lr": 1e-2}}
+    whole = stepped(settings, 1, 1)
+    for ep, stage in ((2, 1), (2, 3)):
+        for name, value in stepped(settings, ep, stage).items():
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.disk
+@distributed(world_size=2)
+def test_experts_rest_on_the_host_and_on_disk(tmp_path: Path) -> None:
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+    resident = stepped(adamw, 2, 3)
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for zero in (
+        {"offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": disk},
+        {"offload_optimizer": disk, "offload_param": disk},
+    ):
+        for name, value in stepped(adamw, 2, 3, zero_optimization=zero).items():
+            assert torch.equal(value, resident[name]), name
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_experts_in_half_precision(half: str) -> None:
+    """An overflow in an expert of one rank skips the update on all."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
+    engine = make(build("top-2, gated", 2), 2, **{half: {"enabled": True}})
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    if half == "fp16":
+        x = batch(0, 0).to(dtype)
+        engine.backward(engine(x if dist.get_rank() == 0 else x * 1e4))
+        engine.step()
+        assert not engine.step_applied
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    for step in range(3):
+        engine.backward(engine(batch(dist.get_rank(), step).to(dtype)))
+        engine.step()
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_model_on_meta_is_cut_before_it_has_memory() -> None:
+    torch.manual_seed(0)
+    expected = {name: value.clone() for name, value in Model("top-2, gated").state_dict().items()}
+    torch.manual_seed(0)
+    with slipstream.zero.Init():
+        model = Model("top-2, gated", 2)
+    engine = make(model, 3)
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    engine.destroy()
+
+
+@distributed(world_size=4)
+def test_deepspeeds_groups_are_those_of_the_last_engine() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 8), Residual(deepspeed_moe.MoE(8, nn.Sequential(nn.Linear(8, 8), nn.Tanh()), 4, ep_size=2, k=2))
+    )
+    adamw = {"type": "AdamW", "params": {"lr": 1e-2}}
+    engine: Any = initialize(
+        model=model,
+        config={"train_batch_size": 4, "zero_optimization": {"stage": 3}, "optimizer": adamw},
+        model_parameters=deepspeed_moe.configure_moe_param_groups(list(model.parameters())),
+    )[0]
+    rank = dist.get_rank()
+    assert groups._get_max_expert_size_name() == "ep_size_2"
+    assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
+    assert (groups._get_expert_parallel_rank("ep_size_2"), groups._get_data_parallel_world_size()) == (rank % 2, 4)
+    ones = torch.ones(())
+    dist.all_reduce(ones, group=groups._get_expert_parallel_group("ep_size_2"))
+    dist.all_reduce(ones, group=groups._get_model_parallel_group())  # a group of one rank
+    assert ones == 2
+    with pytest.raises(AssertionError, match="no layer of experts has the group 'ep_size_3'; there are: ep_size_2"):
+        groups._get_expert_parallel_group("ep_size_3")
+    loss = engine(batch(rank, 0)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    assert engine.step_applied
+    engine.destroy()
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, loss, _ = self.layer(x)
+        return x + out + 0.01 * loss

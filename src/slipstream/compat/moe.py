@@ -6,6 +6,7 @@ nothing is padded. Experts are stacked: their parameters have the names of one e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -68,20 +69,29 @@ class TopKGate(nn.Module):
 
 
 class MOELayer(nn.Module):
-    """A gate and the experts behind it; `l_aux` and `exp_counts` are those of the last call."""
+    """A gate and the experts behind it.
+
+    [Note: l_aux] A layer that kept its loss would keep the graph, whose leaves keep the engine's shared memory after destroy():
+    Python's collector does not see cycles through a graph. So only the caller keeps the loss.
+    """
 
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts
-        self.l_aux: Tensor | None = None
-        self.exp_counts: Tensor | None = None
+        self.exp_counts = torch.empty(0, dtype=torch.int64)
+        self._loss: weakref.ref[Tensor] | None = None
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> Tensor:
+    @property
+    def l_aux(self) -> Tensor | None:
+        """The loss of the last call, while the caller keeps it."""
+        return None if self._loss is None else self._loss()
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes: Routes = self.gate(tokens, used_token)
-        self.l_aux, self.exp_counts = routes.loss, routes.counts
+        self._loss, self.exp_counts = weakref.ref(routes.loss), routes.counts
         out: Tensor = self.experts(tokens, routes)
-        return out.view_as(hidden_states)
+        return out.view_as(hidden_states), routes.loss
 
 
 class MoE(nn.Module):
@@ -136,11 +146,11 @@ class MoE(nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Has no effect: `initialize` places the experts."""
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        output = self.deepspeed_moe(hidden_states, used_token)
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        output, loss = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
             output = mix_residual(output, self.mlp(hidden_states), self.coefficient(hidden_states))
-        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        return output, loss, self.deepspeed_moe.exp_counts
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:

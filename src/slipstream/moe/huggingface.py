@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slipstream.moe.dispatch import run_experts
 from slipstream.moe.grouped import grouped_linear
 from slipstream.parallel.exchange import Exchange, gather_from, scatter_to
+from slipstream.zero.leaves import mark_stack
 
 _LAYOUT = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
 
@@ -28,6 +29,8 @@ def adopt(module: Any) -> None:
     """Let transformers' module of experts compute by sorted rows and grouped products."""
     if not isinstance(module, ForeignExperts):
         vars(module).update(exchange=None, tokens=None)
+        for param in module.parameters():
+            mark_stack(param)
         module.__class__ = type(type(module).__name__, (ForeignExperts, type(module)), {})
 
 

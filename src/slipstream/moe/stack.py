@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from slipstream.moe.grouped import GroupedLinear
+from slipstream.zero.leaves import mark_stack
 
 
 class ExpertStack(nn.Module):
@@ -46,6 +47,7 @@ class ExpertStack(nn.Module):
             source = [part[name].detach() for part in parts]
             values = source[0].expand(num_experts, *source[0].shape) if len(source) == 1 else torch.stack(source)
             stacked = nn.Parameter(values.clone(), requires_grad=parts[0][name].requires_grad)
+            mark_stack(stacked)
             path, _, leaf = name.rpartition(".")
             setattr(skeleton.get_submodule(path), leaf, stacked)
         self.expert = _grouped(skeleton) if self.is_grouped else skeleton

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from slipstream.optim.rules import Arrays, Rule, plain_numbers
+from slipstream.zero.leaves import is_stack
 
 Update = Callable[[dict[str, Any], Tensor, Tensor, dict[str, Any]], None]
 
@@ -45,8 +46,10 @@ def step_by_rule(rule: Rule, state: dict[str, Any], param: Tensor, grad: Tensor,
     if rule.counts:
         state["step"] += 1
     master = param.detach().contiguous().view(-1)
-    run = Arrays(master, grad.contiguous().view(-1), [state[name].view(-1) for name in rule.states], None)
-    rule.apply(plain_numbers(group), int(state.get("step", 0)), run, 1.0, None)
+    arrays = [master, grad.contiguous().view(-1), *(state[name].view(-1) for name in rule.states)]
+    length = param.numel() // len(param) if rule.is_whole and is_stack(param) else param.numel()
+    for tensor, gradient, *states in zip(*(array.split(length) for array in arrays), strict=True):
+        rule.apply(plain_numbers(group), int(state.get("step", 0)), Arrays(tensor, gradient, states, None), 1.0, None)
     if master.data_ptr() != param.data_ptr():
         param.copy_(master.view(param.shape))
     torch.autograd.graph.increment_version(param)  # a kernel's write does not: a backward has to see that saved weights changed

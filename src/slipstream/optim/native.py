@@ -20,6 +20,7 @@ from slipstream.optim import rules
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.zero.layout import ALIGN
+from slipstream.zero.leaves import is_stack
 from slipstream.zero.placement import Tier
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Section, Store, section, write
@@ -132,7 +133,7 @@ class NativeSteps(ShardedSteps):
         return self.moments(unit).chunks
 
     def _runs_of(self, unit: Unit) -> Iterator[Run]:
-        """Maximal runs of adjacent trainable pieces for their next step, or one run per piece if the rule needs whole parameters.
+        """Maximal runs of adjacent trainable pieces for their next step, or one per tensor if the rule needs whole tensors.
 
         A run includes the padding between parameters and after the last one: gradients and weights are zero there, so no update
         changes them.
@@ -150,6 +151,16 @@ class NativeSteps(ShardedSteps):
                     continue
                 yield run
             run = Run(piece.start, stop, piece.group, step)
+            if self.rule.is_whole and is_stack(piece.param):
+                length = (piece.stop - piece.start) // piece.shape[0]
+                if length % align:
+                    raise ValueError(
+                        f"parameter {piece.name!r} is a stack of experts of {length} elements, whose norms need states in fp32, "
+                        f'or a multiple of {align} elements: drop "slipstream": {{"optimizer_states": ...}}'
+                    )
+                for start in range(piece.start, piece.stop - length, length):
+                    yield run._replace(start=start, stop=start + length)
+                run = run._replace(start=piece.stop - length)
         if run is not None:
             yield run
 

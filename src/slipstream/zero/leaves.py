@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from slipstream.world.mesh import Differs, Split
 
 _PARTS = "_slipstream_parts"  # attribute of a parameter: its Parts
+_STACK = "_slipstream_stack"  # attribute of a parameter: it is a stack
 _AXES = ("tp", "ep")
 
 Ranges = tuple[tuple[int, int], ...]
@@ -69,6 +70,18 @@ def mark_part(
     if size > 1 or axis == "tp":
         others = [part for part in parts_of(param) if part.split.axis != axis]
         setattr(param, _PARTS, (*others, Part(Split(axis, size), dim, numel, ranges)))
+
+
+def mark_stack(param: nn.Parameter) -> None:
+    """Mark a parameter as a stack of tensors along its first dimension (experts), which optimizers treat one by one.
+
+    The norms of LAMB and the matrices of Muon are those of each expert then, whatever rank has it.
+    """
+    setattr(param, _STACK, True)
+
+
+def is_stack(param: Tensor) -> bool:
+    return getattr(param, _STACK, False)
 
 
 def mark_tied(param: nn.Parameter, stages: Sequence[int]) -> None:
