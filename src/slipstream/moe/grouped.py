@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.ops import pages
+
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """rows of expert e times weight[e].T, plus bias[e]. Gradients of an expert without rows are zero.
@@ -74,7 +76,7 @@ def _times(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | No
 
 def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """[experts, out, in], in the strides of the weight."""
-    out = torch.empty_like(weight)  # keeps the order of dense strides
+    out = pages.empty_like(weight)  # keeps the order of dense strides
     if _by_torch(x) and len(x):
         return out.copy_(torch.nn.functional.grouped_mm(grad.t(), x, offs=_ends(counts, x.device)))
     transposed = out.stride(2) > out.stride(1)
