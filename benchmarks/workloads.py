@@ -123,7 +123,10 @@ class Block(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         x = x + self.proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
-        result: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.mlp(self.norm2(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(F.gelu(self.up(x)))
         return result
 
 

@@ -159,7 +159,7 @@ def resume(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
 def test_checkpoints_load_at_any_expert_parallel_size(tmp_path: Path) -> None:
     expected = run(4, save, tmp_path, 2, 2)[0]
     shapes = {name: info.shape for name, info in checkpoint.load_metadata(str(tmp_path), "x").tensors.items()}
-    assert shapes["model.blocks.0.moe.experts.stack.expert.up.weight"] == (EXPERTS, 24, 16)
+    assert shapes["model.blocks.0.moe.experts.stack.expert.gate_up.weight"] == (EXPERTS, 48, 16)
     assert run(4, resume, tmp_path, 2, 2)[0] == expected
     for stage, ep in ((3, 4), (0, 1)):
         losses, norms = run(4, resume, tmp_path, stage, ep)[0]

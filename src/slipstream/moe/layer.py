@@ -165,14 +165,14 @@ def mix_residual(out: Tensor, dense: Any, coefficient: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); gate and up are one product."""
 
     def __init__(self, hidden_size: int, size: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden_size, size, bias=False)
-        self.up = nn.Linear(hidden_size, size, bias=False)
+        self.gate_up = nn.Linear(hidden_size, 2 * size, bias=False)
         self.down = nn.Linear(size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        gates, values = self.gate_up(x).chunk(2, -1)
+        out: Tensor = self.down(F.silu(gates) * values)
         return out

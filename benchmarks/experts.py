@@ -1,0 +1,98 @@
+"""The leg on experts: a layer over a dense one with the same active products, peers over ours, and a GPT's step on two ranks.
+
+All contenders stay alive and take turns of one step each, in both directions; a layer's have one process and thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.experts_worker import EXPERTS, GATED, TOKENS, TOP, WIDTH
+from benchmarks.legs import Options
+from benchmarks.peers import Peers, prepare
+from benchmarks.ranks import Ranks
+from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.worker import Failed
+from benchmarks.workloads import Workload
+
+PLAIN = ("dense", "slipstream", "deepspeed", "deepspeed:drops")
+GATED_ONES = ("dense:gated", "slipstream:gated", "mixtral:grouped_mm", "mixtral:eager")
+SHAPES = ((8, 1), (8, 2), (16, 1), (16, 2))
+WORK = Workload(name="experts", width=512, depth=6, heads=8, vocab=2048, batch=4, length=256)
+
+
+def turns(
+    target: str, systems: Sequence[str], arguments: Mapping[str, Any], world: int, peers: Peers, count: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each contender, turn by turn; and of those that failed, why."""
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    troubles: dict[str, str] = {}
+    with ExitStack() as stack:
+        alive: dict[str, Ranks] = {}
+        for name in systems:
+            is_peer = name.startswith("deepspeed")
+            if is_peer and peers.python is None:
+                troubles[name] = peers.missing
+                continue
+            place: dict[str, Any] = {"python": peers.python, "env": peers.env()} if is_peer else {}
+            try:
+                ranks = stack.enter_context(
+                    Ranks(f"benchmarks.experts_worker:{target}", {"system": name, **arguments}, world, name=name, **place)
+                )
+                ranks.call("steps", count=2)
+                alive[name] = ranks
+            except Failed as error:
+                print(error)
+                troubles[name] = error.reason
+        for turn in range(count):
+            for name, ranks in list(alive.items())[:: 1 if turn % 2 == 0 else -1]:
+                seconds[name].append(max(statistics.mean(reply["times"]) for reply in ranks.call("steps", count=1)))
+    return seconds, troubles
+
+
+def run(options: Options) -> str:
+    peers = prepare(options.peers)
+    count = options.num_rounds(9)
+    rows, judged = [], []
+    for num_experts, k in SHAPES[: 1 if options.quick else None]:
+        for names in (PLAIN, GATED_ONES):
+            seconds, troubles = turns("layer", names, {"num_experts": num_experts, "k": k}, 1, peers, count)
+            dense, ours = seconds[names[0]], seconds[names[1]]
+            for name in names:
+                shape = [str(num_experts), str(k), name]
+                if name in troubles:
+                    rows.append([*shape, troubles[name]])
+                    continue
+                over = [Spread.ratio(seconds[name], other).show(2) for other in (dense, ours)]
+                rows.append([*shape, Spread.of(seconds[name]).show(), *over])
+            which = f"{num_experts} experts, top-{k}"
+            if names is PLAIN:
+                judged.append(verdict(f"{which}: over the dense layer", Spread.ratio(ours, dense).median, 1.15))
+                if "deepspeed" not in troubles:
+                    gain = Spread.ratio(seconds["deepspeed"], ours).median
+                    judged.append(verdict(f"{which}: DeepSpeed's over ours", gain, 2.0, at_least=True))
+            else:
+                gain = min(Spread.ratio(seconds[name], ours).median for name in names[2:] if name not in troubles)
+                judged.append(verdict(f"{which}: the better of transformers' over ours", gain, 1.2, at_least=True))
+        print(f"  experts {num_experts}, top-{k}: done", flush=True)
+    seconds, _ = turns("model", ("dense", "swap", "ep", "local"), {"work": dataclasses.asdict(WORK)}, 2, peers, count)
+    ideal = [a + b for a, b in zip(seconds["dense"], seconds["swap"], strict=True)]
+    steps = [[name, Spread.of(values).show(), Spread.ratio(values, ideal).show(2)] for name, values in seconds.items()]
+    judged.append(verdict("GPT, EP 2: over the dense step and the exchanges", Spread.ratio(seconds["ep"], ideal).median, 1.2))
+    return "\n\n".join(
+        (
+            f"One layer, {TOKENS:,} tokens of {WIDTH} features, fp32, one thread: forward and backward, median (min-max) of "
+            f"{count} turns. Experts of {4 * WIDTH:,} features (GELU), or {GATED:,} gated (SiLU); `dense` has the products of k "
+            f"experts, `mixtral` is transformers' block. DeepSpeed pads all experts to the fullest one, or (drops) to a capacity "
+            f"of 1. {peers}.",
+            table(["experts", "k", "contender", "s", "over dense", "over ours"], rows),
+            f"{WORK.describe()}, fp32, ZeRO-1, 2 ranks: dense, or {EXPERTS} experts of half of its MLP, top-{TOP}, split over the "
+            "ranks (ep) or on both (local). swap: the all-to-alls of a step alone.",
+            table(["contender", "s", "over dense + swap"], steps),
+            verdicts(judged),
+        )
+    )
