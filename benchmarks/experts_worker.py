@@ -102,7 +102,12 @@ def _mixtral(way: str) -> Callable[[int, int], Any]:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-        sizes = {"hidden_size": WIDTH, "intermediate_size": GATED, "num_local_experts": num_experts, "num_experts_per_tok": k}
+        sizes: dict[str, Any] = {
+            "hidden_size": WIDTH,
+            "intermediate_size": GATED,
+            "num_local_experts": num_experts,
+            "num_experts_per_tok": k,
+        }
         module = MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation=way))
         for param in module.parameters():
             nn.init.normal_(param, std=0.02)
@@ -162,7 +167,7 @@ def model(channel: Channel, system: str, work: dict[str, Any]) -> None:
 
     def swap() -> None:
         """Forward and backward of each layer: two all-to-alls of the rows each, evenly, and one of the counts."""
-        exchange = next(module.exchange for module in net.modules() if getattr(module, "exchange", None) is not None)
+        exchange: Any = next(module.exchange for module in net.modules() if getattr(module, "exchange", None) is not None)
         rows = torch.ones(sizes.batch * sizes.length * TOP, sizes.width)
         even = [len(rows) // exchange.size] * exchange.size
         own = [EXPERTS // exchange.size] * exchange.size

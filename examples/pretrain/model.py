@@ -1,4 +1,4 @@
-"""A small Llama-style language model in plain PyTorch: it knows nothing of Slipstream.
+"""A small Llama-style language model in plain PyTorch. It knows nothing of Slipstream, but for its layer of experts.
 
 Pre-norm blocks (RMSNorm, rotary attention, SwiGLU) in an `nn.ModuleList`, which is what makes each block a
 unit of its own under ZeRO-3. Shape suffixes: B batch, T time, D model width, H heads, K head width, V
@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.moe import MoE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -27,6 +29,8 @@ class ModelConfig:
     layers: int = 3
     heads: int = 6
     hidden: int = 1024
+    experts: int = 0  # in place of each MLP; 0: none
+    top_k: int = 2  # experts of a token, each with `hidden / top_k` features: as many products as the MLP
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
 
@@ -103,14 +107,26 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parts: int = 1) -> None:
         super().__init__()
-        self.up = Linear(config.dim, 2 * config.hidden)
-        self.down = Linear(config.hidden, config.dim, config.residual_std)
+        self.up = Linear(config.dim, 2 * config.hidden // parts)
+        self.down = Linear(config.hidden // parts, config.dim, config.residual_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate, value = self.up(x_BTD).chunk(2, dim=-1)
         return self.down(F.silu(gate) * value)
+
+
+class Experts(nn.Module):
+    """Experts in place of an MLP. A bias on their choice balances the load, so there is no auxiliary loss."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.moe = MoE(config.dim, lambda: MLP(config, config.top_k), config.experts, k=config.top_k, balance_rate=1e-3)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD, _, _ = self.moe(x_BTD)
+        return y_BTD
 
 
 class Block(nn.Module):
@@ -119,7 +135,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.experts else MLP(config)
 
     def forward(self, x_BTD: Tensor, rotation_TK: tuple[Tensor, Tensor]) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation_TK)

@@ -24,6 +24,7 @@ class History:
     losses: list[float] = field(default_factory=list)  # nats per token, mean since the last entry, over all ranks
     validation_steps: list[int] = field(default_factory=list)
     validation_losses: list[float] = field(default_factory=list)
+    loads: list[list[float]] = field(default_factory=list)  # at each of `steps`: of each layer's experts, over their mean
     tokens: int = 0  # seen by all ranks
     seconds: float = 0.0  # spent on training alone: no evaluation, no saving
 
@@ -137,7 +138,11 @@ def plot(history: History, validation_loss: float, facts: Facts, path: Path) -> 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    if history.loads:
+        figure, (axes, below) = pyplot.subplots(2, figsize=(8, 7.5), height_ratios=(3, 2), layout="constrained")
+        _plot_loads(figure, below, history)
+    else:
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(history.steps, history.losses, color="tab:blue", alpha=0.3, linewidth=1)
     axes.plot(history.steps, _smoothed(history.losses), color="tab:blue", label="training")
     axes.plot(history.validation_steps, history.validation_losses, "o-", color="tab:orange", label="validation")
@@ -152,6 +157,17 @@ def plot(history: History, validation_loss: float, facts: Facts, path: Path) -> 
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _plot_loads(figure: Any, axes: Any, history: History) -> None:
+    """Expert by step; the experts of the first layer come first. Steps before the experts were counted are left out."""
+    steps = history.steps[-len(history.loads) :]
+    columns = list(zip(*history.loads, strict=True))
+    extent = (steps[0], steps[-1] + 1, len(columns), 0)
+    picture = axes.imshow(columns, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis", vmin=0, vmax=2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("expert, layer by layer")
+    figure.colorbar(picture, ax=axes, label="load over the mean")
 
 
 def _smoothed(values: list[float], weight: float = 0.9) -> list[float]:

@@ -2,6 +2,7 @@
 
     slipstream run --nproc 2 examples/pretrain/train.py            # or: make train
     slipstream run --nproc 2 examples/pretrain/train.py --resume   # resume from the last checkpoint
+    slipstream run --nproc 2 examples/pretrain/train.py --experts 8 --ep 2   # a mixture of experts, half of them on each rank
 
 The text is the source of the installed Python standard library, or `--data DIR`. How it trains (stage,
 precision, batch, optimizer, schedule) is `ds_config.json`, in DeepSpeed's own format: to change the stage,
@@ -33,6 +34,7 @@ import report
 import slipstream
 from model import Attention, First, LanguageModel, Last, Middle, ModelConfig, arithmetic_dtype, causal_attention
 from slipstream.checkpoint import latest_tag
+from slipstream.moe import expert_loads
 from slipstream.parallel.sequence import ulysses_attention
 
 HERE = Path(__file__).parent
@@ -60,7 +62,7 @@ def main() -> None:
     config = json.loads(args.config.read_text())
     steps = plan_steps(config, args)
     torch.manual_seed(args.seed)
-    model_config = ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size())
+    model_config = ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size(), experts=args.experts)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in LanguageModel(model_config).parameters())
     model = build(model_config, args.pp)
@@ -69,6 +71,8 @@ def main() -> None:
             config["gradient_accumulation_steps"] = max(config.get("gradient_accumulation_steps", 1), 4 * args.pp)
         config["slipstream"] = config.get("slipstream", {}) | {"mesh": {"pp": args.pp, "tp": args.tp, "sp": args.sp}}
         config["tensor_parallel"] = {"partition_config": {"layer_specs": SLICES, "use_default_specs": False}}
+    if args.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": args.ep}
     engine, _, loader, _ = slipstream.initialize(
         model=model,
         model_parameters=parameter_groups(model, config["optimizer"]["params"]["lr"]),
@@ -113,6 +117,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages; a step has at least 4 micro-batches for each")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--sp", type=int, default=1, help="ranks that share each sequence (Ulysses); they divide the heads")
+    parser.add_argument("--experts", type=int, default=0, help="experts in place of each MLP, of which a token uses two")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that have different experts")
     return parser.parse_args()
 
 
@@ -232,7 +238,9 @@ class Meter:
     def __init__(self, engine: slipstream.Engine, history: report.History) -> None:
         self.device, self.step = engine.device, lambda: engine.global_steps
         self.history = history
+        self.model = engine.module
         self.replica = dist.get_world_size() // engine.mesh.batch.size  # ranks that see the same tokens
+        self.has_experts = engine.mesh.pp.size == 1 and bool(expert_loads(self.model))
         self.restart()
 
     def restart(self) -> None:
@@ -257,6 +265,10 @@ class Meter:
         history.losses.append(loss)
         history.tokens += tokens
         history.seconds += seconds
+        if self.has_experts:
+            loads = torch.stack(list(expert_loads(self.model).values())).double()
+            dist.all_reduce(loads)
+            history.loads.append((loads / loads.mean(1, keepdim=True)).flatten().tolist())
         self.restart()
         return report.Moment(
             step=step,

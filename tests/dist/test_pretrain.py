@@ -61,3 +61,19 @@ def test_the_example_trains_saves_and_resumes_at_another_stage(
     assert picture.exists()
     assert (checkpoints / "latest").read_text().strip() == "step16"
     assert launcher.gone(within=1)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_and_resumes_whole(launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'slipstream[examples]'")
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'slipstream[examples]'")
+    monkeypatch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())
+    shutil.copytree(Path(sysconfig.get_paths()["stdlib"], "json"), tmp_path / "text")
+    arguments = ["--data", tmp_path / "text", "--out", tmp_path / "out", "--new-tokens", "3", "--glance-every", "4", "--experts", "4"]
+    command = ["--nproc", "2", str(EXAMPLE / "train.py"), *map(str, arguments)]
+    code, out, err = launcher.run(*command, "--steps", "8", "--ep", "2")
+    assert code == 0, err
+    first = figure(r"bits per byte +([\d.]+) ", out)
+    code, out, err = launcher.run(*command, "--steps", "16", "--resume")
+    assert code == 0, err
+    assert figure(r"bits per byte +([\d.]+) ", out) < first

@@ -33,6 +33,7 @@ TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
 COMING = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
 FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
 (QUANTIZED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "QUANTIZED.md").read_text(), re.S)
+(EXPERTS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "EXPERTS.md").read_text(), re.S)
 (ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
 PARAMETERS = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S))
 
@@ -101,6 +102,13 @@ for line in {lines!r}:
     run(script)
     assert (work / "folder" / "config.json").is_file() and (work / "exported" / "latest_universal").is_file()
     assert (work / "checkpoints" / "base-model" / "metadata.json").is_file()
+
+
+def test_experts_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    check = "\nassert {name: int(load.sum()) for name, load in expert_loads(engine.module).items()} == {'1.moe': 8, '2.moe': 8}\n"
+    script.write_text(EXPERTS + check)
+    run(script)
 
 
 def test_activations_by_hand_run(tmp_path: Path) -> None:
