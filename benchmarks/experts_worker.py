@@ -102,13 +102,9 @@ def _mixtral(way: str) -> Callable[[int, int], Any]:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-        sizes: dict[str, Any] = {
-            "hidden_size": WIDTH,
-            "intermediate_size": GATED,
-            "num_local_experts": num_experts,
-            "num_experts_per_tok": k,
-        }
-        module = MixtralSparseMoeBlock(MixtralConfig(**sizes, experts_implementation=way))
+        sizes = {"hidden_size": WIDTH, "intermediate_size": GATED, "num_local_experts": num_experts, "num_experts_per_tok": k}
+        settings: dict[str, Any] = {**sizes, "experts_implementation": way}
+        module = MixtralSparseMoeBlock(MixtralConfig(**settings))
         for param in module.parameters():
             nn.init.normal_(param, std=0.02)
         return module, lambda x: module(x[None]).sum()

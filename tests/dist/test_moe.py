@@ -1,5 +1,6 @@
 """Layers of experts in engines: expert parallelism at every ZeRO stage is one process, whatever ranks route where."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -468,3 +469,80 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out, loss, _ = self.layer(x)
         return x + out + 0.01 * loss
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        {"slipstream": {"activations": "recompute"}},
+        {"compile": {"enabled": True, "backend": "aot_eager"}},
+    ],
+    ids=lambda extra: next(iter(extra)),
+)
+def test_experts_under_other_features(extra: dict[str, Any]) -> None:
+    """A load counts each token once, also where its block runs again."""
+    run(2, train_under, extra)
+
+
+def train_under(extra: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.compile about its own graph breaks
+        _train_under(extra)
+
+
+def _train_under(extra: dict[str, Any]) -> None:
+    engine = make(build("top-2, gated", 2), 3, **extra)
+    x = batch(dist.get_rank(), 0)
+    for _ in range(3):
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        loads = expert_loads(engine.module)
+        assert [int(load.sum()) for load in loads.values()] == [2 * len(x)] * 2
+    assert loss < engine.eval()(x) + 1  # finite
+    assert "memory" in str(engine.explain(x))
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_what_an_engine_left_is_not_split_again() -> None:
+    model = build("top-2, gated", 2)
+    make(model, 1).destroy()
+    with pytest.raises(ValueError, match=r"'blocks\.0\.moe\.experts' has only the experts that an earlier engine left"):
+        make(model, 1)
+    odd = build("top-2, gated")
+    with pytest.raises(ValueError, match=r"4 experts cannot be split over 3 of 2 ranks: ep_size must divide both; use 2"):
+        make(odd, 1, expert_parallel={"enabled": True, "autoep_size": 3})
+    with pytest.raises(ValueError, match=r"autoep_size is 2, and Net has no layers of experts"):
+        make(toy.Net(), 1, expert_parallel={"enabled": True, "autoep_size": 2})
+    quantized = foreign("Mixtral")
+    quantized.model.layers[1].mlp.experts.down_proj = nn.Parameter(torch.zeros(3, 32, 48))
+    with pytest.raises(ValueError, match="is not a stack of 4 experts"):
+        make(quantized, 1, expert_parallel={"enabled": True, "autoep_size": 2})
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_are_those_of_the_tokens_that_travel(transport: str, ep: int) -> None:
+    engine = make(build("top-2, gated", ep), 2, transport)
+    x, sent = batch(dist.get_rank(), 0), 0
+    modules = [block.moe for block in engine.module.blocks]
+    index = modules[0].experts.exchange.rank
+
+    def count(module: Any, args: Any, result: Any) -> None:
+        nonlocal sent
+        counts = result[2].view(ep, -1).sum(1)
+        sent += int(counts.sum() - counts[index]) * 16 * 4
+
+    for module in modules:
+        module.register_forward_hook(count)
+    engine.backward(engine(x))
+    received = torch.tensor(float(sent))
+    exchange = modules[0].experts.exchange
+    # rows there and, in the backward, their gradients; what comes back is as much as other ranks sent here
+    total = exchange.sum(received)
+    moved = exchange.sum(torch.tensor(float(exchange.moved["all-to-all"])))
+    numbers = 2 * (ep - 1) * (EXPERTS // ep) * 8 * ep  # int64 counts of two layers
+    assert moved == 4 * total + numbers
+    engine.destroy()

@@ -69,7 +69,18 @@ def test_a_mixture_of_experts_trains_and_resumes_whole(launcher: Launcher, tmp_p
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'slipstream[examples]'")
     monkeypatch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())
     shutil.copytree(Path(sysconfig.get_paths()["stdlib"], "json"), tmp_path / "text")
-    arguments = ["--data", tmp_path / "text", "--out", tmp_path / "out", "--new-tokens", "3", "--glance-every", "4", "--experts", "4"]
+    arguments = [
+        "--data",
+        tmp_path / "text",
+        "--out",
+        tmp_path / "out",
+        "--new-tokens",
+        "3",
+        "--glance-every",
+        "4",
+        "--experts",
+        "4",
+    ]
     command = ["--nproc", "2", str(EXAMPLE / "train.py"), *map(str, arguments)]
     code, out, err = launcher.run(*command, "--steps", "8", "--ep", "2")
     assert code == 0, err

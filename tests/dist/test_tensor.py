@@ -562,3 +562,12 @@ def test_deepspeeds_tp_model_init() -> None:
     engine.destroy()
     with pytest.raises(ValueError, match=r"slipstream.mesh.tp \(1\) and the model or an argument \(2\)"):
         slipstream.initialize(model=tp_model_init(build("llama"), 2), config=settings(1, slipstream={"mesh": {"tp": 1}}))
+
+
+@distributed(world_size=2)
+def test_a_forecast_of_slices() -> None:
+    """A dry run exchanges shapes."""
+    engine = slipstream.initialize(model=build("llama"), config=settings(1, tensor_parallel={"autotp_size": 2}))[0]
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    assert "activations" in str(engine.explain(input_ids=ids, labels=ids))
+    engine.destroy()

@@ -51,7 +51,12 @@ def inside_checkpoint() -> bool:
     """Whether one of torch's checkpoints will recompute the current operations, or is recomputing them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     will_recompute = hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__
-    return will_recompute or torch._C._current_graph_task_id() != -1  # a reentrant checkpoint's first forward has no gradients
+    return will_recompute or is_recomputing()  # a reentrant checkpoint's first forward has no gradients
+
+
+def is_recomputing() -> bool:
+    """Whether a backward runs on this thread: a forward inside it is a second one."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Transfer(Protocol):

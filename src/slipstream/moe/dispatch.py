@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.parallel.exchange import Exchange, swap
+from slipstream.parallel.exchange import Exchange, even_shares, swap, without_values
+from slipstream.zero.hooks import eager
 
 Compute = Callable[[Tensor, list[int]], Tensor]  # rows sorted by this rank's experts, rows of each -> as many rows
 
 
+@eager
 def run_experts(
     x: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None, num_experts: int, compute: Compute, exchange: Exchange | None
 ) -> Tensor:
@@ -39,6 +41,8 @@ def run_experts(
     rows = _Spread.apply(x, order, experts.shape[1])
     if exchange is None or exchange.size == 1:
         return _Combine.apply(compute(rows, counts), weights, order)
+    if without_values(experts):  # as many rows on each rank
+        return _Combine.apply(compute(rows, even_shares(len(rows), num_experts // exchange.size)), weights, order)
     own = num_experts // exchange.size
     received = exchange.all_to_all(torch.tensor(counts, device=x.device), [own] * exchange.size, [own] * exchange.size)
     table = received.view(exchange.size, own).tolist()  # [source][expert]
@@ -53,7 +57,12 @@ def run_experts(
 
 
 def sort_routes(experts: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, list[int]]:
-    """The kept routes in the order of their experts, and the number of routes to each expert."""
+    """The kept routes in the order of their experts, and the number of routes to each expert.
+
+    Without values (a dry run on fake tensors or on meta), all routes are kept and the load is even.
+    """
+    if without_values(experts):
+        return torch.arange(experts.numel(), device=experts.device), even_shares(experts.numel(), num_experts)
     flat = experts.reshape(-1)
     if kept is not None:
         flat = flat.masked_fill(~kept.reshape(-1), num_experts)  # sorts behind all experts

@@ -22,7 +22,13 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tenso
     weight  [experts, out, in], of any strides: a weight that is stored as [experts, in, out] is passed as its transpose
     counts  rows of each expert; they add up to all
     bias    [experts, out]
+
+    Under autocast, it computes in autocast's dtype as `torch.nn.functional.linear` does.
     """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     out: Tensor = _Grouped.apply(x, weight, bias, tuple(counts))
     return out
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.activations.recompute import is_recomputing
 from slipstream.moe import gate
 from slipstream.moe.dispatch import run_experts
 from slipstream.moe.gate import Routes, Score
@@ -132,7 +133,7 @@ class MoE(nn.Module):
             scale=self.scale,
         )
         loss = routes.loss + self.z_loss * gate.z_loss(logits) if self.z_loss else routes.loss
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not is_recomputing():
             self.load += routes.counts
         out = self.experts(tokens, routes).view_as(x)
         if self.shared is not None:

@@ -61,7 +61,14 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
 
     Collective over the world. Raises ValueError, before any layer is cut, for experts that cannot be split.
     """
-    layers = [layer for layer in _layers(model, plan) if layer.size > 1]
+    every = list(_layers(model, plan))
+    for layer in every:
+        if any(part.split.axis == "ep" for param in layer.module.parameters() for part in parts_of(param)):
+            raise ValueError(
+                f"{layer.name!r} has only the experts that an earlier engine left on this rank: build the model anew, and load a "
+                "checkpoint"
+            )
+    layers = [layer for layer in every if layer.size > 1]
     if plan.size > 1 and not layers and mesh.pp.size == 1:
         raise ValueError(
             f"expert_parallel.autoep_size is {plan.size}, and {type(model).__name__} has no layers of experts "

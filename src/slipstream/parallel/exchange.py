@@ -2,7 +2,8 @@
 
 Every rank of the axis calls the same operations in the same order. Reductions add in rank order in fp32 (fp64 and integers in their
 own dtype) and round once, so all ranks get the same bits from shared memory and from gloo. NCCL adds in an order of its own, which
-is the same on all ranks. No operation overwrites its arguments. On the meta device, operations return the shapes and move nothing.
+is the same on all ranks. No operation overwrites its arguments. Of tensors without values (on meta, in a dry run), operations
+return the shapes and move nothing.
 
 LocalExchange   an axis of one rank
 SharedExchange  ranks of one host over shared memory: a message is written once, and read in place
@@ -22,16 +23,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
 from slipstream.zero.build import connect_axis
 from slipstream.zero.comm import Comm, LocalComm, ProcessGroupComm, reduce_into
+from slipstream.zero.hooks import eager
 from slipstream.zero.shared import SharedComm
 
 PIECE_NBYTES = 4 << 20  # of shared memory per buffer; longer messages are sent in pieces
 _GATHER_NBYTES = 64 << 10  # up to which gloo sums gathered copies: one operation instead of two
 _OPERATIONS = ("sum", "gather", "reduce-scatter", "all-to-all")
+
+
+def without_values(x: Tensor) -> bool:
+    """Whether a tensor has a shape only: on meta, or in a dry run."""
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def even_shares(length: int, size: int) -> list[int]:
@@ -52,7 +60,7 @@ class Exchange(ABC):
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, which have one shape."""
-        if self.size == 1 or x.is_meta or not x.numel():
+        if self.size == 1 or without_values(x) or not x.numel():
             return x
         self.moved["sum"] += 2 * (self.size - 1) * x.nbytes // self.size
         return self._sum(x.contiguous().view(-1)).view(x.shape)
@@ -66,7 +74,7 @@ class Exchange(ABC):
         before, after = x.shape[:dim], x.shape[dim + 1 :]
         numels = [length * math.prod(before) * math.prod(after) for length in sizes]
         self.moved["gather"] += (sum(numels) - x.numel()) * x.element_size()
-        if x.is_meta or not sum(numels):
+        if without_values(x) or not sum(numels):
             return x.new_empty(*before, sum(sizes), *after)
         full = self._gather(x.contiguous().view(-1), numels)
         if math.prod(before) == 1:
@@ -86,7 +94,7 @@ class Exchange(ABC):
             raise ValueError(f"reduce_scatter: sizes {list(sizes)} do not add up to dimension {dim} of {tuple(x.shape)}")
         self.moved["reduce-scatter"] += (x.numel() - unit * sizes[self.rank]) * x.element_size()
         shape = (sizes[self.rank], *rows.shape[1:])
-        if x.is_meta or not x.numel():
+        if without_values(x) or not x.numel():
             return x.new_empty(shape).movedim(0, dim).contiguous()
         return self._reduce_scatter(rows.contiguous().view(-1), cuts).view(shape).movedim(0, dim).contiguous()
 
@@ -102,7 +110,7 @@ class Exchange(ABC):
         unit = math.prod(rows.shape[1:])
         self.moved["all-to-all"] += (sum(send) - send[self.rank]) * unit * rows.element_size()
         shape = (sum(receive), *rows.shape[1:])
-        if rows.is_meta or not unit:
+        if without_values(rows) or not unit:
             return rows.new_empty(shape)
         sent = rows.contiguous().view(-1)
         return self._all_to_all(sent, [n * unit for n in send], [n * unit for n in receive]).view(shape)
@@ -116,7 +124,11 @@ class Exchange(ABC):
 
     def lengths(self, x: Tensor, dim: int) -> list[int]:
         """The lengths of all ranks' `x` along `dim`; on the meta device, all are taken to be this rank's."""
-        return [x.shape[dim]] * self.size if x.is_meta else self.counts([x.shape[dim]] * self.size)
+        return [x.shape[dim]] * self.size if without_values(x) else self.counts([x.shape[dim]] * self.size)
+
+    def __deepcopy__(self, memo: Any) -> Exchange:
+        """The copy of a model for a dry run exchanges shapes."""
+        return LocalExchange(self.axis, self.device)
 
     @abstractmethod
     def close(self) -> None:
@@ -339,6 +351,7 @@ def exchange_over(comm: Comm) -> Exchange:
 # -- autograd: each function's backward runs the dual operation on the same exchange --
 
 
+@eager
 def enter(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None) -> Tensor:
     """Enter a region in which ranks compute different parts of the output from the whole `x`: gradients are partial sums.
 
@@ -348,6 +361,7 @@ def enter(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence
     return x if exchange.size == 1 else _Enter.apply(x, exchange, dim, sizes)
 
 
+@eager
 def leave(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence[int] | None = None) -> Tensor:
     """Leave such a region: `x` is this rank's partial sum of the output.
 
@@ -356,16 +370,19 @@ def leave(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence
     return x if exchange.size == 1 else _Leave.apply(x, exchange, dim, sizes)
 
 
+@eager
 def gather_from(x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Gather along `dim` what all ranks then use alike; the backward keeps this rank's share of the gradient."""
     return x if exchange.size == 1 else _GatherFrom.apply(x, exchange, dim, sizes)
 
 
+@eager
 def scatter_to(x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Keep this rank's share along `dim` of an `x` that is whole on all ranks; the backward gathers the gradient."""
     return x if exchange.size == 1 else _ScatterTo.apply(x, exchange, dim, sizes)
 
 
+@eager
 def swap(rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """All-to-all of rows along dimension 0; the backward is the reverse all-to-all."""
     return rows if exchange.size == 1 else _Swap.apply(rows, exchange, send, receive)

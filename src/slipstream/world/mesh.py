@@ -37,6 +37,10 @@ class Axis:
     index: int  # this rank's place on the axis
     size: int
 
+    def __deepcopy__(self, memo: Any) -> Axis:
+        """A copy of a model that knows its ranks (for a dry run) knows the same."""
+        return self
+
 
 class Split(NamedTuple):
     """An axis over which the parts of a parameter differ, and their number. On `pp`: one part, on the stages `stages`."""

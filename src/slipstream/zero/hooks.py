@@ -16,13 +16,14 @@ recompute inside backward runs forward hooks again, or only some of them: they g
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -35,6 +36,7 @@ from slipstream.zero.leaves import sparse_error, trainable_error
 from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
 
+F = TypeVar("F", bound=Callable[..., Any])
 _compiler: Any = torch._C._dynamo.eval_frame
 _NEVER = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)
 _NUM_BUFFERS = 2  # of a ring: one is filled while the other is reduced
@@ -189,8 +191,8 @@ class Hooks:
 
     def _wire(self) -> None:
         add = self.handles.append
-        add(self.model.register_forward_pre_hook(_eager(self._root_pre), with_kwargs=True, prepend=True))
-        add(self.model.register_forward_hook(_eager(self._root_post), with_kwargs=True, always_call=True))
+        add(self.model.register_forward_pre_hook(eager(self._root_pre), with_kwargs=True, prepend=True))
+        add(self.model.register_forward_hook(eager(self._root_post), with_kwargs=True, always_call=True))
         trainable = [unit for unit in self.units if unit.full.is_floating_point() and not unit.exact]
         self.frozen = [(unit, i) for unit in trainable for i in range(len(unit.params))]
         exact = {id(param): param for unit in self.units if unit.exact for param in unit.model_params}
@@ -200,8 +202,8 @@ class Hooks:
             return
         self.users = self._users()
         for module in self.users:
-            add(module.register_forward_pre_hook(_eager(self._block_pre), with_kwargs=True, prepend=True))
-            add(module.register_forward_hook(_eager(self._block_post), with_kwargs=True, always_call=True))
+            add(module.register_forward_pre_hook(eager(self._block_pre), with_kwargs=True, prepend=True))
+            add(module.register_forward_hook(eager(self._block_post), with_kwargs=True, always_call=True))
 
     def _hook_gradients(self) -> None:
         """Hook parameters that require gradients now and did not before; torch accepts hooks only on those."""
@@ -485,19 +487,21 @@ class _Call:
         self.units, self.own, self.entered = units, own, False
 
 
-def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of a hook, so that a compiled block's graph contains only the block.
+def eager(function: F) -> F:
+    """Keep torch.compile out of a function: of hooks, so that a compiled block's graph contains only the block, and of exchanges.
 
-    Does the same as torch.compiler.disable without its import: the mark ends the graph that calls the hook; the strategy keeps
-    the hook's frame, and every frame that it calls, from being compiled.
+    Does the same as torch.compiler.disable without its import: the mark ends the graph that calls the function; the strategy keeps
+    its frame, and every frame that it calls, from being compiled.
     """
 
-    def run(*args: Any) -> Any:
-        return hook(*args)
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
 
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _compiler.set_code_exec_strategy(run.__code__, _NEVER)
-    return run
+    marked: Any = run
+    marked._torchdynamo_disable = True
+    _compiler.set_code_exec_strategy(marked.__code__, _NEVER)
+    return marked  # type: ignore[no-any-return]
 
 
 def _grad_hook(param: nn.Parameter, hooks: Hooks, unit: Unit, i: int) -> Any:
