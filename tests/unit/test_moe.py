@@ -1,6 +1,7 @@
 """Routing, dispatch and stacks of experts in one process, against plain torch; DeepSpeed's gates against its formulas."""
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -240,3 +241,26 @@ def test_logits_that_are_not_finite_reach_the_loss() -> None:
     x[2] = torch.nan
     out, loss, _ = layer(x)
     assert out[2].isnan().all() and not out[[0, 1, 3, 4]].isnan().any() and loss.isnan()
+
+
+def test_tokens_travel_outside_of_compiled_graphs() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(8, 8), Residual(MoE(8, None, 4, expert_size=8)))
+    x = torch.randn(6, 8)
+    expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.compile about its own graph breaks
+        compiled = torch.compile(layer, backend="aot_eager")
+        grads = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, loss, _ = self.layer(x)
+        return x + out + loss

@@ -501,7 +501,7 @@ def eager(function: F) -> F:
     marked: Any = run
     marked._torchdynamo_disable = True
     _compiler.set_code_exec_strategy(marked.__code__, _NEVER)
-    return marked  # type: ignore[no-any-return]
+    return marked
 
 
 def _grad_hook(param: nn.Parameter, hooks: Hooks, unit: Unit, i: int) -> Any:
