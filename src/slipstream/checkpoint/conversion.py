@@ -23,6 +23,7 @@ from slipstream.checkpoint.document import METADATA, Document, Entry
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.load import retry_if_replaced
 from slipstream.checkpoint.save import save
+from slipstream.checkpoint.upcycle import upcycle
 from slipstream.checkpoint.values import decode, encode
 from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of, read_header
 from slipstream.config.huggingface import read_config
@@ -40,12 +41,14 @@ def convert(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     like: str | os.PathLike[str] | None = None,
+    num_experts: int | None = None,
 ) -> Path:
     """Convert the checkpoint `source` to `target` and return the folder written.
 
     source: one checkpoint, a directory of checkpoints (`tag` selects one, None the latest), or a Hugging Face folder. dtype: of
     the parameters in a Hugging Face folder; None keeps the stored one. like: a Hugging Face folder of the same model, from which
-    configuration and tokenizer are copied. Raises CheckpointError, with nothing written.
+    configuration and tokenizer are copied. num_experts: write a mixture of so many experts, each a copy of the model's MLP. Raises
+    CheckpointError, with nothing written.
     """
     cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
     source, target = Path(os.path.abspath(source)), Path(target)
@@ -54,10 +57,10 @@ def convert(
         path = _find(source, tag)
         with closing(BoxReader(path, _of_hf(path) if _is_hf(path) else read_document(path))) as stored:
             if to == "hf":
-                _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like))
+                _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like), num_experts)
                 return target
-            if cast is not None or like is not None:
-                raise CheckpointError(f"dtype and like are for Hugging Face folders; to={to!r} keeps every dtype")
+            if cast is not None or like is not None or num_experts is not None:
+                raise CheckpointError(f"dtype, like and num_experts are for Hugging Face folders; to={to!r} keeps every tensor")
             return _to_slipstream(stored, target) if to == "slipstream" else _to_deepspeed(stored, target)
 
     return retry_if_replaced(source, tag, work)
@@ -114,7 +117,9 @@ def _named(source: BoxReader, kind: str) -> dict[str, str]:
     return {name.partition(".")[2]: name for name in source.document.tensors if name.startswith(f"{kind}.")}
 
 
-def _to_hf(source: BoxReader, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None) -> None:
+def _to_hf(
+    source: BoxReader, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None, num_experts: int | None
+) -> None:
     _check_complete_weights(source)
     tensors = {}
     for kind in ("model", "buffer"):
@@ -125,11 +130,15 @@ def _to_hf(source: BoxReader, target: Path, dtype: torch.dtype | None, shard_nby
     if not tensors:
         raise CheckpointError(f"{source.folder} has no parameters")
     config, texts = _shared(source).get("model_config"), dict[str, str | bytes]()
+    if num_experts is not None:
+        if like is not None and config is None:
+            config = read_config(like / "config.json")
+        tensors, config = upcycle(tensors, config or {}, num_experts)
     if config is not None:
         texts |= pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
     if like is not None:
         copied = sorted(path for pattern in _LIKE for path in like.glob(pattern) if path.is_file())
-        texts |= {path.name: path.read_bytes() for path in copied}
+        texts = {path.name: path.read_bytes() for path in copied} | ({} if num_experts is None else texts)
     pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
 
 

@@ -315,6 +315,7 @@ def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16 or fp32, for --to hf; default: as stored")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum file size, for --to hf; default 5GB")
     parser.add_argument("--like", metavar="FOLDER", help="for --to hf: folder to copy the configuration and tokenizer from")
+    parser.add_argument("--upcycle", type=int, metavar="N", help="for --to hf: write a mixture of N experts, copies of each MLP")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -360,7 +361,7 @@ def _execute(options: argparse.Namespace) -> int:
             from slipstream.checkpoint import convert
 
             chosen = {name: getattr(options, name) for name in ("tag", "dtype", "max_shard_size", "like")}
-            print(convert(options.source, options.target, options.to, **chosen))
+            print(convert(options.source, options.target, options.to, num_experts=options.upcycle, **chosen))
             return 0
         case "bench-serve":
             from slipstream.launch import bench_serve

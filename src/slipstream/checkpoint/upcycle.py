@@ -1,0 +1,90 @@
+"""Upcycling: a dense decoder as a mixture of experts, each a copy of its MLP, with a new router (arXiv:2212.05055).
+
+A token's weights add up to 1, so the mixture computes what the dense model did, until training tells the copies apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.pretrained import Out
+
+_MLP = re.compile(r"(.*\.layers\.(\d+))\.mlp\.(gate|up|down)_proj\.weight")
+_USED = 2  # experts of a token
+
+
+class Target(NamedTuple):
+    """The architecture of transformers that a dense one becomes."""
+
+    model_type: str
+    architecture: str
+    expert: str  # the name of an expert's matrix, below its layer
+    router: str
+    matrices: Mapping[str, str]  # of the dense model -> of an expert
+    settings: Mapping[str, str]  # of the config, whose values are formatted with the number of experts and the dense sizes
+
+
+_MIXTRAL = Target(
+    "mixtral",
+    "MixtralForCausalLM",
+    "block_sparse_moe.experts.{expert}.{matrix}.weight",
+    "block_sparse_moe.gate.weight",
+    {"gate": "w1", "up": "w3", "down": "w2"},
+    {"num_local_experts": "num_experts"},
+)
+_QWEN = Target(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    "mlp.experts.{expert}.{matrix}.weight",
+    "mlp.gate.weight",
+    {name: f"{name}_proj" for name in ("gate", "up", "down")},
+    {"num_experts": "num_experts", "moe_intermediate_size": "intermediate_size"},
+)
+TARGETS: Mapping[str, Target] = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN}
+
+
+def upcycle(tensors: Mapping[str, Out], config: Mapping[str, Any], num_experts: int) -> tuple[dict[str, Out], dict[str, Any]]:
+    """The tensors and the config of the mixture; experts share the dense model's stored memory until they are written.
+
+    Routers are normal with the config's `initializer_range`, seeded by their layer's number. Raises CheckpointError for a model that
+    has no such mixture.
+    """
+    kind = config.get("model_type")
+    target = TARGETS.get(str(kind))
+    if target is None:
+        raise CheckpointError(f"--upcycle: a model of type {kind!r} has no mixture of experts; use one of {', '.join(TARGETS)}")
+    if num_experts < _USED:
+        raise CheckpointError(f"--upcycle {num_experts}: a token uses {_USED} experts, so there must be as many")
+    biased = next((name for name in tensors if re.search(r"\.(mlp\.\w+|self_attn\.\w+)\.bias$", name)), None)
+    if biased is not None:
+        raise CheckpointError(f"--upcycle: {target.architecture} has no bias for {biased!r}")
+    result: dict[str, Out] = {}
+    for name, out in tensors.items():
+        match = _MLP.fullmatch(name)
+        if match is None:
+            result[name] = out
+            continue
+        layer, index, matrix = match[1], int(match[2]), target.matrices[match[3]]
+        for expert in range(num_experts):
+            result[f"{layer}.{target.expert.format(expert=expert, matrix=matrix)}"] = out
+        if match[3] == "gate":
+            generator = torch.Generator().manual_seed(index)
+            router = torch.randn(num_experts, out.held.shape[1], generator=generator) * float(config.get("initializer_range", 0.02))
+            result[f"{layer}.{target.router}"] = Out(router, out.dtype)
+    if len(result) == len(tensors):
+        raise CheckpointError("--upcycle: the checkpoint has no layers.N.mlp.gate_proj.weight")
+    known = {**config, "num_experts": num_experts}
+    settings = {name: known[source] for name, source in target.settings.items()}
+    return result, {
+        **{name: value for name, value in config.items() if name not in ("mlp_bias", "attention_bias", "pretraining_tp")},
+        **settings,
+        "model_type": target.model_type,
+        "architectures": [target.architecture],
+        "num_experts_per_tok": _USED,
+        "norm_topk_prob": True,
+    }

@@ -1,0 +1,59 @@
+"""Upcycling: the mixture computes what the dense model did."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from slipstream.checkpoint import CheckpointError, convert
+from slipstream.launch import cli
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "head_dim": 8,
+}
+
+
+def saved(kind: str, folder: Path, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SIZES | changes))
+    model.save_pretrained(str(folder))
+    return model.eval()
+
+
+@pytest.mark.parametrize(("kind", "mixture"), [("Llama", "Mixtral"), ("Mistral", "Mixtral"), ("Qwen3", "Qwen3Moe")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_mixture_begins_as_the_dense_model(kind: str, mixture: str, tied: bool, tmp_path: Path) -> None:
+    dense = saved(kind, tmp_path / "dense", tie_word_embeddings=tied)
+    assert cli.main(["convert", str(tmp_path / "dense"), str(tmp_path / "moe"), "--upcycle", "4"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "moe")).eval()
+    assert type(model).__name__ == f"{mixture}ForCausalLM"
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits)
+    experts = model.model.layers[0].mlp.experts
+    assert experts.num_experts == 4 and torch.equal(experts.down_proj[0], experts.down_proj[3])
+    router = model.model.layers[1].mlp.gate.weight
+    assert 0.01 < router.std() < 0.03
+
+
+def test_models_without_a_mixture_are_refused(tmp_path: Path) -> None:
+    saved("Llama", tmp_path / "biased", attention_bias=True)
+    with pytest.raises(CheckpointError, match=r"MixtralForCausalLM has no bias for 'model\.layers\.0\.self_attn"):
+        convert(tmp_path / "biased", tmp_path / "x", "hf", num_experts=4)
+    saved("Llama", tmp_path / "dense")
+    with pytest.raises(CheckpointError, match="a token uses 2 experts"):
+        convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=1)
+    with pytest.raises(CheckpointError, match="for Hugging Face folders"):
+        convert(tmp_path / "dense", tmp_path / "x", "slipstream", num_experts=4)
+    saved("Olmo", tmp_path / "olmo")
+    with pytest.raises(CheckpointError, match="a model of type 'olmo' has no mixture of experts; use one of llama, mistral, qwen3"):
+        convert(tmp_path / "olmo", tmp_path / "x", "hf", num_experts=4)
+    assert not (tmp_path / "x").exists()
