@@ -120,15 +120,7 @@ def _named(source: BoxReader, kind: str) -> dict[str, str]:
 def _to_hf(
     source: BoxReader, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None, num_experts: int | None
 ) -> None:
-    _check_complete_weights(source)
-    tensors = {}
-    for kind in ("model", "buffer"):
-        for name, key in _named(source, kind).items():
-            stored = source.document.tensors[key].dtype
-            cast = dtype if kind == "model" and dtype is not None and stored.is_floating_point else stored
-            tensors[name] = pretrained.Out(source.slice(key), cast)
-    if not tensors:
-        raise CheckpointError(f"{source.folder} has no parameters")
+    tensors = _weights(source, dtype)
     config, texts = _shared(source).get("model_config"), dict[str, str | bytes]()
     if num_experts is not None:
         if like is not None and config is None:
@@ -138,8 +130,23 @@ def _to_hf(
         texts |= pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
     if like is not None:
         copied = sorted(path for pattern in _LIKE for path in like.glob(pattern) if path.is_file())
-        texts = {path.name: path.read_bytes() for path in copied} | ({} if num_experts is None else texts)
+        own = texts if num_experts is not None else {}
+        texts = {**texts, **{path.name: path.read_bytes() for path in copied}, **own}
     pretrained.write(target, tensors, texts=texts, group=None, shard_nbytes=shard_nbytes)
+
+
+def _weights(source: BoxReader, dtype: torch.dtype | None) -> dict[str, pretrained.Out]:
+    """Parameters and buffers by the model's names; floating-point parameters become `dtype`."""
+    _check_complete_weights(source)
+    tensors = {}
+    for kind in ("model", "buffer"):
+        for name, key in _named(source, kind).items():
+            stored = source.document.tensors[key].dtype
+            cast = dtype if kind == "model" and dtype is not None and stored.is_floating_point else stored
+            tensors[name] = pretrained.Out(source.slice(key), cast)
+    if not tensors:
+        raise CheckpointError(f"{source.folder} has no parameters")
+    return tensors
 
 
 def _check_complete_weights(source: BoxReader) -> None:

@@ -51,8 +51,9 @@ TARGETS: Mapping[str, Target] = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3"
 def upcycle(tensors: Mapping[str, Out], config: Mapping[str, Any], num_experts: int) -> tuple[dict[str, Out], dict[str, Any]]:
     """The tensors and the config of the mixture; experts share the dense model's stored memory until they are written.
 
-    Routers are normal with the config's `initializer_range`, seeded by their layer's number. Raises CheckpointError for a model that
-    has no such mixture.
+    Routers are normal with the config's `initializer_range`, seeded by their layer's number.
+
+    Raises CheckpointError for a model that has no such mixture.
     """
     kind = config.get("model_type")
     target = TARGETS.get(str(kind))
