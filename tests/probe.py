@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.optim.native import CodedStore
@@ -47,6 +48,12 @@ FACTS: Mapping[str, Fact] = {
     "gather": _same("gather"),
     "close": _same("close"),
 }
+
+
+def finish_window(engine: Any) -> None:
+    """Reduce this window's gradients, without an update."""
+    with torch.no_grad():
+        engine._finish_window()
 
 
 class View:

@@ -145,7 +145,7 @@ def test_metadata_is_reached_by_the_functions_we_let_through() -> None:
 
 
 def test_compilation_skips_an_eager_hook_and_what_it_calls() -> None:
-    """zero/hooks.py: `_eager` does what torch.compiler.disable does, without its import."""
+    """zero/hooks.py: `eager` does what torch.compiler.disable does, without its import."""
     graphs: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -155,7 +155,7 @@ def test_compilation_skips_an_eager_hook_and_what_it_calls() -> None:
     def inner(x: Tensor) -> Tensor:
         return x.cos()
 
-    hook = hooks._eager(lambda x: inner(x))
+    hook = hooks.eager(lambda x: inner(x))
 
     def body(x: Tensor) -> Tensor:
         x = x.sin()

@@ -538,3 +538,36 @@ def test_bytes_are_those_of_the_tokens_that_travel(transport: str, ep: int) -> N
     numbers = 2 * (ep - 1) * (EXPERTS // ep) * 8 * ep  # int64 counts of two layers
     assert moved == 4 * total + numbers
     engine.destroy()
+
+
+class Branches(nn.Module):
+    """Experts that know nothing of each other: a module for each, of which a rank runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.experts[expert](self.inp(x)).square().mean()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_ranks_may_run_different_modules_outside_of_blocks(transport: str) -> None:
+    rank = dist.get_rank()
+    for stage in cases.stages(transport):
+        torch.manual_seed(0)
+        model, reference = Branches(), Branches()
+        reference.load_state_dict(model.state_dict())
+        adamw = {"type": "SGD", "params": {"lr": 0.5}}
+        engine = make(model, stage, transport, optimizer=adamw, gradient_clipping=0)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+        for step in range(2):
+            engine.backward(engine(batch(rank, step), (rank + step) % 2))
+            engine.step()
+            plain.zero_grad()
+            sum(((reference(batch(i, step), (i + step) % 2)) for i in range(2)), torch.zeros(())).div(2).backward()
+            plain.step()
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], msg=lambda m, n=name, s=stage: f"{s} {n}: {m}")
+        engine.destroy()
