@@ -221,7 +221,9 @@ class ProcessGroupComm(Comm):
         if self.on_host:
             if not self.exchanged and self.course_step != self.watch.step:
                 self.course, self.course_step = 0, self.watch.step
-            checksum = zlib.crc32(f"{operation} {nbytes}".encode())
+            # Blocks of one shape: gathers of different ones would match. (A sum may come from different stages of a pipeline.)
+            unit = self.watch.unit if operation == "all-gather" else ""
+            checksum = zlib.crc32(f"{operation} {nbytes} {unit}".encode())
             if self.known.get(self.course) != checksum:
                 self._compare(-1, checksum, torch.empty(0), f"agreement on {operation}")
                 if self.course in self.known or len(self.known) < _MOST_KNOWN:
