@@ -14,19 +14,27 @@ from typing import Any
 from benchmarks.experts_worker import EXPERTS, GATED, TOKENS, TOP, WIDTH
 from benchmarks.legs import Options
 from benchmarks.peers import Peers, prepare
-from benchmarks.ranks import Ranks
+from benchmarks.ranks import Ranks, Seat
 from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.wire import NoNetwork, network
 from benchmarks.worker import Failed
 from benchmarks.workloads import Workload
 
 PLAIN = ("dense", "slipstream", "deepspeed", "deepspeed:drops")
 GATED_ONES = ("dense:gated", "slipstream:gated", "mixtral:grouped_mm", "mixtral:eager")
+RATE = "200mbit"
 SHAPES = ((8, 1), (8, 2), (16, 1), (16, 2))
 WORK = Workload(name="experts", width=512, depth=6, heads=8, vocab=2048, batch=4, length=256)
 
 
 def turns(
-    target: str, systems: Sequence[str], arguments: Mapping[str, Any], world: int, peers: Peers, count: int
+    target: str,
+    systems: Sequence[str],
+    arguments: Mapping[str, Any],
+    world: int,
+    peers: Peers,
+    count: int,
+    seat: Seat | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds of each contender, turn by turn; and of those that failed, why."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
@@ -38,7 +46,7 @@ def turns(
             if is_peer and peers.python is None:
                 troubles[name] = peers.missing
                 continue
-            place: dict[str, Any] = {"python": peers.python, "env": peers.env()} if is_peer else {}
+            place: dict[str, Any] = {"seat": seat} | ({"python": peers.python, "env": peers.env()} if is_peer else {})
             try:
                 ranks = stack.enter_context(
                     Ranks(f"benchmarks.experts_worker:{target}", {"system": name, **arguments}, world, name=name, **place)
@@ -76,8 +84,9 @@ def run(options: Options) -> str:
                     gain = Spread.ratio(seconds["deepspeed"], ours).median
                     judged.append(verdict(f"{which}: DeepSpeed's over ours", gain, 2.0, at_least=True))
             else:
-                gain = min(Spread.ratio(seconds[name], ours).median for name in names[2:] if name not in troubles)
-                judged.append(verdict(f"{which}: the better of transformers' over ours", gain, 1.2, at_least=True))
+                gains = [Spread.ratio(seconds[name], ours).median for name in names[2:] if name not in troubles]
+                if gains:
+                    judged.append(verdict(f"{which}: the better of transformers' over ours", min(gains), 1.2, at_least=True))
         print(f"  experts {num_experts}, top-{k}: done", flush=True)
     seconds, _ = turns("model", ("dense", "swap", "ep", "local"), {"work": dataclasses.asdict(WORK)}, 2, peers, count)
     ideal = [a + b for a, b in zip(seconds["dense"], seconds["swap"], strict=True)]
@@ -94,5 +103,25 @@ def run(options: Options) -> str:
             "ranks (ep) or on both (local). swap: the all-to-alls of a step alone.",
             table(["contender", "s", "over dense + swap"], steps),
             verdicts(judged),
+        )
+    )
+
+
+def link(options: Options) -> str:
+    """Rows of one layer, and its shared expert, over interfaces of 200 Mbit/s, in network namespaces."""
+    names = ("in turn", "overlapped", "rows alone", "shared alone")
+    try:
+        with network(2, rate=RATE) as (seat, _):
+            seconds, _ = turns("travel", names, {}, 2, prepare(options.peers), options.num_rounds(9), seat)
+    except NoNetwork as error:
+        return f"Not measured: {error}."
+    rows = [[name, Spread.of(values).show(), Spread.ratio(values, seconds["in turn"]).show(2)] for name, values in seconds.items()]
+    return "\n\n".join(
+        (
+            f"A layer of {EXPERTS} experts split over 2 ranks, top-{TOP}, {TOKENS // 4:,} tokens of {WIDTH} features a rank, and a "
+            f"shared expert of {8 * WIDTH:,}; forward and backward, fp32, gloo, 200 Mbit/s per rank (network namespaces, tbf). In "
+            "turn: the shared expert computes after the rows have come back.",
+            "The shared expert hides the way to the experts, half of the bytes; a residual branch would hide the way back.",
+            table(["contender", "s", "over in turn"], rows),
         )
     )

@@ -3,6 +3,7 @@
 layer    one layer's forward and backward: SYSTEM[:gated]. dense has the active products of k experts in one MLP; deepspeed is its
          MoE, padded to the fullest expert, or with a capacity of 1 (it drops, and pads the others); mixtral:WAY is transformers'
          block, whose experts are computed in that way
+travel   a layer split over two ranks with a shared expert, and its parts
 model    a GPT's step: dense, or with experts (ep: split over the ranks); and `swap`, the exchanges of that alone
 """
 
@@ -178,6 +179,43 @@ def model(channel: Channel, system: str, work: dict[str, Any]) -> None:
             dist.barrier()
             start = time.perf_counter()
             swap() if system == "swap" else train()
+            times.append(time.perf_counter() - start)
+        return {"times": times}
+
+    channel.serve({"steps": steps})
+
+
+# -- rows over a slow link --
+
+
+def travel(channel: Channel, system: str) -> None:
+    """A rank's target: times of a layer with a shared expert that computes while rows travel, or after; and of each alone."""
+    torch.set_num_threads(1)
+    import slipstream
+    from slipstream.moe import MoE
+
+    slipstream.init_distributed(verbose=False)
+    torch.manual_seed(0)
+    shared = mlp(8 * WIDTH)
+    layer = MoE(WIDTH, mlp(WIDTH // 4), EXPERTS, k=TOP, shared=shared if system == "overlapped" else None)
+    model = nn.ModuleList([layer, shared])
+    blocks = {"expert_parallel": {"enabled": True, "autoep_size": 2}, "slipstream": {"transport": "gloo"}}
+    engine = slipstream.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, **blocks})[0]
+    x = torch.randn(TOKENS // 4, WIDTH, requires_grad=True)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "overlapped": lambda: layer(x)[0],
+        "in turn": lambda: layer(x)[0] + shared(x),
+        "rows alone": lambda: layer(x)[0],
+        "shared alone": lambda: shared(x),
+    }
+    params = [x, *engine.module.parameters()]
+
+    def steps(count: int) -> dict[str, Any]:
+        times = []
+        for _ in range(count):
+            dist.barrier()
+            start = time.perf_counter()
+            torch.autograd.grad(calls[system]().square().sum(), params, allow_unused=True)
             times.append(time.perf_counter() - start)
         return {"times": times}
 

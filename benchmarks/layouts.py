@@ -98,8 +98,9 @@ def pipeline(options: Options) -> str:
             gain = Spread.ratio(seconds["slipstream:pp:1f1b"], seconds["slipstream:pp:zero_bubble"]).median
             judged.append(verdict("m = 4: 1F1B over zero bubble", gain, 1.10, at_least=True))
         if "deepspeed:pp" not in troubles:
-            best = Spread.ratio(seconds["deepspeed:pp"], seconds["slipstream:pp:1f1b"]).median
-            judged.append(verdict(f"m = {micros}: DeepSpeed's PipelineModule over our 1F1B", best, 1.15, at_least=True))
+            for schedule, name in (("1F1B", "slipstream:pp:1f1b"), ("zero bubble", "slipstream:pp:zero_bubble")):
+                times = Spread.ratio(seconds["deepspeed:pp"], seconds[name]).median
+                judged.append(verdict(f"m = {micros}: DeepSpeed's PipelineModule over our {schedule}", times, 1.15, at_least=True))
     return "\n\n".join(
         (
             f"{PIPELINE.describe()} of a micro-batch, fp32, as a list of layers on two ranks; ZeRO-1. Seconds per step, median "
@@ -110,7 +111,18 @@ def pipeline(options: Options) -> str:
     )
 
 
-_SLICES = ("slipstream:tp", "slipstream:tp:tokens", "slipstream:tp:gloo", "deepspeed:tp", "torch:tp")
+_SLICES = (
+    "slipstream:tp",
+    "slipstream:tp:overlap",
+    "slipstream:tp:tokens",
+    "slipstream:tp:gloo",
+    "slipstream:tp:overlap:gloo",
+    "deepspeed:tp",
+    "deepspeed:tp:overlap",
+    "torch:tp",
+)
+_OVER_LINKS = ("slipstream:tp:gloo", "slipstream:tp:overlap:gloo", "slipstream:tp:tokens:gloo", "slipstream:tp:overlap:tokens:gloo")
+_RATES = {"1gbit": 1.1, "4gbit": 0.0}  # with the gain that is wanted
 
 
 def slices(options: Options) -> str:
@@ -118,6 +130,7 @@ def slices(options: Options) -> str:
     turns = options.num_rounds(7)
     sums = "slipstream:tp:sums"
     seconds, troubles = measure(SLICES, ("half:tp", sums, *_SLICES), peers, 1, turns)
+    links, judged_links = _overlap_over_links(options)
     ideal = [half + exchanged for half, exchanged in zip(seconds["half:tp"], seconds[sums], strict=True)]
     rows, judged = [], []
     for name in ("half:tp", sums, *_SLICES):
@@ -125,20 +138,53 @@ def slices(options: Options) -> str:
             rows.append([name, troubles[name]])
         else:
             rows.append([name, Spread.of(seconds[name]).show(), Spread.ratio(seconds[name], ideal).show(2)])
+    ours = "slipstream:tp", "slipstream:tp:overlap"
+    gain = Spread.ratio(seconds[ours[0]], seconds[ours[1]])
+    rows.append([f"{ours[0]} over {ours[1]}", "", gain.show(2)])
+    best = _faster(ours, seconds, troubles)
     judged.append(verdict("our step over the ideal", Spread.ratio(seconds["slipstream:tp"], ideal).median, 1.15))
-    for name, who, wanted in (("deepspeed:tp", "DeepSpeed's AutoTP", 1.5), ("torch:tp", "torch's parallelize_module", 1.3)):
-        if name not in troubles:
-            ratio = Spread.ratio(seconds[name], seconds["slipstream:tp"]).median
-            judged.append(verdict(f"{who} over our step", ratio, wanted, at_least=True))
+    for names, who, wanted in (
+        (("deepspeed:tp", "deepspeed:tp:overlap"), "DeepSpeed's AutoTP", 1.5),
+        (("torch:tp",), "torch's parallelize_module", 1.3),
+    ):
+        if peer := _faster(names, seconds, troubles):
+            judged.append(verdict(f"{who} over our step", Spread.ratio(peer, best).median, wanted, at_least=True))
     return "\n\n".join(
         (
             f"A Llama of width {SLICES.width}, depth {SLICES.depth}, {SLICES.batch}x{SLICES.length} tokens, fp32, AdamW, two ranks."
             f" Seconds per step, median (min-max) of {turns} turns. The ideal: a model with half of each layer (`half:tp`), and "
-            f"the {4 * SLICES.depth} sums of a step over shared memory (`{sums}`). {peers}.",
+            f"the {4 * SLICES.depth} sums of a step over shared memory (`{sums}`). `overlap`: tp_overlap_comm; of two contenders "
+            f"of one system, the faster counts. {peers}.",
             table(["contender", "s", "over the ideal"], rows),
-            verdicts(judged),
+            "The same over links of these rates per rank (network namespaces, tbf), gloo.",
+            links,
+            verdicts(judged + judged_links),
         )
     )
+
+
+def _faster(names: Sequence[str], seconds: dict[str, list[float]], troubles: dict[str, str]) -> list[float]:
+    """The times of the contender with the lowest median; [] if all have failed."""
+    return min((seconds[name] for name in names if name not in troubles), key=statistics.median, default=[])
+
+
+def _overlap_over_links(options: Options) -> tuple[str, list[list[str]]]:
+    """Steps with and without overlapped sums, in turns: the table, and the verdicts."""
+    rows, judged = [], []
+    for rate, wanted in _RATES.items():
+        try:
+            with network(2, rate=rate) as (seat, _):
+                seconds, troubles = measure(SLICES, _OVER_LINKS, prepare(options.peers), 1, options.num_rounds(7), seat)
+        except NoNetwork as error:
+            return f"Not measured: {error}.", []
+        rows += [[rate, name, troubles.get(name) or Spread.of(seconds[name]).show()] for name in _OVER_LINKS]
+        for plain, overlap in (_OVER_LINKS[:2], _OVER_LINKS[2:]):
+            if not {plain, overlap} & troubles.keys():
+                ratio = Spread.ratio(seconds[plain], seconds[overlap])
+                rows.append([rate, f"{plain} over {overlap}", ratio.show(2)])
+                if wanted and plain == _OVER_LINKS[0]:
+                    judged.append(verdict(f"{rate}: {plain} over {overlap}", ratio.median, wanted, at_least=True))
+    return table(["rate", "contender", "s"], rows), judged
 
 
 def link(options: Options) -> str:

@@ -2,10 +2,10 @@
 
 compute:half   forwards and backwards of half of the micro-batches on each rank, without communication; compute:llama: of the Llama
 slipstream:pp  a pipeline; variants: the schedules      slipstream:dp  data parallelism (ZeRO-1)
-slipstream:tp  sliced layers; variants: tokens, or sums: its sums alone
+slipstream:tp  sliced layers; variants: overlap (tp_overlap_comm), tokens, or sums: its sums alone
 slipstream:mesh:pp2.tp2  any mesh
 half:tp        a model with half of the heads and half of each MLP, and AdamW: the products and updates of one of two slices
-deepspeed:pp   its PipelineModule                       deepspeed:tp   AutoTP
+deepspeed:pp   its PipelineModule                       deepspeed:tp   AutoTP; variant: overlap
 torch:tp       parallelize_module, with DTensors
 The last variant `gloo` takes ours off shared memory.
 """
@@ -237,6 +237,11 @@ _SPECS = [
 ]
 
 
+def _parallel(variants: list[str]) -> dict[str, Any]:
+    specs = {"layer_specs": _SPECS, "use_default_specs": False}
+    return {"autotp_size": dist.get_world_size(), "tp_overlap_comm": "overlap" in variants, "partition_config": specs}
+
+
 def _trained(model: nn.Module, work: Workload, backward: Callable[[Tensor], Any], update: Callable[[], Any]) -> Callable[[], Any]:
     items = batches(work, 0)
 
@@ -256,8 +261,7 @@ def _slices(work: Workload, micros: int, stage: int, variants: list[str]) -> Cal
     slipstream.init_distributed(verbose=False)
     torch.manual_seed(0)
     own = {"transport": _transport(variants), "tensor": {"sequence_parallel": "tokens" in variants}}
-    parallel = {"autotp_size": dist.get_world_size(), "partition_config": {"layer_specs": _SPECS, "use_default_specs": False}}
-    settings = config(work, 1, 0, slipstream=own, tensor_parallel=parallel)
+    settings = config(work, 1, 0, slipstream=own, tensor_parallel=_parallel(variants))
     engine = slipstream.initialize(model=Llama(work), config=settings)[0]
     if variants[:1] == ["sums"]:
         exchange, x = engine.exchange("tp"), torch.randn(work.batch, work.length, work.width)
@@ -340,8 +344,7 @@ def _autotp(work: Workload, micros: int, stage: int, variants: list[str]) -> Cal
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(0)
     model = Llama(work)
-    parallel = {"autotp_size": dist.get_world_size(), "partition_config": {"layer_specs": _SPECS, "use_default_specs": False}}
-    settings = config(work, 1, 0, tensor_parallel=parallel)
+    settings = config(work, 1, 0, tensor_parallel=_parallel(variants))
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
     return _trained(engine, work, engine.backward, engine.step)
 

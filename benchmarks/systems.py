@@ -2,7 +2,8 @@
 
 Runs inside a rank: the target of its worker is `train`. Only a contender's own builder imports its packages, so that none adds to
 another's memory. Names: `floor`, `ddp`, `fsdp2:keep`, `fsdp2:reshard`, `deepspeed:STAGE[:VARIANT]` and
-`slipstream:STAGE[:gloo][:torch][:again]` (`torch`: without the native kernels; `again`: the same, to see the noise).
+`slipstream:STAGE[:gloo][:torch][:again]` (`torch`: without the native kernels; `again`: the same, to see the noise), or with a last
+part of `COMPRESSED`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,24 @@ LABELS = {
 }
 
 
+COMPRESSED: dict[str, dict[str, Any]] = {  # keys that make ours send less
+    "int8": {"communication_data_type": "int8"},
+    "int4": {"communication_data_type": "int4"},
+    "onebit": {"optimizer": {"type": "OneBitAdam", "params": {**ADAMW, "freeze_step": 2}}},
+    "zeropp": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zero_quantized_weights": True}},
+}
+COMPRESSED_LABELS = {
+    "int8": ", int8 gradients",
+    "int4": ", int4 gradients",
+    "onebit": ", 1-bit Adam",
+    "zeropp": ", int4 gradients and int8 weights",
+}
+
+
 def label(system: str) -> str:
     kind, *rest = system.split(":")
     if kind == "slipstream":
-        how = {"gloo": ", gloo", "torch": ", without native kernels", "again": ", again"}
+        how = {"gloo": ", gloo", "torch": ", without native kernels", "again": ", again"} | COMPRESSED_LABELS
         return f"Slipstream, stage {rest[0]}" + "".join(how[part] for part in rest[1:])
     if kind == "deepspeed":
         return f"DeepSpeed, ZeRO-{rest[0]}" + (f", {rest[1]}" if rest[1:] else "")
@@ -87,7 +102,8 @@ def build(system: str, model: nn.Module, dtype: torch.dtype, batch: int) -> Step
     """`model` trained by a contender. Makes the process group, unless the contender makes its own."""
     kind, *rest = system.split(":")
     if kind == "slipstream":
-        return _slipstream(model, dtype, batch, int(rest[0]), "gloo" if "gloo" in rest else "auto")
+        transport, fewer = "gloo" if "gloo" in rest else "auto", COMPRESSED.get(rest[-1], {})
+        return _slipstream(model, dtype, batch, int(rest[0]), transport, fewer)
     if kind == "deepspeed":
         return _deepspeed(model, dtype, batch, int(rest[0]), rest[1] if rest[1:] else "")
     if int(os.environ["WORLD_SIZE"]) > 1:
@@ -118,10 +134,10 @@ def _of_engine(engine: Any) -> Step:
     return step
 
 
-def _slipstream(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, transport: str) -> Step:
+def _slipstream(model: nn.Module, dtype: torch.dtype, batch: int, stage: int, transport: str, blocks: dict[str, Any]) -> Step:
     import slipstream
 
-    config = {**_config(dtype, batch, stage), "slipstream": {"transport": transport}}
+    config = {**_config(dtype, batch, stage), "slipstream": {"transport": transport}, **blocks}
     return _of_engine(slipstream.initialize(model=model, config=config, model_parameters=model.parameters())[0])
 
 

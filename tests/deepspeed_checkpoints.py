@@ -31,16 +31,17 @@ class Case(NamedTuple):
     stage: int
     dtype: str
     universal: bool = False
-    kind: str = "data"  # or "pipe", "slices": of two
+    kind: str = "data"  # or "pipe", "slices": of two; "moe"
+    ep: int = 1
 
     @property
     def name(self) -> str:
-        kind = "" if self.kind == "data" else f"{self.kind}-"
+        kind = {"data": "", "moe": f"moe-ep{self.ep}-"}.get(self.kind, f"{self.kind}-")
         return f"{kind}z{self.stage}-w{self.world}-{self.dtype}" + ("-universal" if self.universal else "")
 
     @property
     def replicas(self) -> int:
-        return self.world if self.kind == "data" else self.world // 2
+        return self.world if self.kind in ("data", "moe") else self.world // 2
 
 
 CASES = [
@@ -59,6 +60,11 @@ CASES = [
     Case(2, 1, "fp32", kind="slices"),
     Case(4, 2, "bf16", kind="slices"),
     Case(2, 3, "bf16", kind="slices"),
+    Case(2, 0, "fp32", kind="moe"),
+    Case(4, 0, "fp32", kind="moe", ep=2),
+    Case(2, 1, "fp32", kind="moe"),
+    Case(2, 1, "bf16", kind="moe", ep=2),
+    Case(4, 2, "fp32", kind="moe", ep=2),
 ]
 SPECS = [  # AutoTP's
     {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
@@ -131,13 +137,53 @@ class Sliced(nn.Module):
         return F.cross_entropy(self.head(h).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Expert(nn.Module):
+    """With a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6, bias=False)
+        self.scale = nn.Parameter(torch.ones(1, 6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))) * self.scale
+
+
+class Mixture(nn.Module):
+    """Two layers of different numbers of experts, one of them residual, whose choices are those of each token alone."""
+
+    def __init__(self, moe: Any, ep: int) -> None:
+        super().__init__()
+        self.embedding, self.up = nn.Embedding(13, 6), nn.Linear(6, 6)
+        options = {"ep_size": ep, "drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+        self.first = moe(6, Expert(), 4, k=2, **options)
+        self.second = moe(6, Expert(), 2, k=1, use_residual=True, **options)
+        self.head = nn.Linear(6, 13, bias=False)
+        with torch.no_grad():  # experts that differ, the same on every rank
+            for name, param in self.named_parameters():
+                draw = torch.Generator().manual_seed(hash_of(name))
+                param.copy_(torch.rand(param.shape, generator=draw) - 0.4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = torch.tanh(self.up(self.embedding(tokens[:, :-1])))
+        for layer in (self.first, self.second):
+            h = h + layer(h)[0]
+        return F.cross_entropy(self.head(h).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def hash_of(name: str) -> int:
+    return sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
+
+
 def pipeline_loss(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.float().flatten(0, 1), targets.flatten())
 
 
-def model(kind: str = "data", pipe: Any = None, num_stages: int = 1) -> Any:
-    """pipe: the package deepspeed.pipe, or ours."""
+def model(kind: str = "data", pipe: Any = None, num_stages: int = 1, moe: Any = None, ep: int = 1) -> Any:
+    """pipe: the package deepspeed.pipe, or ours; moe: the class of DeepSpeed's layer of experts, or ours."""
     torch.manual_seed(3)
+    if kind == "moe":
+        return Mixture(moe, ep)
     if kind == "data":
         return Model()
     if kind == "slices":
@@ -154,9 +200,10 @@ def model(kind: str = "data", pipe: Any = None, num_stages: int = 1) -> Any:
 def groups(module: nn.Module) -> list[dict[str, Any]]:
     """Matrices with weight decay; vectors without it and with a higher learning rate."""
     trained = [param for param in module.parameters() if param.requires_grad]
+    vectors = {id(param) for name, param in module.named_parameters() if name.endswith("bias") or param.dim() < 2}
     return [
-        {"params": [param for param in trained if param.dim() > 1], "weight_decay": 0.1},
-        {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0, "lr": 3e-2},
+        {"name": "matrices", "params": [param for param in trained if id(param) not in vectors], "weight_decay": 0.1},
+        {"name": "vectors", "params": [param for param in trained if id(param) in vectors], "weight_decay": 0.0, "lr": 3e-2},
     ]
 
 
@@ -185,6 +232,7 @@ def config(case: Case, world: int, stage: int) -> dict[str, Any]:
 def train(case: Case, folder: Path) -> None:
     """Train and save one rank's part with DeepSpeed."""
     import deepspeed
+    import deepspeed.moe.layer
     import torch.distributed as dist
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # refused on CPUs, although they support it
@@ -197,7 +245,10 @@ def train(case: Case, folder: Path) -> None:
     if case.kind == "slices":
         del settings["train_batch_size"]  # DeepSpeed divides it by all ranks
         settings["tensor_parallel"] = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": SPECS}}
-    module = model(case.kind, deepspeed.pipe, 2)
+    if case.kind == "moe":
+        deepspeed.init_distributed("gloo")
+        del settings["gradient_clipping"]  # DeepSpeed averages the norms of experts
+    module = model(case.kind, deepspeed.pipe, 2, deepspeed.moe.layer.MoE, case.ep)
     engine = deepspeed.initialize(model=module, model_parameters=groups(module), config=settings)[0]
     losses = []
     for step in range(STEPS + MORE):
@@ -206,6 +257,8 @@ def train(case: Case, folder: Path) -> None:
             engine.save_checkpoint(str(folder), client_state={"epoch": 7, "names": ["a", None], "seen": (1, 2.5)})
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses[STEPS:]))
+    dist.barrier()
+    os._exit(0)  # torch's threads of groups may abort a process that ends by itself
 
 
 def pipeline_step(engine: Any, case: Case, step: int) -> float:

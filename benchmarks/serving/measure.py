@@ -32,11 +32,13 @@ class Run:
     limits: list[Rates] = field(default_factory=list)  # of each round so far
 
     @classmethod
-    def of(cls, options: Options, rounds: int) -> Run:
+    def of(cls, options: Options, rounds: int, folder: Path | None = None, shape: Shape | None = None) -> Run:
+        """`folder`: by default SmolLM2's. `shape`: by default that of the dense model in it."""
+        folder = folder or models.FOLDER
         return cls(
             pythons={"ours": Path(sys.executable), "vllm": options.serve_peers, "llama": options.serve_peers},
-            models=models.FOLDER,
-            shape=Shape.read(models.FOLDER / "hf"),
+            models=folder,
+            shape=shape or Shape.read(folder / "hf"),
             quick=options.quick,
             rounds=options.num_rounds(rounds),
             only=options.only,

@@ -237,7 +237,39 @@ class Vllm(System):
                     feed.take(index, token)
 
 
-SYSTEMS: dict[str, Callable[..., System]] = {"ours": Ours, "llama": Llama, "vllm": Vllm}
+class Transformers(System):
+    """`model(...)` with its own cache, one request at a time: `generate` without its bookkeeping."""
+
+    def __init__(self, models: Path, precision: str, budget: int) -> None:
+        import torch
+        import transformers
+
+        self._torch, self._dynamic_cache = torch, transformers.DynamicCache
+        torch.set_num_threads(len(cores()))
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(models / "hf", dtype=dtype).eval()
+        self.facts = {
+            "threads": torch.get_num_threads(),
+            "precision": precision,
+            "kernels": f"transformers {transformers.__version__}, torch {torch.__version__}",
+            "setting": f"experts: {self._model.config._experts_implementation}",
+        }
+
+    def run(self, feed: Feed) -> None:
+        with self._torch.inference_mode():
+            while not feed.over:
+                for index in feed.due():
+                    ask, cache = feed.trace[index], self._dynamic_cache(config=self._model.config)
+                    ids = self._torch.tensor([ask.prompt])
+                    for _ in range(ask.outputs):
+                        logits = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                        ids = logits[:, -1].argmax(-1, keepdim=True)
+                        feed.take(index, int(ids))
+                if not feed.over:
+                    feed.wait()
+
+
+SYSTEMS: dict[str, Callable[..., System]] = {"ours": Ours, "llama": Llama, "vllm": Vllm, "transformers": Transformers}
 
 
 def serve(channel: Channel, kind: str, models: str, spawned: float, **options: Any) -> None:

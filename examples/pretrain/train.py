@@ -238,9 +238,9 @@ class Meter:
     def __init__(self, engine: slipstream.Engine, history: report.History) -> None:
         self.device, self.step = engine.device, lambda: engine.global_steps
         self.history = history
-        self.model = engine.module
+        self.engine = engine
         self.replica = dist.get_world_size() // engine.mesh.batch.size  # ranks that see the same tokens
-        self.has_experts = engine.mesh.pp.size == 1 and bool(expert_loads(self.model))
+        self.has_experts = engine.mesh.pp.size == 1 and bool(expert_loads(engine.module))
         self.restart()
 
     def restart(self) -> None:
@@ -266,8 +266,7 @@ class Meter:
         history.tokens += tokens
         history.seconds += seconds
         if self.has_experts:
-            loads = torch.stack(list(expert_loads(self.model).values())).double()
-            dist.all_reduce(loads)
+            loads = torch.tensor([load.routes for load in self.engine.expert_load().values()], dtype=torch.float64)
             history.loads.append((loads / loads.mean(1, keepdim=True)).flatten().tolist())
         self.restart()
         return report.Moment(

@@ -29,6 +29,8 @@ from slipstream.checkpoint import FlatSlice
 from slipstream.train.gate import Block
 from slipstream.train.saving import entries
 from slipstream.train.saving.load import spread_weights
+from slipstream.zero import access
+from slipstream.zero.leaves import whole_shape
 from slipstream.zero.storage.store import Store, copy_store
 from slipstream.zero.unit import Unit
 
@@ -142,29 +144,34 @@ class Ema:
     # -- saving and loading --
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"num_updates": n, "average": {name: unsharded average}}` on every rank. Collective.
+        """Return `{"num_updates": n, "average": {name: average}}` on every rank, whole, of all pipeline stages. Collective.
 
         `engine.save_checkpoint` and `load_checkpoint` write and read shards instead.
         """
         with self.engine.together("ema"):
-            self.engine.single.refuse_parts("Ema.state_dict()")
             averages: dict[str, Tensor] = {}
             for unit, average in self._averages.items():
-                whole = unit.unsharded(average.whole(), bool(unit.placement.optim))
-                for name, slot in zip(unit.names, unit.layout.slots, strict=True):
-                    averages[name] = whole[slice(*slot.span)].view(slot.shape).clone()
+                whole = unit.unsharded(average.whole(), unit.placement.optim)
+                for i, (name, slot) in enumerate(zip(unit.names, unit.layout.slots, strict=True)):
+                    averages[name] = access.whole_of(whole[slice(*slot.span)].view(slot.shape).clone(), unit, i)
+            averages = entries.of_all_stages(averages, self.engine.mesh)
         return {"num_updates": self.num_updates, "average": averages}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load `state_dict`'s values, the same on all ranks. strict=False ignores names that only the state or the engine has.
+        """Load `state_dict`'s values, of any layout; the same on all ranks. strict=False ignores names that only the state or the
+        engine has. In a pipeline, collective over the stages.
 
         Raises ValueError, with nothing changed, for other names (strict) or shapes.
         """
         self.engine.gate.check("ema")
-        self.engine.single.refuse_parts("Ema.load_state_dict()")
         self._follow()
         values: Mapping[str, Tensor] = state["average"]
-        shapes = {name: slot.shape for unit in self._averages for name, slot in zip(unit.names, unit.layout.slots, strict=True)}
+        own = {
+            name: whole_shape(param, slot.shape)
+            for unit in self._averages
+            for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True)
+        }
+        shapes = entries.of_all_stages(own, self.engine.mesh)
         if strict and (odd := sorted(values.keys() ^ shapes.keys())):
             side = "the state" if odd[0] in values else "this engine"
             raise ValueError(f"Ema.load_state_dict(): only {side} has an average of {odd[0]!r}; strict=False loads the common ones")
@@ -174,9 +181,9 @@ class Ema:
                     f"Ema.load_state_dict(): {name!r} has shape {tuple(values[name].shape)} in the state, and {shapes[name]} here"
                 )
         for unit, average in self._averages.items():
-            for name, start, within in _owned(unit):
+            for i, (name, start, within) in enumerate(_owned(unit)):
                 if name in values:
-                    average.put(start, values[name].reshape(-1)[within])
+                    average.put(start, access.part_of_whole(values[name], unit, i).reshape(-1)[within])
         self.num_updates = int(state["num_updates"])
 
     def tensors(self) -> dict[str, FlatSlice]:

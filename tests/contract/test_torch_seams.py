@@ -261,3 +261,39 @@ def test_transforms_show_their_levels_and_can_be_stepped_out_of() -> None:
     assert not transforms.is_active() and torch.func.vmap(loss)(x).tolist() == [2.0] * 3
     assert torch.func.grad(loss)(x[0]).tolist() == [1.0, 1.0] and other.tolist() == [4.0, 4.0]
     assert seen == [(False, [-1]), (True, [1, -1])]
+
+
+def test_autograd_runs_ready_nodes_by_falling_sequence_number() -> None:
+    """parallel/overlap.py: a node that gets a lower number waits for others that are ready."""
+    order: list[str] = []
+
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            order.append(ctx.name)
+            return grad, None
+
+    x = torch.ones(2, requires_grad=True)
+    for number in (None, 0):
+        first, second = Named.apply(x, "first"), Named.apply(x, "second")
+        assert second.grad_fn._sequence_nr() > first.grad_fn._sequence_nr()
+        if number is not None:
+            second.grad_fn._set_sequence_nr(number)
+        torch.autograd.backward((first * second).sum())
+    assert order == ["second", "first", "first", "second"]
+
+
+def test_a_row_of_a_product_is_the_same_for_any_number_of_rows_above_a_few() -> None:
+    """parallel/overlap.py: chunks of a product have the bits of the whole."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, inner, out in ((512, 1024, 512), (333, 100, 36), (130, 24, 64), (1000, 333, 100)):
+            x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(out, inner, dtype=dtype)
+            whole = nn.functional.linear(x, weight)
+            for count in range(2, rows // 64 + 1):
+                parts = [nn.functional.linear(part, weight) for part in x.tensor_split(count)]
+                assert torch.equal(torch.cat(parts), whole)

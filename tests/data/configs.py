@@ -366,7 +366,7 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "curriculum": (having(MEGATRON, curriculum_learning={"enabled": True}), "curriculum_learning.enabled"),
     "hpz": (trainer(3, zero_optimization__zero_hpz_partition_size=8), "zero_hpz_partition_size"),
     "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
-    "zero++": (trainer(3, zero_optimization__zero_quantized_gradients=True), "zero_quantized_gradients"),
+    "zero++": (trainer(3, zero_optimization__zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable_weights"),
     "data-efficiency": (having(MEGATRON, data_efficiency={"enabled": True}), "data_efficiency.enabled"),
     "compression": (
         having(BERT, compression_training={"weight_quantization": {"shared_parameters": {"enabled": True}}}),

@@ -19,6 +19,7 @@ import slipstream
 from slipstream.checkpoint import CheckpointError, deepspeed, pickled
 from slipstream.checkpoint.deepspeed_parts import Cuts
 from slipstream.checkpoint.flat_slice import whole_box
+from slipstream.compat.moe import MoE, split_params_into_different_moe_groups_for_optimizer
 from tests import deepspeed_checkpoints as ds
 from tests.pool import distributed
 
@@ -92,7 +93,7 @@ def build_parts(case: ds.Case, stage: int, mesh: dict[str, int]) -> Any:
 def test_stages_and_slices_continue_on_any_axes(world_size: int, folder: Path) -> None:
     """Layers of a pipeline, slices of AutoTP, and a universal checkpoint of a pipeline: tied, frozen, buffers, fused matrices."""
     for case in ds.CASES:
-        for axis in {"pipe": ("", "pp"), "slices": ("", "tp"), "data": ()}[case.kind]:
+        for axis in {"pipe": ("", "pp"), "slices": ("", "tp"), "data": (), "moe": ()}[case.kind]:
             if axis and (world_size == 1 or (world_size == 4 and case.world == 4)):
                 continue
             mesh = {axis: 2} if axis else {}
@@ -115,6 +116,85 @@ def test_stages_and_slices_continue_on_any_axes(world_size: int, folder: Path) -
             expected = json.loads((folder / case.name / "losses.json").read_text())
             assert results == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} on {mesh}"
             engine.destroy()
+
+
+def build_experts(case: ds.Case, stage: int, ep: int, split: bool) -> Any:
+    """split: experts in parameter groups of their own, as DeepSpeed has them."""
+    module = ds.model("moe", moe=MoE, ep=ep)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.fill_(0.5)
+    settings = ds.config(case, dist.get_world_size(), stage) | {"slipstream": {"timeout_s": 20}}
+    settings["optimizer"]["params"].pop("torch_adam", None)
+    del settings["gradient_clipping"]
+    groups = split_params_into_different_moe_groups_for_optimizer(ds.groups(module)) if split else ds.groups(module)
+    return slipstream.initialize(model=module, model_parameters=groups, config=settings)[0]
+
+
+@distributed(world_size=(1, 2, 4))
+def test_experts_continue_at_any_size(world_size: int, folder: Path) -> None:
+    """Without ZeRO, and at stages 1 and 2; layers of 4 and of 2 experts, frozen parameters of experts, a residual branch."""
+    for i, case in enumerate(case for case in ds.CASES if case.kind == "moe"):
+        ep = min(world_size, 1 + i % 2)
+        engine = build_experts(case, (i + world_size) % 4, ep, split=i % 2 == 0)
+        assert engine.load_checkpoint(str(folder / case.name))[1] == {"epoch": 7, "names": ["a", None], "seen": (1, 2.5)}
+        results = go_on(engine, range(ds.STEPS, ds.STEPS + ds.MORE))
+        expected = json.loads((folder / case.name / "losses.json").read_text())
+        assert results == pytest.approx(expected, rel=CLOSE[case.dtype]), f"{case} at ep {ep}"
+        engine.destroy()
+
+
+@distributed(world_size=1)
+def test_experts_whose_files_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+    cases = {case.name: case for case in ds.CASES}
+    engine = build_experts(cases["moe-ep1-z1-w2-fp32"], 2, 1, split=False)
+    before = engine.state_dict()
+
+    def autoep(inside: Path) -> None:
+        state = torch.load(inside / "mp_rank_00_model_states.pt", weights_only=False)
+        torch.save(state | {"ds_autoep_layers": [{"num_experts": 4}]}, inside / "mp_rank_00_model_states.pt")
+
+    def one_shape(inside: Path) -> None:
+        """A trained and a frozen vector of one length, and no names."""
+        state = torch.load(inside / "mp_rank_00_model_states.pt", weights_only=False)
+        state["module"]["second.mlp.scale"] = torch.ones(6)
+        torch.save(state, inside / "mp_rank_00_model_states.pt")
+
+    def masters(inside: Path) -> None:
+        torch.save({"optimizer": {"fp32_groups_flat": []}}, inside / "expp_rank_0_mp_rank_00_optim_states.pt")
+
+    for name, change, words in (
+        (
+            "z1-w2",
+            lambda inside: (inside / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink(),
+            "no layer_0_expert_2_mp_rank_00",
+        ),
+        (
+            "z0-w2",
+            lambda inside: (inside / "layer_1_expert_0_mp_rank_00_model_states.pt").unlink(),
+            "no layer_1_expert_0_mp_rank_00",
+        ),
+        ("z1-w2", autoep, "AutoEP made its layers of experts"),
+        ("z0-w2", one_shape, r"1 states of shape \(6,\) in 1 groups for up\.bias, second\.mlp\.scale: save it at stage 1"),
+        ("z0-w2", masters, "its optimizer has no states by parameter"),
+        ("z0-w2", lambda inside: (inside / "mp_rank_01_model_states.pt").write_bytes(model_bytes(inside)), "in 2 pipeline stages"),
+    ):
+        shutil.copytree(folder / f"moe-ep1-{name}-fp32", tmp_path / "c", dirs_exist_ok=True)
+        change(tmp_path / "c" / "global_step3")
+        with pytest.raises(CheckpointError, match=words):
+            engine.load_checkpoint(str(tmp_path / "c"))
+        shutil.rmtree(tmp_path / "c")
+    shutil.copytree(folder / "moe-ep2-z0-w4-fp32", tmp_path / "c")
+    (tmp_path / "c" / "global_step3" / "expp_rank_0_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizers of experts are of ranks \[1\]: some are missing"):
+        engine.load_checkpoint(str(tmp_path / "c"))
+    after = engine.state_dict()
+    assert all(before[name].equal(after[name]) for name in before)
+    engine.destroy()
+
+
+def model_bytes(inside: Path) -> bytes:
+    return (inside / "mp_rank_00_model_states.pt").read_bytes()
 
 
 class Hostile:

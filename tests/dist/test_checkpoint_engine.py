@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import slipstream
 from slipstream.checkpoint import CheckpointError
+from slipstream.checkpoint.document import counterpart
 from tests import cases, toy
 from tests.pool import distributed, run
 
@@ -525,3 +526,39 @@ def test_a_tag_that_is_replaced_while_ranks_read_it_is_read_again(tmp_path: Path
     assert len(calls) == 3 and engine.global_steps == 2  # loaded, undone, loaded again
     assert all(results[name].equal(expected[name]) for name in expected)
     engine.destroy()
+
+
+# ---- random states
+
+
+def test_a_rank_continues_the_rank_at_its_place() -> None:
+    saved = {"pp": 2, "batch": 2, "tp": 2}
+    assert [counterpart(saved, saved, rank) for rank in range(8)] == [(rank, 0) for rank in range(8)]
+    wider = {"batch": 2, "tp": 4}  # one stage; the new slices continue the first
+    assert [counterpart(saved, wider, rank).rank for rank in range(8)] == [0, 1, 0, 0, 2, 3, 2, 2]
+    assert [counterpart({"batch": 2}, {"batch": 5}, rank) for rank in range(5)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+    assert [counterpart({"batch": 2, "sp": 2}, {"pp": 2, "batch": 2}, rank).rank for rank in range(4)] == [0, 2, 0, 2]
+
+
+def draws_after(folder: Path, action: str) -> list[float]:
+    rank = torch.distributed.get_rank()
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(100 + rank)
+    engine = build(1, "auto")
+    if action == "save":
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(rank)
+        engine.save_checkpoint(str(folder))
+    else:
+        assert engine.load_checkpoint(str(folder))[0] is not None
+    engine.destroy()
+    return [float(torch.rand(())), float(numpy.random.rand()), random.random()]
+
+
+def test_random_states_continue_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Ranks that were there go on; those that were not get streams of their own, the same in each load."""
+    saved = run(2, draws_after, tmp_path, "save")
+    three, again = (run(3, draws_after, tmp_path, "load") for _ in range(2))
+    assert three[:2] == saved and three == again
+    assert not set(three[2]) & {value for draws in saved for value in draws}
+    assert run(1, draws_after, tmp_path, "load") == saved[:1]

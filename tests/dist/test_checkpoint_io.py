@@ -73,7 +73,7 @@ def load_randomly_cut(directory: Path, seeds: range, saved_by: int) -> None:
         expected = cut(whole(), rank, world, seed + 100)
         held = {name: FlatSlice(torch.zeros_like(part.data), part.shape, part.start) for name, part in expected.items()}
         replicated = torch.zeros(1000)
-        values, own = load(directory, f"cut{seed}", tensors={**held, "replicated": replicated}, group=group)
+        values, own, *_ = load(directory, f"cut{seed}", tensors={**held, "replicated": replicated}, group=group)
         for name, part in held.items():
             assert torch.equal(part.data, expected[name].data), f"seed {seed}: {name}"
         assert torch.equal(replicated, torch.arange(1000.0))
@@ -113,7 +113,7 @@ def test_a_group_that_is_not_the_world(tmp_path: Path) -> None:
     held = FlatSlice(data, (2, 5), place * 5)
     save(directory, "t", tensors={"w": held}, shared={"g": rank % 2}, per_rank={"r": rank}, group=ours)
     target = torch.zeros(2, 5)
-    values, own = load(directory, "t", tensors={"w": target}, group=ours)
+    values, own, *_ = load(directory, "t", tensors={"w": target}, group=ours)
     assert torch.equal(target, torch.arange(10.0).view(2, 5) + rank % 2)
     assert values == {"g": rank % 2} and own == {"r": rank}
 
@@ -186,7 +186,7 @@ def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert "was not saved: rank 1 of 2: cannot write" in message and "File too large" in message
         assert sorted(os.listdir(tmp_path)) == ["good", "latest"]
-    values, own = load(tmp_path, "good", tensors={"w": part}, group=dist.group.WORLD)
+    values, own, *_ = load(tmp_path, "good", tensors={"w": part}, group=dist.group.WORLD)
     assert values == {"step": 1} and own == {"r": rank} and bool((part.data == rank).all())
 
 

@@ -400,11 +400,6 @@ def test_stages_sleep_on_disk(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_what_a_pipeline_refuses() -> None:
     engine = make(module(num_stages=2), 1, "auto")
-    with (
-        pytest.raises(ValueError, match=r"engine\.surgery\(\) needs the whole model, and each rank has a pipeline stage"),
-        engine.surgery(),
-    ):
-        pass
     for call in (lambda: engine(1), lambda: engine.backward(1), lambda: engine.step()):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call()

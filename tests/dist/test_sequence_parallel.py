@@ -101,7 +101,7 @@ def _compare_ring(
     wanted = torch.autograd.grad(expected, whole, slope)
 
     def own(x: Tensor) -> Tensor:
-        return torch.cat([x[:, :, slice(*span)] for span in mask.spans[exchange.rank]], 2)
+        return torch.cat([x[:, :, slice(*span)] for span in mask.spans[exchange.index]], 2)
 
     shares = [own(part.detach()).requires_grad_() for part in whole]
     exchange.moved.clear()

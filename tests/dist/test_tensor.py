@@ -341,8 +341,6 @@ def test_adapters_on_slices() -> None:
         assert handed.keys() == expected.keys()
         for name, value in handed.items():
             torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-        with pytest.raises(ValueError, match=r"only_trainable=True\) needs whole parameters"):
-            engine.save_pretrained("unused", only_trainable=True)
         engine.destroy()
 
 

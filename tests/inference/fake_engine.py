@@ -148,7 +148,9 @@ class FakeEngine:
     def stats(self) -> Stats:
         histogram = Histogram((0.1, 1.0), (2, 1, 1), 3.5)
         return Stats(
-            **dict.fromkeys(("waiting", "draft_tokens", "accepted_tokens", "preemptions", "forwards"), 0),
+            **dict.fromkeys(
+                ("waiting", "draft_tokens", "accepted_tokens", "preemptions", "forwards", "expert_hits", "expert_misses"), 0
+            ),
             healthy=self.healthy,
             running=len(self.running),
             blocks=100,

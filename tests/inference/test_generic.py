@@ -35,6 +35,23 @@ PHIMOE = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 LLAMA4 = {**SIZES, **MOE, "head_dim": 16, "intermediate_size_mlp": 96, "attention_chunk_size": 8, "no_rope_layers": [1, 0]}
 LLAMA4 |= {"floor_scale": 16, "attn_temperature_tuning": False}
+MLA = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {  # the class, its sizes, whether all requests share a forward
     "gpt2": ("GPT2", GPT2, True),
     "gpt-neox": ("GPTNeoX", SIZES, True),
@@ -55,6 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {  # the class, its sizes, 
     "gpt-neox-dynamic": ("GPTNeoX", {**SIZES, "rope_parameters": DYNAMIC}, True),
     "llama4": ("Llama4Text", LLAMA4, True),
     "llama4-temperature": ("Llama4Text", {**LLAMA4, "attn_temperature_tuning": True}, False),
+    "deepseek-v2": ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy"}, False),
+    "deepseek-v3": ("DeepseekV3", {**MLA, "q_lora_rank": 24}, False),
     "mpt": ("Mpt", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, **ENDS}, False),
 }
 

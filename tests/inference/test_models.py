@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {**MOE, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
     ),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe-grouped": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True, "num_key_value_heads": 4}),
     "qwen3-moe": ("Qwen3Moe", {**MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]}),
 }
 
@@ -73,6 +75,7 @@ def test_configurations_of_transformers_4() -> None:
         {**SIZES, "model_type": "qwen3"},
         {**SIZES, "model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         {**SIZES, "model_type": "qwen3_moe"},
+        {**SIZES, "model_type": "olmoe"},
     ]
     for config in old:
         new = transformers.AutoConfig.for_model(**config).to_dict()
@@ -87,6 +90,7 @@ def test_configurations_of_transformers_4() -> None:
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported; it can be default, linear"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not supported"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, r"clip_qkv is 8\.0: queries and keys are not clamped"),
         ({"hidden_act": "relu"}, "activation 'relu' is none of silu"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked"]}, "layer_types .chunked. must be 2 of"),

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import slipstream
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.decoder import Decoder, head_shapes
+from slipstream.inference.expert_store import ExpertStore
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder, why_not
@@ -142,6 +144,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2Moe": EXPERTS,
     "Mistral": {"sliding_window": 24},
+    "Olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     "Gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
 }
 
@@ -270,3 +273,114 @@ def test_what_it_cannot_run_is_said() -> None:
         native_of(narrow)
     with pytest.raises(ValueError, match=r"cache_dtype is torch\.float16"):
         native_of(model_of("llama"), cache_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+def test_experts_on_disk_change_no_bits(kind: str) -> None:
+    """Of 10 experts in two layers, 5 to 9 are in memory."""
+    config, weights = weights_of(kind, "Qwen2Moe", **EXPERTS)
+    plain = NativeDecoder(config, weights, num_blocks=32, threads=2)
+    expected = Requests(plain, 0)
+    size = ExpertStore(1 << 30, num_experts=10, least=5, expert_nbytes=plain_bytes(plain)).expert_nbytes
+    for slots in (5, 9):
+        runner = NativeDecoder(config, weights, num_blocks=32, threads=2, expert_nbytes=slots * size)
+        assert runner.store is not None and runner.store.num_slots == slots
+        actual = Requests(runner, 0)
+        rng = random.Random(slots)
+        for length in (40, 1, 1, 3, 1):
+            tokens = [rng.randrange(config.vocab_size) for _ in range(length)]
+            pair = [side.run([(side.request(tokens), 0, length)])[0] for side in (actual, expected)]
+            assert pair[0].equal(pair[1]), (slots, length)
+            actual.free, expected.free = list(range(32)), list(range(32))
+        use = runner.store.use()
+        assert use.misses >= 10 and use.hits + use.misses >= 2 * (5 + 2 + 2 + 2 + 2)
+        runner.close()
+    plain.close()
+
+
+def plain_bytes(runner: NativeDecoder) -> int:
+    """Of one expert's packed matrices, with room for the cache lines that they start at."""
+    experts = runner._layers[0].experts.contents
+    addresses = sorted(tensor.data_ptr() for tensor in runner._tensors)
+    parts = [getattr(matrix, name) for matrix in (experts.gate_up[0], experts.down[0]) for name in ("data", "scale", "low")]
+    nbytes = {tensor.data_ptr(): tensor.nbytes for tensor in runner._tensors}
+    assert addresses
+    return sum(-(-nbytes[part] // 64) * 64 for part in parts if part)
+
+
+def test_the_expert_used_least_recently_makes_room() -> None:
+    """One token at a time, so that each layer needs two experts: the counts are those of the policy in Python."""
+    config, weights = weights_of("float32", "Qwen2Moe", **EXPERTS)
+    plain = NativeDecoder(config, weights, num_blocks=8, threads=1)
+    runner = NativeDecoder(config, weights, num_blocks=8, threads=2, expert_nbytes=6 * plain_bytes(plain))
+    plain.close()
+    assert runner.store is not None
+    side, recent, hits, misses = Requests(runner, 0), dict[int, None](), 0, 0  # experts, the least recently used first
+    for token in [3, 3, 70, 5, 3, 91, 12, 70, 3, 44, 5]:
+        before = runner.store.use()
+        side.run([(side.request([token]), 0, 1)])
+        side.free = list(range(8))
+        used = runner.store.use()
+        assert used.hits + used.misses - before.hits - before.misses == 2 * 2  # two layers, top 2
+        clocks = runner.store._tensors["last_used"].tolist()
+        owner = runner.store._tensors["owner"].tolist()
+        for layer in (1, 0):  # the two clocks of this forward
+            needed = [owner[i] for i, clock in enumerate(clocks) if clock == runner.store.record.clock - layer]
+            assert len(needed) == 2
+            hits += sum(expert in recent for expert in needed)
+            misses += sum(expert not in recent for expert in needed)
+            for expert in needed:
+                recent.pop(expert, None)
+                recent[expert] = None
+            while len(recent) > 6:
+                del recent[next(iter(recent))]
+        assert set(recent) == set(owner) - {-1}
+        assert runner.store.use() == (hits, misses)
+    assert hits and misses > 6  # some were read twice
+    runner.close()
+
+
+def test_experts_on_disk_that_cannot_be_read_are_an_error() -> None:
+    config, weights = weights_of("float32", "Qwen2Moe", **EXPERTS)
+    runner = NativeDecoder(config, weights, num_blocks=8, threads=2, expert_nbytes=1 << 30)
+    assert runner.store is not None
+    side = Requests(runner, 0)
+    expected = side.run([(side.request([5, 6]), 0, 2)])[0]
+    runner.store.check()
+    runner.store._tensors["slot"].fill_(-1)
+    runner.store._tensors["owner"].fill_(-1)
+    file, runner.store.record.file = runner.store.record.file, 10**6
+    with pytest.raises(OSError, match="cannot read experts from the temporary file: Bad file descriptor"):
+        side.run([(side.request([5, 6]), 0, 2)])
+    runner.store.record.file = file
+    side.free = list(range(8))
+    assert side.run([(side.request([5, 6]), 0, 2)])[0].equal(expected)
+    with pytest.raises(ValueError, match="experts on disk have no new weights in place"):
+        runner.put("layers.0.experts.1.down", torch.zeros(96, 40))
+    runner.close()
+
+
+def test_memory_for_less_than_a_layer_of_experts_is_refused() -> None:
+    config, weights = weights_of("float32", "Qwen2Moe", **EXPERTS)
+    with pytest.raises(
+        ValueError, match=r"expert_cache_bytes \(100,000\) holds \d experts of [\d,]+ bytes; a batch can need a layer's 5"
+    ):
+        NativeDecoder(config, weights, num_blocks=4, expert_nbytes=100_000)
+    config, weights = weights_of("float32")
+    with pytest.raises(ValueError, match="expert_cache_bytes is 100,000, but the model has no experts"):
+        NativeDecoder(config, weights, num_blocks=4, expert_nbytes=100_000)
+
+
+def test_experts_on_disk_by_the_option() -> None:
+    model = model_of("qwen2-moe")
+    answers = []
+    for options in ({}, {"expert_cache_bytes": "128K"}):
+        with slipstream.init_inference(model, device="cpu", threads=2, kv_cache_bytes="1M", **options) as engine:
+            answers.append(engine.generate([[5, 6, 7]], max_new_tokens=8, ignore_eos=True, temperature=0.0)[0].token_ids)
+            stats = engine.engine.stats()
+            assert bool(stats.expert_misses) == bool(options)
+    assert answers[0] == answers[1]
+    with pytest.raises(ValueError, match="expert_cache_bytes needs the native kernels"):
+        slipstream.init_inference(
+            tiny("GPT2", vocab_size=VOCAB, n_embd=64, n_layer=1, n_head=4), expert_cache_bytes="1M", device="cpu"
+        )

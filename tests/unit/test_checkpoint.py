@@ -455,7 +455,6 @@ def test_what_is_missing_or_foreign_is_named(tmp_path: Path) -> None:
             "mp_rank_00_model_states.pt is truncated, damaged, or of a torch older than 1.6",
         ),
         (["layer_00-model_00-model_states.pt"], "it has no mp_rank_00_model_states.pt"),
-        (["layer_0_expert_1_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"], r"files of experts \(layer_0_expert_1"),
         (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "has no metadata.json, it has bf16_zero"),
         ([".metadata", "__0_0.distcp"], "pickle, which is not read"),
         (["model.safetensors"], "has no metadata.json, it has model.safetensors"),

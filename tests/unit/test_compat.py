@@ -715,6 +715,12 @@ def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> N
     assert adam.param_groups[0] is groups[0]  # whose rates a schedule of the other optimizer sets
     assert isinstance(adam, torch.optim.AdamW) is mode and isinstance(adam, deepspeed.ops.adam.DeepSpeedCPUAdam)
     assert rule_of(adam) is not None and adam.param_groups[0]["decoupled_weight_decay"] is mode
+    from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
+
+    one_bit = OnebitAdam([param], freeze_step=5, cuda_aware=True, comm_backend_name="mpi")
+    assert isinstance(one_bit, OnebitAdam) and one_bit.param_groups[0]["freeze_step"] == 5 and rule_of(one_bit) is not None
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        OnebitAdam([param], amsgrad=True)
     for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):
         assert kind([param]).param_groups[0]["params"] == [param]
     ops = deepspeed.ops

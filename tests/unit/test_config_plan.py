@@ -444,6 +444,8 @@ FULL = {
         "stage": 3,
         "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
         "offload_param": {"device": "nvme", "nvme_path": "/disk"},
+        "zero_quantized_gradients": True,
+        "zeropp_loco_param": {"err_beta": 0.5},
     },
 }
 
@@ -604,7 +606,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
         {}, optional={"warmup_max_lr": rates, "warmup_num_steps": rates | st.integers(1, 9), "total_num_steps": st.integers(1, 99)}
     ),
     "gradient_clipping": st.floats(0, 10) | st.just("1"),
-    "communication_data_type": dtypes | st.none(),
+    "communication_data_type": dtypes | st.sampled_from([None, "int8", "INT4"]),
+    "sparse_gradients": flags,
     "gradient_allreduce_op": st.sampled_from(["mean", "sum", "SUM"]),
     "fp16.enabled": flags,
     "fp16.auto_cast": flags,
@@ -626,6 +629,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "data_types.buffer_dtype": dtypes,
     "zero_optimization.ignore_unused_parameters": st.booleans(),
     "zero_optimization.stage": st.integers(0, 3),
+    "zero_optimization.zero_quantized_weights": flags,
+    "zero_optimization.zero_quantized_gradients": flags,
+    "zero_optimization.zeropp_loco_param.err_beta": st.floats(0, 1),
+    "zero_optimization.zeropp_loco_param.reset_T": st.sampled_from([0, 1, 1024]),
     "zero_optimization.mics_shard_size": st.sampled_from([-1, 1, 2, 3]),
     "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu", "NVMe"]),
     "zero_optimization.offload_optimizer.nvme_path": st.sampled_from(["/disk", None]),
@@ -665,6 +672,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "sequence_parallel_size": st.sampled_from([1, 2]),
     "tensor_parallel.autotp_size": st.sampled_from([0, 1, 2]),
     "tensor_parallel.tp.tp_size": st.sampled_from([1, 2]),
+    "tensor_parallel.tp_overlap_comm": flags,
     "tensor_parallel.preset_model": st.sampled_from(["llama", None]),
     "tensor_parallel.partition_config": st.just({"layer_specs": [{"patterns": ["a"]}]}),
     "tensor_parallel.vocab_parallel_lm_head": flags | st.none(),

@@ -23,7 +23,7 @@ DEVICES = {
     "CUDA": ModelFacts(device_type="cuda", supports_bf16=True),
     "CUDA without bf16": ModelFacts(device_type="cuda", supports_bf16=False),
 }
-WORLD = DataWorld(ranks=4)
+WORLD = DataWorld(ranks=16)
 
 
 def disk(states: str, **others: Any) -> Config:
@@ -40,9 +40,11 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     "device": tuple({"device": device} for device in DEVICES),
     "mesh": (
         {},
-        {"slipstream.mesh.sp": 2},
+        {"slipstream.mesh.pp": 2, "slipstream.mesh.tp": 2},
+        {"slipstream.mesh.tp": 2, "slipstream.tensor.sequence_parallel": True},
         {"slipstream.mesh.sp": 2, "sequence_parallel_size": 4},
-        {"slipstream.pipeline.schedule": "zero_bubble", "slipstream.pipeline.reduce": "micro_batch"},
+        {"expert_parallel.enabled": True, "expert_parallel.autoep_size": 2, "slipstream.mesh.sp": 2},
+        {"pipeline.stages": 2, "slipstream.pipeline.schedule": "zero_bubble", "slipstream.pipeline.reduce": "micro_batch"},
     ),
     "weights": (
         {},
@@ -80,6 +82,12 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         disk("param", nvme_path=None),
     ),
     "disk": ({}, {"aio.block_size": 1000}, {"aio.block_size": 0}, {"aio.queue_depth": 0}),
+    "wire": (
+        {},
+        {"communication_data_type": "int8", "zero_optimization.zeropp_loco_param.err_beta": 0.5},
+        {"zero_optimization.zero_quantized_gradients": True, "communication_data_type": "fp16"},
+        {"zero_optimization.zero_quantized_weights": True, "zero_optimization.zeropp_loco_param.err_beta": 0.5},
+    ),
     "transport": tuple({"slipstream.transport": transport} for transport in ("auto", "shared", "gloo")),
     "activations": ({}, *({"slipstream.activations": way} for way in ("keep", "recompute", "offload"))),
     "recomputed": (
@@ -93,11 +101,11 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
 }
 OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
     "optimizer": (
-        *({"optimizer.type": name} for name in ("AdamW", "Lion", "SGD", "Adagrad", "LAMB", "RMSprop", "Adafactor")),
+        *({"optimizer.type": name} for name in ("AdamW", "Lion", "SGD", "Adagrad", "LAMB", "RMSprop", "Adafactor", "OneBitAdam")),
         {"optimizer.type": "AdamW", "optimizer.params": {"amsgrad": True}},
     ),
     "rounding": ({}, half("bf16") | {"slipstream.stochastic_rounding": True}),
-    **{axis: PLANS[axis] for axis in ("weights", "states", "optimizer states", "weights' home")},
+    **{axis: PLANS[axis] for axis in ("weights", "states", "groups", "optimizer states", "weights' home")},
 }
 STAGE_3 = {"zero_optimization.stage": 3}
 

@@ -76,13 +76,13 @@ def test_what_is_quantized(kind: str) -> None:
 
 
 def test_cache_slots_copies_and_bytes() -> None:
-    shapes = [HeadShape(2, 8), HeadShape(1, 4)]
+    shapes = [HeadShape(2, 8), HeadShape(1, 4), HeadShape(1, 8, 4)]
     cache = KVCache(shapes, num_blocks=6, block_size=4, dtype=torch.bfloat16)
     assert bytes_per_block(shapes, 4, torch.bfloat16) * 6 == sum(t.nbytes for t in (*cache.keys, *cache.values))
     slots = cache.slots([5, 0, 3], 2, 10)
     assert slots.tolist() == [22, 23, 0, 1, 2, 3, 12, 13]
-    for layer, (heads, dim) in enumerate(shapes):
-        keys, values = torch.randn(2, 8, heads, dim, dtype=torch.bfloat16)
+    for layer, (heads, dim, value_dim) in enumerate(shapes):
+        keys, values = (torch.randn(8, heads, size, dtype=torch.bfloat16) for size in (dim, value_dim or dim))
         cache.write(layer, slots, keys, values)
         assert all(torch.equal(a, b) for a, b in zip(cache.read(layer, slots), (keys, values), strict=True))
         assert torch.equal(cache.keys[layer][3, 0], keys[6])

@@ -1,6 +1,9 @@
 """Routing, dispatch and stacks of experts in one process, against plain torch; DeepSpeed's gates against its formulas."""
 
+import copy
+import functools
 import itertools
+import pickle
 import warnings
 from typing import Any
 
@@ -10,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.compat import moe as deepspeed_moe
 from slipstream.moe import ExpertStack, MoE, gate
-from slipstream.moe.dispatch import run_experts
+from slipstream.moe.dispatch import _Combine, run_experts
 from slipstream.moe.grouped import grouped_linear
 
 
@@ -97,7 +101,8 @@ def dense(routes: gate.Routes, num: int) -> Tensor:
 @given(st.integers(1, 40), st.integers(2, 6), st.integers(0, 100))
 def test_top1_and_top2_are_those_of_the_papers(tokens: int, num: int, seed: int) -> None:
     logits = torch.randn(tokens, num, generator=torch.Generator().manual_seed(seed)) * 2
-    most = gate.capacity(tokens, num, 1.0, 1)
+    most = gate.Capacity(1.0, 1.0, 1).of(logits, 1, training=True)
+    assert most == max(-(-tokens // num), 1)
     first = logits.argmax(1)
     for limit in (None, most):
         routes = gate.top1(logits, limit, random_selection=False)
@@ -133,6 +138,90 @@ def test_a_capacity_takes_the_likeliest_or_random_tokens() -> None:
     assert unused.kept is not None and unused.kept[::2].sum() == 0 and unused.counts.sum() == 32
 
 
+@given(st.integers(0, 20), st.integers(1, 3), st.integers(0, 6), st.booleans(), st.booleans(), st.integers(0, 100))
+def test_an_expert_takes_the_first_of_its_queue(t: int, k: int, most: int, ranked: bool, used: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.rand(t, 4, generator=generator).topk(k, 1).indices
+    rank = torch.randint(3, (t, k), generator=generator).float() if ranked else None
+    mask = torch.rand(t, k, generator=generator) < 0.7 if used else None
+    queues: dict[int, list[tuple[float, int, int]]] = {}
+    for j, i in itertools.product(range(k), range(t)):
+        if mask is None or mask[i, j]:
+            queues.setdefault(int(experts[i, j]), []).append((0.0 if rank is None else -float(rank[i, j]), j, i))
+    kept = {(i, j) for queue in queues.values() for _, j, i in sorted(queue)[:most]}
+    assert {(i, j) for i, j in gate.within(experts, 4, most, rank, mask).nonzero().tolist()} == kept
+
+
+def test_both_layers_drop_the_same_routes() -> None:
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) + torch.tensor([4.0, 2, 0, 0, 0, 0, 0, 0])
+    for ours, theirs in (
+        (gate.choose(logits, 3, most=24), gate.top_k(logits, 3, 24)),
+        (gate.choose(logits, 2, most=16, drop="position"), gate.top2(logits, 16, sampled=False)),
+        (gate.choose(logits, 1, most=8, drop="position", normalize=False), gate.top1(logits, 8, random_selection=False)),
+    ):
+        assert ours.kept is not None and theirs.kept is not None and torch.equal(ours.kept, theirs.kept)
+        assert torch.equal(ours.counts, theirs.counts) and not ours.kept.all()
+        torch.testing.assert_close(dense(ours, 8), dense(theirs, 8))
+    picks = [gate.choose(logits, 1, most=8, drop="random") for _ in range(3)]
+    assert len({tuple(pick.kept[:, 0].tolist()) for pick in picks}) > 1  # type: ignore[index]
+    assert {int((pick.kept & (pick.experts == 0)).sum()) for pick in picks} == {8}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("k", "factor", "eval_factor", "least", "train", "test"),
+    [(1, 1.0, 2.0, 1, 8, 16), (2, 1.25, 0.5, 1, 20, 8), (3, 1.1, 1.0, 1, 27, 24), (1, 0.1, 0.1, 4, 4, 4)],
+)
+def test_the_routes_that_an_expert_takes(k: int, factor: float, eval_factor: float, least: int, train: int, test: int) -> None:
+    """Of 32 tokens and 4 experts: k T / E x factor, rounded up; in both layers."""
+    logits = torch.zeros(32, 4)
+    capacity = gate.Capacity(factor, eval_factor, least)
+    assert (capacity.of(logits, k, training=True), capacity.of(logits, k, training=False)) == (train, test)
+    ours = MoE(8, None, 4, k=k, capacity_factor=factor, eval_capacity_factor=eval_factor, min_capacity=least, expert_size=8)
+    theirs = deepspeed_moe.MoE(8, expert(), 4, 1, k, factor, eval_factor, least, top2_2nd_expert_sampling=False)
+    nn.init.zeros_(theirs.deepspeed_moe.gate.wg.weight)
+    for most in (train, test):
+        routes = theirs.deepspeed_moe.gate(torch.randn(32, 8))  # all tokens have the same logits, so k experts have all routes
+        assert routes.kept is not None and routes.kept.sum() == k * min(most, 32)
+        assert ours.capacity is not None and ours.capacity.of(logits, k, training=ours.training) == most
+        ours.eval(), theirs.eval()
+
+
+def test_a_token_that_is_not_used_goes_to_no_expert() -> None:
+    torch.manual_seed(0)
+    layer = deepspeed_moe.MoE(8, expert(), 4, k=1, drop_tokens=False)
+    x, used = torch.randn(2, 6, 8), torch.tensor([[1, 1, 0, 1, 0, 1], [0, 1, 1, 1, 1, 1]])
+    out, _, counts = layer(x, used)
+    assert torch.equal((out != 0).any(2), used.bool()) and counts.sum() == used.sum()
+    torch.testing.assert_close(out[used.bool()], layer(x)[0][used.bool()])
+
+
+def test_z_loss_and_residual() -> None:
+    torch.manual_seed(0)
+    dense_branch = nn.Linear(8, 8)
+    layer = MoE(8, None, 4, expert_size=8, z_loss=0.5, residual=dense_branch)
+    x = torch.randn(6, 8)
+    out, loss, _ = layer(x)
+    logits = x @ layer.router.weight.t()
+    routes = gate.choose(logits, 2)
+    torch.testing.assert_close(loss, routes.loss + 0.5 * logits.logsumexp(1).square().mean())
+    shares = layer.coefficient(x).softmax(1)
+    torch.testing.assert_close(out, layer.experts(x, routes) * shares[:, :1] + dense_branch(x) * shares[:, 1:])
+
+
+def test_a_layer_with_a_capacity() -> None:
+    """A token whose routes are all dropped gets zeros, and so does its gradient; outside of training another factor counts."""
+    torch.manual_seed(0)
+    layer = MoE(8, None, 4, k=1, expert_size=8, capacity_factor=0.5, eval_capacity_factor=2.0, min_capacity=1)
+    x = torch.randn(32, 8, requires_grad=True)
+    for most in (4, 16):  # of 32 tokens and 4 experts
+        out, _, counts = layer(x)
+        assert int((out != 0).any(1).sum()) == sum(min(int(count), most) for count in counts)
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        assert torch.equal((grad != 0).any(1), (out != 0).any(1))
+        layer.eval()
+    assert MoE(8, None, 4, capacity_factor=1.0).capacity == gate.Capacity(1.0, 1.0, 4)
+
+
 def test_noise_draws_as_the_softmax_says() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0]]).expand(20000, 3)
     torch.manual_seed(0)
@@ -143,6 +232,8 @@ def test_noise_draws_as_the_softmax_says() -> None:
 
 
 def test_groups_limit_the_choice() -> None:
+    single = gate.choose(torch.randn(50, 4), 1, num_groups=4, top_groups=1, bias=torch.zeros(4))
+    assert single.counts.sum() == 50
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     routes = gate.choose(logits, 3, score="sigmoid", num_groups=4, top_groups=2, bias=torch.zeros(8), scale=2.5)
     assert all(len(set((row // 2).tolist())) <= 2 for row in routes.experts)
@@ -184,6 +275,35 @@ def test_deepspeeds_layer(k: int, residual: bool) -> None:
     }
 
 
+def test_deepspeeds_layer_keeps_its_loss_until_a_backward() -> None:
+    layer = deepspeed_moe.MoE(8, expert(), 4)
+    x = torch.randn(5, 8)
+    value = layer(x)[1].item()  # the caller drops it
+    kept = layer.deepspeed_moe.l_aux
+    assert kept is not None and kept.item() == value and kept.requires_grad
+    kept.backward()
+    assert layer.deepspeed_moe.gate.wg.weight.grad.abs().sum() > 0
+    kept = layer.deepspeed_moe.l_aux
+    assert kept.item() == value and not kept.requires_grad
+    with torch.no_grad():
+        assert layer(x)[1] is layer.deepspeed_moe.l_aux
+
+
+def test_a_layer_that_adds_its_own_loss() -> None:
+    torch.manual_seed(0)
+    layer = MoE(8, None, 4, expert_size=8, z_loss=0.5)
+    own = MoE(8, None, 4, expert_size=8, z_loss=0.5, aux_loss_weight=0.3)
+    own.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 5, 8)
+    out, loss, _ = layer(x)
+    expected = torch.autograd.grad(out.square().sum() + 0.3 * loss, list(layer.parameters()))
+    own = pickle.loads(pickle.dumps(copy.deepcopy(own)))
+    out, reported, _ = own(x)
+    assert torch.equal(reported, loss) and not reported.requires_grad
+    for one, other in zip(torch.autograd.grad(out.square().sum(), list(own.parameters())), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_groups_for_the_optimizer() -> None:
     model = nn.Sequential(nn.Linear(8, 8), deepspeed_moe.MoE(8, expert(), 4))
     assert deepspeed_moe.has_moe_layers(model) == (True, 4) and deepspeed_moe.has_moe_layers(model[0]) == (False, 0)
@@ -203,6 +323,37 @@ def test_groups_for_the_optimizer() -> None:
         deepspeed_moe.configure_moe_param_groups(["a"])
 
 
+class Parts(nn.Module):
+    """A row is cut into two, which one linear layer computes: [rows, 8] -> [2 rows, 4], or [rows, 2, 4]."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.linear, self.dims = nn.Linear(4, 4), dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x.reshape(-1, 4) if self.dims == 2 else x.reshape(-1, 2, 4))).reshape(len(x), 8)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_an_expert_that_cuts_its_rows(dims: int, tokens: int) -> None:
+    torch.manual_seed(0)
+    modules = [Parts(dims) for _ in range(3)]
+    layer = MoE(8, iter(modules).__next__, 3, k=2)
+    x = torch.randn(tokens, 8)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        out = layer(x)[0]
+        routes = gate.choose(layer.logits(x), 2)
+        expected = sum((dense(routes, 3)[:, i, None] * module(x) for i, module in enumerate(modules)), torch.zeros(tokens, 8))
+        torch.testing.assert_close(out, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    out.sum().backward()
+    for i, module in enumerate(modules):
+        (expected.sum() if i == 0 else torch.zeros((), requires_grad=True)).backward()
+        torch.testing.assert_close(layer.experts.stack.expert.linear.weight.grad[i], module.linear.weight.grad)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +367,7 @@ class Twice(nn.Module):
 REFUSED: dict[str, tuple[Any, str]] = {
     "k": (lambda: MoE(8, None, 4, k=5), r"k \(5\) must lie in 1 to num_experts \(4\)"),
     "groups": (lambda: MoE(8, None, 8, k=3, num_groups=4), "1 of 4 groups of 8 experts do not have k"),
-    "score": (lambda: MoE(8, None, 4, score="tanh"), "neither 'softmax' nor 'sigmoid'"),  # type: ignore[arg-type]
+    "score": (lambda: MoE(8, None, 4, score="tanh"), "score 'tanh' is none of 'softmax', 'sigmoid'"),  # type: ignore[arg-type]
     "ep": (lambda: MoE(8, None, 4, ep_size=3), r"4 experts cannot be split over ep_size \(3\)"),
     "none": (lambda: MoE(8, None, 0, k=1), "k"),
     "empty": (lambda: ExpertStack(nn.ReLU(), 2), "ReLU has no parameters"),
@@ -224,8 +375,35 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "buffers": (lambda: ExpertStack(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2), "has buffers .*running_mean"),
     "differing": (lambda: ExpertStack(iter([nn.Linear(4, 4), nn.Linear(4, 8)]).__next__, 2), "the same names and shapes"),
     "capacity": (lambda: deepspeed_moe.MoE(8, expert(), 4, eval_capacity_factor=0, min_capacity=0), "leave an expert no token"),
+    "our capacity": (lambda: MoE(8, None, 4, capacity_factor=0.0, min_capacity=0), "leave an expert no token"),
+    "drop": (lambda: MoE(8, None, 4, drop="last"), "drop 'last' is none of 'score', 'position', 'random'"),  # type: ignore[arg-type]
+    "eval factor": (lambda: MoE(8, None, 4, eval_capacity_factor=1.0), r"eval_capacity_factor \(1.0\) needs a capacity_factor"),
+    "no groups": (lambda: MoE(8, None, 8, num_groups=0), "1 of 0 groups of 8 experts"),
+    "balance rate": (lambda: MoE(8, None, 4, balance_rate=-1.0), r"balance_rate \(-1.0\) must be positive"),
+    "jitter": (lambda: MoE(8, None, 4, jitter=5.0), r"jitter \(5.0\) must lie in \[0, 1\)"),
+    "negative jitter": (lambda: MoE(8, None, 4, jitter=-1.0), r"jitter \(-1.0\) must lie"),
+    "expert size": (lambda: MoE(8, None, 4, expert_size=0), r"expert_size \(0\) must be at least 1"),
+    "factor": (lambda: MoE(8, None, 4, capacity_factor=float("inf")), r"capacity_factor \(inf\) .* must be finite"),
+    "negative factor": (lambda: deepspeed_moe.MoE(8, expert(), 4, eval_capacity_factor=-1), r"eval_capacity_factor \(-1\) must be"),
+    "input": (lambda: MoE(8, None, 4)(torch.randn(5, 6)), "hidden_size 8 is given tokens of 6 features"),
+    "no parameters": (lambda: deepspeed_moe.configure_moe_param_groups([]), "got no parameters"),
+    "used tokens": (
+        lambda: deepspeed_moe.MoE(8, expert(), 4, k=2)(torch.randn(5, 8), torch.ones(5)),
+        r"used_token is for k = 1, and this gate has k \(2\)",
+    ),
+    "width": (lambda: MoE(8, nn.Linear(8, 6), 4)(torch.randn(5, 8)), "expert Linear returns 6 features for 8"),
+    "width, one by one": (
+        lambda: MoE(8, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6)), 4)(torch.randn(5, 8)),
+        "expert Sequential returns 6 features for 8",
+    ),
+    "rows": (lambda: grouped_linear(torch.randn(5, 8), torch.randn(2, 3, 8), [2, 2]), r"have 4 rows, .* is given \(5, 8\)"),
     "deepspeed's k": (lambda: deepspeed_moe.MoE(8, expert(), 2, k=3), r"k \(3\) must lie"),
 }
+
+
+def test_an_expert_is_a_module() -> None:
+    with pytest.raises(TypeError, match="an expert is a module or a callable that builds one, not 3"):
+        MoE(8, 3, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -233,6 +411,40 @@ def test_misfits_are_refused(case: str) -> None:
     make, text = REFUSED[case]
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "deepspeed's"])
+def test_routing_is_fp32_under_autocast(own: bool) -> None:
+    """The router's products and the sum over a token's routes; experts compute in autocast's dtype."""
+    torch.manual_seed(0)
+    layer: Any = MoE(8, expert(), 4, k=2) if own else deepspeed_moe.MoE(8, expert(), 4, k=2, drop_tokens=False)
+    x = torch.randn(40, 8)
+    _, expected, _ = layer(x)
+    rows: list[Tensor] = []
+    (layer if own else layer.deepspeed_moe).experts.stack.register_forward_hook(lambda *args: rows.append(args[2]))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, loss, _ = layer(x)
+    assert torch.equal(loss, expected) and rows[0].dtype == out.dtype == torch.bfloat16
+    weights, order = torch.rand(40, 2), torch.arange(80)
+    sums = (rows[0].view(40, 2, 8).double() * weights[..., None]).sum(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        combined = _Combine.apply(rows[0].float(), weights, order)
+    assert combined.dtype == torch.float32
+    torch.testing.assert_close(combined, sums.float(), rtol=1e-5, atol=1e-6)
+    with torch.device("meta"):
+        meta = MoE(8, None, 4)
+        assert meta(torch.randn(3, 8))[0].shape == (3, 8)
+
+
+@pytest.mark.parametrize("reentrant", [[True], [False], [True, True], [False, True], [True, False]], ids=str)
+def test_a_load_counts_tokens_once_in_checkpoints(reentrant: list[bool]) -> None:
+    layer = MoE(8, None, 4, k=2, expert_size=8)
+    call = lambda x: layer(x)[0]  # noqa: E731
+    for kind in reentrant:
+        call = functools.partial(checkpoint, call, use_reentrant=kind)
+    x = torch.randn(7, 8, requires_grad=True)
+    call(x).sum().backward()
+    assert layer.meter.routes.sum() == 14
 
 
 def test_logits_that_are_not_finite_reach_the_loss() -> None:
@@ -245,15 +457,31 @@ def test_logits_that_are_not_finite_reach_the_loss() -> None:
 
 def test_tokens_travel_outside_of_compiled_graphs() -> None:
     torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(8, 8), Residual(MoE(8, None, 4, expert_size=8)))
+    layer = nn.Sequential(nn.Linear(8, 8), Residual(MoE(8, None, 4, expert_size=8, shared=Noting())))
     x = torch.randn(6, 8)
     expected = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.compile about its own graph breaks
+        Noting.compiled = False
         compiled = torch.compile(layer, backend="aot_eager")
         grads = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))
+    assert Noting.compiled
     for one, other in zip(grads, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Noting(nn.Linear):
+    """A shared expert that notes whether it was part of a compiled graph."""
+
+    compiled = False
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            Noting.compiled = True
+        return super().forward(x)
 
 
 class Residual(nn.Module):

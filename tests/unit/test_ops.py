@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.ops import cpu, reference
+from slipstream.ops import cpu, pages, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 15, 16, 17, 63, 64, 65, 130, 1000, 65536, 65536 + 64, 2 * 65536 + 77)
@@ -523,3 +523,13 @@ def test_checksums_are_zlib_s_and_the_copy_is_exact(native: bool, monkeypatch: p
         checksum.crc32(torch.zeros(3))
     with pytest.raises(ValueError, match="cannot copy 3 bytes into 4"):
         checksum.crc32(torch.zeros(3, dtype=torch.uint8), 0, torch.zeros(4, dtype=torch.uint8))
+
+
+def test_a_pool_hands_out_lines_that_do_not_overlap() -> None:
+    pool = pages.Pool()
+    sizes = (1, 64, 65, 3 << 20, 80 << 20, 7)
+    tensors = [pool.empty(size).fill_(i) for i, size in enumerate(sizes)]
+    assert [tensor.nbytes for tensor in tensors] == list(sizes)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(tensors))
+    assert len(pool.blocks) == 3 and all(block.data_ptr() % (2 << 20) == 0 for block in pool.blocks)

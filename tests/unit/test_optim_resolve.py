@@ -46,7 +46,6 @@ def test_every_torch_optimizer_is_known_or_refused() -> None:
     [
         ("LBFGS", "closure"),
         ("SparseAdam", "sparse gradients"),
-        ("OneBitAdam", "not built yet"),
         ("OneBitLamb", "not built yet"),
         ("ZeroOneAdam", "not built yet"),
         ("MuAdam", "mup package"),

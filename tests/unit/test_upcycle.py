@@ -44,6 +44,24 @@ def test_the_mixture_begins_as_the_dense_model(kind: str, mixture: str, tied: bo
     assert 0.01 < router.std() < 0.03
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 28}),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+        ("Mistral", {"sliding_window": 4}),
+        ("Llama", {"sliding_window": 4}),
+    ],
+)
+def test_the_mixture_attends_as_the_dense_model(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    dense = saved(kind, tmp_path / "dense", initializer_range=0.5, **changes)
+    convert(tmp_path / "dense", tmp_path / "moe", "hf", num_experts=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "moe")).eval()
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_models_without_a_mixture_are_refused(tmp_path: Path) -> None:
     saved("Llama", tmp_path / "biased", attention_bias=True)
     with pytest.raises(CheckpointError, match=r"MixtralForCausalLM has no bias for 'model\.layers\.0\.self_attn"):
@@ -53,6 +71,13 @@ def test_models_without_a_mixture_are_refused(tmp_path: Path) -> None:
         convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=1)
     with pytest.raises(CheckpointError, match="for Hugging Face folders"):
         convert(tmp_path / "dense", tmp_path / "x", "slipstream", num_experts=4)
+    saved("Qwen3", tmp_path / "mixed", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    with pytest.raises(CheckpointError, match="1 of 2 layers attend without the window of 4 tokens"):
+        convert(tmp_path / "mixed", tmp_path / "x", "hf", num_experts=4)
+    config = tmp_path / "dense" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "fp8"},', 1))
+    with pytest.raises(CheckpointError, match="the model is quantized"):
+        convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=4)
     saved("Olmo", tmp_path / "olmo")
     with pytest.raises(CheckpointError, match="a model of type 'olmo' has no mixture of experts; use one of llama, mistral, qwen3"):
         convert(tmp_path / "olmo", tmp_path / "x", "hf", num_experts=4)

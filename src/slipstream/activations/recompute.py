@@ -49,14 +49,23 @@ def checkpoint(fn: Callable[..., Any], *args: Any, host: HostMemory | None = Non
 
 def inside_checkpoint() -> bool:
     """Whether one of torch's checkpoints will recompute the current operations, or is recomputing them."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    will_recompute = hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__
-    return will_recompute or is_recomputing()  # a reentrant checkpoint's first forward has no gradients
+    return bool(_checkpoint_hook()) or is_recomputing()  # a reentrant checkpoint's first forward has no gradients
 
 
 def is_recomputing() -> bool:
     """Whether a backward runs on this thread: a forward inside it is a second one."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_repeating() -> bool:
+    """Whether a forward with gradients is the second one of its kind: a reentrant checkpoint's first one had none."""
+    return is_recomputing() and _checkpoint_hook().startswith("_recomputation_hook")
+
+
+def _checkpoint_hook() -> str:
+    """The hook of a checkpoint that is not reentrant which now packs what autograd saves; "" if there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0].__qualname__ if hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__ else ""
 
 
 class Transfer(Protocol):

@@ -8,9 +8,11 @@ ZeRO-1, 2  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of ea
            16-bit weights (frozen ones only there), buffers, counters
 ZeRO-3     the same files, with ceil(numel / world) elements of every parameter of `param_shapes` in turn; frozen parameters as
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
+no ZeRO    mp_rank_00_model_states.pt: the weights, and an optimizer of numbered parameters
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
-With pipelines and slices each model-parallel rank has such files of its own (deepspeed_parts.py).
+With pipelines and slices each model-parallel rank has such files of its own (deepspeed_parts.py), and so has each expert
+(deepspeed_experts.py).
 
 Each zip record has a CRC-32, which box_reader.py verifies. The files hold no random states.
 """
@@ -28,6 +30,7 @@ from typing import Any
 
 import torch
 
+from slipstream.checkpoint.deepspeed_experts import Experts, Slot, numbered
 from slipstream.checkpoint.deepspeed_parts import Cuts, Part, Place, layers_of, parts_of
 from slipstream.checkpoint.document import SLACK, Document, Entry, Piece, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
@@ -43,7 +46,8 @@ _OWN = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"),
         *("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size"),
-        *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info", "num_experts"),
+        *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info"),
+        *("num_experts", "ds_autoep_layers", "autoep_layers"),
     }
 )
 # Optimizers by the states they keep. For other sets of states the class is unknown and not checked at load
@@ -75,6 +79,7 @@ class _Import:
         self.parts = parts_of(folder, self.names)
         self.model = self.parts[0].model
         self.degree = max(part.slice for part in self.parts) + 1
+        self.experts = Experts(folder, self.names, self.model, len(self.parts))
         self.files: dict[str, int] = {}
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         self.pieces: dict[str, list[Piece]] = {}
@@ -93,13 +98,11 @@ class _Import:
             for part in self.parts:
                 self._optimizer_files(part)
         else:
-            raise CheckpointError(
-                "it is of ZeRO stage 0: its optimizer state has no names. Load its weights alone (torch.load with "
-                "weights_only=True), or save it at stage 1"
-            )
+            self._without_zero()
         self._name_states()
         for part in self.parts:
             self._whole_tensors(part)
+        self._experts()
         self._layers()
         for name, (_, shape) in self.shapes.items():
             check_cover(name, shape, [piece.box for piece in self.pieces[name]])
@@ -165,9 +168,9 @@ class _Import:
 
     def _optimizer_files(self, part: Part) -> None:
         trained = part.trained
-        num_read = dict.fromkeys(trained, 0)  # elements of each parameter on lower ranks
+        num_read: dict[Any, int] = dict.fromkeys(trained, 0)  # elements of each parameter (of an expert: Slot) on lower ranks
         world = len(part.optim_files)
-        for file in part.optim_files:
+        for rank, file in enumerate(part.optim_files):
             state = read(self.folder / file)["optimizer_state_dict"]
             count = state["partition_count"]
             if max(count if isinstance(count, list) else [count]) != world:
@@ -183,7 +186,21 @@ class _Import:
                 shapes = part.model["param_shapes"][index] if is_stage_3 else {}
                 spans = _stage_3(shapes, num_read, world) if is_stage_3 else self._stage_1(part, state, index)
                 for name, first, numel in spans:
-                    start, num_read[name] = num_read[name], num_read[name] + numel
+                    slot = self.experts.slot(name, trained[name], rank, world)
+                    start = num_read.get(slot or name, 0)
+                    num_read[slot or name] = start + numel
+                    if slot is not None:
+                        self._parameter(
+                            slot.name,
+                            Place(slot.whole),
+                            slot.start + start,
+                            master,
+                            param_state,
+                            base["param_groups"],
+                            first,
+                            numel,
+                        )
+                        continue
                     place = self._place(name, part, lambda other, name=name: other.trained[name])  # type: ignore[misc]
                     if place is not None:
                         self._parameter(name, place, start, master, param_state, base["param_groups"], first, numel)
@@ -219,7 +236,40 @@ class _Import:
         if state and "step" not in scalars and "step" in groups[0]:  # DeepSpeed's Adam keeps the step in the group
             scalars["step"] = groups[0]["step"]
 
+    def _without_zero(self) -> None:
+        """Add trained weights and the states of optimizers of numbered parameters."""
+        if len(self.parts) > 1:
+            raise CheckpointError(
+                "it is of ZeRO stage 0 in several pipeline stages or slices: its optimizer states have no names. Load its weights "
+                "alone (torch.load with weights_only=True), or save it at stage 1"
+            )
+        module, buffers = self.model["module"], self.model["buffer_names"]
+        dense = [(name, stored) for name, stored in module.items() if isinstance(stored, Stored) and name not in buffers]
+        files = self.experts.optimizers() if self.experts.numbers else []
+        for rank, state in enumerate([read(self.folder / file)["optimizer"] for file in files] or [self.model["optimizer"]]):
+            if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
+                raise CheckpointError(
+                    "it is of ZeRO stage 0, and its optimizer has no states by parameter: load its weights alone (torch.load with "
+                    "weights_only=True), or save it at stage 1"
+                )
+            groups = state["param_groups"]
+            self._values(groups, state)
+            for name, stored, values in numbered(state, dense if rank == 0 else [], self.experts.on_rank(rank) if files else []):
+                slot = self.experts.slot(name, stored.shape) or Slot(name, stored.shape, 0)
+                self._parameter(slot.name, Place(slot.whole), slot.start, stored, values, groups, 0, stored.numel)
+
+    def _experts(self) -> None:
+        """Add the experts' frozen parameters."""
+        for name, stored in self.experts.weights():
+            slot = self.experts.slot(name, stored.shape)
+            if slot is not None and slot.name not in self.steps:
+                self._add(f"model.{slot.name}", slot.whole, slot.start, stored, 0, stored.numel)
+
     def _universal(self) -> None:
+        if self.experts.numbers:
+            raise CheckpointError(
+                "it is a universal checkpoint of a model with experts, which is not imported: load what it was made of"
+            )
         trained = {name: shape for part in self.parts for name, shape in part.trained.items()}
         common = read(self.folder / "zero" / "optimizer_state.pt")
         self._values(common["param_groups"], common)
@@ -263,7 +313,7 @@ class _Import:
         fragments, num_read = part.model.get("frozen_param_fragments") or {}, dict[str, int]()
         for file in part.model_files if fragments else []:
             state = part.model if file == part.model_files[0] else read(self.folder / file)
-            for name, stored in state["frozen_param_fragments"].items():
+            for name, stored in self.experts.others(state["frozen_param_fragments"]):
                 shape, start = tuple(state["frozen_param_shapes"][name]), num_read.get(name, 0)
                 num_read[name] = start + stored.numel
                 place = self._place(name, part, lambda other, name=name: tuple(other.model["frozen_param_shapes"][name]))  # type: ignore[misc]
@@ -271,7 +321,7 @@ class _Import:
                     numel = min(stored.numel, math.prod(shape) - start)
                     self._add(f"model.{name}", place.whole, start, stored, 0, numel, place.boxes)
         buffers = part.model["buffer_names"]
-        other_names = {*part.trained, *fragments, *buffers, *aliases}
+        other_names = {*part.trained, *self.steps, *fragments, *buffers, *aliases}
         for name, stored in module.items():
             if name not in other_names and isinstance(stored, Stored) and len(part.model_files) == 1:
                 self._add_stored("model", name, stored, part, lambda other, name=name: other.model["module"][name].shape)  # type: ignore[misc]

@@ -24,7 +24,6 @@ from slipstream.checkpoint.pickled import read
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_EXPERTS = re.compile(r"layer_\d+_expert_.*\.pt|expp_rank_.*\.pt")
 # Groups and nested repetition, which other patterns do not need, could take a match exponential time
 _SIMPLE = re.compile(r"(?:[^()*+?{}\\]|\\.|[*+?](?![*+?]))*")
 _MOST_REPEATS = 2  # of a name that may be 1,000 characters long: a match takes time in proportion to a power of its length
@@ -47,9 +46,6 @@ class Part(NamedTuple):
 
 def parts_of(folder: Path, names: Sequence[str]) -> list[Part]:
     """The parts, by pipeline stage, and of each stage by slice. Raises CheckpointError if files are missing."""
-    experts = next((name for name in names if _EXPERTS.fullmatch(name)), None)
-    if experts is not None:
-        raise CheckpointError(f"it has files of experts ({experts}), which are not imported")
     model_files, optim_files = _by_rank(names, _MODEL), _by_rank(names, _OPTIM)
     if not model_files:
         raise CheckpointError(f"it has no mp_rank_00_model_states.pt, only {', '.join(names[:3])}")

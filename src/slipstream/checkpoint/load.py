@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.box_reader import BoxReader, open_data
 from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest, state_of
-from slipstream.checkpoint.document import Document, ZipRecord, one_axis
+from slipstream.checkpoint.document import Document, ZipRecord, counterpart, one_axis
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape
 from slipstream.checkpoint.plan import dtype_of, shares_of
@@ -60,6 +60,8 @@ class Metadata:
 class Loaded(NamedTuple):
     shared: dict[str, Any]
     per_rank: dict[str, Any] | None  # None if ranks of another mesh saved it
+    nearest: dict[str, Any]  # those of the rank that this one continues; empty if the checkpoint has none
+    copy: int  # which of the ranks that continue it this is
 
 
 def latest_tag(directory: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None, universal: bool = False) -> str | None:
@@ -192,16 +194,18 @@ def _load(
     save_ids = ranks.gather(step, prepare)
     ranks.decide(step, lambda: _check_complete(path, document, save_ids))
 
-    is_same_mesh = dict(document.mesh) == dict(one_axis(ranks.size) if mesh is None else mesh)
+    current = one_axis(ranks.size) if mesh is None else mesh
+    is_same_mesh, there = dict(document.mesh) == dict(current), counterpart(document.mesh, current, ranks.rank)
     shared = _stand_ins(document, "$shared/", "cpu")
-    own = _stand_ins(document, f"$rank/{ranks.rank}/", "cpu") if is_same_mesh else {}
+    own = _stand_ins(document, f"$rank/{there.rank}/", "cpu")
     with closing(BoxReader(path, document)) as files:
         _verify_records(ranks, step, files, [*shared, *tensors])
         _read(ranks, step, files, {**shared, **own})
         files.close()  # opened again for the tensors: if the checkpoint has been replaced by then, the load fails and is retried
         values = _values(document.shared, shared, f"{path}: shared")
-        per_rank = _values(document.per_rank[ranks.rank], own, f"{path}: per_rank[{ranks.rank}]") if is_same_mesh else None
-        loaded = Loaded(values, per_rank)
+        skeleton = document.per_rank[there.rank] if document.per_rank else {}
+        nearest = _values(skeleton, own, f"{path}: per_rank[{there.rank}]")
+        loaded = Loaded(values, nearest if is_same_mesh else None, nearest, there.copy)
         if accept is not None:
             ranks.gather(step, lambda: accept(loaded))
         _read(ranks, step, files, tensors)

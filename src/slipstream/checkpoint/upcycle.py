@@ -61,6 +61,8 @@ def upcycle(tensors: Mapping[str, Out], config: Mapping[str, Any], num_experts: 
         raise CheckpointError(f"--upcycle: a model of type {kind!r} has no mixture of experts; use one of {', '.join(TARGETS)}")
     if num_experts < _USED:
         raise CheckpointError(f"--upcycle {num_experts}: a token uses {_USED} experts, so there must be as many")
+    if config.get("quantization_config"):
+        raise CheckpointError("--upcycle: the model is quantized (quantization_config); upcycle the model that it was made from")
     biased = next((name for name in tensors if re.search(r"\.(mlp\.\w+|self_attn\.\w+)\.bias$", name)), None)
     if biased is not None:
         raise CheckpointError(f"--upcycle: {target.architecture} has no bias for {biased!r}")
@@ -84,8 +86,29 @@ def upcycle(tensors: Mapping[str, Out], config: Mapping[str, Any], num_experts: 
     return result, {
         **{name: value for name, value in config.items() if name not in ("mlp_bias", "attention_bias", "pretraining_tp")},
         **settings,
+        **_windows(config),
         "model_type": target.model_type,
         "architectures": [target.architecture],
         "num_experts_per_tok": _USED,
         "norm_topk_prob": True,
     }
+
+
+def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The attention windows of the mixture, whose layers are all alike."""
+    window, kind = config.get("sliding_window"), config["model_type"]
+    if kind == "qwen3" and not config.get("use_sliding_window"):
+        window = None
+    if kind == "llama" or window is None:  # Llama ignores a window that its config may have
+        return {"sliding_window": None, "use_sliding_window": False}
+    layers = int(config["num_hidden_layers"])
+    last_full = int(config.get("max_window_layers", 28)) if kind == "qwen3" else 0
+    types = config.get("layer_types") or ["sliding_attention" if i >= last_full else "full_attention" for i in range(layers)]
+    if len(set(types)) > 1:
+        full = sum(each == "full_attention" for each in types)
+        raise CheckpointError(
+            f"--upcycle: {full} of {layers} layers attend without the window of {window} tokens (layer_types, max_window_layers), "
+            "and a mixture's layers are all alike"
+        )
+    slides = types[0] == "sliding_attention"
+    return {"sliding_window": window if slides else None, "use_sliding_window": slides}

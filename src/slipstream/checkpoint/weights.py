@@ -63,6 +63,8 @@ class WeightFiles:
     quantizes them.
     """
 
+    reads_parts = False
+
     def __init__(self, stored: Mapping[str, Stored], left_out: str, forms: Mapping[str, RowForm]) -> None:
         self._stored, self.left_out = stored, left_out
         self._forms = {name: form for name, form in forms.items() if name in stored and stored[name].dtype != "U8"}

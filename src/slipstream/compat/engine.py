@@ -166,7 +166,8 @@ class DeepSpeedEngine(Engine):
     scheduler_params = _of(lambda plan: plan.scheduler.params if plan.scheduler else None)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
     # a config that enables one of these raises an error
-    elasticity_enabled = pld_enabled = sparse_gradients_enabled = _of(lambda plan: False)
+    sparse_gradients_enabled = _of(lambda plan: plan.zero.sends_rows)
+    elasticity_enabled = pld_enabled = _of(lambda plan: False)
     eigenvalue_enabled = curriculum_enabled_legacy = random_ltd_enabled = amp_enabled = _of(lambda plan: False)
     checkpoint_tag_validation_enabled = _of(lambda plan: plan.checkpoint.tag_validation != "ignore")
     checkpoint_tag_validation_fail = _of(lambda plan: plan.checkpoint.tag_validation == "fail")
@@ -445,7 +446,7 @@ def initialize(
     serve_schedule(scheduler)
     serve_optimizer(handle)
     zero.register_engine(engine)
-    groups.follow(engine.mesh)
+    groups.follow(engine.mesh, engine.module)
     return engine, handle, loader, scheduler
 
 

@@ -6,20 +6,22 @@ are split over N ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from slipstream.compat.comm import get_rank, get_world_group, get_world_size
-from slipstream.world.mesh import Axis, Family, Mesh, Split
+from slipstream.world.mesh import Axis, Mesh
 
 _last: list[Mesh] = []  # DeepSpeed's functions have no argument that tells the engine
+_names: list[str] = []  # of the groups of its layers of experts
 _alone: dict[int, Any] = {}  # rank -> its group of one rank
 
 
-def follow(mesh: Mesh) -> None:
-    """Let the functions of this module tell about a mesh."""
+def follow(mesh: Mesh, model: Any) -> None:
+    """Let the functions of this module tell about a mesh, and the groups that a model's layers of experts name."""
     _last[:] = [mesh]
+    _names[:] = sorted({name for module in model.modules() if (name := getattr(module, "expert_group_name", None))})
 
 
 def _axis(name: str) -> Axis:
@@ -107,38 +109,47 @@ get_tensor_model_parallel_rank = get_model_parallel_rank
 # -- experts --
 
 
-def _expert_families() -> dict[str, tuple[Split, Family]]:
-    """The families of experts by DeepSpeed's name for them."""
-    families = _last[0].families.items() if _last else ()
-    return {f"ep_size_{split.size}": (split, family) for key, family in families for split in key if split.axis == "ep"}
+class _Experts(NamedTuple):
+    """The ranks that have different experts, and those that have the same ones."""
+
+    parts: Axis
+    copies: Axis
 
 
-def _experts(group_name: str) -> tuple[Split, Family]:
+def _expert_families() -> dict[str, _Experts]:
+    """The groups of experts by DeepSpeed's name for them; whole experts are on every data-parallel rank."""
+    found: dict[str, _Experts] = {}
+    if "ep_size_1" in _names:
+        found["ep_size_1"] = _Experts(Axis("ep", None, (get_rank(),), 0, 1), _of_data_and_sequences())
+    families = _last[0].families if _last else {}
+    for key in sorted(families, key=len, reverse=True):  # experts that are sliced too yield to others of the same size
+        for split in key:
+            if split.axis == "ep":
+                found[f"ep_size_{split.size}"] = _Experts(families[key].parts_of(split), families[key].both)
+    return found
+
+
+def _experts(group_name: str) -> _Experts:
     families = _expert_families()
     if group_name not in families:
         raise AssertionError(f"no layer of experts has the group {group_name!r}; there are: {', '.join(families) or 'none'}")
     return families[group_name]
 
 
-def _expert_axis(group_name: str) -> Axis:
-    split, family = _experts(group_name)
-    return family.parts_of(split)
-
-
 def _get_expert_parallel_group(group_name: str) -> Any:
-    return _group(_expert_axis(group_name))
+    return _group(_experts(group_name).parts)
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
-    return _expert_axis(group_name).size
+    return _experts(group_name).parts.size
 
 
 def _get_expert_parallel_rank(group_name: str) -> int:
-    return _expert_axis(group_name).index
+    return _experts(group_name).parts.index
 
 
 def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_expert_axis(group_name).ranks)
+    return list(_experts(group_name).parts.ranks)
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
@@ -146,19 +157,19 @@ def _get_expert_parallel_group_dict() -> dict[str, Any]:
 
 
 def _get_expert_data_parallel_group(group_name: str) -> Any:
-    return _group(_experts(group_name)[1].both)
+    return _group(_experts(group_name).copies)
 
 
 def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return _experts(group_name)[1].both.size
+    return _experts(group_name).copies.size
 
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
-    return _experts(group_name)[1].both.index
+    return _experts(group_name).copies.index
 
 
 def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_experts(group_name)[1].both.ranks)
+    return list(_experts(group_name).copies.ranks)
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
@@ -167,8 +178,8 @@ def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
 
 def _get_max_expert_size() -> int:
     """The largest number of ranks over which experts are split."""
-    sizes = [split.size for split, _ in _expert_families().values()]
-    assert sizes, "no layer of experts is split"
+    sizes = [each.parts.size for each in _expert_families().values()]
+    assert sizes, "the model has no layer of experts"
     return max(sizes)
 
 

@@ -6,7 +6,6 @@ nothing is padded. Experts are stacked: their parameters have the names of one e
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.moe import Experts, ExpertStack, Routes, gate, mix_residual
+from slipstream.moe.dispatch import Meanwhile
+from slipstream.moe.grouped import without_autocast
+from slipstream.moe.layer import Branch, on_the_way
+from slipstream.moe.load import LoadMeter
 
 _POLICIES = (None, "None", "Jitter", "RSample")
 _GROUP_NUMEL = 178956971  # DeepSpeed's largest group
@@ -40,25 +43,31 @@ class TopKGate(nn.Module):
         super().__init__()
         if not 1 <= k <= num_experts:
             raise ValueError(f"k ({k}) must lie in 1 to num_experts ({num_experts})")
-        if drop_tokens and min(capacity_factor, eval_capacity_factor) <= 0 and min_capacity < 1:
-            raise ValueError(
-                f"capacity_factor ({capacity_factor}), eval_capacity_factor ({eval_capacity_factor}) and min_capacity "
-                f"({min_capacity}) leave an expert no token: raise one, or set drop_tokens=False"
-            )
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
         self.min_capacity, self.noisy_gate_policy, self.drop_tokens = min_capacity, noisy_gate_policy, drop_tokens
         self.use_rts, self.top2_2nd_expert_sampling = use_rts, top2_2nd_expert_sampling
+        self.capacity()
+
+    @property
+    def draws(self) -> bool:
+        """Whether routing in training draws random numbers: the ranks of a replica need the same ones."""
+        sampled = (self.use_rts and self.drop_tokens) if self.k == 1 else self.k == 2 and self.top2_2nd_expert_sampling
+        return sampled or self.noisy_gate_policy in ("Jitter", "RSample")
+
+    def capacity(self) -> gate.Capacity | None:
+        return gate.Capacity(self.capacity_factor, self.eval_capacity_factor, self.min_capacity) if self.drop_tokens else None
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
         tokens = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             tokens = gate.jitter(tokens)
-        logits = F.linear(tokens, self.wg.weight.float())
-        most = None
-        if self.drop_tokens:
-            factor = self.capacity_factor if self.training else self.eval_capacity_factor
-            most = gate.capacity(len(logits), logits.shape[1], factor * self.k, self.min_capacity)
+        with without_autocast(tokens.device):
+            logits = F.linear(tokens, self.wg.weight.float())
+        capacity = self.capacity()
+        most = None if capacity is None else capacity.of(logits, self.k, training=self.training)
+        if used_token is not None and self.k > 1:
+            raise ValueError(f"used_token is for k = 1, and this gate has k ({self.k}): DeepSpeed ignores it; leave it out")
         if self.k == 1:
             noisy = self.noisy_gate_policy == "RSample" and self.training
             used = None if used_token is None else used_token.reshape(-1)
@@ -69,33 +78,37 @@ class TopKGate(nn.Module):
 
 
 class MOELayer(nn.Module):
-    """A gate and the experts behind it.
-
-    [Note: l_aux] A layer that kept its loss would keep the graph, whose leaves keep the engine's shared memory after destroy():
-    Python's collector does not see cycles through a graph. So only the caller keeps the loss.
-    """
+    """A gate and the experts behind it."""
 
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts
         self.exp_counts = torch.empty(0, dtype=torch.int64)
-        self._loss: weakref.ref[Tensor] | None = None
+        self.meter = LoadMeter(experts.num_experts)
 
     @property
     def l_aux(self) -> Tensor | None:
-        """The loss of the last call, while the caller keeps it."""
-        return None if self._loss is None else self._loss()
+        """The loss of the last call: with its graph until a backward or step, without it after that."""
+        return self.meter.kept_loss
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None, meanwhile: Meanwhile = ()) -> tuple[Tensor, Tensor]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes: Routes = self.gate(tokens, used_token)
-        self._loss, self.exp_counts = weakref.ref(routes.loss), routes.counts
-        out: Tensor = self.experts(tokens, routes)
-        return out.view_as(hidden_states), routes.loss
+        loss = self.experts.mean_loss(routes.loss)
+        self.meter.keep(loss)
+        self.exp_counts = routes.counts
+        if self.training and torch.is_grad_enabled():
+            self.meter.record(routes.counts, routes.kept, loss)
+        out: Tensor = self.experts(tokens, routes, meanwhile)
+        return out.view_as(hidden_states), loss
 
 
 class MoE(nn.Module):
-    """DeepSpeed's layer: `expert` is copied `num_experts` times; returns (output, l_aux, exp_counts)."""
+    """DeepSpeed's layer: `expert` is copied `num_experts` times; returns (output, l_aux, exp_counts).
+
+    use_tutel chooses kernels in DeepSpeed, and has no effect here. With enable_expert_tensor_parallelism, the caller has sliced the
+    expert over the ranks of an mpu, by Megatron's marks; `initialize` raises ValueError if it has not.
+    """
 
     def __init__(
         self,
@@ -135,7 +148,7 @@ class MoE(nn.Module):
             use_rts,
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )
-        experts = Experts(ExpertStack(expert, num_experts), ep_size)
+        experts = Experts(ExpertStack(expert, num_experts), ep_size, is_sliced=enable_expert_tensor_parallelism)
         for param in experts.parameters():
             vars(param).update(allreduce=False, group_name=self.expert_group_name)
         self.deepspeed_moe = MOELayer(router, experts)
@@ -147,9 +160,10 @@ class MoE(nn.Module):
         """Has no effect: `initialize` places the experts."""
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        output, loss = self.deepspeed_moe(hidden_states, used_token)
+        dense = [Branch(self.mlp, hidden_states)] if self.use_residual else []
+        output, loss = self.deepspeed_moe(hidden_states, used_token, on_the_way(dense))
         if self.use_residual:
-            output = mix_residual(output, self.mlp(hidden_states), self.coefficient(hidden_states))
+            output = mix_residual(output, dense[0].output, self.coefficient(hidden_states))
         return output, loss, self.deepspeed_moe.exp_counts
 
 
@@ -214,6 +228,8 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, An
     for each in model_parameters:
         if not isinstance(each, (torch.Tensor, dict)):
             raise TypeError(f"the parameters of an optimizer are tensors or groups, and one is a {type(each).__name__}")
+    if not model_parameters:
+        raise ValueError("configure_moe_param_groups() got no parameters")
     if isinstance(model_parameters[0], torch.Tensor):
         return split_params_into_different_moe_groups_for_optimizer({"params": model_parameters, "name": "dense-params"})
     if any("moe" in group for group in model_parameters):

@@ -161,6 +161,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.adagrad": {"slipstream.compat.optimizers": "DeepSpeedCPUAdagrad"},
     "deepspeed.ops.lion": {"slipstream.compat.optimizers": "DeepSpeedCPULion FusedLion"},
     "deepspeed.ops.lamb": {"slipstream.compat.optimizers": "FusedLamb"},
+    "deepspeed.runtime.fp16.onebit.adam": {"slipstream.compat.optimizers": "OnebitAdam"},
+    "deepspeed.runtime.fp16.onebit": {"slipstream.compat.optimizers": "OnebitAdam"},
     "deepspeed.ops": {"slipstream.compat.op_builders": "__compatible_ops__"},
     "deepspeed.ops.op_builder": {
         "slipstream.compat.op_builders": "ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
@@ -244,13 +246,14 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.ops.op_builder.*Builder": "compile nothing: the ops of Adam, Adagrad, Lion and flatten load Slipstream's kernels "
     "and torch's functions; the others raise ImportError and name an alternative",
     "get_accelerator().current_device": "on a CPU returns the device; DeepSpeed returns LOCAL_RANK, which torch does not accept",
-    "deepspeed.zero.Init": "a sharded parameter keeps its shape and reads as NaN. Shards stay in host memory until `initialize`",
+    "deepspeed.zero.Init": "a sharded parameter keeps its shape and reads as NaN. Shards stay in host memory until `initialize`. "
+    "`zero_quantized_weights` has no effect: the config's key decides",
     "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3. Without `modifier_rank` a changed parameter "
     "always raises, with or without `enable_sanity_checks`, also after a write to `.data`",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
     "deepspeed.utils.safe_get_full_grad": "returns the mean fp32 gradient without the loss scale; DeepSpeed's includes it",
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's optimizer; Slipstream's kernels step it",
-    "deepspeed.ops.lamb.FusedLamb": "applies the bias correction before it computes the norm, as in the paper",
+    "deepspeed.ops.lamb.FusedLamb, OnebitAdam": "correct biases: LAMB before it computes the norm, as in the paper",
     "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` raises",
     "deepspeed.utils.set_z3_leaf_modules": "only marks modules: blocks are gathered as a unit, so their modules are leaves",
     "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
@@ -298,13 +301,13 @@ _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
 _COMPRESSION = "compression; remove the call"
-_ONE_BIT = "compressed communication; use Adam or LAMB"
+_ONE_BIT = "compressed LAMB and 0/1 Adam; use 1-bit Adam (OnebitAdam)"
 _ATTENTION = "block-sparse attention; use torch's FlexAttention with a block mask"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
 _DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has removed too; drop layers in the model's own forward"
 _MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has removed too; use torchao for quantization-aware training"
-_SPARSE = "sparse gradients, which DeepSpeed 0.19.8 has removed too; the dense reduction has the same result"
+_SPARSE = "the inside of sparse gradients; the config's sparse_gradients sends embeddings' gradients as rows"
 _ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has removed too; every checkpoint loads at any world size"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
 _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
-from slipstream.optim import Lamb, Lion
+from slipstream.optim import Lamb, Lion, OneBitAdam
 
 
 class _IsAdam(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, (torch.optim.Adam, torch.optim.AdamW))
+
+
+class _IsOneBitAdam(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, OneBitAdam)
 
 
 class DeepSpeedCPUAdam(metaclass=_IsAdam):
@@ -117,6 +122,33 @@ class FusedLion:
         set_grad_none: bool = True,
     ) -> Any:
         return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class OnebitAdam(metaclass=_IsOneBitAdam):
+    """Slipstream's 1-bit Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect: the engine's transport is used."""
+
+    def __new__(
+        cls,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> Any:
+        if amsgrad:
+            raise RuntimeError("1-bit Adam does not support the AMSGrad variant.")
+        if max_grad_norm or eps_inside_sqrt:
+            raise ValueError("OnebitAdam(max_grad_norm=, eps_inside_sqrt=): set gradient_clipping in the config; eps is outside")
+        values: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "bias_correction": bias_correction}
+        return OneBitAdam(params, weight_decay=weight_decay, freeze_step=freeze_step, **values)
 
 
 class FusedLamb:

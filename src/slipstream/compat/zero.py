@@ -272,9 +272,10 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+        if zero_quantized_nontrainable_weights:
             raise ValueError(
-                "zero.Init(zero_quantized_weights=True): quantized communication (ZeRO++) is not built yet; drop the argument"
+                "zero.Init(zero_quantized_nontrainable_weights=True): frozen weights stored in codes are not built yet; drop the "
+                "argument"
             )
         self.enabled, self.dtype = enabled, dtype
         self.group = mpu.get_data_parallel_group() if mpu is not None else data_parallel_group
@@ -449,7 +450,7 @@ def _first_changed(read: Sequence[_GatheredRead]) -> str:
 def _is_computing(unit: Unit) -> bool:
     """Whether the unit is gathered for a running forward or backward of its engine. Reading it then needs no copy, and autograd
     functions save the parameter itself, with its `ds_` attributes (TRL's losses)."""
-    gathered = bool(unit.placement.weights) and unit.state is State.GATHERED
+    gathered = unit.placement.weights and unit.state is State.GATHERED
     return gathered and any(engine.single.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
 
 
@@ -491,6 +492,8 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, *args: Any, **kwargs: Any) -
 class _HeldReader:
     """A Reader (zero/materialize.py) of held parameters. It gathers one block at a time and frees the block's ranges afterwards, so
     that no rank stores the model's shards twice."""
+
+    reads_parts = False
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self.named = named

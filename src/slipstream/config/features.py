@@ -32,7 +32,12 @@ class TensorParallel(Block):
     preset_model: str | None = honored(
         None, "Plan of a known model: llama, qwen2, bloom, gpt2, opt, ...", "test_a_partition_config"
     )
-    tp_overlap_comm: bool = no_effect(False, "layers wait for their sums")
+    tp_overlap_comm: bool = honored(
+        False,
+        "Sum input gradients while weight gradients are computed and, over a network, a row layer's output in chunks during its "
+        "product. The same bits; gains if the network, not the processor, moves the bytes.",
+        "test_overlapped_sums_have_the_same_bits",
+    )
     vocab_parallel_lm_head: bool | None = honored(
         None,
         "Compute the loss from logits of which each rank has a share of the vocabulary.",

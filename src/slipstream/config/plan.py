@@ -21,10 +21,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Elements: 28 MiB with gradients and weights in 16 bits; large enough for any disk, small compared to a memory budget.
 MOST_CHUNK = 1 << 21
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INT4: torch.dtype = getattr(torch, "int4")  # noqa: B009 (torch's stubs lack it)
+WIRE_DTYPES = DTYPES | {"int8": torch.int8, "int4": INT4}
+_NAMES = {dtype: name for name, dtype in WIRE_DTYPES.items()}
 
 
 def _same(value: Any) -> Any:
@@ -114,6 +116,7 @@ class TensorPlan:
     partition: Mapping[str, Any] | None = key("tensor_parallel.partition_config")  # parallel/slicing.py reads it
     vocab_head: bool = key("tensor_parallel.vocab_parallel_lm_head", read=bool)
     shares_tokens: bool = key("slipstream.tensor.sequence_parallel")
+    overlaps: bool = key("tensor_parallel.tp_overlap_comm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +135,11 @@ class ZeroPlan:
     # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
     shard_size: int | None = key("zero_optimization.mics_shard_size", read=lambda size: size if size > 0 else None)
     transport: Literal["auto", "shared", "gloo"] = key("slipstream.transport")
+    sends_rows: bool = key("sparse_gradients")  # of embeddings
+    coded_weights: bool = key("zero_optimization.zero_quantized_weights")  # gathered weights
+    # Error feedback of gradients in codes: the weight of old errors in the new ones, and steps until they are dropped. None = off
+    error_beta: float | None = key("zero_optimization.zeropp_loco_param.err_beta", when=lambda plan: plan.error_beta is not None)
+    error_steps: int = key("zero_optimization.zeropp_loco_param.reset_T", when=lambda plan: plan.error_beta is not None)
     reduce_op: Literal["mean", "sum"] = key("gradient_allreduce_op")
     # Parameters without a gradient; otherwise the step raises an error.
     ignore_unused: bool = key("zero_optimization.ignore_unused_parameters")
@@ -220,7 +228,11 @@ class PrecisionPlan:
     stochastic_rounding: bool = key("slipstream.stochastic_rounding")  # of bf16 weights without masters
     # None = the gradient's own at accumulation 1, fp32 above
     grad_accum_dtype: torch.dtype | None = key("data_types.grad_accum_dtype")
-    comm_dtype: torch.dtype | None = key("communication_data_type", read=DTYPES.get)  # None = the gradient's own
+    # int8 and int4: codes, sent as bytes. None = the gradient's own
+    comm_dtype: torch.dtype | None = of(
+        Json("communication_data_type", read=WIRE_DTYPES.get),
+        Json("zero_optimization.zero_quantized_gradients", shown=lambda dtype: dtype is INT4),
+    )
     autocast_dtype: torch.dtype | None = of(
         Json("torch_autocast.enabled", shown=lambda dtype: dtype is not None),
         Json("torch_autocast.dtype", when=lambda plan: plan.autocast_dtype is not None),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from slipstream.config.plan import DataWorld, Plan
+from slipstream.config.plan import INT4, DataWorld, Plan
 
 if TYPE_CHECKING:
     from slipstream.config.resolution import Values
@@ -30,6 +30,9 @@ MESH_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for bf16 only
+
+
+_CODES = (torch.int8, INT4)
 
 
 class Row(NamedTuple):
@@ -152,6 +155,16 @@ REFUSALS: tuple[Row, ...] = (
         "{c.divisors}",
     ),
     Row(
+        lambda c: c.values["zero_optimization.zero_quantized_gradients"] and c.precision.comm_dtype is not INT4,
+        "zero_optimization.zero_quantized_gradients communicates gradients in codes of 4 bits, but communication_data_type is "
+        "{c.values[communication_data_type]}; drop one of the two",
+    ),
+    Row(
+        lambda c: c.zero.error_beta is not None and c.precision.comm_dtype not in _CODES,
+        "zero_optimization.zeropp_loco_param is the error feedback of gradients in codes; also set "
+        "zero_optimization.zero_quantized_gradients, or communication_data_type to int8 or int4",
+    ),
+    Row(
         lambda c: c.zero.transport == "shared" and c.offload.param == "nvme" and c.on_cpu,
         '"slipstream": {{"transport": "shared"}} keeps all weights in memory, but offload_param puts them on disk; use "auto"',
     ),
@@ -178,6 +191,10 @@ NO_EFFECT: tuple[Row, ...] = (
         lambda c: c.values["checkpoint.writer.decoupled"] and c.offload.uses_disk,
         "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next step "
         "overwrites them in place",
+    ),
+    Row(
+        lambda c: c.zero.coded_weights and c.zero.stage < 3,
+        "zero_optimization.zero_quantized_weights has no effect at stage {c.zero.stage}: only stage 3 gathers weights",
     ),
     Row(
         lambda c: c.values.is_given(_CHECK) and c.scale is not None,

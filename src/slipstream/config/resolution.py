@@ -19,6 +19,8 @@ import torch
 from slipstream.config import keys
 from slipstream.config.plan import (
     DTYPES,
+    INT4,
+    WIRE_DTYPES,
     ActivationPlan,
     BatchPlan,
     CheckpointPlan,
@@ -129,7 +131,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         tensor=values.section(TensorPlan),
         experts=values.section(ExpertPlan, size=values["expert_parallel.autoep_size"] if values["expert_parallel.enabled"] else 1),
         batch=batch,
-        zero=values.section(ZeroPlan),
+        zero=values.section(ZeroPlan, error_beta=_error_beta(values)),
         offload=offload,
         precision=_precision(values),
         optimizer=optimizer,
@@ -159,6 +161,12 @@ def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
     zero = parse(raw).config.zero_optimization
     offloaded = zero.cpu_offload_param or (zero.offload_param is not None and zero.offload_param.device != "none")
     return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if offloaded and zero.stage < 3 else {}
+
+
+def _error_beta(values: Values) -> float | None:
+    """The weight of old errors in error feedback, which DeepSpeed enables by the presence of a block."""
+    loco = values.parsed.config.zero_optimization.zeropp_loco_param
+    return None if loco is None else float(loco.err_beta)
 
 
 class Values:
@@ -353,10 +361,16 @@ def _precision(values: Values) -> PrecisionPlan:
         state_dtype=_state_dtype(values, param),
         grad_accum_dtype=_accumulation_dtype(values, master),
         autocast_dtype=autocast,
+        comm_dtype=_wire_dtype(values),
         auto_cast_inputs=fp16 and values["fp16.auto_cast"],
         check_overflow=scaled or values[check],
         loss_scale=values.section(LossScalePlan) if scaled else None,
     )
+
+
+def _wire_dtype(values: Values) -> torch.dtype | None:
+    stated = WIRE_DTYPES.get(values["communication_data_type"])
+    return INT4 if stated is None and values["zero_optimization.zero_quantized_gradients"] else stated
 
 
 def _param_dtype(values: Values) -> torch.dtype:

@@ -41,6 +41,7 @@ from slipstream.config.values import (
     Seed,
     Size,
     Stage,
+    WireDtype,
     Word,
     honored,
     no_effect,
@@ -70,11 +71,8 @@ _HPZ = Feature(
     "a secondary partition of the parameters (hpZ)",
     "drop the key; zero_optimization.mics_shard_size limits all-gathers to a group of ranks",
 )
-_ZERO_PP = Feature(
-    "quantized ZeRO communication (ZeRO++)", "drop the key; a 16-bit communication_data_type halves gradient traffic"
-)
+_ZERO_PP = Feature("frozen weights stored in codes", "drop the key; zero_quantized_weights gathers all weights in codes")
 _GDS = Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory")
-_SPARSE = Feature("sparse gradients of embeddings", "drop the key; dense reduction produces the same values")
 _GRAPHS = Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs')
 _DATASTATES = Feature("DataStates checkpoints", "drop the key; checkpoints are already atomic and sharded")
 
@@ -195,11 +193,12 @@ class LeafModule(Block):
 
 
 class Loco(Block):
-    feature = Feature(
-        "quantized ZeRO communication with error feedback (LoCo)", "drop the block zero_optimization.zeropp_loco_param"
+    """Error feedback of gradients in codes (arXiv 2407.04480)."""
+
+    err_beta: Annotated[Real, Field(ge=0, lt=1)] = honored(
+        0.8, "Error feedback of gradients in codes: the weight of old errors in the new ones.", "test_error_feedback"
     )
-    err_beta: Real = switch(0.8, off=())
-    reset_T: Size = 1024
+    reset_T: Count = honored(1024, "Steps after which the errors are dropped.", "test_error_feedback")
 
 
 class ZeroOptimization(Block):
@@ -237,9 +236,17 @@ class ZeroOptimization(Block):
     round_robin_gradients: bool = no_effect(False, "every unit is already sharded evenly over all ranks")
     parameter_alignment: bool = no_effect(False, "parameters are always aligned to 128 bytes")
     zero_hpz_partition_size: Size = switch(1, _HPZ, off=(0, 1))
-    zero_quantized_weights: bool = switch(False, _ZERO_PP)
+    zero_quantized_weights: bool = honored(
+        False,
+        "Stage 3: gather weights in codes of 8 bits. Nothing changes over shared memory, which moves none.",
+        "test_codes_on_the_wire",
+    )
     zero_quantized_nontrainable_weights: bool = switch(False, _ZERO_PP)
-    zero_quantized_gradients: bool = switch(False, _ZERO_PP)
+    zero_quantized_gradients: bool = honored(
+        False,
+        "Communicate gradients in codes of 4 bits, at every stage; as `communication_data_type` int4.",
+        "test_codes_on_the_wire",
+    )
     zeropp_loco_param: Loco | None = None
     memory_efficient_linear: bool = no_effect(True, "torch.nn.functional.linear is not patched")
     pipeline_loading_checkpoint: bool = no_effect(False, "each rank reads only its shard of a checkpoint")
@@ -329,7 +336,11 @@ class Config(Block):
     scheduler: Scheduler | None = None
     zero_allow_untested_optimizer: bool = no_effect(False, "every optimizer is allowed at every stage")
     zero_force_ds_cpu_optimizer: bool = no_effect(True, "every optimizer can run on the CPU")
-    communication_data_type: DtypeOrNone = honored(None, "Dtype of gradients in communication; not set: the gradients' own dtype.")
+    communication_data_type: WireDtype = honored(
+        None,
+        "Dtype of gradients in communication; `int8`, `int4`: codes, with a scale per 256 elements; not set: their own dtype.",
+        "test_codes_on_the_wire",
+    )
     seq_parallel_communication_data_type: DtypeOrNone = no_effect(
         "fp32", "activations travel in their own dtype, and sums are rounded once"
     )
@@ -338,7 +349,9 @@ class Config(Block):
     gradient_allreduce_op: Word[Literal["mean", "sum"]] = honored(
         "mean", "Whether gradients are averaged (`mean`) or summed (`sum`) over ranks."
     )
-    sparse_gradients: bool = switch(False, _SPARSE)
+    sparse_gradients: bool = honored(
+        False, "Send only those rows of embeddings' gradients that are not 0; the result is the same.", "test_rows_of_embeddings"
+    )
     disable_allgather: bool = no_effect(False, "DeepSpeed does not read it either")
     allgather_size: Size = no_effect(500_000_000, _UNITS)
     gradient_clipping: Annotated[Real, Field(ge=0)] = honored(

@@ -74,6 +74,10 @@ def _dtype_or_none(value: Any) -> Any:
     return None if str(value).lower() == "none" else _dtype(value)
 
 
+def _wire_dtype(value: Any) -> Any:
+    return str(value).lower() if str(value).lower() in ("int8", "int4") else _dtype_or_none(value)
+
+
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
@@ -93,6 +97,7 @@ Scale = Annotated[float, BeforeValidator(numeric), Field(le=2.0**64, allow_inf_n
 Fraction = Annotated[float, BeforeValidator(numeric), Field(ge=0, le=1)]
 Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_interval)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
+WireDtype = Annotated[Literal["fp32", "fp16", "bf16", "int8", "int4"] | None, BeforeValidator(_wire_dtype)]
 DtypeOrNone = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_dtype_or_none)]
 Word = Annotated[T, BeforeValidator(_lower)]  # of a literal type, in any case
 Device = Word[Literal["none", "cpu", "nvme"]]

@@ -54,6 +54,7 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and k before the rotary embedding (Qwen3, Gemma 3)
+    qk_norm_whole: bool = False  # over all heads of q together, and of k (OLMoE)
     norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
     sandwich: bool = False  # norms also after attention and after the MLP, before the residual (Gemma 2 and 3)
     embed_scale: float = 1.0  # on embeddings (Gemma: sqrt(hidden_size), rounded to the weights' dtype)

@@ -42,6 +42,8 @@ def why_not(weights: DecoderWeights, device: torch.device) -> str | None:
     """Why these kernels cannot run this model; None if they can."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
+    if any(layer.q_norm is not None and len(layer.q_norm) == shape_of(layer.q)[0] for layer in weights.layers):
+        return "norms over all heads of queries and keys together"
     groups = {shape_of(m)[1] // m.scale.shape[1] for layer in weights.layers for m in _matrices(layer) if isinstance(m, Int4)}
     if others := groups.difference(GROUPS):
         return f"int4 in groups of {min(others)}; the kernels support groups of {', '.join(map(str, GROUPS))}"

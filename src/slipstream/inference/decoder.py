@@ -127,10 +127,12 @@ class Decoder:
     ) -> Tensor:
         c = self.config
         h_TE = self._norm(x_TE, w.input_norm)
-        q_THD = linear(h_TE, w.q, w.q_bias).unflatten(1, (c.num_heads, c.head_dim))
-        k_TKD = linear(h_TE, w.k, w.k_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
+        q, k = linear(h_TE, w.q, w.q_bias), linear(h_TE, w.k, w.k_bias)
+        if w.q_norm is not None and w.k_norm is not None and c.qk_norm_whole:
+            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+        q_THD, k_TKD = q.unflatten(1, (c.num_heads, c.head_dim)), k.unflatten(1, (c.num_kv_heads, c.head_dim))
         v_TKD = linear(h_TE, w.v, w.v_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
-        if w.q_norm is not None and w.k_norm is not None:
+        if w.q_norm is not None and w.k_norm is not None and not c.qk_norm_whole:
             q_THD, k_TKD = self._norm(q_THD, w.q_norm), self._norm(k_TKD, w.k_norm)
         if layer.rope:
             q_THD, k_TKD = rotate(q_THD, *rope_tables[layer.rope]), rotate(k_TKD, *rope_tables[layer.rope])

@@ -29,7 +29,7 @@ from slipstream.inference.core import Batch, Chunk, Finish, Phase, Request, Runn
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError
 from slipstream.inference.scheduler import Scheduler, receivers
-from slipstream.inference.stats import Meters, Stats
+from slipstream.inference.stats import Meters, Stats, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
 
 __all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usage"]
@@ -164,11 +164,13 @@ class Engine:
         model_name: str = "model",
         sampling: Mapping[str, Any] | None = None,
         unavailable: str = "",
+        expert_use: Callable[[], Use] = Use,
     ) -> None:
         """Without a tokenizer, prompts are token ids and outputs have no text. The options not listed are the scheduler's.
 
         end_ids    the model's end tokens; the tokenizer's are added
         sampling   the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
+        expert_use the counts of `expert_store`, for `stats`
         unavailable    if not empty, every request is rejected with this text until a `paused` block succeeds
         """
         if token_budget < max_running:
@@ -176,10 +178,9 @@ class Engine:
                 f"token_budget ({token_budget}) is below max_running ({max_running}): a forward could not hold one token of every "
                 "running sequence; raise token_budget or lower max_running"
             )
-        self.runner, self.tokenizer = runner, tokenizer
+        self.runner, self.tokenizer, self._expert_use = runner, tokenizer, expert_use
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
-        self.model_name = model_name
-        self.sampling = dict(sampling or {})
+        self.model_name, self.sampling = model_name, dict(sampling or {})
         self._scheduler = Scheduler(
             BlockPool(runner.num_blocks, runner.block_size, prefix_caching),
             token_budget=token_budget,
@@ -196,8 +197,7 @@ class Engine:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._work = threading.Condition(self._lock)  # notified when there is work or the state changes
-        self._state = _State.SERVING
-        self._why = ""  # reason for DEAD
+        self._state, self._why = _State.SERVING, ""  # the reason for DEAD
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
@@ -306,6 +306,7 @@ class Engine:
         with self._lock:
             scheduler, meters = self._scheduler, self._meters
             generated, computed = meters.rates(time.perf_counter())
+            expert_hits, expert_misses = self._expert_use()
             return Stats(
                 healthy=self.healthy,
                 waiting=len(scheduler.waiting),
@@ -320,6 +321,8 @@ class Engine:
                 accepted_tokens=scheduler.counters.accepted,
                 preemptions=scheduler.counters.preemptions,
                 forwards=scheduler.counters.forwards,
+                expert_hits=expert_hits,
+                expert_misses=expert_misses,
                 finished=dict(meters.finished),
                 tokens_per_second=generated,
                 prompt_tokens_per_second=computed,

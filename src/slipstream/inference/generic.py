@@ -76,9 +76,9 @@ def cache_shapes(model: Any) -> list[HeadShape]:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModel(f"{name} keeps other state than keys and values ({type(layer).__name__} in layer {i})")
-        if keys.shape != values.shape or keys.shape[2] != 1:
+        if keys.shape[:3] != values.shape[:3] or keys.shape[2] != 1:
             raise UnsupportedModel(f"{name} keeps keys {list(keys.shape)} and values {list(values.shape)} in layer {i}")
-        shapes.append(HeadShape(keys.shape[1], keys.shape[3]))
+        shapes.append(HeadShape(keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
         raise UnsupportedModel(f"{name} left its cache empty, so it cannot be served")
     return shapes

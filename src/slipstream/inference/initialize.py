@@ -69,6 +69,7 @@ _INTEGERS = {  # minimum, and maximum if there is one
     "threads": (1, MAX_THREADS),
     "max_context": (1,),
     "kv_cache_bytes": (1,),
+    "expert_cache_bytes": (1,),
     "max_running": (1,),
     "max_waiting": (1,),
     "token_budget": (1,),
@@ -83,6 +84,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "model_name": ((str,), "a text"),
 }
 _NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
+_ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
@@ -101,6 +103,7 @@ def init_inference(
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     max_context: int | None = None,
     kv_cache_bytes: int | str | None = None,
+    expert_cache_bytes: int | str | None = None,
     max_running: int | None = None,
     max_waiting: int | None = None,
     token_budget: int | None = None,
@@ -127,6 +130,8 @@ def init_inference(
         max_context: tokens of prompt and answer together; default: the model's.
         kv_cache_bytes: size of the KV cache, a number or "512M", "2G"; default: what `max_running` full contexts need,
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
+        expert_cache_bytes: memory for the experts of a mixture, a number or "4G"; the others are in a temporary file, and the least
+            recently used one makes room for one that is needed. On a CPU with native kernels only. Default: all are in memory.
         max_running: sequences generated at once (64).
         max_waiting: requests in the queue; further ones are rejected (1024).
         token_budget: tokens per forward (512).
@@ -164,6 +169,7 @@ def _open(
     tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
     max_context: int | None = None,
     kv_cache_bytes: int | None = None,
+    expert_cache_bytes: int | None = None,
     max_running: int = 64,
     model_name: str | None = None,
     **loop: Any,
@@ -187,7 +193,9 @@ def _open(
     metadata: Mapping[str, Any] = {}
     try:
         loaded = load(source, dtype=kind, group_size=group, device=place)
-    except UnsupportedModel:
+    except UnsupportedModel as error:
+        if expert_cache_bytes is not None:
+            raise ValueError(f"expert_cache_bytes needs the native kernels: {error}") from error
         live = _transformers_model(source, kind, place, group)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
@@ -202,8 +210,10 @@ def _open(
         blocks = loaded.opening.kind == "stored" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers)
         if blocks:
             target = _BLOCKS
+        if expert_cache_bytes is not None:
+            target = _ON_DISK
         kind_opened = "blocks" if blocks else loaded.opening.kind
-        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads)
+        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads, expert_cache_bytes)
         ends, metadata = loaded.config.end_ids, loaded.gguf
         weights_text = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
         weights_text += f" ({loaded.opening.why})" if loaded.opening.why else ""
@@ -217,6 +227,7 @@ def _open(
         model_name=name,
         sampling=_sampling(source, metadata),
         unavailable=unavailable,
+        expert_use=opened.expert_use,
         **loop,
     )
     capacity = opened.runner.num_blocks * opened.runner.block_size
@@ -239,7 +250,7 @@ def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Cal
 def _checked(name: str, value: Any) -> Any:
     """Check an option as far as possible without the model, and return it. Raises TypeError or ValueError."""
     if name in _INTEGERS:
-        return check_int(name, num_bytes(value) if name == "kv_cache_bytes" and isinstance(value, str) else value, *_INTEGERS[name])
+        return check_int(name, num_bytes(value) if name.endswith("_bytes") and isinstance(value, str) else value, *_INTEGERS[name])
     types, expected = _KINDS.get(name, ((object,), ""))
     if not isinstance(value, types):
         raise TypeError(f"{name} is {value!r:.200}; it must be {expected}")

@@ -1,7 +1,8 @@
 """The paged KV cache in torch: the blocks that `Request.blocks` refers to.
 
-Per layer `keys[l]` and `values[l]`: [num_blocks, block_size, kv_heads, head_dim], contiguous, one dtype. Position p of a request is
-in its block p // block_size at offset p % block_size; a *slot* is the index of that position over all blocks.
+Per layer `keys[l]` and `values[l]`: [num_blocks, block_size, kv_heads, head_dim] (values: value_dim if it differs), contiguous, one
+dtype. Position p of a request is in its block p // block_size at offset p % block_size; a *slot* is the index of that position over
+all blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class HeadShape(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
+    value_dim: int = 0  # if values have another dimension than keys (MLA's rotated keys beside its latents)
 
 
 class KVCache:
@@ -38,14 +40,15 @@ class KVCache:
         self.dtype = dtype
         self.device = torch.device(device)
 
-        def blocks(shape: HeadShape) -> Tensor:
+        def blocks(heads: int, dim: int) -> Tensor:
+            shape = (num_blocks, block_size, heads, dim)
             # Zeros, not empty: masked attention multiplies unused slots by 0, and 0 * NaN is NaN.
             if self.device.type == "cpu":
-                return untouched_zeros((num_blocks, block_size, *shape), dtype)
-            return torch.zeros(num_blocks, block_size, *shape, dtype=dtype, device=device)
+                return untouched_zeros(shape, dtype)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.keys = [blocks(shape) for shape in shapes]
-        self.values = [blocks(shape) for shape in shapes]
+        self.keys = [blocks(heads, dim) for heads, dim, _ in shapes]
+        self.values = [blocks(heads, value_dim or dim) for heads, dim, value_dim in shapes]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to) in every layer. No block may be both a source and a target."""
@@ -76,7 +79,7 @@ class KVCache:
 
 def bytes_per_block(shapes: Sequence[HeadShape], block_size: int, dtype: torch.dtype) -> int:
     """Size of one block's keys and values in all layers."""
-    return 2 * sum(heads * head_dim for heads, head_dim in shapes) * block_size * dtype.itemsize
+    return sum(heads * (dim + (value_dim or dim)) for heads, dim, value_dim in shapes) * block_size * dtype.itemsize
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -66,6 +66,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
+    "olmoe": {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": False,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "eos_token_id": 50279,
+        "clip_qkv": None,
+    },
     "qwen3_moe": {
         **_QWEN,
         **_QWEN_MOE,
@@ -132,6 +141,7 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         out_bias=bias and family not in ("mistral", "mixtral", "qwen2", "qwen2_moe"),
         mlp_bias=family == "llama" and bool(c["mlp_bias"]),
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm_whole=family == "olmoe",
         norm_offset=1.0 if gemma else 0.0,
         sandwich=family in ("gemma2", "gemma3_text"),
         embed_scale=math.sqrt(c["hidden_size"]) if gemma else 1.0,
@@ -148,6 +158,8 @@ def _check_supported(family: str, c: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"weights quantized by {method} are not supported; give the unquantized one with dtype int8 or int4")
     if c.get("use_bidirectional_attention"):
         raise UnsupportedModel(f"this {family} model attends in both directions (use_bidirectional_attention): it cannot generate")
+    if c.get("clip_qkv") is not None:
+        raise UnsupportedModel(f"clip_qkv is {c['clip_qkv']}: queries and keys are not clamped by the fast decoder")
     if (c.get("head_dim") or 0) % 2:
         raise UnsupportedModel(f"head_dim is {c['head_dim']}; it must be even, because rotary embeddings rotate pairs")
     if _activation(family, c) not in _ACTIVATIONS:
@@ -170,7 +182,7 @@ def _attention_kinds(family: str, c: Mapping[str, Any]) -> tuple[list[str], list
     window = c["sliding_window"] or 0
     if family.startswith("qwen") and not c["use_sliding_window"]:
         window = 0
-    if family in ("llama", "gemma"):
+    if family in ("llama", "gemma", "olmoe"):
         return [_FULL] * num, [0] * num
     if family in ("mistral", "mixtral", "qwen3_moe"):  # one window for all layers, whatever layer_types says
         return [_FULL] * num, [window] * num
@@ -195,8 +207,8 @@ def _slides(family: str, c: Mapping[str, Any], i: int) -> bool:
 
 
 def _experts(family: str, c: Mapping[str, Any], i: int) -> Experts | None:
-    if family == "mixtral":
-        size, num = c["intermediate_size"], c["num_local_experts"]
+    if family in ("mixtral", "olmoe"):
+        size, num = c["intermediate_size"], c.get("num_local_experts") or c["num_experts"]
     elif family in ("qwen2_moe", "qwen3_moe"):
         # transformers 5 writes num_local_experts for qwen3_moe where 4 wrote num_experts.
         size, num = c["moe_intermediate_size"], c.get("num_local_experts") or c["num_experts"]
@@ -450,9 +462,9 @@ def _layer(c: DecoderConfig, layer: Layer, source: _Source, at: str) -> LayerWei
         weights.v_bias = source.tensor(attn + "v_proj.bias", kv_size)
     if c.out_bias:
         weights.out_bias = source.tensor(attn + "o_proj.bias", hidden)
-    if c.qk_norm:
-        weights.q_norm = source.tensor(attn + "q_norm.weight", c.head_dim)
-        weights.k_norm = source.tensor(attn + "k_norm.weight", c.head_dim)
+    if c.qk_norm or c.qk_norm_whole:
+        weights.q_norm = source.tensor(attn + "q_norm.weight", q_size if c.qk_norm_whole else c.head_dim)
+        weights.k_norm = source.tensor(attn + "k_norm.weight", kv_size if c.qk_norm_whole else c.head_dim)
     if c.sandwich:
         weights.attn_post_norm = source.tensor(at + "post_attention_layernorm.weight", hidden)
         weights.mlp_post_norm = source.tensor(at + "post_feedforward_layernorm.weight", hidden)

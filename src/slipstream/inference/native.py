@@ -11,8 +11,9 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +22,13 @@ from torch import Tensor
 
 from slipstream.inference.config import DecoderConfig, Experts, Rope
 from slipstream.inference.core import Batch
+from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
 from slipstream.inference.models import shape_of
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
+from slipstream.ops.pages import Pool
 
 # As in csrc/decoder.h.
 PANEL = 16  # columns packed together, and positions of a cache block
@@ -51,9 +54,11 @@ class _Experts(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num", "top_k", "normalize", "has_shared")),
         ("widest", _long),
-        ("router", _Matrix),
         *((name, ctypes.POINTER(_Matrix)) for name in ("gate_up", "down")),
-        ("shared_gate", _pointer),
+        ("store", _pointer),
+        ("stored", ctypes.POINTER(_Matrix)),
+        ("first_stored", _long),
+        *((name, _pointer) for name in ("router", "shared_gate")),
     )
 
 
@@ -73,7 +78,7 @@ class _Layer(ctypes.Structure):
 class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size")),
-        *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm_whole")),
         *((name, _int) for name in ("cache_type", "embed_type", "activation")),
         *((name, _float) for name in ("norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
         *((name, _pointer) for name in ("embed", "final_norm")),
@@ -186,6 +191,12 @@ def _tables(matrix: Matrix) -> dict[str, _Table]:
             return {"data": _Table(matrix.detach(), word)}
 
 
+def _packed_nbytes(parts: Sequence[Matrix]) -> int:
+    """The most that `NativeDecoder._packed` writes for matrices that are packed together, in whole lines."""
+    tables = _tables(parts[0]).values()
+    return sum(-(-table.panel_nbytes * table.num_panels(len(parts)) * len(parts) // LINE) * LINE for table in tables)
+
+
 def _is_centred(matrix: Matrix) -> bool:
     """Whether its offsets follow from its scales, as in llama.cpp's blocks. False for zeros: a later `put` may change that."""
     return isinstance(matrix, Int4) and bool(matrix.scale.any()) and torch.equal(matrix.low, matrix.scale * -8)
@@ -212,7 +223,9 @@ class NativeDecoder:
         num_blocks: int,
         cache_dtype: torch.dtype = torch.bfloat16,
         threads: int | None = None,
+        expert_nbytes: int | None = None,
     ) -> None:
+        """`expert_nbytes`: memory for experts, the others are on disk (`expert_store`); None: all are in memory."""
         reason = why_not(config)
         if reason is not None:
             raise ValueError(f"the native forward cannot run this model: {reason}")
@@ -226,7 +239,12 @@ class NativeDecoder:
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
         self._tensors: list[Tensor] = []  # memory that the C structs point to
+        self._pool = Pool()  # of the matrices among them
         self._embed_is_own = False
+        self.store: ExpertStore | None = None
+        self._first_stored = list(accumulate((len(layer.experts) for layer in weights.layers), initial=0))
+        if expert_nbytes is not None:
+            self.store = self._open_store(weights, expert_nbytes)
         self._library = build.load().kernels
         assert self._library is not None
         self._library.slipstream_team_new.restype = _pointer
@@ -261,8 +279,25 @@ class NativeDecoder:
     def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> _Matrix:
         return self._packed([matrix], None if bias is None else [bias])
 
-    def _packed(self, parts: Sequence[Matrix], biases: Sequence[Tensor | None] | None = None) -> _Matrix:
-        """Pack one matrix, or two of the same shape and type with alternating panels (gate and up)."""
+    def _open_store(self, weights: DecoderWeights, nbytes: int) -> ExpertStore:
+        samples = [layer.experts[0] for layer in weights.layers if layer.experts]
+        if not samples:
+            raise ValueError(f"expert_cache_bytes is {nbytes:,}, but the model has no experts; leave it out")
+        return ExpertStore(
+            nbytes,
+            num_experts=self._first_stored[-1],
+            least=max(len(layer.experts) for layer in weights.layers),
+            expert_nbytes=max(_packed_nbytes([mlp.gate, mlp.up]) + _packed_nbytes([mlp.down]) for mlp in samples),
+        )
+
+    def _packed(
+        self,
+        parts: Sequence[Matrix],
+        biases: Sequence[Tensor | None] | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> _Matrix:
+        """Pack one matrix, or two of the same shape and type with alternating panels (gate and up). `allocate`: a number of bytes;
+        by default memory that is kept."""
         sizes = [shape_of(part) for part in parts]
         kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
         assert len(kind) == 1 and len(set(sizes)) == 1, "matrices that are packed together have one shape and type"
@@ -278,19 +313,20 @@ class NativeDecoder:
         for name in tables[0]:
             if name == "low" and all(_is_centred(part) for part in parts):
                 continue
-            setattr(packed, name, self._panels([table[name] for table in tables]))
+            setattr(packed, name, self._panels([table[name] for table in tables], allocate))
         if biases is not None and any(bias is not None for bias in biases):
             filled = [torch.zeros(columns) if bias is None else bias for bias in biases]
             packed.bias = self._panels([_bias(bias) for bias in filled])
         return packed
 
-    def _panels(self, tables: Sequence[_Table]) -> int:
+    def _panels(self, tables: Sequence[_Table], allocate: Callable[[int], Tensor] | None = None) -> int:
         """Pack tables of one shape into alternating panels. Returns the address."""
         size, num_panels = tables[0].panel_nbytes, tables[0].num_panels(len(tables))
-        panels = torch.empty(num_panels * len(tables) * size, dtype=torch.uint8)
+        nbytes = num_panels * len(tables) * size
+        panels = self._pool.empty(nbytes) if allocate is None else allocate(nbytes)
         for part, table in enumerate(tables):
             self._fill(panels.data_ptr(), table, part, len(tables))
-        return self._keep(panels)
+        return self._keep(panels) if allocate is None else panels.data_ptr()
 
     def _fill(self, address: int, table: _Table, part: int, num_parts: int) -> None:
         rows, size = table.rows.contiguous(), table.panel_nbytes
@@ -306,12 +342,29 @@ class NativeDecoder:
             table.nibbles,
         )
 
-    def _gate_up(self, mlp: Mlp) -> _Matrix:
+    def _stored(self, store: ExpertStore, number: int, mlp: Mlp) -> tuple[_Matrix, _Matrix]:
+        """Write an expert to the store's file. Returns gate_up and down, whose pointers are offsets there."""
+        tables: list[Tensor] = []
+
+        def allocate(nbytes: int) -> Tensor:
+            tables.append(torch.empty(nbytes, dtype=torch.uint8))
+            return tables[-1]
+
+        records = self._gate_up(mlp, allocate), self._packed([mlp.down], allocate=allocate)
+        offsets = dict(zip((table.data_ptr() for table in tables), store.write(number, tables), strict=True))
+        for record in records:
+            for name in ("data", "scale", "low"):
+                address = getattr(record, name)
+                if address is not None:
+                    setattr(record, name, offsets[address])
+        return records
+
+    def _gate_up(self, mlp: Mlp, allocate: Callable[[int], Tensor] | None = None) -> _Matrix:
         gate, up = mlp.gate, mlp.up
         alike = isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.dtype == up.dtype
         if not alike and (type(gate) is not type(up) or isinstance(gate, Tensor)):
             raise ValueError("the native forward needs gate and up matrices of the same type; load them in one dtype")
-        return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias])
+        return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias], allocate)
 
     def _layer(self, index: int, weights: LayerWeights) -> _Layer:
         layer = self.config.layers[index]
@@ -323,7 +376,7 @@ class NativeDecoder:
             window=layer.window,
         )
         if layer.experts is not None:
-            record.experts = ctypes.pointer(self._experts(layer.experts, weights))
+            record.experts = ctypes.pointer(self._experts(index, layer.experts, weights))
         else:
             assert weights.mlp is not None, "a layer without experts has an MLP"
             record.gate_up, record.down = self._gate_up(weights.mlp), self._matrix(weights.mlp.down, weights.mlp.down_bias)
@@ -333,21 +386,32 @@ class NativeDecoder:
             record.rotary_dim = 2 * len(layer.rope.inv_freq)
         return record
 
-    def _experts(self, experts: Experts, weights: LayerWeights) -> _Experts:
+    def _experts(self, index: int, experts: Experts, weights: LayerWeights) -> _Experts:
         assert weights.router is not None, "a layer with experts has a router"
         if not 1 <= experts.top_k <= experts.num:
             raise ValueError(f"{experts.top_k} experts per token of {experts.num}; it must be between 1 and all of them")
         lists = [*weights.experts, *([] if weights.shared is None else [weights.shared])]
+        first, store = self._first_stored[index], self.store
+        pairs = [
+            (self._gate_up(mlp), self._matrix(mlp.down, mlp.down_bias))
+            if store is None or mlp is weights.shared
+            else self._stored(store, first + e, mlp)
+            for e, mlp in enumerate(lists)
+        ]
         record = _Experts(
             num=experts.num,
             top_k=experts.top_k,
             normalize=experts.normalize,
             has_shared=weights.shared is not None,
             widest=max(experts.intermediate_size, experts.shared_size),
-            router=self._matrix(weights.router.float()),
-            gate_up=(_Matrix * len(lists))(*(self._gate_up(mlp) for mlp in lists)),
-            down=(_Matrix * len(lists))(*(self._matrix(mlp.down, mlp.down_bias) for mlp in lists)),
+            router=self._vector(weights.router),
+            gate_up=(_Matrix * len(lists))(*(gate_up for gate_up, _ in pairs)),
+            down=(_Matrix * len(lists))(*(down for _, down in pairs)),
+            first_stored=first,
         )
+        if store is not None:
+            record.store = ctypes.addressof(store.record)
+            record.stored = (_Matrix * (2 * len(lists)))(*(matrix for pair in pairs for matrix in pair))
         if weights.shared_gate is not None:
             record.shared_gate = self._vector(weights.shared_gate.flatten())
         return record
@@ -369,6 +433,7 @@ class NativeDecoder:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            qk_norm_whole=config.qk_norm_whole,
             cache_type=_TYPES[self.keys.dtype],
             embed_type=_TYPES[embed.dtype],
             activation=_ACTIVATIONS[config.activation],
@@ -402,10 +467,8 @@ class NativeDecoder:
                 self._put_matrix(getattr(layer, name), weight)
             elif name in ("q_bias", "k_bias", "v_bias", "out_bias"):
                 self._put_bias(getattr(layer, name.removesuffix("_bias")), weight)
-            elif name == "router":
-                self._put_matrix(layer.experts.contents.router, dequantize(weight).float())
-            elif name == "shared_gate":
-                _write(layer.experts.contents.shared_gate, dequantize(weight))
+            elif name in ("router", "shared_gate"):
+                _write(getattr(layer.experts.contents, name), dequantize(weight))
             elif not inside:
                 _write(getattr(layer, name), dequantize(weight).float() + self.config.norm_offset)
             else:
@@ -413,7 +476,7 @@ class NativeDecoder:
 
     def free_memory(self) -> None:
         """Free the memory of weights and cache. Every weight must be `put` again before the next forward."""
-        for tensor in (*self._tensors, *([self._embed] if self._embed_is_own else [])):
+        for tensor in (*self._pool.blocks, *self._tensors, *([self._embed] if self._embed_is_own else [])):
             free_pages(tensor, shared=False)
         for tensor in (self.keys, self.values):
             free_pages(tensor, shared=True)
@@ -437,6 +500,8 @@ class NativeDecoder:
         if inside == ["mlp"]:
             gate_up, down = layer.gate_up, layer.down
         else:
+            if inside != ["shared"] and self.store is not None:
+                raise ValueError("experts on disk have no new weights in place; open the engine without expert_cache_bytes")
             experts = layer.experts.contents
             index = experts.num if inside == ["shared"] else int(inside[1])
             gate_up, down = experts.gate_up[index], experts.down[index]
@@ -528,3 +593,5 @@ class NativeDecoder:
         assert self._library is not None
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
             raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
+        if self.store is not None:
+            self.store.check()

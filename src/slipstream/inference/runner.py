@@ -16,8 +16,11 @@ import torch
 from slipstream.inference.config import DecoderConfig
 from slipstream.inference.core import Runner
 from slipstream.inference.kv_cache import HeadShape, KVCache, bytes_per_block
+from slipstream.inference.stats import Use
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.inference.weights import DecoderWeights
 
 BLOCK_SIZE = 16  # tokens; the native cache supports no other
@@ -37,6 +40,7 @@ class Sizes(NamedTuple):
 class Opened(NamedTuple):
     runner: Runner
     forward: str  # its name, for the log
+    expert_use: Callable[[], Use] = Use  # of experts on disk
 
 
 def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, available: int) -> int:
@@ -60,8 +64,10 @@ def open_decoder(
     dtype: torch.dtype,
     sizes: Sizes,
     threads: int | None = None,
+    expert_nbytes: int | None = None,
 ) -> Opened:
-    """`dtype`: of the arithmetic, and of the cache if the forward supports it there. `threads`: of the native forward."""
+    """`dtype`: of the arithmetic, and of the cache if the forward supports it there. `threads`: of the native forward.
+    `expert_nbytes`: memory for experts, see `expert_store`. Raises ValueError if the forward is another than the native one."""
     from slipstream.inference import native
     from slipstream.inference.decoder import Decoder, head_shapes
 
@@ -71,8 +77,15 @@ def open_decoder(
     cache_dtype = torch.bfloat16 if on_cpu and reason is None and dtype == torch.float16 else dtype
     blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
     if on_cpu and reason is None:
-        runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, threads=threads)
-        return Opened(runner, f"native kernels, {runner.threads} threads")
+        runner = native.NativeDecoder(
+            config, weights, num_blocks=blocks, cache_dtype=cache_dtype, threads=threads, expert_nbytes=expert_nbytes
+        )
+        forward = f"native kernels, {runner.threads} threads"
+        if runner.store is None:
+            return Opened(runner, forward)
+        return Opened(runner, f"{forward}, {runner.store.describe()}", runner.store.use)
+    if expert_nbytes is not None:
+        raise ValueError(f"expert_cache_bytes needs the native kernels on a CPU, and {reason or f'the model is on {device}'}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
     if reason is None:
         from slipstream.inference.cuda import CudaDecoder

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.inference.core import Finish
 
@@ -27,6 +28,13 @@ class Histogram:
         return sum(self.counts)
 
 
+class Use(NamedTuple):
+    """Of experts on disk (`expert_store`), since the start: one that a layer of a forward needed was in memory, or was read."""
+
+    hits: int = 0
+    misses: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """A snapshot. Token and request counts are totals since the start."""
@@ -44,6 +52,8 @@ class Stats:
     accepted_tokens: int  # of these, accepted
     preemptions: int
     forwards: int
+    expert_hits: int  # both are 0 unless experts are on disk; see `Use`
+    expert_misses: int
     finished: Mapping[Finish, int]  # sequences by finish reason
     tokens_per_second: float  # generated, over the last 10 seconds
     prompt_tokens_per_second: float  # computed

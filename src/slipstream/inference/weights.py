@@ -49,7 +49,7 @@ class LayerWeights:
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
     out_bias: Tensor | None = None
-    q_norm: Tensor | None = None  # [head_dim]
+    q_norm: Tensor | None = None  # [head_dim], or of all heads if the norm is over them together
     k_norm: Tensor | None = None
     attn_post_norm: Tensor | None = None  # sandwich norms
     mlp_post_norm: Tensor | None = None

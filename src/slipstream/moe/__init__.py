@@ -1,9 +1,9 @@
 """Mixtures of experts: the layer, its routers, and how a model's experts are split over ranks."""
 
 from slipstream.moe import gate
-from slipstream.moe.balance import expert_loads
 from slipstream.moe.gate import Routes
 from slipstream.moe.layer import Experts, GatedMLP, MoE, mix_residual
+from slipstream.moe.load import ExpertLoad, expert_loads
 from slipstream.moe.stack import ExpertStack
 
-__all__ = ["ExpertStack", "Experts", "GatedMLP", "MoE", "Routes", "expert_loads", "gate", "mix_residual"]
+__all__ = ["ExpertLoad", "ExpertStack", "Experts", "GatedMLP", "MoE", "Routes", "expert_loads", "gate", "mix_residual"]

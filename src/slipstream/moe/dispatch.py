@@ -17,15 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.parallel.exchange import Exchange, even_shares, swap, without_values
+from slipstream.moe.grouped import without_autocast
+from slipstream.parallel.exchange import Crossing, Exchange, even_shares, swap, without_values
 from slipstream.zero.hooks import eager
 
 Compute = Callable[[Tensor, list[int]], Tensor]  # rows sorted by this rank's experts, rows of each -> as many rows
 
+Meanwhile = Sequence[Callable[[], object]]
+
 
 @eager
 def run_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None, num_experts: int, compute: Compute, exchange: Exchange | None
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    kept: Tensor | None,
+    num_experts: int,
+    compute: Compute,
+    exchange: Exchange | None,
+    meanwhile: Meanwhile = (),
 ) -> Tensor:
     """Send each token to its experts and return the weighted sum of what they compute.
 
@@ -34,26 +44,45 @@ def run_experts(
     weights      [T, k]
     kept         [T, k], bool; routes that are not kept count as zeros. None: all are kept
     exchange     over the ranks that have different experts; None: this rank has all
+    meanwhile    what computes while rows travel: the first while they go to their experts, the others while they come back
 
     Collective over the exchange, also for ranks without a token. Raises ValueError for an expert that is not in [0, num_experts).
     """
     order, counts = sort_routes(experts, kept, num_experts)
     rows = _Spread.apply(x, order, experts.shape[1])
-    if exchange is None or exchange.size == 1:
-        return _Combine.apply(compute(rows, counts), weights, order)
-    if without_values(experts):  # as many rows on each rank
-        return _Combine.apply(compute(rows, even_shares(len(rows), num_experts // exchange.size)), weights, order)
+    going, coming = meanwhile[:1], meanwhile[1:]
+    if exchange is None or exchange.size == 1 or without_values(experts):
+        if exchange is not None and exchange.size > 1:  # as many rows on each rank
+            counts = even_shares(len(rows), num_experts // exchange.size)
+        _run(going)
+        rows = compute(rows, counts)
+        _run(coming)
+        return _Combine.apply(rows, weights, order)
     own = num_experts // exchange.size
     received = exchange.all_to_all(torch.tensor(counts, device=x.device), [own] * exchange.size, [own] * exchange.size)
     table = received.view(exchange.size, own).tolist()  # [source][expert]
     send = [sum(counts[rank * own : (rank + 1) * own]) for rank in range(exchange.size)]
     receive = [sum(row) for row in table]
-    rows = swap(rows, exchange, send, receive)
+    rows = _cross(rows, exchange, send, receive, going)
     by_expert = _by_expert(table).to(x.device)
     rows = _Reorder.apply(rows, by_expert)
     rows = compute(rows, [sum(column) for column in zip(*table, strict=True)])
-    rows = swap(_Reorder.apply(rows, _inverse(by_expert)), exchange, receive, send)
+    rows = _cross(_Reorder.apply(rows, _inverse(by_expert)), exchange, receive, send, coming)
     return _Combine.apply(rows, weights, order)
+
+
+def _cross(rows: Tensor, exchange: Exchange, send: list[int], receive: list[int], meanwhile: Meanwhile) -> Tensor:
+    if not meanwhile:
+        return swap(rows, exchange, send, receive)
+    crossing = Crossing(exchange, send, receive)
+    token = crossing.depart(rows)
+    _run(meanwhile)
+    return crossing.arrive(token)
+
+
+def _run(calls: Meanwhile) -> None:
+    for call in calls:
+        call()
 
 
 def sort_routes(experts: Tensor, kept: Tensor | None, num_experts: int) -> tuple[Tensor, list[int]]:
@@ -137,7 +166,8 @@ class _Combine(torch.autograd.Function):
         weights = weights.to(per_route.dtype)
         if weights.shape[1] == 1:
             return (per_route[:, 0] * weights).to(rows.dtype)
-        return torch.bmm(weights[:, None], per_route)[:, 0].to(rows.dtype)
+        with without_autocast(rows.device):
+            return torch.bmm(weights[:, None], per_route)[:, 0].to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

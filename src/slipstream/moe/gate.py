@@ -11,6 +11,8 @@ All arithmetic is fp32. The gates of DeepSpeed's `MoE` (`top1`, `top2`, `top_k`)
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Score = Literal["softmax", "sigmoid"]
+Drop = Literal["score", "position", "random"]
 
 
 class Routes(NamedTuple):
@@ -30,9 +33,34 @@ class Routes(NamedTuple):
     counts: Tensor  # [E], int64: routes to each expert, before any is dropped
 
 
-def capacity(num_tokens: int, num_experts: int, factor: float, least: int) -> int:
-    """The routes that one expert takes of `num_tokens`: max(ceil(T / E x factor), least)."""
-    return max(int(torch.ceil(num_tokens / num_experts * torch.tensor(factor))), least)
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The routes that one expert takes of a rank's T tokens: max(ceil(k T / E x factor), least).
+
+    Raises ValueError for a capacity of 0, or for a factor that is negative or not finite.
+    """
+
+    factor: float
+    eval_factor: float
+    least: int
+
+    def __post_init__(self) -> None:
+        if not all(0 <= factor < math.inf for factor in (self.factor, self.eval_factor)):
+            raise ValueError(
+                f"capacity_factor ({self.factor}) and eval_capacity_factor ({self.eval_factor}) must be finite and not negative; "
+                "to drop no tokens, slipstream.moe.MoE has capacity_factor=None, and DeepSpeed's drop_tokens=False"
+            )
+        if min(self.factor, self.eval_factor) <= 0 and self.least < 1:
+            raise ValueError(
+                f"capacity_factor ({self.factor}), eval_capacity_factor ({self.eval_factor}) and min_capacity ({self.least}) leave "
+                "an expert no token: raise one, or drop no tokens (slipstream.moe.MoE: capacity_factor=None; DeepSpeed's: "
+                "drop_tokens=False)"
+            )
+
+    def of(self, logits: Tensor, k: int, *, training: bool) -> int:
+        num_tokens, num_experts = logits.shape
+        factor = torch.tensor((self.factor if training else self.eval_factor) * k)
+        return max(int(torch.ceil(num_tokens / num_experts * factor)), self.least)
 
 
 def top1(
@@ -48,15 +76,16 @@ def top1(
     """
     probs = logits.softmax(1)
     chosen = (logits + gumbel(logits) if noisy else probs).argmax(1)
-    mask = F.one_hot(chosen, logits.shape[1])
+    mask, chosen = F.one_hot(chosen, logits.shape[1]), chosen[:, None]
+    kept = None
     if used is not None:
         mask = mask * used.to(mask.dtype).view(-1, 1)
+        kept = mask.sum(1, keepdim=True) > 0
     loss = _balance(probs, mask, 1)
-    kept = None if used is None else mask.sum(1, keepdim=True) > 0
     if most is not None:
-        order = mask * torch.rand_like(probs) if random_selection else None
-        kept = _within(mask, most, order).gather(1, chosen[:, None])
-    return _routes(chosen[:, None], probs.gather(1, chosen[:, None]), kept, loss, mask)
+        order = torch.rand_like(probs).gather(1, chosen) if random_selection else None
+        kept = within(chosen, logits.shape[1], most, order, kept)
+    return _routes(chosen, probs.gather(1, chosen), kept, loss, mask)
 
 
 def top2(logits: Tensor, most: int | None, *, sampled: bool = True) -> Routes:
@@ -69,11 +98,7 @@ def top2(logits: Tensor, most: int | None, *, sampled: bool = True) -> Routes:
     mask2 = F.one_hot(second, num)
     chosen = torch.stack([first, second], 1)
     loss = _balance(probs, mask1, 1)
-    kept = None
-    if most is not None:
-        place1, place2 = mask1.cumsum(0) - 1, mask2.cumsum(0) - 1 + mask1.sum(0)
-        within = [(place < most).gather(1, chosen[:, i : i + 1]) for i, place in enumerate((place1, place2))]
-        kept = torch.cat(within, 1)
+    kept = None if most is None else within(chosen, num, most)
     return _routes(chosen, _shares(probs.gather(1, chosen), kept), kept, loss, mask1 + mask2)
 
 
@@ -83,8 +108,9 @@ def top_k(logits: Tensor, k: int, most: int | None) -> Routes:
     chosen = probs.topk(k, 1).indices
     mask = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, chosen, True)
     loss = _balance(probs, mask, k)
-    kept = None if most is None else _within(mask, most, probs * mask).gather(1, chosen)
-    return _routes(chosen, _shares(probs.gather(1, chosen), kept), kept, loss, mask)
+    weights = probs.gather(1, chosen)
+    kept = None if most is None else within(chosen, logits.shape[1], most, weights)
+    return _routes(chosen, _shares(weights, kept), kept, loss, mask)
 
 
 def choose(
@@ -97,32 +123,41 @@ def choose(
     num_groups: int = 1,
     top_groups: int = 1,
     scale: float = 1.0,
+    most: int | None = None,
+    drop: Drop = "score",
 ) -> Routes:
-    """The k experts with the best scores, without dropping.
+    """The k experts with the best scores.
 
     logits      [T, E]
     score       softmax over the experts, or a sigmoid of each
-    normalize   divide a token's weights by their sum
+    normalize   divide a token's weights by the sum of those that are kept
     bias        [E], added to the scores for the choice, not for the weights (balance without an auxiliary loss)
     num_groups  consecutive groups of experts, of which a token may use the best `top_groups`: by the sum of their two best scores
                 with a bias (DeepSeek-V3), else by their best one (V2)
     scale       of the weights
+    most        routes that an expert takes; None: all
+    drop        those of an expert above `most`: with the smallest weights ("score"), the last ones ("position"), or any ("random")
     """
     scores = logits.softmax(1) if score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + bias
     if num_groups > top_groups:
         groups = ranked.unflatten(1, (num_groups, -1))
-        best = groups.amax(2) if bias is None else groups.topk(2, 2).values.sum(2)
+        best = groups.amax(2) if bias is None else groups.topk(min(2, groups.shape[2]), 2).values.sum(2)
         allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(top_groups, 1).indices, True)
         ranked = groups.masked_fill(~allowed[:, :, None], -torch.inf).flatten(1)
     chosen = ranked.topk(k, 1).indices
     weights = scores.gather(1, chosen)
+    kept = None
+    if most is not None:
+        rank = torch.rand_like(weights) if drop == "random" else weights.detach()
+        kept = within(chosen, logits.shape[1], most, None if drop == "position" else rank)
     if normalize:
-        weights = weights / weights.sum(1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        shares = weights if kept is None else weights * kept
+        weights = weights / shares.sum(1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
     probs = scores if score == "softmax" else scores / scores.sum(1, keepdim=True)
     loss = _balance(probs, mask, k)
-    return _routes(chosen, weights * scale, None, loss, mask)
+    return _routes(chosen, weights * scale, kept, loss, mask)
 
 
 def _balance(probs: Tensor, mask: Tensor, k: int) -> Tensor:
@@ -146,12 +181,26 @@ def gumbel(like: Tensor) -> Tensor:
     return -torch.empty_like(like).exponential_().log()
 
 
-def _within(mask: Tensor, most: int, order: Tensor | None) -> Tensor:
-    """[T, E]: whether a route is among the first `most` of its expert, or among those with the largest `order`."""
-    if order is None:
-        return (mask.cumsum(0) <= most) & mask.bool()
-    best = order.topk(min(most, len(order)), 0).indices
-    return torch.zeros_like(mask, dtype=torch.bool).scatter_(0, best, True) & mask.bool()
+@torch.no_grad()
+def within(experts: Tensor, num_experts: int, most: int, rank: Tensor | None = None, used: Tensor | None = None) -> Tensor:
+    """[T, k]: whether a route is among the first `most` of its expert.
+
+    experts  [T, k]
+    rank     [T, k]: larger ones come first. Equal ones, or all without it, by choice and then by token: GShard's queue, in which
+             all second choices are behind all first ones
+    used     [T, k]: the other routes are not kept, and take no place. None: all
+    """
+    queue = experts.t().reshape(-1)
+    if used is not None:
+        queue = queue.masked_fill(~used.t().reshape(-1), num_experts)
+    order = torch.arange(len(queue), device=queue.device)
+    if rank is not None:
+        order = rank.t().reshape(-1).argsort(descending=True, stable=True)
+    order = order[queue[order].argsort(stable=True)]
+    counts = queue.new_zeros(num_experts + 1).scatter_add_(0, queue, torch.ones_like(queue))  # has a form without values, too
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[queue[order]]
+    return ((place < most) & (queue < num_experts)).view(experts.shape[1], len(experts)).t()
 
 
 def _shares(probs: Tensor, kept: Tensor | None) -> Tensor:

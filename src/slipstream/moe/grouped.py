@@ -7,12 +7,18 @@ zero gradient. On CUDA, torch's grouped product for bf16.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slipstream.ops import pages
+
+
+class RowsError(ValueError):
+    """A linear layer of experts is given other rows than the experts are."""
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
@@ -23,14 +29,24 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tenso
     counts  rows of each expert; they add up to all
     bias    [experts, out]
 
-    Under autocast, it computes in autocast's dtype as `torch.nn.functional.linear` does.
+    Under autocast, it computes in autocast's dtype as `torch.nn.functional.linear` does. Raises RowsError if x has other rows.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if x.dim() != 2 or len(x) != sum(counts):
+        raise RowsError(f"the experts have {sum(counts)} rows, and a linear layer of theirs is given {tuple(x.shape)}")
+    if is_autocast(x.device):
+        dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     out: Tensor = _Grouped.apply(x, weight, bias, tuple(counts))
     return out
+
+
+def is_autocast(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)  # meta has none
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """For arithmetic that stays fp32 inside of the caller's autocast."""
+    return torch.autocast(device.type, enabled=False) if is_autocast(device) else nullcontext()
 
 
 def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -42,8 +58,10 @@ def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         start += count
 
 
-def _by_torch(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+def _by_torch(x: Tensor, features: int) -> bool:
+    """Whether torch has a product of these rows that results in so many features: rows must be multiples of 16 bytes."""
+    fits = x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == features % 8 == 0
+    return fits and len(x) > 0 and hasattr(torch.nn.functional, "grouped_mm")
 
 
 def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
@@ -68,7 +86,7 @@ class _Grouped(torch.autograd.Function):
 
 def _times(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """Rows of expert e times matrices[e] [in, out], plus bias[e]."""
-    if _by_torch(x) and len(x):
+    if _by_torch(x, matrices.shape[2]):
         product = torch.nn.functional.grouped_mm(x, matrices, offs=_ends(counts, x.device))
         return product if bias is None else product + bias.repeat_interleave(torch.tensor(counts, device=x.device), 0)
     out = x.new_empty(len(x), matrices.shape[2])
@@ -83,7 +101,7 @@ def _times(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | No
 def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """[experts, out, in], in the strides of the weight."""
     out = pages.empty_like(weight)  # keeps the order of dense strides
-    if _by_torch(x) and len(x):
+    if _by_torch(x, grad.shape[1]):
         return out.copy_(torch.nn.functional.grouped_mm(grad.t(), x, offs=_ends(counts, x.device)))
     transposed = out.stride(2) > out.stride(1)
     for expert, start, stop in _ranges(counts):
@@ -111,11 +129,14 @@ def _without_rows(out: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 class GroupedLinear(nn.Module):
-    """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert."""
+    """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert.
+
+    counts None: its parameters are for now those of one expert, and so are all rows.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    counts: Sequence[int] = ()
+    counts: Sequence[int] | None = ()
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -124,6 +145,8 @@ class GroupedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.counts is None:
+            return F.linear(x, self.weight, self.bias)
         return grouped_linear(x, self.weight, self.counts, self.bias)
 
     def extra_repr(self) -> str:

@@ -7,15 +7,17 @@ tokens [T, d], experts [T, k] and weights [T, k].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from slipstream.moe.dispatch import run_experts
+from slipstream.moe.dispatch import Meanwhile, run_experts
 from slipstream.moe.grouped import grouped_linear
-from slipstream.parallel.exchange import Exchange, gather_from, scatter_to
-from slipstream.zero.leaves import mark_stack
+from slipstream.moe.load import LoadMeter
+from slipstream.parallel.exchange import Exchange, gather_from, scatter_to, without_values
+from slipstream.zero.leaves import mark_stack, parts_of
 
 _LAYOUT = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
 
@@ -28,10 +30,97 @@ def is_foreign(module: nn.Module) -> bool:
 def adopt(module: Any) -> None:
     """Let transformers' module of experts compute by sorted rows and grouped products."""
     if not isinstance(module, ForeignExperts):
-        vars(module).update(exchange=None, tokens=None)
+        vars(module).update(exchange=None, tokens=None, meter=LoadMeter(module.num_experts), ahead=None)
         for param in module.parameters():
-            mark_stack(param)
-        module.__class__ = type(type(module).__name__, (ForeignExperts, type(module)), {})
+            if len(param) == module.num_experts:  # not an adapter's
+                mark_stack(param)
+        module.__class__ = _before(ForeignExperts, type(module))
+
+
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def _before(ours: type, theirs: type) -> type:
+    """A class that has ours before theirs, and pickles as this pair."""
+    if (ours, theirs) not in _CLASSES:
+        attributes = {"__reduce_ex__": lambda module, protocol: (_made, (ours, theirs), vars(module))}
+        _CLASSES[ours, theirs] = type(theirs.__name__, (ours, theirs), attributes)
+    return _CLASSES[ours, theirs]
+
+
+def _made(ours: type, theirs: type) -> Any:
+    made: Any = _before(ours, theirs)
+    return made.__new__(made)
+
+
+def run_shared_ahead(experts: Any, layer: nn.Module) -> None:
+    """Let the shared expert of a layer compute while rows travel, if the layer calls it after its experts and it is not sliced."""
+    shared: Any = getattr(layer, "shared_experts", None) or getattr(layer, "shared_expert", None)
+    if not (isinstance(experts, ForeignExperts) and isinstance(shared, nn.Module)):
+        return
+    if not any(parts_of(param) for param in shared.parameters()):  # slices need the shape in which the layer calls them
+        experts.ahead = Ahead(shared)
+        vars(shared).update(ahead=experts.ahead)
+        shared.__class__ = _before(ForeignShared, type(shared))
+
+
+class Ahead:
+    """A shared expert that its layer calls with the tokens of the experts, after them: it computes while their rows travel.
+
+    Its first call after the experts, with the same values, shows that the layer is of that kind (DeepSeek's, GLM's). From then on
+    the experts run it ahead, and that call returns the output. A layer that calls it before its experts (Qwen's) is left alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.follows = self.runs = False
+        self.inputs: tuple[int, int, int] | None = None  # of the last call of the experts
+        self.output: Tensor | None = None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """The copy of a model for a dry run sends nothing."""
+        return None
+
+    def enter(self, x: Tensor, *, travels: bool) -> list[Callable[[], None]]:
+        """What to compute while the rows of the experts' tokens x travel."""
+        if self.output is not None:  # the layer did not ask for it
+            self.follows, self.output = False, None
+        self.inputs = _identity(x)
+
+        def compute() -> None:
+            self.runs = True
+            try:
+                self.output = self.module(x)
+            finally:
+                self.runs = False
+
+        return [compute] if self.follows and travels else []
+
+    def leave(self, x: Tensor) -> Tensor | None:
+        """The output for x, if it is there."""
+        if self.runs:
+            return None
+        same, self.inputs = self.inputs == _identity(x), None
+        output, self.output = self.output, None
+        self.follows = same
+        return None if output is None or not same else output.view(x.shape)
+
+
+def _identity(x: Tensor) -> tuple[int, int, int]:
+    return x.data_ptr(), x.numel(), x._version
+
+
+class ForeignShared(nn.Module):
+    """Before the class of a shared expert."""
+
+    ahead: Ahead | None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output = None
+        if self.ahead is not None and not (args or kwargs or torch.compiler.is_compiling() or without_values(x)):
+            output = self.ahead.leave(x)
+        result: Tensor = super().forward(x, *args, **kwargs) if output is None else output
+        return result
 
 
 class ForeignExperts(nn.Module):
@@ -40,12 +129,20 @@ class ForeignExperts(nn.Module):
     num_experts: int
     exchange: Exchange | None
     tokens: Exchange | None
+    meter: LoadMeter
+    ahead: Ahead | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled() and not without_values(top_k_index):
+            self.meter.record(torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts)[: self.num_experts])
+        meanwhile: Meanwhile = ()
+        if self.ahead is not None and not (torch.compiler.is_compiling() or without_values(hidden_states)):
+            travels = self.exchange is not None and self.exchange.size > 1 and self.tokens is None
+            meanwhile = self.ahead.enter(hidden_states, travels=travels)
         x, experts, weights = hidden_states, top_k_index, top_k_weights
         if self.tokens is not None:
             x, experts, weights = (scatter_to(each, self.tokens, 0) for each in (x, experts, weights))
-        out = run_experts(x, experts, weights, None, self.num_experts, self.compute, self.exchange)
+        out = run_experts(x, experts, weights, None, self.num_experts, self.compute, self.exchange, meanwhile)
         return out if self.tokens is None else gather_from(out, self.tokens, 0)
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

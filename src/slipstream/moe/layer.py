@@ -1,4 +1,4 @@
-"""`MoE`: a layer of experts, of which each token uses k. It never drops a token unless it is asked to.
+"""`MoE`: a layer of experts, of which each token uses k. It drops no route unless it is given a capacity.
 
 A layer is built whole, with all experts; `initialize` leaves a rank those of its place on the `ep` axis (moe/place.py). Tokens are
 those of all leading dimensions; the router computes in fp32.
@@ -6,48 +6,68 @@ those of all leading dimensions; the router computes in fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.activations.recompute import is_recomputing
 from slipstream.moe import gate
-from slipstream.moe.dispatch import run_experts
-from slipstream.moe.gate import Routes, Score
+from slipstream.moe.dispatch import Meanwhile, run_experts
+from slipstream.moe.gate import Drop, Routes, Score
+from slipstream.moe.grouped import without_autocast
+from slipstream.moe.load import LoadMeter
 from slipstream.moe.stack import ExpertStack
-from slipstream.parallel.exchange import Exchange, gather_from, scatter_to
+from slipstream.parallel.exchange import Exchange, gather_from, leave, scatter_to
+from slipstream.zero.hooks import eager
 
 
 class Experts(nn.Module):
     """The experts of one layer, and the ranks that have the others.
 
     ep_size   ranks over which the experts are split; None: as the config says (expert_parallel.autoep_size)
+    is_sliced the caller says that it has sliced the experts over the tp ranks
     exchange  over these ranks, and `tokens` over the ranks of a replica, which share its tokens: set by `initialize`
+    apart     over the ranks of a replica if they come here with other tokens: they have a mean auxiliary loss
     """
 
-    def __init__(self, stack: ExpertStack, ep_size: int | None) -> None:
+    def __init__(self, stack: ExpertStack, ep_size: int | None, *, is_sliced: bool = False) -> None:
         super().__init__()
         if ep_size is not None and (ep_size < 1 or stack.num_experts % ep_size):
             raise ValueError(f"{stack.num_experts} experts cannot be split over ep_size ({ep_size}) ranks: it must divide them")
-        self.stack, self.num_experts, self.ep_size = stack, stack.num_experts, ep_size
+        self.stack, self.num_experts, self.ep_size, self.is_sliced = stack, stack.num_experts, ep_size, is_sliced
         self.exchange: Exchange | None = None
         self.tokens: Exchange | None = None
+        self.apart: Exchange | None = None
 
-    def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """x: [T, d]; returns the weighted sum of the experts' outputs."""
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """The auxiliary loss of all of a replica's tokens."""
+        return loss if self.apart is None else leave(loss, self.apart) / self.apart.size
+
+    def forward(self, x: Tensor, routes: Routes, meanwhile: Meanwhile = ()) -> Tensor:
+        """x: [T, d]; returns the weighted sum of the experts' outputs. meanwhile: computes while rows travel (`run_experts`)."""
         experts, weights, kept = routes.experts, routes.weights, routes.kept
-        if self.tokens is not None:
-            x, experts, weights = (scatter_to(each, self.tokens, 0) for each in (x, experts, weights))
-            kept = None if kept is None else scatter_to(kept, self.tokens, 0)
-        out = run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange)
-        return out if self.tokens is None else gather_from(out, self.tokens, 0)
+        if self.tokens is None:
+            return run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange, meanwhile)
+        x, experts, weights = (scatter_to(each, self.tokens, 0) for each in (x, experts, weights))
+        kept = None if kept is None else scatter_to(kept, self.tokens, 0)
+        alike: AbstractContextManager[Any] = nullcontext()
+        if any("Dropout" in type(module).__name__ for module in self.stack.modules()):
+            # Ranks draw for other numbers of rows here, and for the same tokens everywhere else.
+            for branch in meanwhile:
+                branch()
+            meanwhile = ()
+            alike = torch.random.fork_rng([x.device] if x.is_cuda else [])
+        with alike:
+            out = run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange, meanwhile)
+        return gather_from(out, self.tokens, 0)
 
 
 class MoE(nn.Module):
-    """A mixture of experts, without dropping: exact counts, sorted rows, one product per expert.
+    """A mixture of experts: exact counts, sorted rows, one product per expert; no route is dropped without a capacity.
 
     hidden_size     features of a token
     expert          a module that maps [rows, hidden_size] to the same shape, of which each expert is a copy; or a callable that
@@ -60,18 +80,22 @@ class MoE(nn.Module):
     scale           of the weights
     shared          a module that every token uses beside its experts
     residual        a module whose output is mixed with the experts' by learnt weights (PR-MoE, arXiv:2201.05596)
+    capacity_factor, eval_capacity_factor, min_capacity  an expert takes max(ceil(k T / num_experts x factor), min_capacity) routes
+                    of a rank's T tokens, with the second factor outside of training (None: the same); None: all
+    drop            the routes of an expert above its capacity: with the smallest scores ("score"), the last ones ("position": all
+                    second choices are behind the first ones), or any ("random")
     jitter          in training, the router sees inputs times uniform numbers in [1 - jitter, 1 + jitter]
     balance_rate    if set, the choice of experts adds a bias per expert to the scores, which moves by so much after each update,
                     against the load (arXiv:2408.15664): balance without an auxiliary loss
     z_loss          its weight in `l_aux`
+    aux_loss_weight if not 0, a backward through the output adds the gradient of `l_aux` times this, as if it were a term of the
+                    training loss, and `l_aux` has no graph: for layers whose loss does not reach the caller, as in pipeline stages
 
     Returns (output, l_aux, exp_counts): the auxiliary loss of balance, for the caller to weigh and add; int64 [num_experts], the
     routes to each expert of this rank's tokens. Raises ValueError if the sizes do not fit each other.
     """
 
     balance: Tensor | None
-    load: Tensor
-    last_load: Tensor
 
     def __init__(
         self,
@@ -87,26 +111,33 @@ class MoE(nn.Module):
         num_groups: int = 1,
         top_groups: int = 1,
         scale: float = 1.0,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        min_capacity: int = 4,
+        drop: Drop = "score",
         shared: nn.Module | None = None,
         residual: nn.Module | None = None,
         jitter: float = 0.0,
         balance_rate: float | None = None,
         z_loss: float = 0.0,
+        aux_loss_weight: float = 0.0,
     ) -> None:
         super().__init__()
-        if not 1 <= k <= num_experts:
-            raise ValueError(f"k ({k}) must lie in 1 to num_experts ({num_experts})")
-        if num_experts % num_groups or not 1 <= top_groups <= num_groups or k > num_experts // num_groups * top_groups:
-            raise ValueError(
-                f"{top_groups} of {num_groups} groups of {num_experts} experts do not have k ({k}) experts: num_groups must divide "
-                "num_experts, and top_groups be at least 1 and large enough"
-            )
-        if score not in ("softmax", "sigmoid"):
-            raise ValueError(f"score {score!r} is neither 'softmax' nor 'sigmoid'")
+        _check(num_experts, k, num_groups, top_groups)
+        _check_numbers(expert_size, jitter, balance_rate)
+        for name, value, kind in (("score", score, Score), ("drop", drop, Drop)):
+            if value not in get_args(kind):
+                raise ValueError(f"{name} {value!r} is none of {', '.join(map(repr, get_args(kind)))}")
+        if capacity_factor is None and eval_capacity_factor is not None:
+            raise ValueError(f"eval_capacity_factor ({eval_capacity_factor}) needs a capacity_factor")
+        self.capacity, self.drop = None, drop
+        if capacity_factor is not None:
+            eval_factor = capacity_factor if eval_capacity_factor is None else eval_capacity_factor
+            self.capacity = gate.Capacity(capacity_factor, eval_factor, min_capacity)
         if expert is None:
             size = expert_size or 4 * hidden_size
             expert = lambda: GatedMLP(hidden_size, size)  # noqa: E731
-        self.num_experts, self.k, self.score, self.scale = num_experts, k, score, scale
+        self.hidden_size, self.num_experts, self.k, self.score, self.scale = hidden_size, num_experts, k, score, scale
         self.normalize = k > 1 if normalize is None else normalize
         self.num_groups, self.top_groups, self.jitter, self.z_loss = num_groups, top_groups, jitter, z_loss
         self.router = nn.Linear(hidden_size, num_experts, bias=False)
@@ -116,10 +147,12 @@ class MoE(nn.Module):
         self.balance_rate = balance_rate
         # The bias in units of the rate: integers keep their dtype in an engine, and bf16 would lose the steps of a bias.
         self.register_buffer("balance", None if balance_rate is None else torch.zeros(num_experts, dtype=torch.int64))
-        for name in ("load", "last_load"):  # routes in this training step so far, and in the last one (moe/balance.py)
-            self.register_buffer(name, torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.meter = LoadMeter(num_experts)
+        self.aux_loss_weight, self.seed = aux_loss_weight, LossSeed()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(f"{type(self).__name__} of hidden_size {self.hidden_size} is given tokens of {x.shape[-1]} features")
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.logits(tokens)
         routes = gate.choose(
@@ -131,16 +164,27 @@ class MoE(nn.Module):
             num_groups=self.num_groups,
             top_groups=self.top_groups,
             scale=self.scale,
+            most=None if self.capacity is None else self.capacity.of(logits, self.k, training=self.training),
+            drop=self.drop,
         )
         loss = routes.loss + self.z_loss * gate.z_loss(logits) if self.z_loss else routes.loss
-        if self.training and torch.is_grad_enabled() and not is_recomputing():
-            self.load += routes.counts
-        out = self.experts(tokens, routes).view_as(x)
+        loss = self.experts.mean_loss(loss)
+        if self.training and torch.is_grad_enabled():
+            self.meter.record(routes.counts, routes.kept, loss)
+        dense = [Branch(module, x) for module in (self.shared, self.residual) if module is not None]
+        out = self.experts(tokens, routes, on_the_way(dense)).view_as(x)
         if self.shared is not None:
-            out = out + self.shared(x)
-        if self.residual is not None and self.coefficient is not None:
-            out = mix_residual(out, self.residual(x), self.coefficient(x))
+            out = out + dense[0].output
+        if self.coefficient is not None:
+            out = mix_residual(out, dense[-1].output, self.coefficient(x))
+        if self.aux_loss_weight and self.training:
+            out, loss = self.seed.inject(out, loss * self.aux_loss_weight), loss.detach()
         return out, loss, routes.counts
+
+    @property
+    def draws(self) -> bool:
+        """Whether routing in training draws random numbers: the ranks of a replica need the same ones."""
+        return self.jitter > 0 or (self.capacity is not None and self.drop == "random")
 
     @property
     def bias(self) -> Tensor | None:
@@ -152,10 +196,85 @@ class MoE(nn.Module):
         inputs = tokens.float()
         if self.jitter and self.training:
             inputs = gate.jitter(inputs, self.jitter)
-        return F.linear(inputs, self.router.weight.float())
+        with without_autocast(tokens.device):
+            return F.linear(inputs, self.router.weight.float())
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, k={self.k}"
+
+
+def _check(num_experts: int, k: int, num_groups: int, top_groups: int) -> None:
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k ({k}) must lie in 1 to num_experts ({num_experts})")
+    if (
+        num_groups < 1
+        or num_experts % num_groups
+        or not 1 <= top_groups <= num_groups
+        or k > num_experts // num_groups * top_groups
+    ):
+        raise ValueError(
+            f"{top_groups} of {num_groups} groups of {num_experts} experts do not have k ({k}) experts: num_groups must divide "
+            "num_experts, and top_groups be at least 1 and large enough"
+        )
+
+
+def _check_numbers(expert_size: int | None, jitter: float, balance_rate: float | None) -> None:
+    if expert_size is not None and expert_size < 1:
+        raise ValueError(f"expert_size ({expert_size}) must be at least 1")
+    if not 0 <= jitter < 1:
+        raise ValueError(f"jitter ({jitter}) must lie in [0, 1): the router's inputs are multiplied by 1 - jitter to 1 + jitter")
+    if balance_rate is not None and not 0 < balance_rate < math.inf:
+        raise ValueError(f"balance_rate ({balance_rate}) must be positive; without it (None), no bias moves")
+
+
+class LossSeed:
+    """The gradient of a term of the training loss, for terms that arise inside of a model; an engine sets it. A copy's is 1.
+
+    Megatron-LM's MoEAuxLossAutoScaler, without a global.
+    """
+
+    def __init__(self) -> None:
+        self.value: Callable[[], float] = lambda: 1.0
+
+    def __reduce__(self) -> Any:
+        return LossSeed, ()
+
+    @eager
+    def inject(self, out: Tensor, loss: Tensor) -> Tensor:
+        """`out`, through which a backward also reaches `loss`."""
+        result: Tensor = _Inject.apply(out, loss, self)
+        return result
+
+
+class _Inject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor, seed: LossSeed) -> Tensor:
+        ctx.seed, ctx.like = seed, loss.new_empty(())
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.full_like(ctx.like, ctx.seed.value()), None
+
+
+class Branch:
+    """A dense branch of a layer, called while the layer's rows travel."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self.module, self.x = module, x
+        self.output: Any = None
+
+    def __call__(self) -> None:
+        self.output = self.module(self.x)
+
+
+def on_the_way(branches: list[Branch]) -> list[Branch]:
+    """The branches to compute while rows travel: all, except in a compiled graph, which ends at an exchange and has them inside."""
+    if not torch.compiler.is_compiling():
+        return branches
+    for branch in branches:
+        branch()
+    return []
 
 
 def mix_residual(out: Tensor, dense: Any, coefficient: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from slipstream.config.plan import ExpertPlan
-from slipstream.moe.huggingface import adopt, is_foreign
+from slipstream.moe.huggingface import adopt, is_foreign, run_shared_ahead
 from slipstream.moe.layer import Experts
 from slipstream.parallel.exchange import Exchange
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
@@ -39,18 +39,28 @@ class _Layer(NamedTuple):
         others = {part.split for param in self.module.parameters() for part in parts_of(param) if part.split.axis != "ep"}
         return tuple(sorted({*others, Split("ep", self.size)}))
 
+    @property
+    def is_sliced(self) -> bool:
+        """Whether tp ranks have slices of the experts."""
+        return any(split.axis == "tp" for split in self.differs())
+
 
 class ExpertParallel:
-    """The layers of a model whose experts are split."""
+    """The layers of a model whose experts are split.
 
-    def __init__(self, layers: list[tuple[_Layer, Axis]], *, shares_tokens: bool) -> None:
-        self.layers, self.shares_tokens = layers, shares_tokens
+    apart  the layers that the ranks of a replica give different tokens
+    """
+
+    def __init__(self, layers: list[tuple[_Layer, Axis]], apart: list[_Layer], *, shares_tokens: bool) -> None:
+        self.layers, self.apart, self.shares_tokens = layers, apart, shares_tokens
 
     def connect(self, connect: Connect) -> None:
         """Collective over the axes."""
+        for layer in self.apart:
+            layer.module.apart = connect("tp")
         for layer, axis in self.layers:
             layer.module.exchange = connect(axis)
-            if self.shares_tokens and not any(split.axis == "tp" for split in layer.differs()):
+            if self.shares_tokens and not layer.is_sliced:
                 layer.module.tokens = connect("tp")
 
 
@@ -68,6 +78,12 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
                 f"{layer.name!r} has only the experts that an earlier engine left on this rank: build the model anew, and load a "
                 "checkpoint"
             )
+        if mesh.tp.size > 1 and getattr(layer.module, "is_sliced", False) and not layer.is_sliced:
+            raise ValueError(
+                f"{layer.name!r}: enable_expert_tensor_parallelism, and no parameter of the experts is a slice over the "
+                f"{mesh.tp.size} tp ranks: set tensor_model_parallel and partition_dim on those that are, or drop the flag, "
+                "and the ranks share the tokens"
+            )
     layers = [layer for layer in every if layer.size > 1]
     if plan.size > 1 and not layers and mesh.pp.size == 1:
         raise ValueError(
@@ -82,8 +98,16 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
     for layer in layers:
         axis = mesh.families[layer.differs()].parts_of(Split("ep", layer.size))
         _cut(layer, axis, done)
+        run_shared_ahead(layer.module, model.get_submodule(layer.name.rpartition(".")[0]))
         placed.append((layer, axis))
-    return mesh, ExpertParallel(placed, shares_tokens=mesh.tp.size > 1 and not token_shares)
+    apart = every if mesh.tp.size > 1 and token_shares else []
+    return mesh, ExpertParallel(placed, apart, shares_tokens=mesh.tp.size > 1 and not token_shares)
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether a router draws random numbers in training."""
+    modules = model.modules()
+    return any(getattr(module, "draws", False) or getattr(module, "jitter_noise", 0) for module in modules)
 
 
 def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_Layer]:
@@ -97,8 +121,7 @@ def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_Layer]:
 
 def _check(layer: _Layer, mesh: Mesh) -> None:
     num, ranks = layer.module.num_experts, mesh.world.size // mesh.pp.size
-    sliced = any(split.axis == "tp" for split in layer.differs())
-    least = ranks // mesh.tp.size if sliced else ranks
+    least = ranks // mesh.tp.size if layer.is_sliced else ranks
     if num % layer.size or least % layer.size:
         fits = [size for size in range(1, layer.size + 1) if num % size == 0 and least % size == 0]
         raise ValueError(

@@ -4,7 +4,8 @@ A checkpoint has the whole stack, so any number of expert-parallel ranks reads i
 
 An expert whose parameters are those of linear layers computes the rows of all experts at once: its linear layers become
 `GroupedLinear`, and what stands between them (activations, dropout, products) must treat each row by itself, as an expert that gets
-tokens in no certain order has to. Any other module runs once for each expert, on the expert's rows.
+tokens in no certain order has to. Any other module runs once for each expert, on the expert's rows: one with other parameters, or
+whose linear layers are given other rows than it is (a row cut into parts, say), which the first forward tries with one row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from slipstream.moe.grouped import GroupedLinear
+from slipstream.moe.grouped import GroupedLinear, RowsError
+from slipstream.parallel.mpu import MARKS
 from slipstream.zero.leaves import mark_stack
 
 
@@ -31,6 +33,8 @@ class ExpertStack(nn.Module):
         super().__init__()
         if num_experts < 1:
             raise ValueError(f"a stack of {num_experts} experts: at least 1")
+        if not callable(expert):
+            raise TypeError(f"an expert is a module or a callable that builds one, not {expert!r}")
         modules = [expert] if isinstance(expert, nn.Module) else [expert() for _ in range(num_experts)]
         first = modules[0]
         _check(first)
@@ -39,7 +43,7 @@ class ExpertStack(nn.Module):
         for part in parts:
             if {name: each.shape for name, each in part.items()} != {name: each.shape for name, each in parts[0].items()}:
                 raise ValueError("the experts of a stack must have parameters of the same names and shapes")
-        self.num_experts = num_experts
+        self.num_experts, self.kind, self.is_tried = num_experts, type(first).__name__, False
         self.is_grouped = _linear_only(first)
         self.names = names
         skeleton = copy.deepcopy(first)
@@ -47,6 +51,7 @@ class ExpertStack(nn.Module):
             source = [part[name].detach() for part in parts]
             values = source[0].expand(num_experts, *source[0].shape) if len(source) == 1 else torch.stack(source)
             stacked = nn.Parameter(values.clone(), requires_grad=parts[0][name].requires_grad)
+            _mark_as(stacked, parts[0][name])
             mark_stack(stacked)
             path, _, leaf = name.rpartition(".")
             setattr(skeleton.get_submodule(path), leaf, stacked)
@@ -59,16 +64,48 @@ class ExpertStack(nn.Module):
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """rows: [rows, d], sorted by this rank's experts; counts: rows of each. Returns as many rows."""
+        if not self.is_tried:
+            self._try(rows)
+        self._count(counts if self.is_grouped else None)
         if self.is_grouped:
-            for module in self.expert.modules():
-                if isinstance(module, GroupedLinear):
-                    module.counts = counts
             return _output(self.expert(rows))
         each = {name: self.expert.get_parameter(name).unbind(0) for name in self.names}
         outs = []
         for i, part in enumerate(rows.split(list(counts))):  # experts without rows too: their gradients are zeros
             outs.append(_output(functional_call(self.expert, {name: values[i] for name, values in each.items()}, (part,))))
         return torch.cat(outs)
+
+    def _count(self, counts: Sequence[int] | None) -> None:
+        for module in self.expert.modules():
+            if isinstance(module, GroupedLinear):
+                module.counts = counts
+
+    @torch.no_grad()
+    def _try(self, rows: Tensor) -> None:
+        """See by one row whether the expert computes the rows of all experts at once, and returns what it has to."""
+        self.is_tried = True
+        row, counts = rows.new_zeros(1, *rows.shape[1:]), [1] + [0] * (self.num_local - 1)
+        with torch.random.fork_rng([rows.device] if rows.is_cuda else []):
+            if self.is_grouped:
+                self._count(counts)
+                try:
+                    self.expert(row)
+                except RowsError:
+                    self.is_grouped = False
+            out = self.forward(row, counts)
+        if out.shape != row.shape:
+            self.is_tried = False
+            raise ValueError(
+                f"the expert {self.kind} returns {out.shape[-1]} features for {row.shape[-1]}: experts return as many "
+                "as they are given"
+            )
+
+
+def _mark_as(stacked: nn.Parameter, param: nn.Parameter) -> None:
+    """Give a stack what was set on a parameter: Megatron's `partition_dim` is one further in it, or marks of the user's own."""
+    vars(stacked).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
+    if any(getattr(param, mark, False) for mark in MARKS):
+        vars(stacked).update(partition_dim=max(getattr(param, "partition_dim", 0), 0) + 1)
 
 
 def _output(result: Tensor | tuple[Tensor, ...]) -> Tensor:

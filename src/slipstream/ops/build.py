@@ -24,7 +24,15 @@ from typing import NamedTuple
 
 LIBRARY = "libslipstream_ops.so"
 KERNELS = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "processor.c", "words.c", "disk.c", "crc32.c")
-DECODER = ("decoder_avx512bf16.c", "decoder_avx512vnni.c", "decoder_avx512.c", "decoder_avx2.c", "decoder_portable.c", "decoder.c")
+DECODER = (
+    "decoder_avx512bf16.c",
+    "decoder_avx512vnni.c",
+    "decoder_avx512.c",
+    "decoder_avx2.c",
+    "decoder_portable.c",
+    "decoder.c",
+    "expert_store.c",
+)
 QUANTIZE = ("quantize_avx512.c", "quantize_avx2.c", "quantize_portable.c", "quantize.c")
 SOURCES = (*KERNELS, *DECODER, *QUANTIZE)
 CSRC = Path(__file__).parent / "csrc"

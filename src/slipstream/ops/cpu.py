@@ -49,6 +49,9 @@ class _Kernels(NamedTuple):
     dequantize_int8: Callable[..., None]
     dequantize_int4: Callable[..., None]
     dequantize_rows: Callable[..., None]
+    wire_encode: Callable[..., None]
+    wire_sum: Callable[..., float]
+    onebit: Callable[..., None]
 
 
 @functools.cache
@@ -70,6 +73,11 @@ def _kernels() -> _Kernels | None:
             function.restype, function.argtypes = None, [*arguments, long, long, long, *[pointer] * parts]
     kernels.dequantize_rows.restype = None  # type: ignore[attr-defined]
     kernels.dequantize_rows.argtypes = [pointer, integer, pointer, long, long, pointer, pointer]  # type: ignore[attr-defined]
+    library.slipstream_wire_encode.restype = None
+    library.slipstream_wire_encode.argtypes = [pointer, integer, long, integer, pointer, pointer, ctypes.c_float]
+    library.slipstream_wire_sum.restype = double
+    library.slipstream_onebit.restype, library.slipstream_onebit.argtypes = None, [integer, pointer, long, long]
+    library.slipstream_wire_sum.argtypes = [pointer, pointer, long, long, integer, ctypes.c_float, pointer]
     return kernels
 
 

@@ -14,6 +14,11 @@ class Case:
 
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
+        self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
+        on_cpu = not any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
+        self.is_offloaded = any(
+            tier == "nvme" or (tier == "cpu" and not on_cpu) for tier in (plan.offload.optimizer, plan.offload.param)
+        )
         # Without masters in a wider dtype, the weights are their own masters.
         self.in_place = self.precision.param_dtype.itemsize >= self.precision.master_dtype.itemsize
         self.optimizer_is_split = self.offload.optimizer == "nvme" and self.offload.ratio < 1
@@ -40,6 +45,21 @@ REFUSALS: tuple[Row, ...] = (
     Row(
         lambda c: c.precision.state_dtype is torch.int8 and (c.rule is None or not c.rule.may_be_blocks),
         '"slipstream": {{"optimizer_states": "int8"}} supports AdamW, Adam, Lion and SGD, not {c.name}',
+    ),
+    Row(
+        lambda c: c.is_late and c.is_offloaded,
+        "{c.name} exchanges what it makes of each rank's gradients in device memory; drop offload_optimizer and offload_param, or "
+        "use AdamW",
+    ),
+    Row(
+        lambda c: c.is_late and (c.precision.master_dtype is not torch.float32 or c.precision.state_dtype is not torch.float32),
+        "{c.name} needs masters and states in fp32, not {c.precision.master_dtype} and {c.precision.state_dtype}; drop the options "
+        "that make them smaller, or use AdamW",
+    ),
+    Row(
+        lambda c: c.is_late and c.shard_size is not None,
+        "{c.name} exchanges signs over all data-parallel ranks, not within groups: drop zero_optimization.mics_shard_size, or use "
+        "AdamW",
     ),
     Row(
         lambda c: c.rule is None and c.precision.stochastic_rounding,

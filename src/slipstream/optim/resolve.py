@@ -11,6 +11,7 @@ import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,17 @@ from slipstream.optim import rules
 from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon
+from slipstream.optim.onebit import OneBitAdam
 
 log = logging.getLogger(__name__)
 
-_OURS: dict[str, type[Optimizer]] = {"lamb": Lamb, "lion": Lion, "muon": Muon}
+_OURS: dict[str, type[Optimizer]] = {"lamb": Lamb, "lion": Lion, "muon": Muon, "onebitadam": OneBitAdam}
 
 _ONE_BIT = "is not built yet (compressed communication); use Adam or Lamb until then"
 _MUP = "scales learning rates by the model's base shapes: build it with the mup package and pass it as optimizer="
 _REFUSED: dict[str, str] = {
     "lbfgs": "needs a closure that evaluates the model inside step(), and all gradients in one place",
     "sparseadam": "needs sparse gradients, but gradients are dense here; use Adam, which is equivalent on dense gradients",
-    "onebitadam": _ONE_BIT,
     "onebitlamb": _ONE_BIT,
     "zerooneadam": _ONE_BIT,
     "muadam": _MUP,
@@ -154,6 +155,8 @@ def rule_of(optimizer: Optimizer) -> rules.Rule | None:
     kind = type(optimizer)
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         return rules.adamw(decoupled=kind is torch.optim.AdamW)
+    if kind is OneBitAdam:
+        return replace(rules.adamw(decoupled=True), late=True, may_be_blocks=False)
     if kind is Lion:
         return rules.LION
     if kind is Lamb and not any(param.is_cuda for group in groups for param in group["params"]):  # reading norms synchronizes
@@ -230,8 +233,12 @@ class _Extra(NamedTuple):
 _EXTRAS: dict[str, _Extra] = {
     "max_grad_norm": _Extra((None, 0), "clips gradients: set gradient_clipping instead"),
     "fp32_optimizer_states": _Extra((None, True), "asks for half-precision states: set bf16.bf16_optimizer_states"),
+    "eps_inside_sqrt": _Extra((None, False), "is not a variant of this optimizer; Lamb has it"),
     "set_grad_none": _Extra((None, True, False), ""),
     "amsgrad": _Extra((None, False), "is not a variant of this optimizer; Adam and AdamW have it"),
+    "cuda_aware": _Extra((None, True, False), ""),
+    "comm_backend_name": _Extra((None, "nccl", "mpi", "hccl", "compressed", "gloo"), "is unknown; the engine's transport is used"),
+    "deepspeed": _Extra((None,), "is the engine, which needs no reference"),
     "per_head_muon": _Extra((None, False), "(one orthogonalization per attention head) is not built yet"),
 }
 

@@ -46,6 +46,7 @@ class Rule:
     signed: tuple[bool, ...]
     may_be_blocks: bool = True  # whether the kernels support 8-bit states
     chosen: Mapping[str, bool] = field(default_factory=lambda: {"amsgrad": False, "maximize": False})
+    late: bool = False  # whether it exchanges what it makes of the ranks' own gradients, which stay where they are until the step
     is_whole: bool = False  # whether it needs norms of whole parameters, so that neither ranks nor chunks may cut one
 
     def apply(self, options: Mapping[str, Any], step: int, run: Arrays, scale: float, rounding: Stochastic | None) -> None:
@@ -133,8 +134,9 @@ LAMB = Rule(
 
 
 def plain_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options; tensors as numbers."""
-    return {name: float(value) if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"}
+    """A group's options; tensors of one element as numbers."""
+    given = ((name, value) for name, value in group.items() if name != "params")
+    return {name: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value for name, value in given}
 
 
 UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")  # options without a kernel

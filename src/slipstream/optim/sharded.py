@@ -148,6 +148,30 @@ class ShardedSteps(ABC):
         """Let the optimizer's class process loaded groups: AdamW sets decoupled decay even in groups that Adam saved."""
         self.inner.__setstate__({"state": self.inner.state, "param_groups": self.inner.param_groups})
 
+    def keeps_local(self, unit: Unit, alpha: float) -> bool:
+        """Whether this step's gradients of the unit are not reduced, because `exchange` uses the ranks' own; then measures them.
+
+        alpha: the factor that makes the sum over ranks the mean gradient.
+        """
+        return False
+
+    def exchange(self, units: Sequence[Unit], scale: float) -> None:  # noqa: B027 (most optimizers exchange nothing)
+        """After the verdict, exchange what the optimizer makes of the gradients, times `scale`, that were kept. Collective."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop what was kept of this step's gradients."""
+
+    def expose(self, units: Iterable[Unit]) -> None:  # noqa: B027
+        """Make `states` of the units current, if the optimizer keeps them in another form. Collective."""
+
+    def overwritten(self, unit: Unit) -> None:  # noqa: B027
+        """Step on from the `states` of a unit, which were overwritten from outside on the ranks that own them. On all ranks."""
+
+    @property
+    def state_names(self) -> tuple[str, ...] | None:
+        """The names of per-element states that can be loaded; None: any."""
+        return None if self.rule is None else self.rule.states
+
     @abstractmethod
     def begin(self, units: Sequence[Unit]) -> None:
         """Start a step of the engine over these units."""

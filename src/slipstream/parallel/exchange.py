@@ -3,7 +3,8 @@
 Every rank of the axis calls the same operations in the same order. Reductions add in rank order in fp32 (fp64 and integers in their
 own dtype) and round once, so all ranks get the same bits from shared memory and from gloo. NCCL adds in an order of its own, which
 is the same on all ranks. No operation overwrites its arguments. Of tensors without values (on meta, in a dry run), operations
-return the shapes and move nothing.
+return the shapes and move nothing. An operation that is started returns before its result is there: the caller may compute, and
+must leave the argument unchanged, until it waits.
 
 LocalExchange   an axis of one rank
 SharedExchange  ranks of one host over shared memory: a message is written once, and read in place
@@ -17,22 +18,24 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
 from slipstream.zero.build import connect_axis
-from slipstream.zero.comm import Comm, LocalComm, ProcessGroupComm, reduce_into
+from slipstream.zero.comm import Comm, LocalComm, Pending, ProcessGroupComm, reduce_into
 from slipstream.zero.hooks import eager
 from slipstream.zero.shared import SharedComm
 
 PIECE_NBYTES = 4 << 20  # of shared memory per buffer; longer messages are sent in pieces
+_CHUNK_NBYTES = 512 << 10  # of the `slices` leg's 1 MiB, two parts cost nothing over loopback, and four 6 % of a step
 _GATHER_NBYTES = 64 << 10  # up to which gloo sums gathered copies: one operation instead of two
 _OPERATIONS = ("sum", "gather", "reduce-scatter", "all-to-all")
 
@@ -52,23 +55,50 @@ class Exchange(ABC):
 
     `moved` counts the bytes that this rank sends in each operation by the formulas of a ring (sum, gather, reduce-scatter) or of
     direct sends (all-to-all), whatever the transport does.
+
+    chunk_nbytes  the shortest message whose sum gains by running during a product; 0 if none does: in shared memory the ranks' own
+                  cores move the bytes, and on a GPU a product in parts may have other bits
+
+    [Note: One in flight] The next operation of the exchange first completes the one that was started. So a caller that never waits
+    (a second forward of an activation checkpoint may stop early) does no harm, and the order of operations is that of the starts.
     """
 
+    chunk_nbytes = 0
+
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis, self.rank, self.size, self.device = axis, axis.index, axis.size, device
+        self.axis, self.index, self.size, self.device = axis, axis.index, axis.size, device
         self.moved: Counter[str] = Counter()
+        self._in_flight: Pending[Any] = Pending(None)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, which have one shape."""
+        return self.start_sum(x).wait()
+
+    def start_sum(self, x: Tensor) -> Pending[Tensor]:
+        """Start `sum`."""
         if self.size == 1 or without_values(x) or not x.numel():
-            return x
+            return Pending(None, x)
+        self._in_flight.wait()
         self.moved["sum"] += 2 * (self.size - 1) * x.nbytes // self.size
-        return self._sum(x.contiguous().view(-1)).view(x.shape)
+        return self._launched(self._sum(x.contiguous().view(-1)), lambda flat: flat.view(x.shape))
+
+    def _launched(self, started: Pending[Tensor], shape: Callable[[Tensor], Tensor]) -> Pending[Tensor]:
+        """The operation in flight, with a function of its result."""
+        self._in_flight = started
+
+        def finish() -> Tensor:
+            result = started.wait()
+            if self._in_flight is started:
+                self._in_flight = Pending(None)  # do not keep the result
+            return shape(result)
+
+        return Pending(finish)
 
     def gather(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
         """The concatenation of all ranks' `x` along `dim`. `sizes`: their lengths; without them, ranks exchange these first."""
         if self.size == 1:
             return x
+        self._in_flight.wait()
         dim %= x.dim()
         sizes = sizes or self.lengths(x, dim)
         before, after = x.shape[:dim], x.shape[dim + 1 :]
@@ -84,43 +114,56 @@ class Exchange(ABC):
 
     def reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
         """This rank's share along `dim` of the sum of all ranks' `x`. `sizes`: the lengths of the shares (default: even)."""
+        return self.start_reduce_scatter(x, dim, sizes).wait()
+
+    def start_reduce_scatter(self, x: Tensor, dim: int, sizes: Sequence[int] | None = None) -> Pending[Tensor]:
+        """Start `reduce_scatter`."""
         if self.size == 1:
-            return x
+            return Pending(None, x)
+        self._in_flight.wait()
         sizes = sizes or even_shares(x.shape[dim], self.size)
         rows = x.movedim(dim, 0)
         unit = math.prod(rows.shape[1:])
         cuts = [unit * length for length in itertools.accumulate(sizes, initial=0)]
         if cuts[-1] != x.numel():
             raise ValueError(f"reduce_scatter: sizes {list(sizes)} do not add up to dimension {dim} of {tuple(x.shape)}")
-        self.moved["reduce-scatter"] += (x.numel() - unit * sizes[self.rank]) * x.element_size()
-        shape = (sizes[self.rank], *rows.shape[1:])
+        self.moved["reduce-scatter"] += (x.numel() - unit * sizes[self.index]) * x.element_size()
+        shape = (sizes[self.index], *rows.shape[1:])
         if without_values(x) or not x.numel():
-            return x.new_empty(shape).movedim(0, dim).contiguous()
-        return self._reduce_scatter(rows.contiguous().view(-1), cuts).view(shape).movedim(0, dim).contiguous()
+            return Pending(None, x.new_empty(shape).movedim(0, dim).contiguous())
+        started = self._reduce_scatter(rows.contiguous().view(-1), cuts)
+        return self._launched(started, lambda flat: flat.view(shape).movedim(0, dim).contiguous())
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send the first `send[0]` rows (along dimension 0) to rank 0, and so on; returns `receive[r]` rows of each rank r.
 
         Raises ValueError if `send` does not add up to the rows, and PeerError if a rank sends another number than `receive` says.
         """
+        return self.start_all_to_all(rows, send, receive).wait()
+
+    def start_all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending[Tensor]:
+        """Start `all_to_all`."""
+        self._in_flight.wait()
         if sum(send) != len(rows):
             raise ValueError(f"all_to_all: send {list(send)} adds up to {sum(send)} rows of {len(rows)}")
         if self.size == 1:
-            return rows
+            return Pending(None, rows)
         unit = math.prod(rows.shape[1:])
-        self.moved["all-to-all"] += (sum(send) - send[self.rank]) * unit * rows.element_size()
+        self.moved["all-to-all"] += (sum(send) - send[self.index]) * unit * rows.element_size()
         shape = (sum(receive), *rows.shape[1:])
         if without_values(rows) or not unit:
-            return rows.new_empty(shape)
+            return Pending(None, rows.new_empty(shape))
         sent = rows.contiguous().view(-1)
-        return self._all_to_all(sent, [n * unit for n in send], [n * unit for n in receive]).view(shape)
+        started = self._start_all_to_all(sent, [n * unit for n in send], [n * unit for n in receive])
+        return self._launched(started, lambda flat: flat.view(shape))
 
     def counts(self, send: Sequence[int]) -> list[int]:
         """Exchange numbers before an all-to-all: number r goes to rank r. Returns those of each rank for this one."""
         if self.size == 1:
             return list(send)
+        self._in_flight.wait()
         ones = [1] * self.size
-        return self._all_to_all(torch.tensor(send, device=self.device), ones, ones).tolist()
+        return self._start_all_to_all(torch.tensor(send, device=self.device), ones, ones).wait().tolist()
 
     def lengths(self, x: Tensor, dim: int) -> list[int]:
         """The lengths of all ranks' `x` along `dim`; on the meta device, all are taken to be this rank's."""
@@ -137,16 +180,16 @@ class Exchange(ABC):
     # -- of the transport: 1D and contiguous tensors, numbers of elements, at least one element on some rank --
 
     @abstractmethod
-    def _sum(self, flat: Tensor) -> Tensor: ...
+    def _sum(self, flat: Tensor) -> Pending[Tensor]: ...
 
     @abstractmethod
     def _gather(self, flat: Tensor, numels: Sequence[int]) -> Tensor: ...
 
     @abstractmethod
-    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Tensor: ...
+    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Pending[Tensor]: ...
 
     @abstractmethod
-    def _all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor: ...
+    def _start_all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending[Tensor]: ...
 
 
 def _add(out: Tensor, sources: Sequence[Tensor]) -> None:
@@ -163,10 +206,10 @@ class LocalExchange(Exchange):
     def close(self) -> None:
         pass
 
-    def _sum(self, flat: Tensor) -> Tensor:
+    def _sum(self, flat: Tensor) -> Pending[Tensor]:
         raise AssertionError("one rank moves nothing")
 
-    _gather = _reduce_scatter = _all_to_all = _sum  # type: ignore[assignment]
+    _gather = _reduce_scatter = _start_all_to_all = _sum  # type: ignore[assignment]
 
 
 class SharedExchange(Exchange):
@@ -192,87 +235,130 @@ class SharedExchange(Exchange):
         self.comm.close()
         self.buffers, self.heads, self.bodies = [], [], []
 
-    def _take_turn(self, operation: str, parts: Sequence[Tensor], nbytes: int, spans: Sequence[int] = ()) -> int:
-        """Post `parts`, the next piece of a message of `nbytes`, and wait for all ranks. Returns the index of their buffers."""
+    def _post(self, operation: str, parts: Sequence[Tensor], nbytes: int, spans: Sequence[int] = ()) -> int:
+        """Post `parts`, the next piece of a message of `nbytes`. Returns the index of the turn's buffers."""
         turn = self.turn = 1 - self.turn
-        buffer, heads, body = self.buffers[turn], self.heads[turn], self.bodies[turn][self.rank]
+        heads, body = self.heads[turn], self.bodies[turn][self.index]
         words: list[Any] = [_OPERATIONS.index(operation), nbytes, *spans]
-        heads[self.rank][: len(words)] = words
+        heads[self.index][: len(words)] = words
         offset = 0
         for part in parts:
             body[offset : (offset := offset + part.nbytes)].view(part.dtype).copy_(part)
-        posted = self.comm.post(buffer)
-        for i in range(1, self.size):
-            self.comm.wait_posted(buffer, (self.rank + i) % self.size, posted, operation)
-        for rank, head in zip(self.axis.ranks, heads, strict=True):
-            if head[0] != words[0] or (not spans and head[1] != nbytes):
-                raise PeerError(
-                    f"rank {self.axis.ranks[self.rank]} is in {operation} of {nbytes} bytes over {self.axis.name}, rank {rank} in "
-                    f"{_OPERATIONS[head[0]]} of {head[1]} bytes; every rank must run the same modules on inputs of the same shapes"
-                )
+        self.comm.post(self.buffers[turn])
         return turn
 
-    def _sum(self, flat: Tensor) -> Tensor:
+    def _await_turn(self, operation: str, turn: int, nbytes: int, spans: Sequence[int] = ()) -> None:
+        """Wait for what all ranks post in the turn of this rank's last post."""
+        buffer = self.buffers[turn]
+        for i in range(1, self.size):
+            self.comm.wait_posted(buffer, (self.index + i) % self.size, buffer.posted, operation)
+        for rank, head in zip(self.axis.ranks, self.heads[turn], strict=True):
+            if head[0] != _OPERATIONS.index(operation) or (not spans and head[1] != nbytes):
+                raise PeerError(
+                    f"rank {self.axis.ranks[self.index]} is in {operation} of {nbytes} bytes over {self.axis.name}, rank {rank} in "
+                    f"{_OPERATIONS[head[0]]} of {head[1]} bytes; every rank must run the same modules on inputs of the same shapes"
+                )
+
+    def _in_turns(
+        self, operation: str, messages: Sequence[tuple[Sequence[Tensor], int]], add: Callable[[int, int], None], out: Tensor
+    ) -> Pending[Tensor]:
+        """Post the first message (its parts, and the bytes that all ranks name); then add each turn, and post the next message.
+
+        add(i, turn): read message i of all ranks from the turn's buffers.
+        """
+        first = self._post(operation, *messages[0])
+
+        def finish() -> Tensor:
+            for i, (parts, nbytes) in enumerate(messages):
+                turn = self._post(operation, parts, nbytes) if i else first
+                self._await_turn(operation, turn, nbytes)
+                add(i, turn)
+            return out
+
+        return Pending(finish)
+
+    def _sum(self, flat: Tensor) -> Pending[Tensor]:
         out = torch.empty_like(flat)
         step = self.piece // flat.element_size()
-        for piece, total in zip(flat.split(step), out.split(step), strict=True):
-            turn = self._take_turn("sum", [piece], piece.nbytes)
-            sources = [body[: piece.nbytes].view(flat.dtype) for body in self.bodies[turn]]
-            sources[self.rank] = piece  # the same values, in this core's cache
-            _add(total, sources)
-        return out
+        pieces, totals = flat.split(step), out.split(step)
 
-    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Tensor:
+        def add(i: int, turn: int) -> None:
+            sources = [body[: pieces[i].nbytes].view(flat.dtype) for body in self.bodies[turn]]
+            sources[self.index] = pieces[i]  # the same values, in this core's cache
+            _add(totals[i], sources)
+
+        return self._in_turns("sum", [([piece], piece.nbytes) for piece in pieces], add, out)
+
+    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Pending[Tensor]:
         shares = [flat[start:stop] for start, stop in itertools.pairwise(cuts)]
-        out = torch.empty_like(shares[self.rank])
+        out = torch.empty_like(shares[self.index])
         step = self.piece // (self.size * flat.element_size())
-        for start in range(0, max(share.numel() for share in shares), step):
-            pieces = [share[start : start + step] for share in shares]
-            own = pieces[self.rank]
-            turn = self._take_turn("reduce-scatter", [p for p in pieces if p is not own], flat.nbytes)
-            sources = []
+        starts = range(0, max(share.numel() for share in shares), step)
+        pieces = [[share[start : start + step] for share in shares] for start in starts]
+
+        def add(i: int, turn: int) -> None:
+            own, sources = pieces[i][self.index], []
             for rank, body in enumerate(self.bodies[turn]):
-                offset = sum(p.nbytes for i, p in enumerate(pieces[: self.rank]) if i != rank)
-                sources.append(own if rank == self.rank else body[offset : offset + own.nbytes].view(flat.dtype))
+                offset = sum(p.nbytes for j, p in enumerate(pieces[i][: self.index]) if j != rank)
+                sources.append(own if rank == self.index else body[offset : offset + own.nbytes].view(flat.dtype))
             if own.numel():
-                _add(out[start : start + step], sources)
-        return out
+                _add(out[starts[i] : starts[i] + step], sources)
+
+        others = [(each[: self.index] + each[self.index + 1 :], flat.nbytes) for each in pieces]
+        return self._in_turns("reduce-scatter", others, add, out)
 
     def _gather(self, flat: Tensor, numels: Sequence[int]) -> Tensor:
         out = flat.new_empty(sum(numels))
-        self._pass("gather", [flat], [(0, flat.nbytes)] * self.size, out.split(list(numels)), flat)
-        return out
+        return self._pass("gather", [flat], [(0, flat.nbytes)] * self.size, out, numels, flat).wait()
 
-    def _all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def _start_all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending[Tensor]:
         out = flat.new_empty(sum(receive))
         parts = list(flat.split(list(send)))
-        own, parts[self.rank] = parts[self.rank], flat[:0]
+        own, parts[self.index] = parts[self.index], flat[:0]
         starts = itertools.accumulate((part.nbytes for part in parts), initial=0)
         spans = [(start, part.nbytes) for start, part in zip(starts, parts, strict=False)]
-        self._pass("all-to-all", parts, spans, out.split(list(receive)), own)
-        return out
+        return self._pass("all-to-all", parts, spans, out, receive, own)
 
     def _pass(
-        self, operation: str, parts: Sequence[Tensor], spans: Sequence[tuple[int, int]], outs: Sequence[Tensor], own: Tensor
-    ) -> None:
-        """Post the concatenation of `parts`, of which rank r reads span r (start, length in bytes), and fill `outs` by rank."""
-        outs[self.rank].copy_(own)
+        self,
+        operation: str,
+        parts: Sequence[Tensor],
+        spans: Sequence[tuple[int, int]],
+        out: Tensor,
+        numels: Sequence[int],
+        own: Tensor,
+    ) -> Pending[Tensor]:
+        """Post the concatenation of `parts`, of which rank r reads span r (start, length in bytes); then fill `out` by rank."""
+        outs = out.split(list(numels))
+        outs[self.index].copy_(own)
         pieces = [part.view(torch.uint8) for part in parts]
-        targets = [out.view(torch.uint8) for out in outs]
         nbytes, words = sum(map(len, pieces)), list(itertools.chain(*spans))
+        first = self._post(operation, _window(pieces, 0, self.piece), nbytes, words)
+
+        def finish() -> Tensor:
+            self._read(operation, first, pieces, nbytes, words, [each.view(torch.uint8) for each in outs])
+            return out
+
+        return Pending(finish)
+
+    def _read(
+        self, operation: str, first: int, pieces: Sequence[Tensor], nbytes: int, words: Sequence[int], targets: Sequence[Tensor]
+    ) -> None:
+        """Read the messages of all ranks into `targets`, from the turn `first`, and post the other pieces of this rank's."""
         longest, start = 1, 0
         while start < longest:
-            turn = self._take_turn(operation, _window(pieces, start, start + self.piece), nbytes, words)
+            turn = first if start == 0 else self._post(operation, _window(pieces, start, start + self.piece), nbytes, words)
+            self._await_turn(operation, turn, nbytes, words)
             heads = self.heads[turn]
             longest = max(head[1] for head in heads)
             for rank, (head, body, target) in enumerate(zip(heads, self.bodies[turn], targets, strict=True)):
-                if rank == self.rank:
+                if rank == self.index:
                     continue
-                first, length = head[2 + 2 * self.rank : 4 + 2 * self.rank]
+                first, length = head[2 + 2 * self.index : 4 + 2 * self.index]
                 if length != len(target):
                     raise PeerError(
                         f"{operation} over {self.axis.name}: rank {self.axis.ranks[rank]} sends {length} bytes to rank "
-                        f"{self.axis.ranks[self.rank]}, which expects {len(target)}; exchange the numbers with `counts` first"
+                        f"{self.axis.ranks[self.index]}, which expects {len(target)}; exchange the numbers with `counts` first"
                     )
                 low, high = max(first, start), min(first + length, start + self.piece)
                 if low < high:
@@ -288,49 +374,82 @@ def _window(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
 
 
 class GroupExchange(Exchange):
-    """torch.distributed. On gloo, reductions are all-to-alls or gathers and our own sums; on NCCL they are NCCL's."""
+    """torch.distributed. On gloo, reductions are all-to-alls or gathers and our own sums; on NCCL they are NCCL's.
+
+    Of a long sum over more than two ranks on gloo, only the first half, a reduce-scatter, runs while the caller computes.
+    """
 
     def __init__(self, comm: ProcessGroupComm) -> None:
         super().__init__(comm.axis, comm.device)
         self.comm, self.group = comm, comm.group
+        self.chunk_nbytes = _CHUNK_NBYTES if comm.device.type == "cpu" else 0
 
     def close(self) -> None:
         self.comm.close()
 
-    def _sum(self, flat: Tensor) -> Tensor:
+    def _sum(self, flat: Tensor) -> Pending[Tensor]:
         if self.comm.native_reduce:
             out = flat.clone()
-            dist.all_reduce(out, group=self.group)
-            return out
+            return _of_work(dist.all_reduce(out, group=self.group, async_op=True), out)
         if self.size == 2 or flat.nbytes <= _GATHER_NBYTES:
-            rows = self._gather(flat, [flat.numel()] * self.size)
-            out = torch.empty_like(flat)
-            _add(out, rows.view(self.size, -1).unbind())
-            return out
+            return self._added(self._start_gather(flat, [flat.numel()] * self.size), flat.numel())
         numels = even_shares(flat.numel(), self.size)
-        return self._gather(self._reduce_scatter(flat, list(itertools.accumulate(numels, initial=0))), numels)
+        share = self._reduce_scatter(flat, list(itertools.accumulate(numels, initial=0)))
+        return Pending(lambda: self._gather(share.wait(), numels))
 
-    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Tensor:
+    def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Pending[Tensor]:
         numels = [stop - start for start, stop in itertools.pairwise(cuts)]
-        own = numels[self.rank]
-        out = flat.new_empty(own)
+        own = numels[self.index]
         if self.comm.native_reduce and len(set(numels)) == 1:
-            dist.reduce_scatter_tensor(out, flat, group=self.group)
-        else:
-            rows = self._all_to_all(flat, numels, [own] * self.size)
-            if own:
-                _add(out, rows.view(self.size, own).unbind())
-        return out
+            out = flat.new_empty(own)
+            return _of_work(dist.reduce_scatter_tensor(out, flat, group=self.group, async_op=True), out)
+        return self._added(self._start_all_to_all(flat, numels, [own] * self.size), own)
+
+    def _added(self, moving: Pending[Tensor], numel: int) -> Pending[Tensor]:
+        """The sum of the rows, of `numel` elements, that are on their way from all ranks."""
+
+        def finish() -> Tensor:
+            rows = moving.wait().view(self.size, numel)
+            out = rows.new_empty(numel)
+            if numel:
+                _add(out, rows.unbind())
+            return out
+
+        return Pending(finish)
 
     def _gather(self, flat: Tensor, numels: Sequence[int]) -> Tensor:
+        return self._start_gather(flat, numels).wait()
+
+    def _start_gather(self, flat: Tensor, numels: Sequence[int]) -> Pending[Tensor]:
         out = flat.new_empty(sum(numels))
-        self.comm.gather_into(out, flat, list(itertools.accumulate(numels, initial=0))).wait()
+        moving = self.comm.gather_into(out, flat, list(itertools.accumulate(numels, initial=0)))
+
+        def finish() -> Tensor:
+            moving.wait()
+            return out
+
+        return Pending(finish)
+
+    def _start_all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending[Tensor]:
+        out = flat.new_empty(sum(receive))
+        started = self.comm.all_to_all(out, flat, receive, send)
+
+        def finish() -> Tensor:
+            started.wait()
+            assert flat.numel() == sum(send)  # and `flat` lived until here
+            return out
+
+        return Pending(finish)
+
+
+def _of_work(work: Any, out: Tensor) -> Pending[Tensor]:
+    """An operation of NCCL's; waiting for it makes the current stream wait."""
+
+    def finish() -> Tensor:
+        work.wait()
         return out
 
-    def _all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        out = flat.new_empty(sum(receive))
-        self.comm.all_to_all(out, flat, receive, send).wait()
-        return out
+    return Pending(finish)
 
 
 def connect_activations(axis: Axis, device: torch.device, transport: str, watch: Watch) -> Exchange:
@@ -388,6 +507,61 @@ def swap(rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequenc
     return rows if exchange.size == 1 else _Swap.apply(rows, exchange, send, receive)
 
 
+class Crossing:
+    """An all-to-all of rows with computing in between, in both directions: `depart`, anything, `arrive`.
+
+    The backward mirrors it. Autograd runs the nodes that are ready in the reverse order of their forwards: `arrive` sends the
+    gradients, those of what was computed in between come next, and `depart` waits for what it was sent. Bits are those of `swap`.
+    The gradient has no gradient of its own.
+    """
+
+    def __init__(self, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> None:
+        self.exchange, self.send, self.receive = exchange, send, receive
+        self.rows: Pending[Tensor] = Pending(None)
+        self.grads: Pending[Tensor] = Pending(None)
+
+    @eager
+    def depart(self, rows: Tensor) -> Tensor:
+        """Start. Returns a token for `arrive`, through which the gradient comes back."""
+        token: Tensor = _Depart.apply(rows, self)
+        return token
+
+    @eager
+    def arrive(self, token: Tensor) -> Tensor:
+        """The rows of all ranks for this one."""
+        rows: Tensor = _Arrive.apply(token, self)
+        return rows
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        crossing.rows = crossing.exchange.start_all_to_all(rows, crossing.send, crossing.receive)
+        return rows.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grads, ctx.crossing.grads = ctx.crossing.grads.wait(), Pending(None)
+        return grads, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        rows, crossing.rows = crossing.rows.wait(), Pending(None)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        crossing = ctx.crossing
+        crossing.grads = crossing.exchange.start_all_to_all(grad, crossing.receive, crossing.send)
+        return grad.new_zeros(()), None
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
@@ -432,7 +606,7 @@ class _ScatterTo(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None) -> Tensor:
         sizes = sizes or even_shares(x.shape[dim], exchange.size)
         ctx.call = exchange, dim, sizes
-        return x.split(list(sizes), dim)[exchange.rank]
+        return x.split(list(sizes), dim)[exchange.index]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

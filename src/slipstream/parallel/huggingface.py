@@ -4,6 +4,9 @@ A chunk is a shallow copy of the modules on the way to the layers, so its parame
 modules before the layers (embeddings) are in the first chunk, those after them (norm, head) in the last; a `_Absent` stands for
 them elsewhere. The model's own forward runs in every chunk, so masks and rotary positions come from the batch on every stage. What
 it computes before its first layer is replaced by what the stage before sent: a scaled or shifted embedding is not applied twice.
+
+If the model returns router logits, for an auxiliary loss over all of its layers, those of each layer travel on with the hidden
+states: the last stage computes the loss from all of them, and their gradients come back.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class PipelinedDecoder(nn.Module):
     is_v = False
     reads_everywhere = True  # masks and positions
     _chunks: list[DecoderChunk]
+    _positions: dict[str, int]  # the index of each parameter of the unsplit model, and of each module's first one
 
     def __init__(
         self,
@@ -58,7 +62,11 @@ class PipelinedDecoder(nn.Module):
             sequences.unhook()  # chunks share a micro-batch themselves
         self.tokens = slices if slices is not None and slices.tokens is not None else None  # shared inside of each stage
         self.config, self.loss_fn, self.num_stages, self.stages = model.config, loss_fn, num_stages, tuple(stages)
-        self.architecture, self.generation_config = type(model).__name__, getattr(model, "generation_config", None)
+        base: Any = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
+        self.base_class, self.architecture = type(base), type(base).__name__
+        self.generation_config, self.name_or_path = getattr(base, "generation_config", None), getattr(base, "name_or_path", None)
+        if hasattr(model, "peft_config"):
+            self.peft_config = model.peft_config
         self.num_ranks = num_stages // max(len(self.stages), 1)  # of the pipeline
         self.layers_name, names = _layers_of(model)
         before, after = _around(model, self.layers_name)
@@ -66,7 +74,10 @@ class PipelinedDecoder(nn.Module):
         owners = dict.fromkeys(before, 0) | dict.fromkeys(after, num_stages - 1)
         for stage in range(num_stages):
             owners |= {f"{self.layers_name}.{name}": stage for name in names[self.parts[stage] : self.parts[stage + 1]]}
-        self._owners = owners
+        self._owners, self._positions = owners, dict[str, int]()
+        for i, (name, _) in enumerate(model.named_parameters()):
+            for end in (*(j for j, letter in enumerate(name) if letter == "."), len(name)):
+                self._positions.setdefault(name[:end], i)
         self.tied = _ties(model, owners, num_stages)
         whole = self._part(model, self.stages)
         for tied in self.tied:
@@ -81,6 +92,18 @@ class PipelinedDecoder(nn.Module):
     def _part(self, model: nn.Module, stages: Sequence[int]) -> nn.Module:
         """A copy of the model with the layers and modules of some stages; other modules with parameters are absent."""
         return _pruned(model, {name for name, stage in self._owners.items() if stage not in stages}, self.layers_name)
+
+    def refresh(self) -> None:
+        """Let the chunks have the modules that this one has now, after a change of the model."""
+        for chunk in self._chunks:
+            _follow(self, chunk.part)
+            chunk._modules.update(chunk.part._modules)
+
+    def position(self, name: str) -> int:
+        """The place of a parameter in the unsplit model; of one that it did not have, the place of the nearest module's first."""
+        while name not in self._positions and name:
+            name = name.rpartition(".")[0]
+        return self._positions.get(name, len(self._positions))
 
     def chunk(self, i: int) -> DecoderChunk:
         """The i-th stage of this rank as a module; `stages[i]` is its number."""
@@ -104,9 +127,11 @@ class PipelinedDecoder(nn.Module):
 
 
 class DecoderChunk(nn.Module):
-    """One stage: called with the first stage's token ids, or with the hidden states [B, S, H] of the stage before."""
+    """One stage: called with the first stage's token ids, or with what the stage before returned: the hidden states [B, S, H], in a
+    tuple with the router logits of all layers so far if the model returns these."""
 
     sequences: Sequences | None
+    part: nn.Module  # the copy of the model
     runs: nn.Module  # what forward calls: the copy of the model, or of its body
     is_running = False
 
@@ -118,12 +143,16 @@ class DecoderChunk(nn.Module):
         part = owner._part(model, [stage])
         for name, child in part.named_children():
             self.add_module(name, child)
+        self.__dict__["part"] = part
         self.__dict__["runs"] = part if self.is_last else part.base_model  # the head would change hidden states
         container = part.get_submodule(owner.layers_name)
         _shorten_configs(part, container, owner.layers_name, self.start, self.stop)
         blocks = list(container.children())
         self.entering: Tensor | None = None
         self.left: Tensor | None = None
+        self.routers: tuple[Tensor, ...] = ()  # the router logits of the layers so far
+        base: Any = part.base_model
+        base.register_forward_hook(self._collect_routers)
         if not self.is_first:
             blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
             if owner.tokens is not None:
@@ -133,9 +162,11 @@ class DecoderChunk(nn.Module):
                 gather_behind(blocks[-1], owner.tokens)
             blocks[-1].register_forward_hook(self._leave)
 
-    def forward(self, x: Tensor, batch: Any = None) -> Any:
-        """Return the hidden states for the next stage; the last one returns the model's output."""
+    def forward(self, x: Any, batch: Any = None) -> Any:
+        """Return the hidden states (and router logits) for the next stage; the last one returns the model's output."""
         arguments = _arguments(batch) if batch is not None else {}
+        x, *routers = x if isinstance(x, tuple) else (x,)
+        self.routers = tuple(routers)
         if self.sequences is not None:
             arguments = self.sequences.begin((), arguments)[1]
             x = arguments["input_ids"] if self.is_first else x
@@ -149,9 +180,11 @@ class DecoderChunk(nn.Module):
         self.is_running = True
         try:
             output = self.runs(**arguments)
-            return output if self.is_last else self.left
+            if self.is_last:
+                return output
+            return (self.left, *self.routers) if self.routers else self.left
         finally:
-            self.is_running, self.entering, self.left = False, None, None
+            self.is_running, self.entering, self.left, self.routers = False, None, None, ()
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.entering is None:  # the model runs as a whole, or a checkpoint recomputes the block with its own input
@@ -162,6 +195,11 @@ class DecoderChunk(nn.Module):
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         if self.is_running:
             self.left = output[0] if isinstance(output, tuple) else output
+
+    def _collect_routers(self, base: nn.Module, args: Any, output: Any) -> None:
+        own = getattr(output, "router_logits", None)
+        if self.is_running and own:
+            self.routers = output.router_logits = (*self.routers, *own)
 
 
 class _Absent(nn.Module):
@@ -295,11 +333,25 @@ def _name_canonically(part: nn.Module, tied: Tied, stages: Sequence[int]) -> Non
 
 def _copy(module: nn.Module) -> nn.Module:
     """A module with the same children and parameters, and hooks of its own."""
+    vars(module).setdefault("_origin", object())  # which all copies share
     copied = copy.copy(module)
     for name, value in module.__dict__.items():
         if isinstance(value, dict):
             copied.__dict__[name] = type(value)(value) if type(value).__init__ is dict.__init__ else copy.copy(value)
     return copied
+
+
+def _follow(current: nn.Module, copied: nn.Module) -> None:
+    """Take over the modules and parameters that were replaced in another copy of the same model."""
+    copied._parameters.update({name: param for name, param in current._parameters.items() if name in copied._parameters})
+    for name, child in copied._modules.items():
+        new = current._modules.get(name)
+        if child is None or isinstance(child, _Absent) or new is None or new is child:
+            continue
+        if "_origin" in vars(child) and vars(child)["_origin"] is vars(new).get("_origin"):
+            _follow(new, child)
+        else:
+            copied._modules[name] = new
 
 
 def _pruned(module: nn.Module, absent: set[str], layers: str, prefix: str = "") -> nn.Module:

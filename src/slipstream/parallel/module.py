@@ -185,6 +185,18 @@ class PipelineModule(nn.Module):
             ties += [Tied(name, tuple((stage, name) for stage in stages)) for name in names if len(stages) > 1]
         return ties
 
+    def refresh(self) -> None:
+        """Let the chunks run the layers that this module has now, after a change of the model."""
+        for chunk in self._chunks.values():
+            for i, path in enumerate(chunk.paths):
+                if path in self._modules and chunk._modules[path] is not self._modules[path]:
+                    chunk._modules[path] = chunk.funcs[i] = self._modules[path]
+
+    def position(self, name: str) -> int:
+        """The place of a parameter's layer in the unsplit model, by which parameters are ordered; tied ones are first."""
+        layer = name.partition(".")[0]
+        return int(layer) if layer.isdigit() else -1
+
     def recall(self, batch: Any) -> None:
         """Called before a micro-batch's backward."""
 

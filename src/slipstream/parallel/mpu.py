@@ -17,7 +17,7 @@ from slipstream.zero.leaves import mark_part, parts_of
 
 _TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")  # the first that an mpu has counts
 _STAGES = ("pipeline_model_parallel", "pipe_parallel")
-_MARKS = ("tensor_model_parallel", "model_parallel")
+MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 class Layout(NamedTuple):
@@ -75,7 +75,7 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> Layout:
 def mark_marked(model: nn.Module, axis: Axis) -> None:
     """Mark the parameters that Megatron's attributes say to be parts. Raises ValueError if they do not fit."""
     for name, param in model.named_parameters():
-        if any(getattr(param, mark, False) for mark in _MARKS) and not parts_of(param):
+        if any(getattr(param, mark, False) for mark in MARKS) and not parts_of(param):
             dim = max(getattr(param, "partition_dim", 0), 0)  # -1: not set
             try:
                 mark_part(param, "tp", axis.size, dim)

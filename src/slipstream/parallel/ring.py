@@ -115,8 +115,8 @@ class _Ring(torch.autograd.Function):
         total = torch.full(query.shape[:-1], -torch.inf, device=query.device)  # log of the sum of exponentials so far
         pair = torch.stack([key, value])
         for step in range(exchange.size):
-            visitor = (exchange.rank - step) % exchange.size
-            for tile in _tiles(mask, exchange.rank, visitor, b * h, query.device):
+            visitor = (exchange.index - step) % exchange.size
+            for tile in _tiles(mask, exchange.index, visitor, b * h, query.device):
                 scores = _scores(query, pair[0], tile, scale)
                 log_sum = scores.logsumexp(-1)
                 before = total[:, :, tile.queries]
@@ -143,8 +143,8 @@ class _Ring(torch.autograd.Function):
         grads = torch.zeros(pair.shape, dtype=torch.float32, device=query.device)
         delta = (grad.float() * out.float()).sum(-1)
         for step in range(exchange.size):
-            visitor = (exchange.rank - step) % exchange.size
-            for tile in _tiles(mask, exchange.rank, visitor, b * h, query.device):
+            visitor = (exchange.index - step) % exchange.size
+            for tile in _tiles(mask, exchange.index, visitor, b * h, query.device):
                 keys, values = pair[0][:, :, tile.keys], pair[1][:, :, tile.keys]
                 shares = _scores(query, pair[0], tile, scale).sub_(_finite(total[:, :, tile.queries])[..., None]).exp_()
                 of_out = grad[:, :, tile.queries].float()
@@ -189,7 +189,7 @@ def _to_keys(shares: Tensor, rows: Tensor, key_heads: int) -> Tensor:
 
 def _pass_on(tensor: Tensor, exchange: Exchange) -> Tensor:
     """Send to the next rank, receive from the one before."""
-    size, rank = exchange.size, exchange.rank
+    size, rank = exchange.size, exchange.index
     numel = tensor.numel()
     send, receive = [0] * size, [0] * size
     send[(rank + 1) % size] = receive[(rank - 1) % size] = numel

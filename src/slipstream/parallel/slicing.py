@@ -319,7 +319,7 @@ class _Slicing:
 
     def __init__(self, model: nn.Module, axis: Axis, plan: TensorPlan, cuts: Mapping[str, Cut]) -> None:
         self.model, self.axis, self.plan, self.cuts = model, axis, plan, cuts
-        self.slices = Slices(axis, tokens=1 if plan.shares_tokens else None, dropout=_draws(model))
+        self.slices = Slices(axis, tokens=1 if plan.shares_tokens else None, dropout=_draws(model), overlaps=plan.overlaps)
         self.config = getattr(model, "config", None)
         self.modules = dict(model.named_modules())
         self.done: set[int] = set()  # parameters that are cut
@@ -349,7 +349,7 @@ class _Slicing:
         length = whole_shape(layer.weight)[1 if transposed else 0]  # a tied weight may have been cut
         ranges, shares = self._ranges(name, length, how)
         gathers = how.whole and not (self.plan.vocab_head and self._is_head(name))
-        for each in (layer, *_adapters(module, "lora_B")):
+        for each in (layer, *adapters_of(module, "lora_B")):
             self._part(each.weight, 1 if transposed and each is layer else 0, length, ranges, shares)
             if each.bias is not None:
                 self._part(each.bias, 0, length, ranges, shares)
@@ -363,7 +363,7 @@ class _Slicing:
         transposed = _is_transposed(layer)
         length = whole_shape(layer.weight)[0 if transposed else 1]
         ranges, shares = self._ranges(name, length, how)
-        for each in (layer, *_adapters(module, "lora_A")):
+        for each in (layer, *adapters_of(module, "lora_A")):
             self._part(each.weight, 0 if transposed and each is layer else 1, length, ranges, shares)
             self._become(each, Row, splits=how.whole, shares=shares, is_transposed=transposed and each is layer)
         if self.slices.tokens is not None and layer.bias is not None:
@@ -503,7 +503,7 @@ class _Slicing:
         if not self.cut:
             return
         if not isinstance(module, mixin):
-            module.__class__ = _sliced_class(type(module), mixin)
+            module.__class__ = sliced_class(type(module), mixin)
         vars(module).update(attributes, slices=self.slices)
         for each, dim in (("out_features", 0), ("in_features", 1)):
             if isinstance(vars(module).get(each), int):
@@ -554,6 +554,7 @@ class _Slicing:
                         getattr(column, "base_layer", column).enters = False
         scatter_before(blocks[0], self.slices)
         gather_behind(blocks[-1], self.slices)
+        getattr(self.model, "base_model", self.model).register_forward_hook(_all_router_logits(self.slices))
 
 
 def scatter_before(block: nn.Module, slices: Slices) -> None:
@@ -564,6 +565,17 @@ def scatter_before(block: nn.Module, slices: Slices) -> None:
 def gather_behind(block: nn.Module, slices: Slices) -> None:
     """Let what follows a block have all tokens again."""
     block.register_forward_hook(_first_output(slices.gather_tokens))
+
+
+def _all_router_logits(slices: Slices) -> Callable[..., None]:
+    """A hook that gathers the router logits in a model's output, so that its auxiliary loss is that of all tokens."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        logits = getattr(output, "router_logits", None)
+        if logits:
+            output.router_logits = tuple(map(slices.gather_rows, logits))
+
+    return hook
 
 
 def _is_transposed(layer: Any) -> bool:
@@ -594,7 +606,7 @@ def _weight(name: str, layer: Any) -> nn.Parameter:
     return weight
 
 
-def _adapters(module: nn.Module, name: str) -> list[Any]:
+def adapters_of(module: nn.Module, name: str) -> list[Any]:
     """The layers of a LoRA adapter around a sliced one. Raises ValueError for other kinds of adapters."""
     if not hasattr(module, "base_layer"):
         return []
@@ -618,7 +630,7 @@ def _draws(model: nn.Module) -> bool:
 _CLASSES: dict[tuple[type, type], type] = {}
 
 
-def _sliced_class(cls: type, mixin: type[Sliced]) -> type:
+def sliced_class(cls: type, mixin: type[Sliced]) -> type:
     """A subclass of a layer's class, so that `isinstance` still holds."""
     key = (cls, mixin)
     if key not in _CLASSES:

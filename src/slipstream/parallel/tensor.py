@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.parallel.exchange import Exchange, LocalExchange, enter, even_shares, gather_from, leave, scatter_to
+from slipstream.parallel.overlap import Region, column_product, enter_region, sum_product
 from slipstream.world.mesh import Axis
 
 _SEED_STEP = 2718  # Megatron's distance between the seeds of two ranks
@@ -36,13 +37,15 @@ class Slices:
 
     tokens   the dimension along which ranks share the tokens between regions (Megatron's sequence parallelism); None: all have all
     dropout  whether the model draws random numbers in its forward
+    overlaps whether sums run while the rank computes (parallel/overlap.py)
     """
 
-    def __init__(self, axis: Axis, *, tokens: int | None = None, dropout: bool = False) -> None:
-        self.axis, self.tokens, self.dropout = axis, tokens, dropout
+    def __init__(self, axis: Axis, *, tokens: int | None = None, dropout: bool = False, overlaps: bool = False) -> None:
+        self.axis, self.tokens, self.dropout, self.overlaps = axis, tokens, dropout, overlaps
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it: shapes only
         self.shares: list[int] = []  # tokens of each rank, with `tokens`
         self._entered: tuple[Any, Tensor] | None = None  # the last input, and what the region's layers compute from
+        self._region: tuple[Any, Region] | None = None  # of the last of these that has overlapped sums
         self._outside: list[Tensor] | None = None  # the default generators' states, inside of a region
 
     def enter(self, x: Tensor) -> Tensor:
@@ -51,22 +54,47 @@ class Slices:
             seen, entered = self._entered
             if seen() is x and entered.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
                 return entered
-        entered = enter(x, self.exchange, *self._shared(x, self.exchange.rank))
+        entered = self._enter(x, *self._shared(x, self.exchange.index))
         self._entered = weakref.ref(x), entered
         if entered.requires_grad:  # a column layer without a row layer, such as a head, would keep the graph until the next call
             entered.register_hook(self._forget_entered)
         self._draw_apart(x.device)
         return entered
 
+    def enter_alone(self, x: Tensor) -> Tensor:
+        """Begin a region of one layer, whose output is gathered; nothing in it draws numbers."""
+        return self._enter(x, None, None)
+
+    def _enter(self, x: Tensor, dim: int | None, sizes: list[int] | None) -> Tensor:
+        if not self.overlaps or self.axis.size == 1:
+            return enter(x, self.exchange, dim, sizes)
+        entered, region = enter_region(x, self.exchange, dim, sizes)
+        self._region = None if region is None else (weakref.ref(entered), region)
+        return entered
+
+    def region_of(self, entered: Tensor) -> Region | None:
+        """The region with overlapped sums whose input is `entered`; None if there is none."""
+        return self._region[1] if self._region is not None and self._region[0]() is entered else None
+
     def _forget_entered(self, grad: Tensor) -> None:
         self._entered = None
 
     def leave(self, x: Tensor) -> Tensor:
         """End a region: the sum of all ranks' `x`."""
+        self._end()
+        return leave(x, self.exchange, *self._shared(x, None))
+
+    def leave_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`leave` of the product of `x` and a row layer's weight, in overlapping parts if the transport gains by them."""
+        self._end()
+        shared = self._shared(x, None)
+        y = sum_product(x, weight, self.exchange, *shared)
+        return leave(F.linear(x, weight), self.exchange, *shared) if y is None else y
+
+    def _end(self) -> None:
         self._entered = None
         if self.tokens is None:
             self.draw_alike()
-        return leave(x, self.exchange, *self._shared(x, None))
 
     def _shared(self, x: Tensor, rank: int | None) -> tuple[int | None, list[int] | None]:
         """The dimension of `x` that has a rank's share of the tokens (None: all ranks' tokens), and the lengths of all shares.
@@ -109,6 +137,13 @@ class Slices:
         self.draw_alike()
         return gather_from(x, self.exchange, self.tokens, self.shares)
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """The rows of all tokens, in the order of the whole batch, from a matrix with a row for each token of this rank."""
+        assert self.tokens in (0, 1), "tokens are not shared along one of the first two dimensions"
+        own = self.shares[self.exchange.index]
+        shape = (own, -1) if self.tokens == 0 else (-1, own)
+        return gather_from(x.unflatten(0, shape), self.exchange, self.tokens, self.shares).flatten(0, 1)
+
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     on_device = [torch.cuda.default_generators[device.index or torch.cuda.current_device()]] if device.type == "cuda" else []
@@ -127,7 +162,18 @@ class Sliced:
         """The layer's own forward if its bias is to be added, which may be other than torch's (a cast, say)."""
         if bias is self.bias and not self.is_transposed:
             return super().forward(x)  # type: ignore[misc]
-        return F.linear(x, self.weight.t() if self.is_transposed else self.weight, bias)
+        return F.linear(x, self.matrix, bias)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out, in]."""
+        weight: Tensor = self.weight.t() if self.is_transposed else self.weight
+        return weight
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether the product is `F.linear`, and its weight gradient does not wait (parallel/deferred.py)."""
+        torchs = self.is_transposed or nn.Linear in type(self).__bases__
+        return torchs and "product" not in vars(self) and not torch.is_autocast_enabled(x.device.type)
 
 
 class Column(Sliced):
@@ -143,10 +189,14 @@ class Column(Sliced):
     def forward(self, x: Tensor) -> Tensor:
         if self.slices is None:
             return super().forward(x)  # type: ignore[misc]
-        if not self.gathers:
-            return self.product(self.slices.enter(x) if self.enters else x, self.bias)
-        exchange = self.slices.exchange
-        return gather_from(self.product(enter(x, exchange), self.bias), exchange, -1, self.shares)
+        slices = self.slices
+        entered = x if not self.enters else slices.enter_alone(x) if self.gathers else slices.enter(x)
+        region = slices.region_of(entered)
+        if region is None or not self.is_plain(entered):
+            y = self.product(entered, self.bias)
+        else:
+            y = column_product(entered, self.matrix, self.bias, region)
+        return gather_from(y, slices.exchange, -1, self.shares) if self.gathers else y
 
 
 class Row(Sliced):
@@ -161,6 +211,8 @@ class Row(Sliced):
         if self.splits:
             exchange = self.slices.exchange
             y = leave(self.product(scatter_to(x, exchange, -1, self.shares), None), exchange)
+        elif self.slices.overlaps and self.is_plain(x):
+            y = self.slices.leave_product(x, self.matrix)
         else:
             y = self.slices.leave(self.product(x, None))
         return y if self.bias is None else y + self.bias
@@ -220,7 +272,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, exchange: Exchange, ignore_index: int) -> Tensor:
         # the shares' lengths differ by at most one, longer ones first
         lengths = exchange.lengths(logits, -1)
-        first = sum(lengths[: exchange.rank])
+        first = sum(lengths[: exchange.index])
         values = logits.float()
         top = exchange.gather(values.amax(-1).unsqueeze(0), 0, [1] * exchange.size).amax(0)
         exps = (values - top.unsqueeze(-1)).exp_()

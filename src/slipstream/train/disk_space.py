@@ -68,7 +68,7 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
                 for opened in spaces.values():
                     opened.close()
                 raise ValueError(f"offload to disk: {why}" + (f" (rank {rank})" if data.size > 1 else ""))
-        if data.rank == 0:
+        if data.index == 0:
             for rank_asks, (_, measured) in zip(by_rank, answers, strict=True):
                 for folder, disk_facts in measured.items():
                     _log_disk(folder, disk_facts, [a for a in all_asks if (a.host, a.folder) == (rank_asks[0].host, folder)])

@@ -46,6 +46,7 @@ from slipstream.zero.storage.store import DiskStore
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:
+    from slipstream.moe.load import ExpertLoad
     from slipstream.parallel.exchange import Exchange
     from slipstream.train.saving.save import Contents
     from slipstream.train.surgery import Surgery
@@ -211,6 +212,8 @@ class Engine(nn.Module):
         for states in self.states:
             if states.updater.is_done:
                 states.settle()
+        for end_step in itertools.chain.from_iterable(states.after_step for states in self.states):
+            end_step(self.step_applied)
         if self.step_applied:
             for call in itertools.chain.from_iterable(states.after_update for states in self.states):
                 call()
@@ -352,11 +355,9 @@ class Engine(nn.Module):
         """The wholes of the parameters of which this rank has a part, by the identity of that. Collective."""
         joined: dict[tuple[Any, ...], Any] = {}
         for unit in self.units:
-            for name, param in zip(unit.names, unit.params, strict=True):
-                if isinstance(value := state.get(name), Tensor):
-                    for part in cuts_of(param):
-                        before = joined.get(identity(value), value.detach())
-                        joined[identity(value)] = access.join(before, part, unit.comms.family.parts_of(part.split))
+            for i, (name, param) in enumerate(zip(unit.names, unit.params, strict=True)):
+                if cuts_of(param) and isinstance(value := state.get(name), Tensor):
+                    joined[identity(value)] = access.whole_of(value.detach(), unit, i)
         return joined
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -368,10 +369,7 @@ class Engine(nn.Module):
             raise ValueError("load_state_dict(assign=True) would replace the engine's parameters; use assign=False")
         own = dict(state_dict)
         for unit in self.units:
-            for name, param in zip(unit.names, unit.params, strict=True):
-                for part in cuts_of(param) if name in own else ():
-                    ranges = part.ranges_of(unit.comms.family.parts_of(part.split).index)
-                    own[name] = torch.cat([own[name].narrow(part.dim, a, b - a) for a, b in ranges], part.dim)
+            own |= {name: access.part_of_whole(own[name], unit, i) for i, name in enumerate(unit.names) if name in own}
         with access.gathered_units(self._all_params(), None):
             return self.module.load_state_dict(own, strict=strict)
 
@@ -557,6 +555,16 @@ class Engine(nn.Module):
 
         return explain.table(explain.of_states(self.single, *args, **kwargs))
 
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """Return the load of the experts in the last step, over all ranks, by the name of their layer: the number of routes to each
+        expert, the share of dropped ones, and the mean auxiliary loss. Collective. In a pipeline: of the layers of this stage."""
+        from slipstream.moe.load import meters, sum_loads
+
+        by_name = meters(self.module)
+        with self.together("expert_load"):
+            total = self.single.exchange(self.mesh.dense.both).sum
+            return sum_loads({name: meter.last for name, meter in by_name.items()}, total, by_name) if by_name else {}
+
     # -- changing the model --
 
     @contextmanager
@@ -579,7 +587,6 @@ class Engine(nn.Module):
         from slipstream.train.surgery import Surgery
 
         with self.together("surgery"):
-            self.single.refuse_parts("surgery()", stages=True)
             self.operation = Surgery(self.single, group, self.wire)
             self.operation.begin()
         try:

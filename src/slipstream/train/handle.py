@@ -55,19 +55,17 @@ class OptimizerHandle(torch.optim.Optimizer):
         operation.add_group(param_group, self.engine.lr_scheduler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the complete state in torch's format on every rank. Collective. `engine.save_checkpoint` needs no such copy."""
+        """Return the whole model's state in torch's format on every rank. Collective. `save_checkpoint` needs no such copy."""
         from slipstream.train.saving import optimizer_state
 
         with self.engine.together("optimizer.state_dict"):
-            self.engine.single.refuse_parts("optimizer.state_dict()")
             return optimizer_state.gather(self.engine.single)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this optimizer, or of a plain torch one over the same parameters. Collective; same on all ranks."""
+        """Load the state of this optimizer, or of a plain torch one over the same model. Collective; same on all ranks."""
         from slipstream.train.saving import optimizer_state
 
         with self.engine.together("optimizer.load_state_dict"):
-            self.engine.single.refuse_parts("optimizer.load_state_dict()")
             optimizer_state.load(self.engine.single, state_dict)
 
     def __repr__(self) -> str:

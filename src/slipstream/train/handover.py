@@ -25,7 +25,7 @@ from slipstream.quantized import row_forms
 from slipstream.train.states import States
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.leaves import cuts_of, whole_shape
+from slipstream.zero.leaves import whole_shape
 from slipstream.zero.unit import State, Unit
 
 PREFIX = "base_model.model."  # before every name of a model that PEFT has wrapped
@@ -127,16 +127,14 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
         return
     released = unit.state is State.RELEASED
     with torch.no_grad():
-        unit.gather()
+        unit.gather_exactly()
     try:
         for i in kept:
             name, view = unit.names[i], unit.shown.views[i]
             with torch.no_grad():
                 weight = dequantize_rows(view, source.forms[name], torch.float32) if name in source.forms else view
                 weight = _merged(weight, source.adapted[name]) if name in source.adapted else weight
-                for part in cuts_of(unit.params[i]):
-                    weight = access.join(weight, part, unit.comms.family.parts_of(part.split))
-            yield bare(name), weight
+            yield bare(name), access.whole_of(weight, unit, i)
     finally:
         if released:
             unit.release()

@@ -18,9 +18,12 @@ from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, Loaded, read_config
 from slipstream.moe.balance import balancing
-from slipstream.moe.place import ExpertParallel, split_experts
+from slipstream.moe.layer import MoE
+from slipstream.moe.load import KeptLosses, meters
+from slipstream.moe.place import ExpertParallel, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
+from slipstream.optim.onebit import OneBitSteps, mark_uncompressed
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder
@@ -47,7 +50,7 @@ from slipstream.train.handle import OptimizerHandle
 from slipstream.train.pipeline import kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_layout, log_plan
-from slipstream.train.recipe import build_optimizer, recipe_of, scheduler_of, warn_of_frozen
+from slipstream.train.recipe import CODE_BITS, build_optimizer, recipe_of, scheduler_of, warn_of_frozen
 from slipstream.train.states import States
 from slipstream.world.join import init_distributed, local_device, local_world_size
 from slipstream.world.mesh import Mesh, build_mesh
@@ -56,9 +59,10 @@ from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
-from slipstream.zero.leaves import differs_of, parts_of
+from slipstream.zero.leaves import differs_of, forget_kinds, mark_rows, parts_of
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier
+from slipstream.zero.reduction import ErrorFeedback
 from slipstream.zero.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -122,6 +126,7 @@ def initialize(
     inner, rule = build_optimizer(named, model, optimizer, model_parameters)
     scheduler = scheduler_of(plan, lr_scheduler, inner)
     _check_optimizer(model, inner, scheduler, mesh)
+    _keep_apart(model, plan, inner, rule)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     cut.connect(engine)
     forget(model)  # a later engine starts from the weights that this one has trained
@@ -170,8 +175,20 @@ class _Cut(NamedTuple):
         if self.sequences is not None:
             self.sequences.exchange = engine.exchange("sp")
         self.experts.connect(engine.single.exchange)
-        data = engine.mesh.dense.both
-        engine.single.after_update.extend(balancing(engine.module, lambda: engine.single.exchange(data).sum))
+        states, mesh, watch, every = engine.single, engine.mesh, engine.watch, engine.plan.steps_per_print
+        window, precision = engine.window, engine.precision
+        for module in engine.module.modules():
+            if isinstance(module, MoE):
+                module.seed.value = lambda: precision.loss_scale * window.share
+        states.resources["auxiliary losses"] = KeptLosses(engine.module)
+        logs = mesh.batch.index == mesh.sp.index == mesh.tp.index == 0  # a rank of each pipeline stage
+
+        def due() -> int | None:
+            return watch.step if every and watch.step % every == 0 else None
+
+        for meter in meters(engine.module).values():
+            meter.to(engine.device)
+        states.after_step.extend(balancing(engine.module, lambda: states.exchange(mesh.dense.both).sum, due, logs=logs))
 
 
 def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh, _Cut]:
@@ -179,6 +196,8 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
     if is_users:
         mark_marked(model, mesh.tp)
     slices = None if is_users else slice_model(model, mesh.tp, plan.tensor)
+    if slices is not None:
+        slices.dropout = slices.dropout or draws(model)
     mesh, experts = split_experts(model, mesh, plan.experts, token_shares=plan.tensor.shares_tokens)
     return mesh, _Cut(slices, serve_sequences(model, mesh.sp), experts)
 
@@ -320,6 +339,15 @@ def _facts(
     )
 
 
+def _keep_apart(model: nn.Module, plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> None:
+    """Mark parameters whose gradients are communicated in another way than the others'."""
+    forget_kinds(model)
+    if plan.zero.sends_rows:
+        mark_rows(model)
+    if inner is not None and rule is not None and rule.late:
+        mark_uncompressed(model, inner)
+
+
 def _engine(
     plan: Plan,
     model: nn.Module,
@@ -338,7 +366,8 @@ def _engine(
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)
-        world, families = connect(mesh, device, transport, watch)
+        bits, coded = CODE_BITS.get(precision.comm_dtype), plan.zero.coded_weights
+        world, families = connect(mesh, device, transport, watch, gradient_bits=bits, coded_weights=coded)
         for family in families.values():
             for comm in (family.dp, family.dp_replicate, family.data):
                 failed.callback(comm.close)
@@ -367,16 +396,21 @@ def _engine(
         watch=watch,
         device=device,
     )
-    if isinstance(model, PipelineModule | PipelinedDecoder):
-        return pipeline_engine(states, Precision(precision, device, in_stages=True), transport)
-    return Engine(states, Precision(precision, device))
+    in_stages = isinstance(model, PipelineModule | PipelinedDecoder)
+    casts = Precision(precision, device, in_stages=in_stages)
+    if plan.zero.error_beta is not None:
+        errors = ErrorFeedback(states.feedback, plan.zero.error_steps)
+        states.after_update.append(errors.end_step)
+        casts.scaler.changed.append(errors.rescale)
+    return pipeline_engine(states, casts, transport) if in_stages else Engine(states, casts)
 
 
 def _steps(
     plan: Plan, units: list[Unit], inner: torch.optim.Optimizer | None, rule: Rule | None, form: Form, *, whole: bool
 ) -> ShardedSteps:
     if inner is not None and rule is not None:
-        return NativeSteps(inner, units, rule, form, chunk_numel=plan.offload.chunk_numel, num_buffers=plan.offload.num_buffers)
+        kind, numel = (OneBitSteps, 1 << 62) if rule.late else (NativeSteps, plan.offload.chunk_numel)
+        return kind(inner, units, rule, form, chunk_numel=numel, num_buffers=plan.offload.num_buffers)
     return TorchSteps(inner or NoOptimizer(), units, whole=whole, state_dtype=plan.precision.state_dtype)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.optim.sharded import Piece, ShardedSteps
-from slipstream.zero.comm import Comm, gather_objects
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.storage.store import read, write
 from slipstream.zero.unit import Unit
 
@@ -38,8 +38,10 @@ class Origin:
 class Carried:
     """A `Reader` of zero/materialize.py for parameters that the engine had: reads their masters, one block at a time."""
 
-    def __init__(self, origins: Mapping[str, Origin], aliases: Mapping[str, str], data: Comm) -> None:
-        self.origins, self.aliases, self.data = origins, aliases, data
+    reads_parts = True
+
+    def __init__(self, origins: Mapping[str, Origin], aliases: Mapping[str, str]) -> None:
+        self.origins, self.aliases = origins, aliases
         self.values: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -57,15 +59,15 @@ class Carried:
             origin = self.origins[name]
             unit = origin.unit
             if unit not in wholes:
-                wholes[unit] = unit.unsharded(unit.master.whole(), bool(unit.placement.optim))
+                wholes[unit] = unit.unsharded(unit.master.whole(), unit.placement.optim)
             old = wholes[unit][origin.start : origin.start + origin.common]
             self.values[name] = old if origin.given is None else self._merged(origin, old, self.dtype(name))
 
     def _merged(self, origin: Origin, old: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rank 0's new values. Values equal to the rounded masters are unchanged: they keep the masters' precision."""
+        """The first rank's new values. Values equal to the rounded masters are unchanged: they keep the masters' precision."""
         assert origin.given is not None
         given = origin.given.detach().reshape(-1).contiguous().clone()
-        self.data.broadcast(given)
+        origin.unit.comms.data.broadcast(given)
         new = given.to(device=old.device, dtype=dtype)
         common = new[: origin.common]
         is_old = old.to(origin.unit.dtypes.weights).to(dtype) == common
@@ -83,7 +85,8 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
     """Move the optimizer states of an old unit's parameters to the new units that hold them. Collective."""
     if old.grads is None:
         return
-    sharded = bool(old.placement.optim)
+    sharded = old.placement.optim
+    steps.expose([old])
     held = [(piece, steps.states(piece)) for piece in steps.pieces([old])]
     own = {piece.name: ({state: part.dtype for state, part in parts.items()}, steps.scalars(piece)) for piece, parts in held}
     known: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}

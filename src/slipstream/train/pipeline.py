@@ -63,6 +63,11 @@ class PipelineEngine(Engine):
         self.pipe = Pipe(self, mail)
         self.set_boundary(True)
 
+    def wire(self) -> None:
+        module: Any = self.module
+        module.refresh()
+        super().wire()
+
     # -- training --
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -425,15 +430,16 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
 
 
 def kept(params: Iterable[Any], module: nn.Module, whole: nn.Module) -> list[Any]:
-    """Parameters, named parameters or groups of the whole model, without those of other stages."""
+    """Parameters, named parameters or groups of the whole model, without those of other stages; groups may be empty then."""
     gone = {id(param) for param in whole.parameters()} - {id(param) for param in module.parameters()}
 
     def stays(item: Any) -> bool:
         return id(item[1] if isinstance(item, tuple) else item) not in gone
 
     items = list(params)
-    groups = [item | {"params": [each for each in item["params"] if stays(each)]} for item in items if isinstance(item, dict)]
-    return [group for group in groups if group["params"]] or [item for item in items if stays(item)]
+    if not all(isinstance(item, dict) for item in items):
+        return [item for item in items if stays(item)]
+    return [group | {"params": [each for each in group["params"] if stays(each)]} for group in items]
 
 
 def pipeline_engine(states: States, precision: Precision, transport: str) -> PipelineEngine:

@@ -40,6 +40,7 @@ class LossScaler:
         self.clean_steps = 0
         self.patience = plan.hysteresis if plan else 1
         self.skipped = 0  # in a row
+        self.changed: list[Callable[[float], None]] = []  # called with the new scale over the old one
 
     def update(self, applied: bool, culprit: str = "") -> None:
         """Update the scale after a step. Raises OverflowError, naming `culprit`, if skipping more steps would not help."""
@@ -59,7 +60,7 @@ class LossScaler:
             if self.plan.consecutive_hysteresis:
                 self.patience = self.plan.hysteresis
             if self.clean_steps % self.plan.window == 0:
-                self.scale *= 2.0
+                self._set(self.scale * 2.0)
                 self.patience = self.plan.hysteresis
             return
         self.clean_steps = 0
@@ -72,7 +73,12 @@ class LossScaler:
                 f'large for fp16: use bf16 ({{"bf16": {{"enabled": true}}}}), lower the learning rate, or look for a division '
                 f"or log of zero in the module of {culprit!r}. The last checkpoint is intact."
             )
-        self.scale = max(self.scale / 2.0, self.plan.minimum)
+        self._set(max(self.scale / 2.0, self.plan.minimum))
+
+    def _set(self, scale: float) -> None:
+        factor, self.scale = scale / self.scale, scale
+        for call in self.changed:
+            call(factor)
 
     def explain(self, before: float) -> str:
         """How the last overflow changed the scale from `before`, as text; "" without a scale."""

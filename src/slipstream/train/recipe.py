@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from slipstream.config import Plan
+from slipstream.config.plan import INT4
+from slipstream.ops import onebit, wire
 from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form
 from slipstream.optim.rules import Rule
@@ -17,26 +20,37 @@ from slipstream.train import compiled
 from slipstream.train.disk_space import tiers_of
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.zero.build import Recipe
-from slipstream.zero.leaves import refuse_sparse
 from slipstream.zero.placement import stage_placement
 
 logger = logging.getLogger(__name__)
 
+CODE_BITS: dict[torch.dtype | None, int] = {torch.int8: 8, INT4: 4}  # of gradients on the wire
+
 
 def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> Recipe:
     """The recipe of a plan's units for this optimizer (None: no optimizer) and its native rule (None: it has none)."""
-    precision = plan.precision
+    precision, states = plan.precision, Form(dtype=plan.precision.state_dtype)
+    coded, placement = plan.zero.coded_weights or precision.comm_dtype in CODE_BITS, stage_placement(plan.zero.stage)
+    is_late = rule is not None and rule.late
+    if is_late and placement.grads:
+        logger.info(
+            "%s needs the gradients of each rank until the step, so stage %d keeps them whole",
+            type(inner).__name__,
+            plan.zero.stage,
+        )
+        placement = replace(placement, grads=False)
     return Recipe(
-        placement=stage_placement(plan.zero.stage),
+        placement=placement,
         weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
         master_dtype=precision.master_dtype,
         grads_dtype=precision.grad_accum_dtype,
-        wire_dtype=precision.comm_dtype,
+        wire_dtype=None if precision.comm_dtype in CODE_BITS else precision.comm_dtype,
         accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
         whole=inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner)),
         poison=plan.debug.poison_released,
-        align=Form(dtype=precision.state_dtype).align,
+        align=onebit.BLOCK if is_late else wire.WIRE_BLOCK if coded else states.align,
         tiers=tiers_of(plan.offload),
+        feedback=plan.zero.error_beta,
         state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
 
@@ -71,7 +85,6 @@ def build_optimizer(
 
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
     refuse_unshardable(optimizer)
-    refuse_sparse(model)
     if any(param.dtype is torch.float64 for param in model.parameters()):
         rule = None  # the native kernels compute in fp32
     uncorrected = any(group.get("bias_correction") is False for group in optimizer.param_groups)

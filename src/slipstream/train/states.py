@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from slipstream.config.plan import Plan
 from slipstream.ops.disk import DiskError
+from slipstream.ops.wire import Feedback
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.train.gate import Block, Gate
@@ -59,6 +60,7 @@ class States:
     known: frozenset[int] = frozenset()  # ids of the model's parameters
     asleep: Asleep | None = None  # the states that sleep() moved away
     resources: dict[str, Any] = field(default_factory=dict)  # by name; closed with the engine: mail, exchanges of activations
+    after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
     average: weakref.ref[Average] | None = None  # the slipstream.ema.Ema of these states; the user owns it
 
@@ -79,16 +81,9 @@ class States:
                     "change the model inside `with engine.surgery():`"
                 )
 
-    def refuse_parts(self, method: str, *, stages: bool = False) -> None:
-        """Raise ValueError if ranks hold different parts of a parameter (or, with stages, of the model), which `method` needs."""
-        if stages and self.mesh.pp.size > 1:
-            raise ValueError(f"engine.{method} needs the whole model, and each rank has a pipeline stage: use save_checkpoint()")
-        for unit in self.units:
-            if unit.comms.family.differs:
-                raise ValueError(
-                    f"engine.{method} needs whole parameters, and this rank has a part of {unit.names[0]!r}, split over "
-                    f"{unit.comms.family.differs[0].axis}: use save_checkpoint(), which any layout loads, or state_dict()"
-                )
+    def feedback(self) -> list[Feedback]:
+        """The error feedback of the units whose gradients are communicated in codes."""
+        return [unit.memory.feedback for unit in self.units if unit.memory.feedback is not None]
 
     def release(self) -> None:
         """Release the weights that are still gathered."""

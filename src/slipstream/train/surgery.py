@@ -7,7 +7,9 @@
     rebuild   keep units whose parameters are unchanged, under their new names; build all others anew, block by block, from the
               values of the old units, which are freed on the way: at most one unit is unsharded at a time
 
-New and modified values are taken from rank 0, so ranks need not draw the same random numbers.
+New and modified values are those of the first rank that has the parameter, or the part of it, so ranks need not draw the same
+random numbers. The ranks of a pipeline stage make the same changes; a stage changes its own modules. LoRA adapters of sliced layers
+are built whole and sliced like these (parallel/adapters.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.optim import muon_groups
+from slipstream.parallel.adapters import slice_adapters, whole_features
 from slipstream.train import schedules
 from slipstream.train.agreement import options
 from slipstream.train.gate import Block
@@ -41,7 +44,7 @@ from slipstream.zero.build import (
 )
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Slots
-from slipstream.zero.leaves import named_leaves, open_up
+from slipstream.zero.leaves import differs_of, named_leaves, open_up, whole_shape
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.unit import Unit
 from slipstream.zero.wrap import Group, wrap
@@ -63,13 +66,21 @@ class Surgery:
         self.rewire = rewire  # hooks the changed model to its units
         self.copies: dict[Unit, Tensor] = {}  # unsharded copies of the units that were accessed
         self.undo = ExitStack()  # restores the parameter groups if the surgery fails
+        self.model = states.model
+        self.features = ExitStack()  # sliced layers have the features of the whole, for adapters
         self.was_half_changed = Block.CHANGING in states.gate
 
     # -- begin and end --
 
     def begin(self) -> None:
-        """Prepare the model for changes. Raises RuntimeError on every rank if one is in the middle of a window."""
+        """Prepare the model for changes. Raises RuntimeError on every rank if one is in the middle of a window, and ValueError for
+        a schedule in which weights' gradients wait."""
         states = self.states
+        if states.mesh.pp.size > 1 and (states.plan.pipeline.schedule == "zero_bubble" or getattr(states.model, "is_v", False)):
+            raise ValueError(
+                f"engine.surgery() is not built for schedule {states.plan.pipeline.schedule!r} of {type(states.model).__name__}, "
+                'in which gradients of weights wait: use slipstream.pipeline.schedule "1f1b" and a PipelineModule'
+            )
         whys = gather_objects(states.hooks.under_way(), states.mesh.world)
         if why := next(filter(None, whys), ""):
             raise RuntimeError(f"engine.surgery() {why}: call it between engine.step() and the next forward")
@@ -83,6 +94,7 @@ class Surgery:
         self.num_groups = len(groups)
         for group in groups:
             self.undo.callback(group.__setitem__, "params", list(group["params"]))
+        self.features.enter_context(whole_features(states.model))
         states.gate.shut(Block.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
 
     def _show_copy(self, unit: Unit) -> None:
@@ -108,16 +120,21 @@ class Surgery:
 
     def finish(self) -> None:
         """Apply the change, once all ranks have made the same one; otherwise raise on every rank."""
+        self.features.close()
         states, lines = self.states, self._fingerprint()
         checksum, ranks = zlib.crc32("\n".join(lines).encode()), states.mesh.world.ranks
+        stages = [states.mesh.places[rank].pp for rank in ranks]
         rows = self._exchange(failed=False, is_changed=self._is_changed(), checksum=checksum)
         if rows[:, 0].any():
             why = f"rank {ranks[int(rows[:, 0].argmax())]} raised inside it"
             self._close(why, is_changed=bool(rows[:, 1].any()))
             raise RuntimeError(f"engine.surgery(): {why}, so the change was not applied")
         try:
-            if rows[:, 2].min() != rows[:, 2].max():
-                raise ValueError(_difference(ranks, gather_objects(lines, states.mesh.world)))
+            if len(set(zip(stages, rows[:, 2].tolist(), strict=True))) > len(set(stages)):
+                raise ValueError(_difference(ranks, stages, gather_objects(lines, states.mesh.world)))
+            whys, tied = zip(*gather_objects((self._refusal(), _tied(states.model)), states.mesh.world), strict=True)
+            if why := next(filter(None, (*whys, _difference_of_tied(ranks, tied))), ""):
+                raise ValueError(why)
             touched = self._touched()
             for unit in states.units:  # over shared memory one rank may have read alone; all ranks need the copy from here on
                 if unit.placement.weights and (unit, 0) in touched:
@@ -134,6 +151,7 @@ class Surgery:
 
     def abort(self, error: BaseException) -> None:
         """Discard the values that the user's code wrote, because it raised on this rank."""
+        self.features.close()
         why, is_changed = f"{type(error).__name__}: {error}", self._is_changed()
         if isinstance(error, Exception) and not isinstance(error, PeerError):
             rows = self._exchange(failed=True, is_changed=is_changed)
@@ -157,18 +175,34 @@ class Surgery:
         held = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
         places = {id(param): f"{unit.index}.{i}" for unit in states.units for i, param in enumerate(unit.params)}
         lines = [
-            f"parameter {name!r} {tuple(param.shape)} {param.dtype}{' on meta' * param.is_meta}"
+            f"parameter {name!r} {whole_shape(param)} {param.dtype}{' on meta' * param.is_meta}"
             f"{'' if param.requires_grad else ' frozen'} from {places.get(id(param), 'outside')} in group {held.get(id(param))}"
             for name, param in states.model.named_parameters(remove_duplicate=False)
         ]
         lines += [f"buffer {name!r} {tuple(buffer.shape)}" for name, buffer in states.model.named_buffers()]
         return lines + [f"parameter group {i} of {options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
 
+    def _refusal(self) -> str:
+        """Why ranks that hold parts cannot have the changed model; "" if they can. Slices new adapters: collective over tp."""
+        states = self.states
+        if states.mesh.pp.size > 1 and states.model is not self.model:
+            wrong, states.model = states.model, self.model
+            return (
+                f"engine.surgery(): engine.module is a {type(wrong).__name__} now, and a pipeline's stages run the "
+                f"{type(self.model).__name__}: change modules inside of it (peft.inject_adapter_in_model for adapters)"
+            )
+        try:
+            slice_adapters(states.model)
+        except ValueError as error:
+            return str(error)
+        return _lost_parts(states)
+
     def _touched(self) -> set[tuple[Unit, int]]:
-        """The parameters whose values may have changed on some rank; rank 0's values then count everywhere. Collective."""
-        units = self.states.units
-        own = [(unit.index, i) for unit in units for i in range(len(unit.params)) if _is_touched(unit, i, self.copies)]
-        return {(units[index], i) for touched in gather_objects(own, self.states.mesh.world) for index, i in touched}
+        """The parameters whose values may have changed on some rank; the first rank's that has them then count. Collective."""
+        params = [(unit, i) for unit in self.states.units for i in range(len(unit.params))]
+        own = [unit.names[i] for unit, i in params if _is_touched(unit, i, self.copies)]
+        touched = {name for names in gather_objects(own, self.states.mesh.world) for name in names}
+        return {(unit, i) for unit, i in params if unit.names[i] in touched}
 
     def _close(self, why: str, *, is_changed: bool) -> None:
         """Hook the model to the units again; if a failed surgery changed it, block the engine, with `why`. Drops all copies."""
@@ -200,14 +234,63 @@ def _outline(model: nn.Module) -> list[Any]:
     ]
 
 
-def _difference(ranks: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
-    """The error text: the first line that one rank has and another lacks, for both."""
-    other = next(i for i, each in enumerate(lines) if each != lines[0])
-    known = set(lines[0]), set(lines[other])
-    first = next((line for line in lines[0] if line not in known[1]), "nothing else")
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Facts of the parameters that several stages have, which have to agree on them."""
+    shared = {name: param for name, param in model.named_parameters() if any(split.axis == "pp" for split in differs_of(param))}
+    return {name: f"{tuple(param.shape)}{'' if param.requires_grad else ' frozen'}" for name, param in shared.items()}
+
+
+def _difference_of_tied(ranks: Sequence[int], tied: Sequence[Mapping[str, str]]) -> str:
+    """The error text for a tied parameter that stages changed differently; "" if they agree."""
+    firsts: dict[str, tuple[int, str]] = {}
+    for rank, facts in zip(ranks, tied, strict=True):
+        for name, fact in facts.items():
+            first, usual = firsts.setdefault(name, (rank, fact))
+            if fact != usual:
+                return (
+                    f"engine.surgery(): {name!r} is tied over pipeline stages, and is {usual} on rank {first} and {fact} on rank "
+                    f"{rank}: make the same change on the stages that have it"
+                )
+    return ""
+
+
+def _lost_parts(states: States) -> str:
+    """Why a parameter that ranks share is not continued as it is; "" if all are."""
+    params = dict(states.model.named_parameters())
+    kept = {id(param) for param in params.values()}
+    old = {id(param) for unit in states.units for param in (*unit.params, *unit.model_params)}
+    for unit in states.units:
+        for name, param, slot in zip(unit.names, unit.params, unit.layout.slots, strict=True):
+            differs = unit.comms.family.differs
+            if not differs:
+                continue
+            path = name.rpartition(".")[0]
+            new = [] if id(param) in kept else [other for other in params if other == name or other.startswith(f"{path}.")]
+            wrong = [other for other in new if id(params[other]) not in old and differs_of(params[other]) != differs]
+            if wrong or (id(param) in kept and tuple(param.shape) != slot.shape):
+                splits = " and ".join(f"{split.axis} ({split.size} parts)" for split in differs)
+                return (
+                    f"engine.surgery(): {(wrong or [name])[0]!r} replaces or resizes {name!r}, which is split over {splits}: build "
+                    f"each rank's part and mark it with slipstream.zero.leaves.mark_part, or make the change before initialize()"
+                )
+    strange = [name for name, param in params.items() if differs_of(param) not in states.families]
+    return (
+        f"engine.surgery(): {strange[0]!r} is split over {differs_of(params[strange[0]])}, like no parameter that the engine had: "
+        "split it like another one, or add it before initialize()"
+        if strange
+        else ""
+    )
+
+
+def _difference(ranks: Sequence[int], stages: Sequence[int], lines: Sequence[Sequence[str]]) -> str:
+    """The error text: the first line that one rank has and another of its stage lacks, for both."""
+    pairs = ((stages.index(stage), i) for i, stage in enumerate(stages))
+    one, other = next((one, i) for one, i in pairs if lines[i] != lines[one])
+    known = set(lines[one]), set(lines[other])
+    first = next((line for line in lines[one] if line not in known[1]), "nothing else")
     second = next((line for line in lines[other] if line not in known[0]), "nothing else")
     return (
-        f"engine.surgery(): ranks changed the model differently. Rank {ranks[0]} has {first}; rank {ranks[other]} has {second}. "
+        f"engine.surgery(): ranks changed the model differently. Rank {ranks[one]} has {first}; rank {ranks[other]} has {second}. "
         f"Make the same change on all ranks"
     )
 
@@ -237,13 +320,12 @@ class Change:
         self.places = {id(param): (unit, i) for unit in states.units for i, param in enumerate(unit.params)}  # before the change
         self.origins = self._find_origins()
         self.groups = wrap(model)
-        self.held = self._find_held()
+        self.held, self.joins = self._agreed_groups(group)
         self.kept = self._find_kept()
-        self.joins = self._agreed_groups(group)
         firsts = {id(param): name for name, param in self.params.items()}
         others = model.named_parameters(remove_duplicate=False)
         aliases = {name: firsts.get(id(param), name) for name, param in others} | {name: name for name in self.params}
-        self.reader = Carried(self.origins, aliases, states.world)
+        self.reader = Carried(self.origins, aliases)
         self.values = FirstValues(model, states.device, self.reader)
         self.context = BuildContext(states.recipe, states.homes)
         new = [i for i in range(len(self.groups)) if i not in self.kept]
@@ -281,9 +363,10 @@ class Change:
             old = self.copies[origin.unit] if origin.unit in self.copies else origin.unit.unsharded_weights()
             assert origin.given is not None, "a new parameter object has its own values"
             new = origin.given.reshape(-1)[: origin.common].to(old)
-            if not new.equal(old[origin.start : origin.start + origin.common]):
+            if origin.unit.comms.data.index == 0 and not new.equal(old[origin.start : origin.start + origin.common]):
                 fresh.append(name)
-        return list(gather_objects(fresh, self.states.mesh.world)[0]) if names else []
+        everywhere = {name for of_rank in gather_objects(fresh, self.states.mesh.world) for name in of_rank}
+        return [name for name in names if name in everywhere]
 
     def _find_held(self) -> dict[int, int]:
         """Maps the id of each parameter to its group. Raises ValueError for a parameter that is in none of the model's modules."""
@@ -321,26 +404,35 @@ class Change:
 
     # -- the optimizer's groups --
 
-    def _agreed_groups(self, group: GroupOf) -> dict[str, int]:
-        """`_find_groups`, checked on all ranks: if it raises on one, or ranks choose differently, all raise. Collective."""
-        joins, error = {}, None
+    def _agreed_groups(self, group: GroupOf) -> tuple[dict[int, int], dict[str, int]]:
+        """`_find_held` and `_find_groups`, checked: if one raises on a rank, or ranks choose differently, all raise. Collective."""
+        held, joins, error = dict[int, int](), dict[str, int](), None
         try:
-            joins = self._find_groups(group)
+            held = self._find_held()
+            joins = self._find_groups(group, held)
         except Exception as caught:
             error = caught
-        results = gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), self.states.mesh.world)
+        mesh = self.states.mesh
+        results = gather_objects((f"{type(error).__name__}: {error}" if error else "", joins), mesh.world)
         if error is not None:
             raise error
-        for rank, (why, other) in zip(self.states.mesh.world.ranks, results, strict=True):
-            if why or other != joins:
-                raise ValueError(f"engine.surgery(group=...): rank {rank} gives {why or other}, this rank {joins}")
-        return joins
+        firsts: dict[str, tuple[int, int]] = {}  # the first rank's choice, by name; a stage has other names
+        for rank, (why, chosen) in zip(mesh.world.ranks, results, strict=True):
+            if why:
+                raise ValueError(f"engine.surgery(group=...): rank {rank} gives {why}, this rank {joins}")
+            for name, which in chosen.items():
+                first, usual = firsts.setdefault(name, (rank, which))
+                if which != usual:
+                    raise ValueError(
+                        f"engine.surgery(group=...): rank {rank} gives {{{name!r}: {which}}}, rank {first} {{{name!r}: {usual}}}"
+                    )
+        return held, joins
 
-    def _find_groups(self, group: GroupOf) -> dict[str, int]:
+    def _find_groups(self, group: GroupOf, held: Mapping[int, int]) -> dict[str, int]:
         """The group of each parameter that is new, or was frozen and in no group. Raises ValueError for an invalid index."""
         if not self.states.steps.has_optimizer:
             return {}
-        groups, held = self.states.steps.inner.param_groups, self.held
+        groups = self.states.steps.inner.param_groups
         joins = {}
         for name, param in self.params.items():
             origin = self.origins.get(name)
@@ -374,7 +466,7 @@ class Change:
     def _open_files(self) -> None:
         """Open files for the new units' states on disk. Collective; all ranks raise ValueError if one lacks disk space."""
         states, homes = self.states, self.states.homes
-        if homes.on_disk and self.plans:
+        if homes.on_disk and any(gather_objects(bool(self.plans), states.mesh.pp)):
             needs = disk_needs(list(self.plans.values()), states.recipe, homes.to_keep, on_host=homes.lane is None)
             homes.extend(states.open_space(needs))
 

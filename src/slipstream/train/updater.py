@@ -55,6 +55,7 @@ class Updater:
     def start(self, scale: float) -> None:
         """Update all trainable units; returns once the update is done, or runs on the update thread."""
         trainable = [unit for unit in self.units if unit.trainable]
+        self.steps.exchange(trainable, scale)
         self.steps.begin(trainable)
         for unit in trainable:
             unit.shown.expire_graphs()

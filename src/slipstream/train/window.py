@@ -42,6 +42,11 @@ class AccumulationWindow:
         """The factor that turns summed gradients into their mean over ranks and micro-batches."""
         return 1.0 / (self.num_ranks * self.averaged_over)
 
+    @property
+    def share(self) -> float:
+        """The gradient of a micro-batch's loss in its backward: the caller has divided the loss, or `alpha` will."""
+        return 1.0 / self.plan.batch.accumulation if self.divides is False and self.plan.batch.managed else 1.0
+
     def divide(self, divides: bool) -> None:
         """Raises ValueError if the losses of one window are divided differently."""
         if self.divides not in (None, divides):
@@ -126,7 +131,10 @@ def settle(states: States, alpha: float) -> None:
     """Move every unit's gradients to the optimizer's placement."""
     slots, trainable = states.slots, [unit for unit in reversed(states.units) if unit.trainable]
     in_flight: list[Pending[None]] = []
+    states.steps.forget()
     for unit in trainable:
+        if states.steps.keeps_local(unit, alpha):
+            continue
         through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.local
         if through and len(in_flight) >= len(slots) - 1:
             in_flight.pop(0).wait()

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import Slot
-from slipstream.zero.leaves import Part
+from slipstream.zero.leaves import Part, cuts_of
 from slipstream.zero.storage.store import fill_zero
 from slipstream.zero.unit import State, Unit
 
@@ -42,8 +42,8 @@ def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
 def full_values(unit: Unit) -> Tensor:
     """Return a copy of the unit's unsharded weights, flat. Collective over the shards."""
     if unit.state is State.GATHERED:
-        return unit.full.clone()
-    unit.gather()
+        return unit.unsharded_weights() if unit.comms.weights is not unit.comms.dp else unit.full.clone()
+    unit.gather_exactly()
     values = unit.full.clone()
     unit.release()
     return values
@@ -61,6 +61,21 @@ def join(value: Tensor, part: Part, axis: Axis) -> Tensor:
     return whole
 
 
+def whole_of(value: Tensor, unit: Unit, i: int) -> Tensor:
+    """The whole of which `value` is this rank's part, as of parameter i. Collective over the ranks that have the parts."""
+    for part in cuts_of(unit.params[i]):
+        value = join(value, part, unit.comms.family.parts_of(part.split))
+    return value
+
+
+def part_of_whole(whole: Tensor, unit: Unit, i: int) -> Tensor:
+    """This rank's part of a whole, as of parameter i."""
+    for part in cuts_of(unit.params[i]):
+        ranges = part.ranges_of(unit.comms.family.parts_of(part.split).index)
+        whole = torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in ranges], part.dim)
+    return whole
+
+
 def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     """Return parameter i's summed gradient times `alpha`, fp32, in its shape. Collective."""
     slot = unit.layout.slots[i]
@@ -71,7 +86,7 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
         return torch.stack(pieces).sum(0).mul_(alpha * unit.comms.family.weight).view(slot.shape).to(unit.full.device)
     if unit.grads is None or not unit.window.has_gradient:
         return torch.zeros(slot.shape, device=unit.full.device)
-    full = unit.unsharded(unit.grads.whole().float(), bool(unit.placement.grads))[part].to(unit.full.device)
+    full = unit.unsharded(unit.grads.whole().float(), unit.placement.grads)[part].to(unit.full.device)
     if unit.comms.dp_replicate.size > 1:
         replicas = gather_objects(full, unit.comms.dp_replicate.axis)
         full = torch.stack([replica.to(full.device) for replica in replicas]).sum(0)
@@ -86,14 +101,14 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
     if tuple(value.shape) != slot.shape:
         raise ValueError(f"the gradient of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
     if unit.memory.local is not None:
-        whole = value.reshape(-1) / (alpha * unit.comms.family.weight) if unit.comms.data.rank == 0 else torch.zeros(slot.numel)
+        whole = value.reshape(-1) / (alpha * unit.comms.family.weight) if unit.comms.data.index == 0 else torch.zeros(slot.numel)
         unit.window.overwrite_local(unit.memory.local.tensor, i, whole)
     else:
         if not unit.window.has_gradient:
             fill_zero(unit.grads)
         inside, of_param = slot.common(unit.span)
         shard = value.reshape(-1)[of_param]
-        unit.grads.put(inside.start, shard if unit.comms.dp_replicate.rank == 0 else torch.zeros_like(shard))
+        unit.grads.put(inside.start, shard if unit.comms.dp_replicate.index == 0 else torch.zeros_like(shard))
         grads = unit.grads.whole()
         unit.window.overwritten(reduce_into(grads, [grads], 1.0, accumulate=False))
     unit.hide_gradients()

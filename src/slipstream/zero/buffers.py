@@ -37,7 +37,7 @@ def spread_first(buffers: Sequence[Tensor], comm: Comm) -> None:
     Writes through `.data`, as batch norm does, so that a graph that has saved a buffer does not count it as modified.
     """
     for buffer, value in zip(buffers, first_values(buffers, comm), strict=True):
-        if comm.rank != 0 and _is_dense(buffer):
+        if comm.index != 0 and _is_dense(buffer):
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())  # expanded: shared memory
             buffer.data[once].copy_(value[once])
 

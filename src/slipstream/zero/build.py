@@ -12,15 +12,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+from slipstream.ops import wire
+from slipstream.ops.wire import Feedback
 from slipstream.world.mesh import Axis, Differs, Mesh
 from slipstream.world.watch import Watch
-from slipstream.zero import access
+from slipstream.zero import access, rows
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
 from slipstream.zero.hooks import RingKey, Slots
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
-from slipstream.zero.leaves import Leaf, named_leaves, open_up
+from slipstream.zero.leaves import Leaf, kind_of, named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
+from slipstream.zero.reduction import Coded, CodedGather, wire_numel
+from slipstream.zero.rows import block_of
 from slipstream.zero.shared import SharedComm, hosts_agree
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.lane import lane_of
@@ -44,6 +48,7 @@ class Recipe:
     align: int  # parameters and shards start on multiples of so many elements
     tiers: Tiers
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
+    feedback: float | None = None  # of gradients in codes: the weight of old errors in the new ones; None: no error feedback
 
 
 def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch) -> Comm:
@@ -64,8 +69,12 @@ def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch)
     return ProcessGroupComm(axis, device, watch)
 
 
-def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> tuple[Comm, dict[Differs, Comms]]:
+def connect(
+    mesh: Mesh, device: torch.device, transport: str, watch: Watch, *, gradient_bits: int | None = None, coded_weights: bool = False
+) -> tuple[Comm, dict[Differs, Comms]]:
     """Make the transports of all ranks and of each family. Collective over each axis, in the same order on all of its ranks.
+
+    gradient_bits, coded_weights: communicate gradients in codes of so many bits, and gathered weights in codes.
 
     Raises ValueError as `connect_axis` does.
     """
@@ -78,26 +87,41 @@ def connect(mesh: Mesh, device: torch.device, transport: str, watch: Watch) -> t
         dp = comm(family.shards)
         replicate = comm(family.copies)
         both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
-        families[key] = Comms(family=family, dp=dp, dp_replicate=replicate, data=both)
+        coded = Coded(dp, family.weight, gradient_bits) if gradient_bits and dp.size > 1 else None
+        weights = CodedGather(dp, dp.size) if coded_weights and dp.size > 1 else dp
+        families[key] = Comms(family=family, dp=dp, dp_replicate=replicate, data=both, weights=weights, coded=coded)
     dense = families[()].data
     return dense if dense.axis.ranks == mesh.world.ranks else comm(mesh.world), families
 
 
-def _dtypes(group: Group, recipe: Recipe, comms: Comms) -> Dtypes:
+def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequence[int]]) -> Dtypes:
     weights = group.dtype if group.exact else recipe.weights_dtype or group.dtype
     if not group.trainable:
         return Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
-    return _trainable_dtypes(weights, recipe, comms)
+    return _trainable_dtypes(weights, recipe, comms, group.kind, shapes)
 
 
-def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms) -> Dtypes:
+def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: str, shapes: Sequence[Sequence[int]]) -> Dtypes:
     grads = recipe.grads_dtype or (torch.promote_types(weights, torch.float32) if recipe.accumulates else weights)
     if comms.dp_replicate.size > 1 and recipe.wire_dtype is not None:  # replicas all-reduce the stored gradients
         grads = torch.promote_types(grads, recipe.wire_dtype)
     wire = recipe.wire_dtype or (grads if not recipe.placement.grads else weights)
     # fp32 and wider weights are their own master
     master = weights if weights.itemsize >= recipe.master_dtype.itemsize else recipe.master_dtype
-    return Dtypes(weights=weights, master=master, local=grads, wire=wire, grads=grads)
+    row = block_of(shapes, recipe.align) if kind == "rows" and comms.dp.size > 1 else 0
+    bits = None if row else _bits(comms, grads)
+    sent = torch.uint8 if row or bits is not None else wire
+    return Dtypes(weights=weights, master=master, local=grads, wire=sent, grads=grads, wire_bits=bits, row=row, row_dtype=wire)
+
+
+def _bits(comms: Comms, grads: torch.dtype) -> int | None:
+    """The bits of a gradient's code, if the family's are communicated in codes. Raises ValueError for float64."""
+    if comms.coded is not None and grads.itemsize > 4:
+        raise ValueError(
+            f"gradients are communicated in codes of {comms.coded.bits} bits, which hold fp32, bf16 or fp16, but a parameter's are "
+            f"{grads}: make the model float32, or drop communication_data_type and zero_quantized_gradients"
+        )
+    return None if comms.coded is None else comms.coded.bits
 
 
 def _layout(group: Group, leaves: Mapping[str, Leaf], recipe: Recipe, num_shards: int) -> Layout:
@@ -128,7 +152,8 @@ def plan_units(groups: Sequence[Group], model: nn.Module, recipe: Recipe, famili
     leaves = {leaf.name: leaf for leaf in named_leaves(model)}
 
     def plan(group: Group, comms: Comms) -> UnitPlan:
-        return UnitPlan(group, _layout(group, leaves, recipe, comms.data.size), _dtypes(group, recipe, comms), comms)
+        layout = _layout(group, leaves, recipe, comms.data.size)
+        return UnitPlan(group, layout, _dtypes(group, recipe, comms, [slot.shape for slot in layout.slots]), comms)
 
     return [plan(group, families[group.differs]) for group in groups]
 
@@ -173,9 +198,17 @@ def allocate(context: BuildContext, plans: Sequence[UnitPlan]) -> list[Memory]:
     by_family: dict[Differs, list[int]] = {}
     for i, plan in enumerate(plans):
         by_family.setdefault(plan.group.differs, []).append(i)
+        if plan.group.trainable:
+            memories[i].feedback = _feedback(plan.layout, plan.dtypes, context.recipe, context.homes.device)
     for _, indices in sorted(by_family.items()):
         _allocate(context, plans[indices[0]].comms, indices, plans, memories)
     return memories
+
+
+def _feedback(layout: Layout, dtypes: Dtypes, recipe: Recipe, device: torch.device) -> Feedback | None:
+    if recipe.feedback is None or dtypes.wire_bits is None:
+        return None
+    return Feedback(torch.zeros(wire.nbytes(layout.numel, 8), dtype=torch.uint8, device=device), recipe.feedback)
 
 
 def _allocate(
@@ -199,7 +232,7 @@ def _allocate(
         local = [(plans[i].layout.numel, plans[i].dtypes.local) for i in trainable]
         assign("local", trainable, comms.dp.allocate(local))
     if comms.dp_replicate.size > 1:
-        spans = [plans[i].layout.span(comms.dp.size, comms.dp.rank) for i in trainable]
+        spans = [plans[i].layout.span(comms.dp.size, comms.dp.index) for i in trainable]
         shards = [(stop - start, plans[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
         assign("replica", trainable, comms.dp_replicate.allocate(shards))
 
@@ -231,7 +264,7 @@ def disk_needs(plans: Sequence[UnitPlan], recipe: Recipe, to_keep: int, *, on_ho
     weights = optim = 0
     for plan in plans:
         dtypes, comms = plan.dtypes, plan.comms
-        start, stop = plan.layout.span(comms.dp.size, comms.dp.rank)
+        start, stop = plan.layout.span(comms.dp.size, comms.dp.index)
         shard = stop - start
         if tiers.weights is Tier.DISK:
             kept = min(shard, to_keep)
@@ -251,14 +284,24 @@ def disk_needs(plans: Sequence[UnitPlan], recipe: Recipe, to_keep: int, *, on_ho
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
     """Allocate gradients and masters for a unit whose parameters were all frozen. Collective."""
     comms, layout = unit.comms, unit.layout
-    dtypes = _trainable_dtypes(unit.dtypes.weights, recipe, comms)
+    kind, shapes = kind_of(unit.model_params[0]), [slot.shape for slot in layout.slots]
+    dtypes = _trainable_dtypes(unit.dtypes.weights, recipe, comms, kind, shapes)
     if not recipe.placement.grads:
         unit.memory.local = comms.dp.allocate([(layout.numel, dtypes.local)])[0]
     if comms.dp_replicate.size > 1:
         unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
+    unit.memory.feedback = _feedback(layout, dtypes, recipe, unit.homes.device)
     unit.start_training(dtypes)
     if recipe.placement.grads or dtypes.wire != dtypes.local:
-        slots.ensure((comms.dp, dtypes.wire), layout.numel)
+        slots.ensure((comms.dp, dtypes.wire), _wire_numel(layout, dtypes, comms.dp))
+
+
+def _wire_numel(layout: Layout, dtypes: Dtypes, comm: Comm) -> int:
+    """Elements of a buffer that carries a unit's gradients."""
+    if dtypes.row:
+        itemsize = max(dtypes.row_dtype.itemsize, dtypes.local.itemsize)  # of the sums that replicated gradients get back
+        return rows.wire_nbytes(layout.numel, dtypes.row, itemsize, comm.size)
+    return wire_numel(layout.numel, dtypes.wire_bits)
 
 
 def longest_on_wire(parts: Iterable[tuple[Comm, Layout, Dtypes]], recipe: Recipe) -> dict[RingKey, int]:
@@ -266,7 +309,8 @@ def longest_on_wire(parts: Iterable[tuple[Comm, Layout, Dtypes]], recipe: Recipe
     longest: dict[RingKey, int] = {}
     for comm, layout, dtypes in parts:
         if recipe.placement.grads or dtypes.wire != dtypes.local:
-            longest[comm, dtypes.wire] = max(longest.get((comm, dtypes.wire), 0), layout.numel)
+            numel = _wire_numel(layout, dtypes, comm)
+            longest[comm, dtypes.wire] = max(longest.get((comm, dtypes.wire), 0), numel)
     return longest
 
 

@@ -65,7 +65,7 @@ class Comm(ABC):
     """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self.rank, self.size = axis, axis.index, axis.size
+        self.axis, self.index, self.size = axis, axis.index, axis.size
 
     @abstractmethod
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
@@ -83,6 +83,23 @@ class Comm(ABC):
 
         The buffer may be written again once `reusable(buffer)` has returned.
         """
+
+    @abstractmethod
+    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+        """Call `use` with what each rank's buffer has in this rank's span, in rank order; return its result.
+
+        The tensors are valid inside of `use` only. The buffer may be written again once `reusable(buffer)` has returned.
+        """
+
+    @abstractmethod
+    def swap_some(
+        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+    ) -> Pending[T]:
+        """As `swap`, of the first `lengths[i]` elements of each span i; `use` may get more than those."""
+
+    @abstractmethod
+    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+        """Call `use` with the first elements of each rank's own span, `length` of this rank's; it may get more than those."""
 
     @abstractmethod
     def reusable(self, buffer: Buffer) -> None:
@@ -150,6 +167,17 @@ class LocalComm(Comm):
         self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         return Pending(None, reduce_into(out, [buffer.tensor[: cuts[-1]]], alpha, accumulate))
+
+    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+        return Pending(None, use([buffer.tensor[: cuts[-1]]]))
+
+    def swap_some(
+        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+    ) -> Pending[T]:
+        return self.swap(buffer, cuts, use, operation)
+
+    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+        return self.swap(buffer, cuts, use)
 
     def reusable(self, buffer: Buffer) -> None:
         pass
@@ -234,15 +262,15 @@ class ProcessGroupComm(Comm):
     def _compare(self, count: int, checksum: int, values: Tensor, operation: str) -> Tensor:
         """All-gather `values` as rows, by a sum with zeros, which is exact. Raises PeerError if `count` or `checksum` differ."""
         rows = torch.zeros(self.size, _ROW, dtype=torch.float64)
-        rows[self.rank, 0], rows[self.rank, 1] = count, checksum
-        rows[self.rank, _HEAD : _HEAD + values.numel()] = values
+        rows[self.index, 0], rows[self.index, 1] = count, checksum
+        rows[self.index, _HEAD : _HEAD + values.numel()] = values
         if not self.on_host:
             rows = rows.to(self.device)
         number = self.ledger.launch(operation)
         self._finish(dist.all_reduce(rows, group=self.group, async_op=True), operation, number)
         rows = rows.cpu()
         if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
-            agrees = (rows[:, :_HEAD] == rows[self.rank, :_HEAD]).all(dim=1).tolist()
+            agrees = (rows[:, :_HEAD] == rows[self.index, :_HEAD]).all(dim=1).tolist()
             agreeing = [rank for rank, agree in zip(self.axis.ranks, agrees, strict=True) if agree]
             others = [rank for rank, agree in zip(self.axis.ranks, agrees, strict=True) if not agree]
             raise PeerError(
@@ -281,31 +309,65 @@ class ProcessGroupComm(Comm):
     def reduce_scatter(
         self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
-        start, stop = cuts[self.rank], cuts[self.rank + 1]
-        lengths = [b - a for a, b in itertools.pairwise(cuts)]
+        lengths = {b - a for a, b in itertools.pairwise(cuts)}
+        if not self.native_reduce or len(lengths) > 1:
+            return self.swap(buffer, cuts, lambda spans: reduce_into(out, spans, alpha, accumulate), "reduce-scatter")
         full = buffer.tensor[: cuts[-1]]
-        if self.native_reduce and len(set(lengths)) == 1:
-            total = full.new_empty(stop - start)
-            number = self._launch("reduce-scatter", full.nbytes)
-            work: Any = dist.reduce_scatter_tensor(total, full, group=self.group, async_op=True)
-            sources = [total]
-        else:
-            received = self._receiver(full.new_empty((stop - start) * self.size))
-            item = full.element_size()
-            number = self._launch("reduce-scatter", full.nbytes)
-            work = dist.all_to_all_single(
-                _bytes(received),
-                _bytes(self._sender(full)),
-                [(stop - start) * item] * self.size,
-                [length * item for length in lengths],
-                group=self.group,
-                async_op=True,
-            )
-            sources = list(received.view(self.size, stop - start).unbind(0))
+        total = full.new_empty(lengths.pop())
+        number = self._launch("reduce-scatter", full.nbytes)
+        work: Any = dist.reduce_scatter_tensor(total, full, group=self.group, async_op=True)
 
         def finish() -> Partial:
             self._finish(work, "reduce-scatter", number)
-            return reduce_into(out, [source.to(self.device) for source in sources], alpha, accumulate)
+            return reduce_into(out, [total], alpha, accumulate)
+
+        return Pending(finish)
+
+    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+        full, numel = buffer.tensor[: cuts[-1]], cuts[self.index + 1] - cuts[self.index]
+        item, received = full.element_size(), self._receiver(full.new_empty(numel * self.size))
+        number = self._launch(operation, full.nbytes)
+        work: Any = dist.all_to_all_single(
+            _bytes(received),
+            _bytes(self._sender(full)),
+            [numel * item] * self.size,
+            [(b - a) * item for a, b in itertools.pairwise(cuts)],
+            group=self.group,
+            async_op=True,
+        )
+
+        def finish() -> T:
+            self._finish(work, operation, number)
+            return use([span.to(self.device) for span in received.view(self.size, numel).unbind(0)])
+
+        return Pending(finish)
+
+    def swap_some(
+        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+    ) -> Pending[T]:
+        sent = torch.cat([buffer.tensor[start : start + length] for start, length in zip(cuts, lengths, strict=False)])
+        return self._send_some(sent, list(lengths), use, operation)
+
+    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+        own = buffer.tensor[cuts[self.index] : cuts[self.index] + length]
+        return self._send_some(own.repeat(self.size), [length] * self.size, use, "all-gather of rows")
+
+    def _send_some(self, sent: Tensor, lengths: list[int], use: Callable[[list[Tensor]], T], operation: str) -> Pending[T]:
+        """An all-to-all of parts of these lengths, after one of the lengths, for which all ranks wait."""
+        counts = torch.tensor(lengths, device="cpu" if self.on_host else self.device)
+        known = torch.empty_like(counts)
+        number = self._launch(f"lengths of {operation}", counts.nbytes)
+        work: Any = dist.all_to_all_single(
+            _bytes(known), _bytes(counts), [8] * self.size, [8] * self.size, group=self.group, async_op=True
+        )
+        self._finish(work, operation, number)
+        sizes = known.tolist()
+        received = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
+        moving = self.all_to_all(received, sent, sizes, lengths)
+
+        def finish() -> T:
+            moving.wait()
+            return use(list(received.split(sizes)))
 
         return Pending(finish)
 
@@ -313,8 +375,8 @@ class ProcessGroupComm(Comm):
         pass  # the wait for the all-to-all includes the send
 
     def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
-        start, stop = cuts[self.rank], cuts[self.rank + 1]
-        return self.gather_into(buffer.tensor, buffer.tensor[start:stop].clone(), cuts)
+        start, stop = cuts[self.index], cuts[self.index + 1]
+        return self.gather_into(buffer.tensor[: cuts[-1]], buffer.tensor[start:stop].clone(), cuts)
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         item = full.element_size()
@@ -405,6 +467,12 @@ def broadcast_from(tensor: Tensor, axis: Axis, rank: int) -> None:
         raise ValueError(f"modifier_rank is {rank}, but the data-parallel ranks are 0..{axis.size - 1}")
     if tensor.numel():
         dist.broadcast(_bytes(tensor), src=axis.ranks[rank], group=axis.group)
+
+
+def sum_over(tensor: Tensor, axis: Axis) -> None:
+    """Overwrite `tensor` with its sum over the ranks of the axis, through its process group."""
+    if axis.group is not None and tensor.numel():
+        dist.all_reduce(tensor, group=axis.group)
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

@@ -32,7 +32,7 @@ from torch import Tensor
 from slipstream.world.watch import Watch
 from slipstream.zero import transforms
 from slipstream.zero.comm import Buffer, Comm, Pending
-from slipstream.zero.leaves import sparse_error, trainable_error
+from slipstream.zero.leaves import trainable_error
 from slipstream.zero.parameter import raw_grad
 from slipstream.zero.unit import State, Unit
 
@@ -389,8 +389,8 @@ class Hooks:
 
     def _take_gradient(self, unit: Unit, i: int) -> None:
         grad = raw_grad(unit.params[i])
-        if grad is not None and grad.layout is not torch.strided:
-            raise ValueError(sparse_error(unit.names[i]))
+        if grad is not None and grad.layout is not torch.strided:  # of sparse=True: the same values
+            unit.params[i].grad = grad.to_dense()
         if unit.memory.local is not None:
             unit.add_local(i)
         elif not self.sync:
@@ -452,9 +452,7 @@ class Hooks:
     def leftovers(self) -> list[bool]:
         """Per unit, whether gradients are unreduced: late ones, and those of no_sync()."""
         return [
-            unit.placement.grads != ()
-            and unit.trainable
-            and any(unit.window.unreduced(i) is not None for i in range(len(unit.params)))
+            unit.placement.grads and unit.trainable and any(unit.window.unreduced(i) is not None for i in range(len(unit.params)))
             for unit in self.units
         ]
 

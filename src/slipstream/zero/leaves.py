@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn as nn
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from slipstream.world.mesh import Differs, Split
 
 _PARTS = "_slipstream_parts"  # attribute of a parameter: its Parts
+_KIND = "_slipstream_kind"  # attribute of a parameter: see `keep_apart`
 _STACK = "_slipstream_stack"  # attribute of a parameter: it is a stack
 _AXES = ("tp", "ep")
 
@@ -82,6 +83,32 @@ def mark_stack(param: nn.Parameter) -> None:
 
 def is_stack(param: Tensor) -> bool:
     return getattr(param, _STACK, False)
+
+
+def keep_apart(param: Tensor, kind: Literal["dense", "rows"]) -> None:
+    """Keep a parameter in units of a kind: gradients that are never compressed, or of which only rows other than 0 are sent."""
+    setattr(param, _KIND, kind)
+
+
+def kind_of(param: Tensor) -> str:
+    """The kind of `keep_apart`; "" for none."""
+    kind: str = getattr(param, _KIND, "")
+    return kind
+
+
+def forget_kinds(model: nn.Module) -> None:
+    """Undo `keep_apart`, which an earlier engine may have asked for."""
+    for param in model.parameters():
+        vars(param).pop(_KIND, None)
+
+
+def mark_rows(model: nn.Module) -> list[str]:
+    """Send only the rows of embeddings' gradients that are not 0; returns the names of their weights."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    weights = {f"{path}.weight".lstrip("."): module.weight for path, module in model.named_modules() if isinstance(module, kinds)}
+    for weight in weights.values():
+        keep_apart(weight, "rows")
+    return sorted(weights)
 
 
 def mark_tied(param: nn.Parameter, stages: Sequence[int]) -> None:
@@ -188,21 +215,6 @@ def trainable_error(name: str, whole: nn.Parameter) -> str:
         f"parameter {name!r} is quantized (its parts: {parts}) and requires a gradient, but no optimizer can update it: "
         f"freeze it with requires_grad_(False) and train adapters on top, or load the model unquantized"
     )
-
-
-def sparse_error(name: str) -> str:
-    """The error text for a parameter with a sparse gradient."""
-    return (
-        f"parameter {name!r} gets a sparse gradient, and only dense ones are reduced between ranks: set `module.sparse = False` on "
-        f"its nn.Embedding or nn.EmbeddingBag (or drop sparse=True); the gradient has the same values"
-    )
-
-
-def refuse_sparse(model: nn.Module) -> None:
-    """Raise ValueError if a module is set to compute a sparse gradient."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(sparse_error(f"{path}.weight" if path else "weight"))
 
 
 def _refuse_distributed(model: nn.Module) -> None:

@@ -39,6 +39,8 @@ from slipstream.zero.wrap import Group
 class Reader(Protocol):
     """A source of values by name, such as files. It knows all names of a tied parameter or none."""
 
+    reads_parts: bool  # of a parameter that is a part of a whole, its own elements; False: those of the whole
+
     def __contains__(self, name: str) -> bool: ...
 
     def dtype(self, name: str) -> torch.dtype: ...
@@ -77,7 +79,9 @@ class Values:
                 break
             assert self.reader is not None, "slots to read have a reader"
             first, last = overlap(slot.span, (start, stop))
-            for begin, end, at in _runs(self.leaves[slot.name].whole, first - slot.offset, last - slot.offset):
+            span = first - slot.offset, last - slot.offset
+            own = self.reader.reads_parts if self.reader is not None else False
+            for begin, end, at in [(*span, span[0])] if own else _runs(self.leaves[slot.name].whole, *span):
                 place = slot.offset + begin - start
                 result[place : place + end - begin].copy_(self.reader.read(slot.name, at, at + end - begin))
         return result

@@ -1,7 +1,8 @@
-"""Placement (over which axes each state is sharded) and tiers (in which memory it is stored): all that distinguishes strategies.
+"""Placement (which states are sharded) and tiers (in which memory each is stored): all that distinguishes strategies.
 
-Training keeps three states per parameter: weights, gradients, optimizer state. A `Placement` names, for each, the mesh
-axes over which it is sharded; `()` is replicated. Each state extends the sharding of the one before it, so shards nest.
+Training keeps three states per parameter: weights, gradients, optimizer state. A `Placement` says of each whether a rank has its
+shard or all of it. Over which ranks is the family's: its `shards` (world/mesh.py), which may be a part of the ranks that hold the
+same parameters (MiCS, HSDP). Optimizer states extend the sharding of the others, so shards nest.
 `Tiers` names the memory that stores this rank's part of each state between uses.
 """
 
@@ -10,30 +11,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-Axes = tuple[str, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Mesh axes per state. `Placement()` is plain data parallelism; `Placement(dp, dp, dp)` is ZeRO-3."""
+    """Whether each state is sharded over its family's shards. `Placement()` is data parallelism; all three are ZeRO-3."""
 
-    weights: Axes = ()
-    grads: Axes = ()
-    optim: Axes = ()
+    weights: bool = False
+    grads: bool = False
+    optim: bool = False
 
     def __post_init__(self) -> None:
-        if self.optim[: len(self.grads)] != self.grads or self.grads[: len(self.weights)] != self.weights:
-            raise ValueError(f"each state must extend the sharding of the one before it (weights, grads, optim), but got {self}")
+        if (self.weights or self.grads) and not self.optim:
+            raise ValueError(f"weights and gradients are sharded only if the optimizer states are, but got {self}")
 
 
-def stage_placement(stage: int, axes: Axes = ("dp",)) -> Placement:
-    """The placement of a ZeRO stage over `axes`: 0 shards nothing, 1 the optimizer, 2 gradients too, 3 weights too.
+def stage_placement(stage: int) -> Placement:
+    """The placement of a ZeRO stage: 0 shards nothing, 1 the optimizer states, 2 gradients too, 3 weights too.
 
-    MiCS/HSDP is stage 3 over the inner axis of a two-axis mesh. Source: Rajbhandari et al., ZeRO (arXiv 1910.02054).
+    Source: Rajbhandari et al., ZeRO (arXiv 1910.02054).
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage is {stage}; it must be 0, 1, 2 or 3")
-    return Placement(weights=axes if stage >= 3 else (), grads=axes if stage >= 2 else (), optim=axes if stage >= 1 else ())
+    return Placement(weights=stage >= 3, grads=stage >= 2, optim=stage >= 1)
 
 
 class Tier(Enum):

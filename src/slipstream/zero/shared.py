@@ -16,7 +16,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from slipstream import ops
 from slipstream.ops import Partial, words
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
-from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from, gather_objects, reduce_into
+from slipstream.zero.comm import Buffer, Comm, Pending, T, broadcast_from, gather_objects, reduce_into
 
 _PAGE = 4096
 _LINE = 64  # bytes between counters
@@ -107,15 +107,15 @@ class SharedComm(Comm):
         """Map every rank's private segment and the common one, which rank 0 creates."""
         own = os.memfd_create("slipstream", os.MFD_CLOEXEC)
         os.ftruncate(own, max(private_nbytes, _PAGE))
-        common = os.memfd_create("slipstream", os.MFD_CLOEXEC) if self.rank == 0 else -1
-        if self.rank == 0:
+        common = os.memfd_create("slipstream", os.MFD_CLOEXEC) if self.index == 0 else -1
+        if self.index == 0:
             os.ftruncate(common, common_nbytes)
         descriptors = gather_objects((own, common), self.axis)
         privates = [open_segment(pid, fd, max(private_nbytes, _PAGE)) for pid, (fd, _) in zip(self.pids, descriptors, strict=True)]
         shared = open_segment(self.pids[0], descriptors[0][1], common_nbytes)
         dist.barrier(group=self.axis.group)  # all ranks have opened all segments
         os.close(own)
-        if self.rank == 0:
+        if self.index == 0:
             os.close(common)
         return privates, shared
 
@@ -133,7 +133,7 @@ class SharedComm(Comm):
         privates, shared = self._segments(sum(_pages(*request) for request in requests), counters_nbytes)
         first = self._counters(shared, len(requests))
         peers = list(zip(*[_views(mapping, requests) for mapping in privates], strict=True))
-        return [Buffer(list(views)[self.rank], list(views), first + i) for i, views in enumerate(peers)]
+        return [Buffer(list(views)[self.index], list(views), first + i) for i, views in enumerate(peers)]
 
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         if not requests:
@@ -155,7 +155,7 @@ class SharedComm(Comm):
     def post(self, buffer: Buffer) -> int:
         """Announce new content of this rank's part of `buffer`; returns its number."""
         buffer.posted += 1
-        words.store_release_and_wake(self._address(buffer.channel, _READY, self.rank), buffer.posted)
+        words.store_release_and_wake(self._address(buffer.channel, _READY, self.index), buffer.posted)
         return buffer.posted
 
     def wait_posted(self, buffer: Buffer, rank: int, posted: int, operation: str) -> None:
@@ -164,7 +164,7 @@ class SharedComm(Comm):
 
     def mark_read(self, buffer: Buffer, posted: int) -> None:
         """Announce that this rank has read content number `posted` of the other ranks."""
-        words.store_release_and_wake(self._address(buffer.channel, _DONE, self.rank), posted)
+        words.store_release_and_wake(self._address(buffer.channel, _DONE, self.index), posted)
 
     def wait_read(self, buffer: Buffer, rank: int, posted: int, operation: str) -> None:
         """Wait until the `rank`-th rank of the axis has read content number `posted`."""
@@ -186,15 +186,34 @@ class SharedComm(Comm):
     def reduce_scatter(
         self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
+        return self.swap(buffer, cuts, lambda spans: reduce_into(out, spans, alpha, accumulate), "reduce-scatter")
+
+    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         posted = self.post(buffer)
 
-        def finish() -> Partial:
-            start, stop = cuts[self.rank], cuts[self.rank + 1]
+        def finish() -> T:
             for rank in range(self.size):
-                self.wait_posted(buffer, rank, posted, "reduce-scatter")
-            partial = reduce_into(out, [peer[start:stop] for peer in buffer.peers], alpha, accumulate)
+                self.wait_posted(buffer, rank, posted, operation)
+            result = use([peer[cuts[self.index] : cuts[self.index + 1]] for peer in buffer.peers])
             self.mark_read(buffer, posted)
-            return partial
+            return result
+
+        return Pending(finish)
+
+    def swap_some(
+        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+    ) -> Pending[T]:
+        return self.swap(buffer, cuts, use, operation)  # nothing moves
+
+    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+        posted = self.post(buffer)
+
+        def finish() -> T:
+            for rank in range(self.size):
+                self.wait_posted(buffer, rank, posted, "all-gather of rows")
+            result = use([peer[cuts[rank] : cuts[rank + 1]] for rank, peer in enumerate(buffer.peers)])
+            self.mark_read(buffer, posted)
+            return result
 
         return Pending(finish)
 
@@ -207,7 +226,7 @@ class SharedComm(Comm):
 
         def finish() -> None:
             for rank in range(self.size):
-                if rank != self.rank and cuts[rank] < cuts[rank + 1]:
+                if rank != self.index and cuts[rank] < cuts[rank + 1]:
                     self.wait_posted(buffer, rank, posted, "all-gather")
                     span = slice(cuts[rank], cuts[rank + 1])
                     ops.copy_stream(buffer.tensor[span], buffer.peers[rank][span])

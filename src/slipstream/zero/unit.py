@@ -5,7 +5,7 @@ full       the unsharded weights of the unit, 1D; every parameter is a view into
 weights    this rank's shard of the weights: a view of `full`, or a separate store if `full` can be freed
 owned      the weights in the optimizer's span: `weights` if the two spans are the same
 master     the same in the optimizer's dtype; the same store as `owned` when the dtypes agree
-local      this rank's unreduced gradients of the whole unit, 1D (placement.grads == ())
+local      this rank's unreduced gradients of the whole unit, 1D (gradients are replicated)
 grads      this rank's shard of the gradients: the sum over ranks once `settle` has run
 
 `weights`, `owned`, `master` and `grads` are stores (zero/storage/store.py): tensors in memory, or ranges of a file.
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from slipstream.ops import Partial
 from slipstream.ops.disk import DiskError
+from slipstream.ops.wire import Feedback
 from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
 from slipstream.zero.layout import Layout, Span
@@ -36,7 +37,8 @@ from slipstream.zero.leaves import Leaf
 from slipstream.zero.materialize import Values
 from slipstream.zero.parameter import drop_grad
 from slipstream.zero.placement import Placement, Tier
-from slipstream.zero.reduction import Dense, Reduction
+from slipstream.zero.reduction import Coded, Dense, Gather, Reduction
+from slipstream.zero.rows import Rows
 from slipstream.zero.shared import free_pages
 from slipstream.zero.shown import Reads, Shown
 from slipstream.zero.storage.homes import Homes, Pages
@@ -65,6 +67,8 @@ class Comms:
     dp: Comm  # shards
     dp_replicate: Comm  # replicas of the shards
     data: Comm  # both
+    weights: Gather  # gathers sharded weights over the ranks of dp
+    coded: Coded | None = None  # adds gradients in codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +77,12 @@ class Dtypes:
 
     weights: torch.dtype
     master: torch.dtype
-    local: torch.dtype  # unreduced gradients (placement.grads == ())
-    wire: torch.dtype  # gradients as they are communicated
+    local: torch.dtype  # unreduced gradients (gradients are replicated)
+    wire: torch.dtype  # gradients as they are communicated: uint8 for codes
     grads: torch.dtype  # reduced gradients
+    wire_bits: int | None = None  # of a code on the wire; None: elements are communicated
+    row: int = 0  # elements that are communicated together if one of them is not 0; 0: all elements are
+    row_dtype: torch.dtype = torch.float32  # of those
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +94,7 @@ class Memory:
     local: Buffer | None = None  # unreduced gradients
     replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
     pages: Pages | None = None  # the memory of gathered weights, if its pages are freed on release
+    feedback: Feedback | None = None  # what the codes of gradients have lost
     poison: bool = False  # debugging: fill released weights with NaN instead of freeing them
 
 
@@ -123,7 +131,7 @@ class Unit:
         self.exact = leaves[0].exact  # never trained or cast: quantized codes, their scales, integers
         self.memory, self.homes = memory, homes
         self.cuts = layout.shards(comms.dp.size)
-        self.span: Span = layout.span(comms.dp.size, comms.dp.rank)
+        self.span: Span = layout.span(comms.dp.size, comms.dp.index)
         self.reduction: Reduction = Dense(comms.dp, comms.family.weight)
         self.state = State.GATHERED
         self.pending_gather: Pending[None] | None = None  # the gather in flight
@@ -176,6 +184,11 @@ class Unit:
     def start_training(self, dtypes: Dtypes) -> None:
         """Allocate gradients and, if the weights are not their own masters, masters. The caller has extended `memory`."""
         self.dtypes = dtypes
+        if dtypes.wire_bits is not None:
+            assert self.comms.coded is not None, "codes need a transport of several ranks"
+            self.reduction = self.comms.coded
+        elif dtypes.row:
+            self.reduction = Rows(self.comms.dp, self.comms.family.weight, dtypes.row, dtypes.row_dtype)
         self.grads = self._place_grads()
         if dtypes.master != self.dtypes.weights and self.master.dtype != dtypes.master:
             self.master = self.homes.state(self.master.numel, dtypes.master)
@@ -273,7 +286,7 @@ class Unit:
         if self.memory.pages is None:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
         with _preserve_version(self.full):
-            return self.homes.gather(self.weights, self.memory.pages, self.full, self.comms.dp, self.cuts)
+            return self.homes.gather(self.weights, self.memory.pages, self.full, self.comms.weights, self.cuts)
 
     @outside
     def gather(self) -> None:
@@ -293,6 +306,14 @@ class Unit:
             self.pending_gather = None
             self.shown.show_full()
         self.state = State.GATHERED
+
+    @outside
+    def gather_exactly(self) -> None:
+        """Make the weights readable as the shards have them, also if gathers send codes. Collective."""
+        self.gather()
+        if self.comms.weights is not self.comms.dp and self.placement.weights and not self.memory.common:
+            with _preserve_version(self.full):
+                self.homes.gather(self.weights, self.memory.pages, self.full, self.comms.dp, self.cuts).wait()
 
     @outside
     def release(self) -> None:
@@ -344,9 +365,11 @@ class Unit:
         assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
         self.await_update()  # if no forward has gathered the unit, the optimizer may still read the last gradients
         self.comms.dp.reusable(buffer)
-        self.window.pack(buffer.tensor[: self.layout.numel])
+        flat = self.reduction.room(buffer, self.layout.numel, self.dtypes.grads)
+        self.window.pack(flat)
         landing, accumulate = self.window.open(self.homes, self.grads), self.window.has_gradient
-        pending = self.reduction.scatter(buffer, self.cuts, landing.memory, alpha=alpha, accumulate=accumulate)
+        total, kept = landing.memory, self.memory.feedback
+        pending = self.reduction.scatter(flat, buffer, self.cuts, total, kept, alpha=alpha, accumulate=accumulate)
         self.window.launched()
 
         def finish() -> None:
@@ -368,7 +391,7 @@ class Unit:
     def settle(self, alpha: float, wire: Buffer | None) -> Pending[None]:
         """Finish this window's reduction: makes `grads` and `partial` final for the optimizer and the norm.
 
-        `wire` carries replicated gradients whose wire dtype differs from their own.
+        `wire` carries replicated gradients if they are not communicated as they are stored.
         """
         dp, copies = self.comms.dp, self.comms.dp_replicate
         assert self.grads is not None, f"unit {self.name}: settle() of a frozen unit"
@@ -378,9 +401,8 @@ class Unit:
             self.window.complete_local(local.tensor)
             if wire is not None:
                 dp.reusable(wire)
-                wire.tensor[: self.layout.numel].copy_(local.tensor)
-            out = local.tensor[slice(*self.span)]
-            scattered = self.reduction.scatter(wire or local, self.cuts, out, alpha=alpha, accumulate=False)
+            out, kept = local.tensor[slice(*self.span)], self.memory.feedback
+            scattered = self.reduction.scatter(local.tensor, wire or local, self.cuts, out, kept, alpha=alpha, accumulate=False)
         elif not self.window.has_gradient:
             fill_zero(self.grads)
             self.window.reduced(ZERO)
@@ -391,7 +413,8 @@ class Unit:
             if copies.size > 1:
                 self._add_copies(copies)
             if local is not None and not self.placement.optim:
-                dp.all_gather(local, self.cuts).wait()
+                partial = self.reduction.spread(local, wire, self.cuts)
+                self.window.reduced(partial or self.window.partial)
 
         return Pending(finish)
 
@@ -407,7 +430,7 @@ class Unit:
 
     def _all_reduce(self, comm: Comm, buffer: Buffer) -> None:
         cuts = _even_cuts(buffer.tensor.numel(), comm.size)
-        out = buffer.tensor[cuts[comm.rank] : cuts[comm.rank + 1]]
+        out = buffer.tensor[cuts[comm.index] : cuts[comm.index + 1]]
         self.window.reduced(comm.reduce_scatter(buffer, cuts, out, alpha=1.0, accumulate=False).wait())
         comm.all_gather(buffer, cuts).wait()
 
@@ -479,7 +502,7 @@ class Unit:
         """
         with suppress(DiskError):  # of a read whose result is discarded
             if not on_disk or self.pending_gather is not None:
-                self.gather()
+                self.gather_exactly()
         self.await_update()
         for i, (param, view) in enumerate(zip(self.params, self.shown.views, strict=True)):
             self.shown.make_plain(i)

@@ -2,8 +2,9 @@
 
 A group is one repeated block (an element of a list of like modules: a transformer layer, an MoE layer with all its
 experts). Parameters outside all blocks form the root group, which comes first. Inside a block, groups are keyed by
-(dtype, trainable, exact, differs), because a flat buffer has one dtype and one family, frozen weights need neither gradients nor
-optimizer state, and codes and scales of quantized weights are never cast. The items of a group are leaves (zero/leaves.py).
+(dtype, trainable, exact, differs, kind), because a flat buffer has one dtype and one family, frozen weights need neither gradients
+nor optimizer state, codes and scales of quantized weights are never cast, and a reduction is that of a whole buffer. The items of
+a group are leaves (zero/leaves.py).
 A parameter that several modules share belongs to its first group.
 """
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from slipstream.world.mesh import Differs
-from slipstream.zero.leaves import differs_of, named_leaves
+from slipstream.zero.leaves import differs_of, kind_of, named_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Group:
     trainable: bool
     exact: bool  # never cast to the config's precision
     differs: Differs = ()  # the splits of its parameters, the key of their family
+    kind: str = ""  # of zero.leaves.keep_apart
 
     @property
     def name(self) -> str:
@@ -71,12 +73,13 @@ def wrap(model: nn.Module) -> list[Group]:
         owner_of[name] = inside[0] if inside else ""
     groups: list[Group] = []
     for module_name in ["", *blocks]:
-        keyed: dict[tuple[torch.dtype, bool, bool, Differs], list[str]] = {}
+        keyed: dict[tuple[torch.dtype, bool, bool, Differs, str], list[str]] = {}
         for name, owner in owner_of.items():
             if owner == module_name:
                 param = leaves[name].tensor
-                key = (param.dtype, param.requires_grad, leaves[name].exact, differs_of(leaves[name].whole))
+                whole = leaves[name].whole
+                key = (param.dtype, param.requires_grad, leaves[name].exact, differs_of(whole), kind_of(whole))
                 keyed.setdefault(key, []).append(name)
-        for (dtype, trainable, exact, differs), names in keyed.items():
-            groups.append(Group(module_name, tuple(names), dtype, trainable, exact, differs))
+        for (dtype, trainable, exact, differs, kind), names in keyed.items():
+            groups.append(Group(module_name, tuple(names), dtype, trainable, exact, differs, kind))
     return groups

@@ -44,6 +44,8 @@ def render(stats: Stats, traffic: Traffic) -> str:
     metric("accepted_tokens_total", "counter", "Proposed tokens that were accepted.", ("", stats.accepted_tokens))
     metric("preemptions_total", "counter", "Sequences preempted and recomputed.", ("", stats.preemptions))
     metric("forwards_total", "counter", "Forward passes of the model.", ("", stats.forwards))
+    metric("expert_hits_total", "counter", "Experts of a layer needed and found in memory.", ("", stats.expert_hits))
+    metric("expert_misses_total", "counter", "Experts of a layer needed and read from disk.", ("", stats.expert_misses))
     ends = ((f'{{reason="{finish.value}"}}', count) for finish, count in sorted(stats.finished.items(), key=lambda e: e[0].value))
     metric("finished_total", "counter", "Finished sequences by reason.", *ends)
     answers = ((f'{{path="{path}",status="{status}"}}', count) for (path, status), count in sorted(traffic.answers.items()))

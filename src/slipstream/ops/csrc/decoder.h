@@ -32,19 +32,33 @@ struct matrix {
     int32_t type, group;               /* int4: a multiple of CODES */
 };
 
+/* Experts in a file, of which the most recently used are in memory. inference/expert_store.py fills it. */
+struct expert_store {
+    char *slots;           /* [num_slots][expert_bytes] */
+    int64_t expert_bytes;  /* in a slot and in the file */
+    int64_t *last_used;    /* [num_slots] by the clock, which counts layers that ran */
+    int32_t *owner, *slot; /* [num_slots] the expert in it, or -1; [experts of all layers] its slot, or -1 */
+    int32_t *loads;        /* [num_slots] experts of the current layer to read */
+    int64_t clock, hits, misses;
+    int32_t file, num_slots, num_loads, error; /* error: errno of a failed read */
+};
+
 /* A routed MLP. The shared expert, if there is one, is the last list, which contains every row. */
 struct experts {
     int32_t num, top_k, normalize, has_shared;
     int64_t widest; /* the largest inner size of any */
-    struct matrix router;
-    const struct matrix *gate_up, *down; /* [num + has_shared] */
+    struct matrix *gate_up, *down; /* [num + has_shared] */
+    struct expert_store *store;    /* NULL: all experts are in memory */
+    const struct matrix *stored;   /* [num][gate_up, down] with offsets in the file in place of pointers; data comes first */
+    int64_t first_stored;          /* the number of expert 0 among those of all layers */
+    const float *router;                 /* [num][hidden] */
     const float *shared_gate;            /* [hidden] */
 };
 
 struct layer {
     const float *input_norm, *mlp_norm; /* multipliers, with the model's offset already added */
     const float *attn_post_norm, *mlp_post_norm; /* or NULL */
-    const float *q_norm, *k_norm; /* [head_dim] or NULL */
+    const float *q_norm, *k_norm; /* [head_dim], with qk_norm_whole [all heads'], or NULL */
     struct matrix q, k, v, out, gate_up /* alternating panels of gate and up */, down;
     const struct experts *experts; /* instead of gate_up and down; NULL: dense */
     const float *cosine, *sine; /* [max_context][rotary_dim / 2]; NULL: no rotation */
@@ -56,6 +70,7 @@ struct layer {
 struct decoder {
     int64_t hidden_size, intermediate_size, vocab_size;
     int32_t num_layers, num_heads, num_kv_heads, head_dim;
+    int32_t qk_norm_whole; /* the norms of q and k are over all heads together */
     int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
     int32_t embed_type;
     int32_t activation;
@@ -126,5 +141,9 @@ struct ahead {
 void team_wait(struct team *, struct ahead *); /* a barrier; prefetches `ahead` while waiting */
 int64_t team_next(struct team *, int stage, int thread, int64_t total); /* the next item, each once; `total` if none is left */
 int team_size(const struct team *);
+
+/* expert_store.c */
+void store_claim(const struct experts *, const struct routing *); /* by one thread, once a layer's lists are made */
+void store_read(const struct experts *, int thread, int threads);
 
 #endif

@@ -79,7 +79,7 @@ TARGET static void place_head(const struct decoder *model, const struct layer *l
     for (int64_t i = 0; i <= group; ++i) {
         float *head = i < group ? q + i * dim : k;
         const float *norm = i < group ? layer->q_norm : layer->k_norm;
-        if (norm)
+        if (norm && !model->qk_norm_whole)
             rms_norm(head, head, norm, dim, model->norm_eps, 0);
         if (layer->cosine)
             rotate(head, layer, position);

@@ -53,6 +53,35 @@ TARGET static void settle(const struct decoder *model, const struct batch *batch
 
 /* ---- experts ---- */
 
+#define SCORED 4 /* experts whose scores are computed together, in four streams */
+
+/* scores = W normed, in dot products of 16 lanes: as panels, few experts would be work for one thread. */
+TARGET static void score_experts(const struct experts *experts, const struct batch *batch, int64_t hidden, struct worker *worker)
+{
+    const int stage = worker->stage++;
+    const int64_t parts = (experts->num + SCORED - 1) / SCORED, total = batch->num_rows * parts, whole = hidden / 16 * 16;
+    for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
+        const int64_t row = item / parts, first = item % parts * SCORED;
+        const float *x = batch->normed + row * hidden, *w[SCORED];
+        float lanes[1 + SCORED][16] = {{0}};
+        vec sums[SCORED];
+        for (int j = 0; j < SCORED; ++j) {
+            w[j] = experts->router + (first + j < experts->num ? first + j : experts->num - 1) * hidden;
+            sums[j] = vec_zero();
+            memcpy(lanes[1 + j], w[j] + whole, (size_t)(hidden - whole) * sizeof(float));
+        }
+        memcpy(lanes[0], x + whole, (size_t)(hidden - whole) * sizeof(float));
+        for (int64_t d = 0; d < whole; d += 16)
+            for (int j = 0; j < SCORED; ++j) {
+                fetch((const char *)(w[j] + d) + FETCH_AHEAD);
+                sums[j] = vec_fma(load_f32(x + d), load_f32(w[j] + d), sums[j]);
+            }
+        for (int j = 0; j < SCORED && first + j < experts->num; ++j)
+            batch->routing.scores[row * experts->num + first + j] =
+                lanes_sum(vec_fma(load_f32(lanes[0]), load_f32(lanes[1 + j]), sums[j]));
+    }
+}
+
 /* The top_k of softmax(scores) and their probabilities; of equal scores the lower index. */
 TARGET static void choose_experts(const struct experts *experts, const float *scores, float *shares, int32_t *chosen)
 {
@@ -134,19 +163,21 @@ TARGET static void routed(const struct decoder *model, const struct experts *exp
 {
     const int64_t hidden = model->hidden_size, top_k = experts->top_k, copies = top_k + experts->has_shared;
     const struct routing *routing = &batch->routing;
-    const struct product router = {.w = &experts->router, .x = batch->normed, .y = routing->scores, .x_stride = hidden,
-                                   .y_stride = experts->num, .num_rows = batch->num_rows};
     const struct product gated = {.x = routing->gathered, .y = routing->act, .x_stride = hidden, .y_stride = experts->widest,
                                   .epilogue = GATED, .activation = model->activation};
     const struct product down = {.x = routing->act, .y = routing->out, .x_stride = experts->widest, .y_stride = hidden};
-    multiply(&router, 1, worker);
+    score_experts(experts, batch, hidden, worker);
     meet(worker);
     for (int64_t row = worker->from; row < worker->until; ++row)
         choose_experts(experts, routing->scores + row * experts->num, routing->shares + row * top_k, routing->chosen + row * top_k);
     meet(worker);
     if (worker->thread == 0)
         make_lists(experts, routing, batch->num_rows);
+    if (worker->thread == 0 && experts->store)
+        store_claim(experts, routing);
     meet(worker);
+    if (experts->store)
+        store_read(experts, worker->thread, team_size(worker->team));
     for (int64_t row = worker->from; row < worker->until; ++row)
         for (int64_t i = 0; i < copies; ++i)
             memcpy(routing->gathered + routing->place[row * (top_k + 1) + i] * hidden, batch->normed + row * hidden,
@@ -174,6 +205,16 @@ TARGET static void routed(const struct decoder *model, const struct experts *exp
 
 /* ---- the model ---- */
 
+/* Announce the products that follow a layer. */
+TARGET static void expect_next(const struct decoder *model, int index, const struct batch *batch, struct worker *worker)
+{
+    const struct layer *next = &model->layers[index + 1];
+    if (index + 1 < model->num_layers)
+        expect((const struct matrix *const[]){&next->q, &next->k, &next->v}, 3, batch->num_rows, worker);
+    else
+        expect((const struct matrix *const[]){&model->head}, 1, batch->num_logits, worker);
+}
+
 TARGET static void run(const struct decoder *model, const struct batch *batch, struct team *team, int thread, float *scratch)
 {
     const int64_t hidden = model->hidden_size, dim = model->head_dim;
@@ -197,6 +238,14 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         multiply(qkv, 3, worker);
         expect((const struct matrix *const[]){&layer->out}, 1, batch->num_rows, worker);
         meet(worker);
+        if (model->qk_norm_whole) {
+            for (int64_t row = worker->from; row < worker->until; ++row) {
+                float *q = batch->qkv + row * width, *k = q + q_width;
+                rms_norm(q, q, layer->q_norm, q_width, model->norm_eps, 0);
+                rms_norm(k, k, layer->k_norm, kv_width, model->norm_eps, 0);
+            }
+            meet(worker);
+        }
         if (!placed_when_attended(model, batch)) {
             for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
                 while (row >= batch->first_row[sequence + 1])
@@ -216,6 +265,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         if (layer->experts) {
             meet(worker);
             routed(model, layer->experts, batch, worker);
+            expect_next(model, index, batch, worker);
             continue;
         }
         struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
@@ -227,10 +277,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         expect((const struct matrix *const[]){&layer->down}, 1, batch->num_rows, worker);
         meet(worker);
         residual(model, batch, &layer->down, batch->act, model->intermediate_size, layer->mlp_post_norm, worker);
-        if (index + 1 < model->num_layers)
-            expect((const struct matrix *const[]){&layer[1].q, &layer[1].k, &layer[1].v}, 3, batch->num_rows, worker);
-        else
-            expect((const struct matrix *const[]){&model->head}, 1, batch->num_logits, worker);
+        expect_next(model, index, batch, worker);
         settle(model, batch, layer->mlp_post_norm, worker);
     }
     meet(worker);

@@ -288,7 +288,8 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
 INLINE void code_tiles(const int type, const int rows, int panels, const struct matrix *w, int64_t panel, const struct coded *x, int64_t row,
                        float out[][ROWS][PANEL])
 {
-    const int num = rows == 1 || CODE_ROWS == ROWS ? 2 : 1;
+    const int registers = WIDE == 4 && CODE_ROWS == ROWS; /* 32 of 16 lanes */
+    const int num = rows == 1 && registers && panels == 4 ? 4 : rows == 1 || CODE_ROWS == ROWS ? 2 : 1;
     for (int j = 0; j < panels && rows <= CODE_ROWS; j += num)
         code_tile(type, rows, num, w, panel + j, x, row, out + j);
 }

@@ -117,3 +117,33 @@ SLIPSTREAM_API void slipstream_copy_stream(char *dst, const char *src, int64_t n
     kernels()->copy(dst + head, src + head, body);
     memcpy(dst + head + body, src + head + body, (size_t)(nbytes - head - body));
 }
+
+/* A pass of a 1-bit optimizer: [Note: One bit]. */
+SLIPSTREAM_API void slipstream_onebit(int pass, const struct onebit *s, int64_t start, int64_t stop)
+{
+    kernels()->onebit[pass](s, start, stop);
+}
+
+/* Encode elements for the wire: [Note: Blocks on the wire]. `error` may be NULL. */
+SLIPSTREAM_API void slipstream_wire_encode(const char *x, int dtype, int64_t numel, int bits, uint8_t *out, uint8_t *error,
+                                           float beta)
+{
+    kernels()->wire_encode(x, dtype, numel, bits, out, error, beta);
+}
+
+/* As slipstream_sum_ranks, of encoded sources. mode: bits 0-3 the bits of a code, 4-5 the dtype of out, 6 accumulate. */
+SLIPSTREAM_API double slipstream_wire_sum(void *out, const void *const *sources, int64_t num_sources, int64_t numel, int mode,
+                                          float alpha, double *blocks)
+{
+    const struct sum_args args = {
+        .out = out, .sources = sources, .num_sources = num_sources, .alpha = alpha, .accumulate = mode >> 6 & 1};
+    double total = 0.0;
+    for (int64_t start = 0; start < numel; start += BLOCK) {
+        const int64_t stop = numel - start < BLOCK ? numel : start + BLOCK;
+        const double partial = kernels()->wire_sum(&args, start, stop, mode & 15, mode >> 4 & 3);
+        if (blocks)
+            blocks[start / BLOCK] = partial;
+        total += partial;
+    }
+    return total;
+}

@@ -5,8 +5,10 @@
 #include "vec_avx2.h"
 #include "kernels.h"
 #include "optim_body.h"
+#include "wire_body.h"
+#include "onebit_body.h"
 
-static const struct kernels table = {"avx2", sum_block, copy, step};
+static const struct kernels table = {"avx2", sum_block, copy, step, wire_encode, wire_sum, {onebit_worker, onebit_server, onebit_update}};
 const struct kernels *const kernels_avx2 = &table;
 #else
 const struct kernels *const kernels_avx2 = 0;

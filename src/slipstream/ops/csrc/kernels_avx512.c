@@ -5,6 +5,8 @@
 #include "vec_avx512.h"
 #include "kernels.h"
 #include "optim_body.h"
+#include "wire_body.h"
+#include "onebit_body.h"
 
 /* All-bf16 steps use AVX2, which separates even and odd elements without crossing lanes: 512-bit vectors are 10% slower there. */
 static void step_or_avx2s(int rule, const struct step *s, int64_t start, int64_t stop, double *sums)
@@ -13,7 +15,7 @@ static void step_or_avx2s(int rule, const struct step *s, int64_t start, int64_t
     (narrow ? kernels_avx2->step : step)(rule, s, start, stop, sums);
 }
 
-static const struct kernels table = {"avx512", sum_block, copy, step_or_avx2s};
+static const struct kernels table = {"avx512", sum_block, copy, step_or_avx2s, wire_encode, wire_sum, {onebit_worker, onebit_server, onebit_update}};
 const struct kernels *const kernels_avx512 = &table;
 #else
 const struct kernels *const kernels_avx512 = 0;

@@ -35,6 +35,21 @@ struct sum_args {
 
 struct step; /* optim.h */
 
+/* The arrays of a pass of onebit_body.h. Pointers are to the unit's (server: the span's) first element. */
+struct onebit {
+    const void *grad; /* worker: of dtype */
+    const float *inverse;
+    float *y; /* update: the masters */
+    float *scales;
+    uint8_t *records;
+    const uint8_t *const *sources; /* server */
+    const uint8_t *partly;         /* update */
+    void *out;                     /* update: the weights of dtype, or NULL */
+    int64_t num_sources;
+    float beta, factor;
+    int dtype;
+};
+
 struct kernels {
     const char *name;
     /* Elements [start, stop), at most one BLOCK; returns the sum of squares of the elements written. */
@@ -44,7 +59,14 @@ struct kernels {
     /* A step of one of optim.h's rules. Elements [start, stop), at most one BLOCK; start is a multiple of 256. Writes the rule's
      * two sums of squares to `sums` unless it is NULL. */
     void (*step)(int rule, const struct step *step, int64_t start, int64_t stop, double *sums);
+    /* wire_body.h. Elements [start, stop) of a sum are at most one BLOCK; its start is a multiple of 256. */
+    void (*wire_encode)(const char *x, int dtype, int64_t numel, int bits, uint8_t *out, uint8_t *error, float beta);
+    double (*wire_sum)(const struct sum_args *args, int64_t start, int64_t stop, int bits, int target);
+    /* onebit_body.h. start is a multiple of 512, stop too; those of an update of 16. */
+    void (*onebit[3])(const struct onebit *s, int64_t start, int64_t stop);
 };
+
+enum { ONEBIT_WORKER, ONEBIT_SERVER, ONEBIT_UPDATE };
 
 enum isa { PORTABLE, AVX2, AVX512, AVX512VNNI, AVX512BF16 };
 

@@ -31,6 +31,23 @@ INLINE vec vec_pick(vec a, vec least, vec yes, vec no)
     return (vec){_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, least.low, _CMP_GE_OQ)),
                  _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, least.high, _CMP_GE_OQ))};
 }
+/* A set bit for each lane that is at least 0, and a choice by such bits. */
+INLINE uint32_t vec_signs(vec a)
+{
+    const __m256 zero = _mm256_setzero_ps();
+    const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, zero, _CMP_GE_OQ));
+    return (uint32_t)(low | _mm256_movemask_ps(_mm256_cmp_ps(a.high, zero, _CMP_GE_OQ)) << 8);
+}
+INLINE __m256 of_signs(uint32_t bits, __m256 yes, __m256 no)
+{
+    const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i where = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int32_t)bits), lanes), lanes);
+    return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(where));
+}
+INLINE vec vec_of_signs(uint32_t bits, vec yes, vec no)
+{
+    return (vec){of_signs(bits, yes.low, no.low), of_signs(bits >> 8, yes.high, no.high)};
+}
 INLINE __m256 pow2(__m256 n)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));

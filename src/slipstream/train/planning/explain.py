@@ -91,7 +91,7 @@ def _comms(world: int, shard_size: int | None, differs: Differs) -> Comms:
 
     dp, copies, data = comm("dp", shards), comm("dp_replicate", both // shards), comm("both", both)
     parts = tuple(comm(split.axis, split.size).axis for split in differs)
-    return Comms(family=Family(differs, parts, data.axis, copies.axis, dp.axis), dp=dp, dp_replicate=copies, data=data)
+    return Comms(family=Family(differs, parts, data.axis, copies.axis, dp.axis), dp=dp, dp_replicate=copies, data=data, weights=dp)
 
 
 def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | None = None) -> Setting:

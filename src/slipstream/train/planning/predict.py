@@ -265,7 +265,7 @@ def peak(counted: Counted, profile: Profile) -> Peak:
 
 def _computing(counted: Counted, profile: Profile) -> Iterator[tuple[list[Line], str]]:
     setting, trainable = counted.setting, [stored.part for stored in counted.parts if stored.part.trainable]
-    sharded = setting.recipe.placement.grads != ()
+    sharded = setting.recipe.placement.grads
     # without shared memory, a reduce-scatter of a part receives every rank's share of it
     received = max((part.wire_nbytes for part in trainable if sharded and setting.sends(part)), default=0)
     for i, moment in enumerate(profile.moments):

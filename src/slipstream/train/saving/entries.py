@@ -21,6 +21,7 @@ from slipstream.checkpoint.flat_slice import Box, Shape, places_of
 from slipstream.optim.sharded import Piece, ShardedSteps
 from slipstream.train.precision import Precision
 from slipstream.train.states import States
+from slipstream.world.mesh import Mesh
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import Ranges, cuts_of
@@ -96,6 +97,7 @@ def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dic
     if contents in ("all", "without_optimizer"):
         tensors |= averages(states)
     if contents == "all":
+        states.steps.expose(states.units)
         tensors |= optimizer_tensors(states)
     return tensors
 
@@ -103,6 +105,14 @@ def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dic
 def over(parts: Sequence[States], function: Callable[[States], Mapping[str, T]]) -> dict[str, T]:
     """The entries of all parts."""
     return {name: value for states in parts for name, value in function(states).items()}
+
+
+def of_all_stages(own: dict[str, T], mesh: Mesh) -> dict[str, T]:
+    """The entries of all pipeline stages; the first stage's if several have one. Collective over the stages."""
+    merged: dict[str, T] = {}
+    for of_stage in gather_objects(own, mesh.pp):
+        merged |= {name: value for name, value in of_stage.items() if name not in merged}
+    return merged
 
 
 def average_values(parts: Sequence[States]) -> dict[str, Any] | None:
@@ -166,7 +176,8 @@ def optimizer_scalars(parts: Sequence[States]) -> dict[str, Any] | None:
     steps = parts[0].steps  # all parts have the same optimizer
     if not steps.has_optimizer:
         return None
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in steps.inner.param_groups]
+    unsaved = {"params", *getattr(steps.inner, "script_options", ())}
+    groups = [{key: value for key, value in group.items() if key not in unsaved} for group in steps.inner.param_groups]
     params = {name: values for states in parts for name, values in all_scalars(states).items()}
     return {"classes": optimizer_classes(steps), "params": params, "groups": groups}
 

@@ -26,8 +26,7 @@ def save_pretrained(
     parts: Sequence[States], folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool
 ) -> None:
     """Write the masters' values; weights quantized by `slipstream.quantize` are dequantized. Collective; each rank writes the part
-    that it owns, also of slices and of pipeline stages. Raises ValueError for weights that other libraries quantized, and for
-    adapters alone of which a rank has parts.
+    that it owns, also of slices and of pipeline stages. Raises ValueError for weights that other libraries quantized.
 
     A model with PEFT adapters becomes the base with the adapters merged or, with only_trainable, a PEFT adapter folder.
     """
@@ -106,7 +105,6 @@ def _of_all_stages(tensors: dict[str, pretrained.Out], states: States) -> dict[s
 
 def _save_adapters(states: States, folder: str, dtype: torch.dtype | None, where: Mapping[str, Any]) -> None:
     """Write the adapters in PEFT's layout: the adapter "default" in the folder itself, others in subfolders."""
-    states.refuse_parts("save_pretrained(only_trainable=True)", stages=True)
     held = {key.partition(".")[2]: value for key, value in (entries.weights(states) | entries.first_buffers(states)).items()}
     buffers = {key.partition(".")[2]: buffer for key, buffer in entries.buffers(states).items()}
     for adapter in adapters.of(states, buffers):
@@ -114,6 +112,7 @@ def _save_adapters(states: States, folder: str, dtype: torch.dtype | None, where
             key: pretrained.Out(held[name], (None if name in buffers else dtype) or _dtype_of(states, name, held[name]))
             for key, name in adapter.tensors.items()
         }
+        tensors = _of_all_stages(tensors, states)
         path = folder if adapter.name == "default" else os.path.join(folder, adapter.name)
         one_file = {**where, "shard_nbytes": sys.maxsize, "single": adapters.WEIGHTS}
         pretrained.write(path, tensors, texts={adapters.CONFIG: adapter.config}, **one_file)

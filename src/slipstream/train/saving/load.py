@@ -7,6 +7,7 @@ function, and last the checkpoint layer fills the tensors. If any rank refuses a
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import math
 import os
@@ -264,12 +265,20 @@ def _take_values(
     if num_saved != mesh.world.size:
         ranks = f"the number of ranks was {num_saved} when the checkpoint was saved and is {mesh.world.size} now"
     _take_position(mesh, loop, loaded, ranks, undo)
-    if loaded.per_rank:
-        present = entries.random_state(device)
-        undo.append(lambda: _restore_random(present, device))
-        _restore_random(loaded.per_rank["random"], device)
-    else:
-        logger.info("random states were not restored: %s", ranks or "the checkpoint has none")
+    if not loaded.nearest:
+        logger.info("random states were not restored: the checkpoint has none")
+        return
+    present = entries.random_state(device)
+    undo.append(lambda: _restore_random(present, device))
+    _restore_random(loaded.nearest["random"], device)
+    if loaded.copy:
+        _seed_copy(loaded.nearest["random"], loaded.copy, device)
+    if loaded.per_rank is None and mesh.is_first:
+        logger.info(
+            "random states continue on another mesh (%s): a rank has that of its place on the axes that were there; batch ranks "
+            "beyond those of the checkpoint are seeded from one of it",
+            " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items()),
+        )
 
 
 def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
@@ -405,16 +414,17 @@ def _take_scalars(
     if saved is None:
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
     classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
+    options_of_groups = _groups_like(saved["groups"], groups)
     if saved["classes"] is not None and not set(classes) & set(saved["classes"]):
         raise CheckpointError(f"its optimizer is {saved['classes'][0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
-    if len(groups) != len(saved["groups"]):
+    if len(groups) != len(options_of_groups):
         raise CheckpointError(
             f"its optimizer has {len(saved['groups'])} parameter groups and this engine's has {len(groups)}; {_OWN_OPTIMIZER}"
         )
     lacking = [name for name in lacking if name.split(".", 2)[2] in saved["params"]]
     if lacking:
         raise CheckpointError(f"it lacks the optimizer state {lacking[:3]}; {_OWN_OPTIMIZER}")
-    for i, (group, options) in enumerate(zip(groups, saved["groups"], strict=True)):
+    for i, (group, options) in enumerate(zip(groups, options_of_groups, strict=True)):
         common = options.keys() & group.keys() - {"params"}
         part = {key: options[key] for key in common}
         _check_like(part, {key: group[key] for key in common}, f"optimizer group {i}", _OWN_OPTIMIZER)
@@ -431,6 +441,32 @@ def _take_scalars(
             if present and not uncounted:
                 _check_like(saved["params"][piece.name], present, f"optimizer state of {piece.name}")
             steps.load_scalars(piece, saved["params"][piece.name])
+
+
+def _groups_like(saved: list[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Without DeepSpeed's groups of experts, if the engine's optimizer has none, and each has the options of a dense group."""
+    if any(group.get("moe") for group in groups):
+        return saved
+
+    def options(group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in ("name", "moe")}
+
+    dense = [group for group in saved if not group.get("moe")]
+    return dense if all(options(group) in map(options, dense) for group in saved) else saved
+
+
+def _seed_copy(state: Mapping[str, Any], copy: int, device: torch.device) -> None:
+    """Seed all generators by a saved state and the number of the copy: equal in each load, different for each copy."""
+    import numpy
+
+    digest = hashlib.blake2b(state["torch"].numpy().tobytes(), salt=copy.to_bytes(8, "little"), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _restore_random(state: Mapping[str, Any], device: torch.device) -> None:

@@ -7,6 +7,7 @@ states, so the model must fit into one process; `save_checkpoint` has no such li
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,13 +19,15 @@ from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
+from slipstream.zero.leaves import whole_shape
 from slipstream.zero.storage.store import Section, read, write
 from slipstream.zero.unit import Unit
 
 
 def of_parameter(unit: Unit, i: int, steps: ShardedSteps) -> dict[str, Tensor]:
     """Return parameter i's master and per-element optimizer states, in its shape. Collective."""
-    slot, sharded = unit.layout.slots[i], bool(unit.placement.optim)
+    slot, sharded = unit.layout.slots[i], unit.placement.optim
+    steps.expose([unit])
     result = {"master": unit.unsharded(unit.master.whole(), sharded)[slice(*slot.span)].view(slot.shape).float()}
     start = slot.common(unit.optim_span)[1].start
     local = [(start, name, read(value)) for name, value in (_states(unit, i, steps) or {}).items()]
@@ -44,11 +47,13 @@ def set_parameter(unit: Unit, i: int, steps: ShardedSteps, values: Mapping[str, 
     for name, value in values.items():
         if tuple(value.shape) != slot.shape:
             raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
+    steps.expose([unit])
     states = _states(unit, i, steps)
     for known in gather_objects(None if states is None else sorted(states), unit.comms.data.axis):
         if known is not None and (unknown := sorted(values.keys() - {"master", *known})):
             raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *known]}")
     _write(unit, i, states or {}, values)
+    steps.overwritten(unit)
 
 
 def _states(unit: Unit, i: int, steps: ShardedSteps) -> dict[str, Tensor | Section] | None:
@@ -68,33 +73,49 @@ def _write(unit: Unit, i: int, states: Mapping[str, Tensor | Section], values: M
         write(states[name], values[name].reshape(-1)[of_param])
 
 
-def _params(states: States) -> Iterator[tuple[int, Unit, int]]:
-    """The optimizer's parameters with their index in torch's state_dict, without frozen ones, which have no state."""
+def _params(states: States) -> Iterator[tuple[Unit, int]]:
+    """The optimizer's parameters on this rank, without frozen ones, which have no state."""
     known = {id(param): (unit, i) for unit in states.units if unit.grads is not None for i, param in enumerate(unit.params)}
     params = (param for group in states.steps.inner.param_groups for param in group["params"])
-    for number, param in enumerate(params):
-        if id(param) in known:
-            yield number, *known[id(param)]
+    yield from (known[id(param)] for param in params if id(param) in known)
+
+
+def _names(states: States) -> list[list[str]]:
+    """The names of each group's parameters in torch's order; those of several pipeline stages in the model's. Collective."""
+    known = {id(param): name for unit in states.units for param, name in zip(unit.model_params, unit.names, strict=True)}
+    own = [[known.get(id(param), "") for param in group["params"]] for group in states.steps.inner.param_groups]
+    if states.mesh.pp.size == 1:
+        return own
+    by_stage = gather_objects(own, states.mesh.pp)
+    if len({len(groups) for groups in by_stage}) > 1:
+        numbers = [len(groups) for groups in by_stage]
+        raise ValueError(f"optimizer.state_dict(): the pipeline stages have {numbers} parameter groups; give all stages the same")
+    module: Any = states.model
+    position = getattr(module, "position", lambda name: 0)  # stages of the user's own: one after the other
+    merged = (dict.fromkeys(itertools.chain.from_iterable(of_stages)) for of_stages in zip(*by_stage, strict=True))
+    return [sorted(names, key=position) for names in merged]
 
 
 def gather(states: States) -> dict[str, Any]:
-    """Gather the complete state_dict. Collective; all ranks return the same."""
-    steps = states.steps
-    scalars = entries.all_scalars(states)
-    by_number: dict[int, dict[str, Any]] = {}
-    for number, unit, i in _params(states):
-        tensors = of_parameter(unit, i, steps)
+    """Gather the complete state_dict: whole states of the parameters of all stages. Collective; all ranks return the same."""
+    steps, scalars = states.steps, entries.all_scalars(states)
+    by_name: dict[str, dict[str, Any]] = {}
+    for unit, i in _params(states):
+        tensors = {name: access.whole_of(value, unit, i) for name, value in of_parameter(unit, i, steps).items()}
         master = tensors.pop("master")
         known = scalars.get(unit.names[i], {})
         if known.get("step") == 0 or not (known or tensors):
             continue  # like torch, no state before the first step
         wider = {"master": master} if unit.dtypes.weights is not unit.dtypes.master else {}
-        by_number[number] = {name: _as_in_torch(name, value) for name, value in known.items()} | tensors | wider
-    groups, count = [], 0
-    for group in states.steps.inner.param_groups:
-        numbers = list(range(count, count := count + len(group["params"])))
+        by_name[unit.names[i]] = {name: _as_in_torch(name, value) for name, value in known.items()} | tensors | wider
+    names, count = _names(states), 0
+    by_name = entries.of_all_stages(by_name, states.mesh)
+    groups = []
+    for group, own in zip(steps.inner.param_groups, names, strict=True):
+        numbers = list(range(count, count := count + len(own)))
         groups.append({key: value for key, value in group.items() if key != "params"} | {"params": numbers})
-    return {"state": by_number, "param_groups": groups}
+    numbered = enumerate(itertools.chain.from_iterable(names))
+    return {"state": {number: by_name[name] for number, name in numbered if name in by_name}, "param_groups": groups}
 
 
 def _as_in_torch(name: str, value: Any) -> Any:
@@ -102,34 +123,38 @@ def _as_in_torch(name: str, value: Any) -> Any:
 
 
 def load(states: States, saved: Mapping[str, Any]) -> None:
-    """Load a state_dict of `gather` or of a plain model. Collective; same on all ranks. Raises ValueError, with nothing changed."""
-    steps = states.steps
-    groups = states.steps.inner.param_groups
-    present, loaded = ([len(group["params"]) for group in each] for each in (groups, saved["param_groups"]))
+    """Load a state_dict of `gather` on any layout, or of a plain model. Collective; same on all ranks. Raises ValueError on all
+    ranks, with nothing changed."""
+    steps, groups, names = states.steps, states.steps.inner.param_groups, _names(states)
+    present, loaded = list(map(len, names)), [len(group["params"]) for group in saved["param_groups"]]
     if present != loaded:
         raise ValueError(f"load_state_dict(): it has groups of {loaded} parameters, and this optimizer has groups of {present}")
-    params = list(_params(states))
-    for number, unit, i in params:
-        known = saved["state"].get(number, {})
-        for name, value in known.items():
-            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != unit.layout.slots[i].shape:
-                raise ValueError(
-                    f"load_state_dict(): {name} of {unit.names[i]!r} has shape {tuple(value.shape)}, but the parameter has shape "
-                    f"{tuple(unit.layout.slots[i].shape)}"
-                )
-        expected = sorted(steps.rule.states) if steps.rule is not None else known.keys()  # torch optimizers accept any
-        for name in _tensors(known, unit.layout.slots[i].shape).keys() - {"master", *expected}:
-            raise ValueError(
-                f"load_state_dict(): {name!r} of {unit.names[i]!r} is none of {type(steps.inner).__name__}'s states {expected}; "
-                "remove it, or configure the optimizer that it was saved from"
-            )
-    if why := steps.unsupported_option(saved["param_groups"]):
-        raise ValueError(f"load_state_dict(): {why}")
+    numbers = {name: number for number, name in enumerate(itertools.chain.from_iterable(names))}
+    params = [(saved["state"].get(numbers[unit.names[i]]), unit, i) for unit, i in _params(states)]
+    misfits = (_misfit(steps, values or {}, unit, i) for values, unit, i in params)
+    why = next(filter(None, misfits), "") or steps.unsupported_option(saved["param_groups"])
+    if first := next(filter(None, gather_objects(why, states.mesh.pp)), ""):
+        raise ValueError(f"load_state_dict(): {first}")
     for group, values in zip(groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     steps.groups_loaded()
-    for number, unit, i in params:
-        _take_one(steps, unit, i, saved["state"].get(number))
+    for values, unit, i in params:
+        _take_one(steps, unit, i, values)
+
+
+def _misfit(steps: ShardedSteps, values: Mapping[str, Any], unit: Unit, i: int) -> str:
+    """Why the states cannot be those of parameter i; "" if they fit."""
+    name, shape = unit.names[i], whole_shape(unit.params[i], unit.layout.slots[i].shape)
+    for state, value in values.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != shape:
+            return f"{state} of {name!r} has shape {tuple(value.shape)}, but the parameter has shape {shape}"
+    expected = sorted(values if steps.state_names is None else steps.state_names)  # torch optimizers accept any
+    for state in _tensors(values, shape).keys() - {"master", *expected}:
+        return (
+            f"{state!r} of {name!r} is none of {type(steps.inner).__name__}'s states {expected}; remove it, or configure the "
+            "optimizer that it was saved from"
+        )
+    return ""
 
 
 def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Tensor]:
@@ -142,7 +167,9 @@ def _tensors(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Ten
 
 
 def _take_one(steps: ShardedSteps, unit: Unit, i: int, values: Mapping[str, Any] | None) -> None:
-    piece, tensors = steps.piece(unit, i), _tensors(values or {}, unit.layout.slots[i].shape)
+    shape = whole_shape(unit.params[i], unit.layout.slots[i].shape)
+    wholes = _tensors(values or {}, shape)
+    piece, tensors = steps.piece(unit, i), {name: access.part_of_whole(value, unit, i) for name, value in wholes.items()}
     states: dict[str, Tensor | Section] = {}
     if piece is not None:
         steps.make_states(piece, {name: value.dtype for name, value in tensors.items() if name != "master"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,20 +19,26 @@ import torch.nn as nn
 
 from slipstream.train.handover import PREFIX
 from slipstream.train.states import States
+from slipstream.zero.comm import gather_objects
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_COMPUTED = (
+    "adapter {!r} is saved as values that PEFT computes from its parameters: save it with PEFT, inside "
+    "slipstream.zero.gathered(model.parameters())"
+)
 
 
 class Adapter(NamedTuple):
     """The contents of one adapter's folder."""
 
     name: str
-    tensors: dict[str, str]  # name in PEFT's folder -> name in the model
+    tensors: dict[str, str]  # name in PEFT's folder -> name in the model; "": of a value that is no parameter
     config: str  # the text of adapter_config.json
 
 
 def of(states: States, buffers: Mapping[str, Any]) -> list[Adapter]:
-    """All adapters of the model. Raises ValueError if the folders would lack trained parameters or hold other values."""
+    """All adapters of the model, with the tensors of this pipeline stage. Collective; all ranks raise the ValueError of one whose
+    folders would lack trained parameters or hold other values."""
     module: Any = states.model
     shapes = {
         id(whole): slot.shape for unit in states.units for whole, slot in zip(unit.model_params, unit.layout.slots, strict=True)
@@ -47,14 +53,27 @@ def of(states: States, buffers: Mapping[str, Any]) -> list[Adapter]:
     with _shown(module, stand_ins):
         configs = getattr(module, "peft_config", {})
         adapters = [_of_one(module, name, config, stand_ins, meant) for name, config in configs.items()]
-    written = {name for adapter in adapters for name in adapter.tensors.values()}
-    trained = [name for unit in states.units for name, param in zip(unit.names, unit.params, strict=True) if param.requires_grad]
-    if lost := [name for name in trained if name not in written]:
-        raise ValueError(
-            f"{lost[0]!r}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} are trained but belong to no adapter in "
-            f"peft_config, so the folder would lack them: name them in modules_to_save, or use save_checkpoint(contents='adapters')"
-        )
+    own = {adapter.name for adapter in adapters if adapter.tensors}, _refusal(states, adapters)
+    present, refusals = zip(*gather_objects(own, states.mesh.world), strict=True)
+    absent = [_COMPUTED.format(name) for name in configs if not any(name in names for names in present)]
+    if why := next(filter(None, (*refusals, *absent)), ""):
+        raise ValueError(why)
     return adapters
+
+
+def _refusal(states: States, adapters: Sequence[Adapter]) -> str:
+    """Why this rank's part of the folders would lack trained parameters or hold other values; "" if it is right."""
+    written = {name for adapter in adapters for name in adapter.tensors.values()}
+    if computed := [adapter.name for adapter in adapters if "" in adapter.tensors.values()]:
+        return _COMPUTED.format(computed[0])
+    trained = [name for unit in states.units for name, param in zip(unit.names, unit.params, strict=True) if param.requires_grad]
+    lost = [name for name in trained if name not in written]
+    if not lost:
+        return ""
+    return (
+        f"{lost[0]!r}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} are trained but belong to no adapter in "
+        f"peft_config, so the folder would lack them: name them in modules_to_save, or use save_checkpoint(contents='adapters')"
+    )
 
 
 @contextmanager
@@ -78,23 +97,19 @@ def _of_one(module: Any, name: str, config: Any, stand_ins: dict[str, torch.Tens
     values: dict[str, Any] = {}
     if not config.is_prompt_learning:
         values = get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=name)
-    if not values or any(id(value) not in meant for value in values.values()):
-        raise ValueError(
-            f"adapter {name!r} ({config.peft_type}) is saved as values that PEFT computes from its parameters: save it with PEFT, "
-            f"inside slipstream.zero.gathered(model.parameters())"
-        )
-    outside = not hasattr(module, "get_base_model")  # adapters were injected into a model without a PeftModel wrapper
-    tensors = {(PREFIX if outside else "") + key: meant[id(value)] for key, value in values.items()}
+    # adapters that were injected into a model without a PeftModel wrapper have no prefix
+    tensors = {PREFIX + key.removeprefix(PREFIX): meant.get(id(value), "") for key, value in values.items()}
     return Adapter(name, tensors, _config(module, config))
 
 
 def _config(module: Any, config: Any) -> str:
     """The text of adapter_config.json as PEFT writes it."""
-    base: nn.Module = module.get_base_model() if hasattr(module, "get_base_model") else module
+    base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
     config = copy.deepcopy(config)
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
-    kind = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    base_class = getattr(base, "base_class", type(base))  # of a pipeline: the whole model's
+    kind = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=None if config.task_type else kind)
         text: str = (Path(folder) / CONFIG).read_text("utf-8")

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.disk import DiskError, Transfer, aligned
-from slipstream.zero.comm import Comm, Pending
+from slipstream.zero.comm import Pending
 from slipstream.zero.placement import Tier, Tiers
+from slipstream.zero.reduction import Gather
 from slipstream.zero.storage.lane import Event, Lane
 from slipstream.zero.storage.store import PAGE, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes, round_up
 from slipstream.zero.storage.stream import Ring, Slot
@@ -179,7 +180,7 @@ class Homes:
 
         return Landing(memory.view(store.dtype)[: store.numel], _nothing, write_back)
 
-    def gather(self, store: Store, pages: Pages | None, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
+    def gather(self, store: Store, pages: Pages | None, full: Tensor, dp: Gather, cuts: Sequence[int]) -> Pending[None]:
         """Start loading this rank's weights, and all-gather them. A single rank loads into `full` itself.
 
         With the disk tier, `wait` launches the collective, so that ranks whose weights happen to be in memory launch no earlier.
@@ -215,7 +216,7 @@ class Homes:
             if spoiled is not None:
                 spoiled.fill_(float("nan"))
 
-    def _gather_over(self, lane: Lane, store: Store, full: Tensor, dp: Comm, cuts: Sequence[int]) -> Pending[None]:
+    def _gather_over(self, lane: Lane, store: Store, full: Tensor, dp: Gather, cuts: Sequence[int]) -> Pending[None]:
         """As `gather`, to a device with memory of its own. The device computes meanwhile; only uses of the weights wait."""
         shard = full if dp.size == 1 else torch.empty(store.numel, dtype=store.dtype, device=full.device)
         since = lane.now()  # the last use of this memory

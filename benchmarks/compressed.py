@@ -1,0 +1,89 @@
+"""The leg `compressed`: seconds and bytes per step when ranks send less than every element in bf16, over links of 1 Gbit/s.
+
+Each rank runs in a network namespace of its own, whose interface is limited and counts what it sends (benchmarks/wire.py). A step
+has few tokens, so that communication takes most of it. All contenders are Slipstream's, over gloo, in turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from benchmarks import systems
+from benchmarks.legs import Options
+from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.step import start
+from benchmarks.wire import NoNetwork, network
+from benchmarks.worker import Failed
+from benchmarks.workloads import WORKLOADS
+
+WORK = dataclasses.replace(WORKLOADS["moving"], name="compressed", batch=1, length=16)
+WORLD = 4
+RATE = "1gbit"
+PLAIN, ZERO3 = "slipstream:0:gloo", "slipstream:3:gloo"
+CONTENDERS = (
+    PLAIN,
+    "slipstream:0:gloo:int8",
+    "slipstream:0:gloo:int4",
+    "slipstream:0:gloo:onebit",
+    "slipstream:1:gloo:onebit",
+    ZERO3,
+    "slipstream:3:gloo:zeropp",
+)
+FIRST, COUNT = 4, 3  # steps before the first turn, in which 1-bit Adam freezes its variance, and steps of a turn
+
+
+def run(options: Options) -> str:
+    rounds = options.num_rounds(2)
+    contenders = CONTENDERS[:4] if options.quick else CONTENDERS
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    sent: dict[str, float] = {}
+    try:
+        with ExitStack() as stack:
+            running = {}
+            for name in contenders:
+                seat, counters = stack.enter_context(network(WORLD, RATE))
+                running[name] = (stack.enter_context(start(name, WORK, "bf16", WORLD, None, seat)), counters)
+                running[name][0].call("steps", count=FIRST)
+            for turn in range(rounds):
+                for name, (ranks, counters) in running.items():
+                    before = [int(counter.read_text()) for counter in counters]
+                    done = ranks.call("steps", count=COUNT)
+                    after = [int(counter.read_text()) for counter in counters]
+                    seconds[name] += [max(rank["times"][i] for rank in done) for i in range(COUNT)]
+                    sent[name] = max(b - a for a, b in zip(before, after, strict=True)) / COUNT
+                    print(
+                        f"  compressed {turn + 1}/{rounds} {name}: {seconds[name][-1]:.3f} s, {sent[name] / 1e6:.2f} MB", flush=True
+                    )
+    except NoNetwork as error:
+        return f"Not measured: {error}."
+    except Failed as error:
+        return f"Not measured: {error.reason}."
+    whole = 2 * (WORLD - 1) / WORLD * WORK.num_params * 4
+    rows = []
+    for name in contenders:
+        base = ZERO3 if name.startswith("slipstream:3") else PLAIN
+        faster = Spread.ratio(seconds[base], seconds[name])
+        figures = f"{sent[name] / 1e6:.2f}", f"{whole / sent[name]:.1f}"
+        rows.append([systems.label(name), Spread.of(seconds[name]).show(), faster.show(), *figures])
+    return "\n\n".join(
+        (
+            f"{WORK.describe()}, bf16, {WORLD} ranks, 1 Gbit/s per rank (network namespaces, tbf). Seconds per step of the "
+            f"slowest rank, median (min-max) of {rounds * COUNT} steps after {FIRST}; `faster`: than the same stage in bf16; MB "
+            "sent per step by the rank that sends most, packet headers included; `fewer`: than an fp32 all-reduce by the formula. "
+            "1-bit Adam is in its second phase.",
+            table(["contender", "s", "faster", "sent, MB", "fewer"], rows),
+            verdicts([verdict(text, value, target, at_least=True) for text, value, target in _judged(whole, sent, seconds)]),
+        )
+    )
+
+
+def _judged(whole: float, sent: dict[str, float], seconds: dict[str, list[float]]) -> Iterator[tuple[str, float, float]]:
+    """Each figure with its target."""
+    one_bit, zeropp = "slipstream:0:gloo:onebit", "slipstream:3:gloo:zeropp"
+    yield "1-bit Adam: times fewer bytes than an fp32 all-reduce", whole / sent[one_bit], 30.0
+    yield "1-bit Adam: times fewer bytes than bf16", sent[PLAIN] / sent[one_bit], 15.0
+    yield "1-bit Adam: times faster than bf16", Spread.ratio(seconds[PLAIN], seconds[one_bit]).median, 3.5
+    if zeropp in sent:
+        yield "ZeRO++: times fewer bytes than ZeRO-3", sent[ZERO3] / sent[zeropp], 3.8

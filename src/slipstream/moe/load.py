@@ -1,0 +1,156 @@
+"""The load of experts: a meter in each layer, which counts in every forward of a training step without waiting for the device.
+
+A vector of a meter has num_experts + 3 elements, in fp64: the routes to each expert, before any is dropped; the dropped routes; the
+sum of the auxiliary losses of the forwards, and their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.activations.recompute import is_repeating
+from slipstream.parallel.exchange import without_values
+from slipstream.zero.hooks import eager
+
+Sum = Callable[[Tensor], Tensor]  # over the ranks that train the layers; collective
+_MOST_LAYERS, _MOST_EXPERTS = 8, 16  # in a log entry
+
+
+class ExpertLoad(NamedTuple):
+    """The load of one layer's experts, over all ranks that train it."""
+
+    routes: tuple[int, ...]  # to each expert, before any is dropped
+    dropped: float  # share of the routes
+    loss: float  # the mean auxiliary loss of the layer's forwards; NaN: the layer computes none
+
+    @property
+    def peak(self) -> float:
+        """The largest load over the mean; 1 without tokens."""
+        return max(self.routes) * len(self.routes) / sum(self.routes) if any(self.routes) else 1.0
+
+    def __str__(self) -> str:
+        routes = sorted(self.routes)
+        each = " ".join(map(str, self.routes))
+        if len(routes) > _MOST_EXPERTS:
+            each = f"{routes[0]} to {routes[-1]}, half of the experts {routes[len(routes) // 4]} to {routes[len(routes) * 3 // 4]}"
+        loss = "" if math.isnan(self.loss) else f", auxiliary loss {self.loss:.4g}"
+        return f"max over mean {self.peak:.2f}, dropped {self.dropped:.2%}{loss}, routes {each}"
+
+
+class LoadMeter:
+    """The vectors of one layer on this rank: of the training step so far, of the last one, and of all since the last log entry."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.now, self.last, self.since = torch.zeros(3, num_experts + 3, dtype=torch.float64)
+        self.kept_loss: Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        """A copied layer, also one for a dry run or in a file, has routed nothing."""
+        return LoadMeter, (self.num_experts,)
+
+    @eager
+    @torch.no_grad()
+    def record(self, counts: Tensor, kept: Tensor | None = None, loss: Tensor | None = None) -> None:
+        """Add a forward of this rank's tokens, unless it is one of no training step, or a second one. kept: [T, k]; None: all."""
+        if is_repeating() or without_values(counts):
+            return
+        self.to(counts.device)
+        self.now[: self.num_experts] += counts
+        if kept is not None:
+            self.now[self.num_experts] += counts.sum() - kept.sum()
+        if loss is not None:
+            self.now[self.num_experts + 1 :] += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
+
+    def to(self, device: torch.device) -> None:
+        if self.now.is_meta:  # built with the model, which has memory now
+            self.now, self.last, self.since = torch.zeros(3, self.num_experts + 3, dtype=torch.float64, device=device)
+        elif self.now.device != device:
+            self.now, self.last, self.since = (each.to(device) for each in (self.now, self.last, self.since))
+
+    def keep(self, loss: Tensor) -> None:
+        """Keep a forward's auxiliary loss for readers of the layer (DeepSpeed's `l_aux`).
+
+        [Note: Kept losses] A loss keeps the graph, whose leaves keep the engine's shared memory after destroy(); Python's collector
+        does not see cycles through a graph. So the graph goes with the first backward through the loss, step or destroy.
+        """
+        self.kept_loss = loss
+        if loss.requires_grad:
+            meter = weakref.WeakMethod(self.forget_graph)
+
+            def forget(grad: Tensor) -> None:
+                if (method := meter()) is not None:
+                    method()
+
+            loss.register_hook(forget)
+
+    def forget_graph(self) -> None:
+        self.kept_loss = None if self.kept_loss is None else self.kept_loss.detach()
+
+    @property
+    def routes(self) -> Tensor:
+        """[num_experts], int64: of the step so far, or of the last one if this has none."""
+        return (self.now if self.now.any() else self.last)[: self.num_experts].to(torch.int64)
+
+    def end_step(self) -> None:
+        self.forget_graph()
+        self.last.copy_(self.now)
+        self.since += self.now
+        self.now.zero_()
+
+    def load(self, vector: Tensor) -> ExpertLoad:
+        *routes, dropped, loss, forwards = vector.tolist()
+        return ExpertLoad(tuple(map(int, routes)), dropped / max(sum(routes), 1), loss / forwards if forwards else math.nan)
+
+
+def meters(model: nn.Module) -> dict[str, LoadMeter]:
+    """Those of all layers of experts, by name."""
+    named = ((name, getattr(module, "meter", None)) for name, module in model.named_modules())
+    return {name: meter for name, meter in named if isinstance(meter, LoadMeter)}
+
+
+class KeptLosses:
+    """Those of a model, which end with its engine."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.meters = list(meters(model).values())
+
+    def close(self) -> None:
+        for meter in self.meters:
+            meter.forget_graph()
+
+
+def expert_loads(model: nn.Module) -> dict[str, Tensor]:
+    """The routes to each expert in the last training step, by the layer's name: int64, of this rank's tokens.
+
+    During a step, and without an engine, those of all forwards since.
+    """
+    return {name: meter.routes for name, meter in meters(model).items()}
+
+
+def sum_loads(vectors: Mapping[str, Tensor], total: Sum, of: Mapping[str, LoadMeter]) -> dict[str, ExpertLoad]:
+    """The loads of one vector per layer, summed over ranks. Collective: one exchange."""
+    sums = total(torch.cat(list(vectors.values()))).split([len(vector) for vector in vectors.values()])
+    return {name: of[name].load(vector) for name, vector in zip(vectors, sums, strict=True)}
+
+
+def entry(step: int, loads: Mapping[str, ExpertLoad]) -> str:
+    """An entry of the log: the worst layer, and the first layers."""
+    worst = max(loads, key=lambda name: loads[name].peak)
+    total = sum(sum(load.routes) for load in loads.values())
+    dropped = sum(load.dropped * sum(load.routes) for load in loads.values()) / max(total, 1)
+    losses = [load.loss for load in loads.values() if not math.isnan(load.loss)]
+    head = f"step {step}, {len(loads)} layers of experts: max over mean {loads[worst].peak:.2f} in {worst!r}, dropped {dropped:.2%}"
+    if losses:
+        head += f", auxiliary loss {sum(losses) / len(losses):.4g}"
+    lines = [head, *(f"  {name}: {load}" for name, load in itertools.islice(loads.items(), _MOST_LAYERS))]
+    if len(loads) > _MOST_LAYERS:
+        lines.append(f"  and {len(loads) - _MOST_LAYERS} others: engine.expert_load()")
+    return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""The reduction of gradients of which most rows are zero: those of embeddings. Only blocks with a value other than 0 are sent.
+
+block     elements that are sent together, at most a row: they divide the rows' length and the alignment of parameters and spans
+segment   the bytes for one rank: a count, the numbers of the blocks (int32), the blocks in the wire's dtype. A count of -1: all
+          blocks follow, without numbers, because more than `DENSE` of them have values (a head that is tied to an embedding)
+
+Sums are exact: adding zeros changes nothing, so the result is that of `Dense`, in rank order, in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.ops import Partial
+from slipstream.ops.wire import Feedback
+from slipstream.zero.comm import Buffer, Comm, Pending, reduce_into
+
+DENSE = 0.75
+_LINE = 64  # segments and their parts start at multiples of so many bytes
+_SMALLEST = 16
+
+
+def block_of(shapes: Sequence[Sequence[int]], align: int) -> int:
+    """Elements of a block for parameters of these shapes; 0 if rows are too short for it."""
+    block = math.gcd(align, *(math.prod(shape[1:]) for shape in shapes))
+    return block if block >= _SMALLEST else 0
+
+
+def wire_nbytes(numel: int, block: int, itemsize: int, ranks: int) -> int:
+    """Bytes of the segments of a unit of `numel` elements, all of them other than 0."""
+    return numel * itemsize + numel // block * 4 + ranks * 3 * _LINE
+
+
+def _parts(numel: int, block: int, itemsize: int) -> tuple[int, int]:
+    """Where the blocks of a segment start, and where the segment ends, if it has all of them with their numbers."""
+    start = _LINE + -(-(numel // block * 4) // _LINE) * _LINE
+    return start, start + -(-numel * itemsize // _LINE) * _LINE
+
+
+@dataclass(slots=True)
+class Rows:
+    """Sends blocks that are not zero."""
+
+    comm: Comm
+    weight: float
+    block: int
+    dtype: torch.dtype  # of values on the wire
+    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._scratch.numel() < numel or self._scratch.dtype is not dtype:
+            self._scratch = torch.empty(numel, dtype=dtype, device=wire.tensor.device)
+        return self._scratch[:numel]
+
+    def scatter(
+        self,
+        values: Tensor,
+        wire: Buffer,
+        cuts: Sequence[int],
+        out: Tensor,
+        feedback: Feedback | None,
+        *,
+        alpha: float,
+        accumulate: bool,
+    ) -> Pending[Partial]:
+        segments = self._segments(cuts, self.dtype)
+        lengths = [
+            self._pack(values[a:b].to(self.dtype), wire.tensor[start:stop])
+            for (a, b), (start, stop) in zip(itertools.pairwise(cuts), itertools.pairwise(segments), strict=True)
+        ]
+
+        def add(sources: list[Tensor]) -> Partial:
+            return self._add(out, sources, alpha * self.weight, accumulate)
+
+        return self.comm.swap_some(wire, segments, lengths, add, "reduce-scatter")
+
+    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int]) -> Partial | None:
+        assert wire is not None, "rows are sent in segments of their own"
+        dtype, index = full.tensor.dtype, self.comm.index
+        segments = self._segments(cuts, dtype)
+        self.comm.reusable(wire)
+        own = full.tensor[cuts[index] : cuts[index + 1]]
+        length = self._pack(own, wire.tensor[segments[index] : segments[index + 1]])
+
+        def fill(sources: list[Tensor]) -> None:
+            for rank, source in enumerate(sources):
+                if rank != index:
+                    span = full.tensor[cuts[rank] : cuts[rank + 1]]
+                    numbers, blocks = self._unpack(source, span.numel(), dtype)
+                    span.zero_()
+                    span.view(-1, self.block)[numbers] = blocks
+
+        self.comm.spread_some(wire, segments, length, fill).wait()
+        return None
+
+    def _segments(self, cuts: Sequence[int], dtype: torch.dtype) -> list[int]:
+        sizes = (_parts(b - a, self.block, dtype.itemsize)[1] for a, b in itertools.pairwise(cuts))
+        return list(itertools.accumulate(sizes, initial=0))
+
+    def _pack(self, span: Tensor, segment: Tensor) -> int:
+        """Write a segment; returns its length in bytes."""
+        blocks = span.view(-1, self.block)
+        numbers = (blocks != 0).any(1).nonzero().view(-1)
+        head, start = segment[:8].view(torch.int64), _LINE
+        if numbers.numel() > DENSE * len(blocks):
+            head.fill_(-1)
+        else:
+            head.fill_(numbers.numel())
+            segment[start : start + 4 * numbers.numel()].view(torch.int32).copy_(numbers)
+            start += -(-4 * numbers.numel() // _LINE) * _LINE
+            blocks = blocks[numbers]
+        stop = start + blocks.numel() * blocks.element_size()
+        segment[start:stop].view(span.dtype).copy_(blocks.reshape(-1))
+        return stop
+
+    def _unpack(self, segment: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The numbers of the blocks that a segment has, and the blocks."""
+        count, start = int(segment[:8].view(torch.int64)), _LINE
+        numbers = torch.arange(numel // self.block, device=segment.device)
+        if count >= 0:
+            numbers = segment[start : start + 4 * count].view(torch.int32).long()
+            start += -(-4 * count // _LINE) * _LINE
+        stop = start + numbers.numel() * self.block * dtype.itemsize
+        return numbers, segment[start:stop].view(dtype).view(-1, self.block)
+
+    def _add(self, out: Tensor, sources: list[Tensor], alpha: float, accumulate: bool) -> Partial:
+        parts = [self._unpack(source, out.numel(), self.dtype) for source in sources]
+        numbers = torch.cat([numbers for numbers, _ in parts]).unique()
+        wide = torch.promote_types(torch.promote_types(self.dtype, out.dtype), torch.float32)
+        total = torch.zeros(len(numbers), self.block, dtype=wide, device=out.device)
+        for own, blocks in parts:
+            total.index_add_(0, torch.searchsorted(numbers, own), blocks.to(wide))
+        total *= alpha
+        rows = out.view(-1, self.block)
+        if accumulate:
+            total += rows[numbers]
+        else:
+            out.zero_()
+        rows[numbers] = total.to(out.dtype)
+        return reduce_into(out, [out], 1.0, accumulate=False)

@@ -1,0 +1,269 @@
+"""1-bit Adam: warm-up equals AdamW; then each step is that of simulated workers and servers, on every stage and transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.ops import onebit
+from slipstream.optim import OneBitAdam
+from slipstream.optim.onebit import preconditioner
+from slipstream.train.saving import optimizer_state
+from tests import cases, toy
+from tests.pool import distributed
+
+FREEZE = 2
+PARAMS: dict[str, Any] = {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1, "freeze_step": FREEZE}
+ONE_BIT = {"type": "OneBitAdam", "params": PARAMS}
+
+
+def padded(x: Tensor) -> Tensor:
+    return torch.cat([x.flatten(), torch.zeros(-x.numel() % onebit.BLOCK)])
+
+
+class Twin:
+    """A plain model, trained by the gradients of all ranks: AdamW, then signs by simulated workers and servers."""
+
+    def __init__(self, ranks: int) -> None:
+        self.model, self.ranks = toy.seeded(toy.Lm), ranks
+        params = dict(self.model.named_parameters())
+        self.late = {name: param for name, param in params.items() if not name.startswith("embedding")}
+        self.adam = torch.optim.AdamW(params.values(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+        self.count = 0
+        self.states: dict[str, Any] = {}
+
+    def grads(self, step: int) -> dict[str, list[Tensor]]:
+        params = dict(self.model.named_parameters())
+        each = [torch.autograd.grad(self.model(toy.tokens(rank, step)), list(params.values())) for rank in range(self.ranks)]
+        return {name: [grads[i] for grads in each] for i, name in enumerate(params)}
+
+    def step(self, step: int, clip: float = 0.0) -> None:
+        grads = self.grads(step)
+        self.count += 1
+        late = self.late if self.count > FREEZE else {}
+        squares = torch.zeros((), dtype=torch.float64)
+        for name, each in grads.items():
+            if name in late:
+                squares += sum(grad.double().square().sum() for grad in each) / self.ranks
+            else:
+                squares += torch.stack(each).mean(0).double().square().sum()
+        scale = min(1.0, clip / (float(squares.sqrt()) + 1e-6)) if clip else 1.0
+        for name, param in self.model.named_parameters():
+            param.grad = None if name in late else torch.stack(grads[name]).mean(0) * scale
+        if late and not self.states:
+            self.states = {name: self._freeze(param) for name, param in late.items()}
+        self.adam.step()
+        for name, param in late.items():
+            self._exchange(self.states[name], param, grads[name], scale)
+
+    def _freeze(self, param: Tensor) -> dict[str, Any]:
+        state = self.adam.state[param]
+        inverse = padded(
+            preconditioner(
+                state["exp_avg_sq"],
+                self.adam.param_groups[0] | {"exp_avg_mask": None, "bias_correction": True},
+                FREEZE,
+                frozen=True,
+            )
+        )
+        numel = inverse.numel()
+        records = torch.zeros(onebit.nbytes(numel), dtype=torch.uint8)
+        first = padded(state["exp_avg"]) * inverse * 0.9
+        return {
+            "inverse": inverse,
+            "workers": [(first.clone(), torch.zeros(numel // onebit.BLOCK)) for _ in range(self.ranks)],
+            "server": (torch.zeros(numel), torch.zeros(numel // onebit.BLOCK)),
+            "p": records,
+        }
+
+    def _exchange(self, state: dict[str, Any], param: Tensor, grads: list[Tensor], scale: float) -> None:
+        sent = []
+        for (y, scales), grad in zip(state["workers"], grads, strict=True):
+            records = state["p"].clone()
+            onebit.worker(padded(grad), state["inverse"], y, scales, records, beta=0.9, factor=(1 - 0.9) * scale)
+            sent.append(records)
+        onebit.server(sent, state["inverse"], *state["server"], state["p"], alpha=1 / self.ranks)
+        p = torch.where(state["inverse"] > 0, onebit.decode(state["p"]), 0.0)[: param.numel()].view(param.shape)
+        with torch.no_grad():
+            param.mul_(1 - 1e-2 * 0.1).sub_(p * (1e-2 / (1 - 0.9**self.count)))
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_one_bit_adam_is_that_of_simulated_workers(transport: str) -> None:
+    twin = Twin(2)
+    for step in range(6):
+        twin.step(step, clip=0.5)
+    expected = twin.model.state_dict()
+    sums = set()
+    for stage in cases.stages(transport):
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ONE_BIT, gradient_clipping=0.5)
+        for step in range(6):
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{stage} {n}: {m}")
+        sums.add(int(toy.checksum(engine)))
+        engine.destroy()
+    assert len(sums) == 1  # stages have equal bits
+
+
+@distributed(world_size=4, transports=("gloo",))
+def test_one_bit_adam_of_accumulated_bf16_gradients_on_four_ranks(transport: str) -> None:
+    """Stages have equal bits, ranks the same weights, and the loss falls as AdamW's does."""
+    losses: dict[Any, float] = {}
+    sums: dict[int, int] = {}
+    for kind in ("OneBitAdam", "AdamW"):
+        for stage in (0, 2, 3) if kind == "OneBitAdam" else (2,):
+            params = {"lr": 1e-2, **({"freeze_step": 4} if kind == "OneBitAdam" else {})}
+            optimizer = {"type": kind, "params": params}
+            engine = toy.make(
+                toy.seeded(toy.Lm), stage, transport, dtype="bf16", gradient_accumulation_steps=2, optimizer=optimizer
+            )
+            last = []
+            for step in range(12):
+                for micro in range(2):
+                    last.append(float(toy.step(engine, toy.tokens(dist.get_rank(), step % 2, micro))))
+            losses[kind, stage] = sum(last[-4:])
+            sums[stage] = int(toy.checksum(engine))
+            engine.destroy()
+        if kind == "OneBitAdam":
+            assert len(set(sums.values())) == 1
+    assert losses["OneBitAdam", 2] < 1.1 * losses["AdamW", 2]
+
+
+@distributed(world_size=2)
+def test_a_gradient_that_is_not_finite_skips_the_exchange() -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1, optimizer=ONE_BIT)
+    for step in range(FREEZE + 1):
+        toy.step(engine, toy.tokens(dist.get_rank(), step))
+    before = int(toy.checksum(engine))
+    loss = engine(toy.tokens(dist.get_rank(), 9))
+    engine.backward(loss * (float("inf") if dist.get_rank() else 1.0))
+    engine.step()
+    assert engine.overflow and int(toy.checksum(engine)) == before
+    toy.step(engine, toy.tokens(dist.get_rank(), 10))
+    assert int(toy.checksum(engine)) != before
+    assert all(value.isfinite().all() for value in engine.state_dict().values())
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_masked_elements_are_not_stepped() -> None:
+    model = toy.seeded(toy.Net)
+    mask = torch.ones(8)
+    mask[3] = 0
+    groups = [
+        {"params": [model.out.bias], "exp_avg_mask": mask},
+        {"params": [param for param in model.parameters() if param is not model.out.bias]},
+    ]
+    optimizer = OneBitAdam(groups, lr=1e-2, freeze_step=1)
+    engine: Any = slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(0, optimizer=None))[0]
+    for step in range(4):
+        if step == 1:
+            before = engine.state_dict()["out.bias"].clone()
+        engine.backward(engine(toy.floats(dist.get_rank(), step)).square().mean())
+        engine.step()
+    after = engine.state_dict()["out.bias"]
+    assert after[3] == before[3] and (after != before).sum() == 7
+    engine.destroy()
+
+
+def test_without_an_engine_it_is_momentum_with_a_frozen_variance() -> None:
+    model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+    optimizer, adam = (
+        OneBitAdam(model.parameters(), lr=1e-2, freeze_step=2),
+        torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0),
+    )
+    for step in range(4):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        for each, one in ((model, optimizer), (twin, adam)):
+            one.zero_grad()
+            each(x).square().sum().backward()
+        if step == 2:
+            variance = optimizer.state[model.weight]["exp_avg_sq"].clone()
+        optimizer.step()
+        if step < 2:
+            adam.step()
+            torch.testing.assert_close(model.weight, twin.weight)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg_sq"], variance)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step is 0"),
+        ({"optimizer": ONE_BIT, "slipstream": {"optimizer_states": "int8"}}, "int8"),
+        (
+            {"optimizer": ONE_BIT, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+            "drop offload",
+        ),
+    ],
+)
+def test_settings_that_it_cannot_share_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        toy.make(toy.seeded(toy.Lm), 1, **keys)
+
+
+def optimizer_states(engine: Any) -> dict[str, dict[str, Tensor]]:
+    gathered = {}
+    for unit in engine.units:
+        for i, name in enumerate(unit.names):
+            gathered[name] = optimizer_state.of_parameter(unit, i, engine.single.steps)
+    return gathered
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_checkpoints_keep_momentum_variance_and_the_mean_error(transport: str, tmp_path: Path) -> None:
+    """A run goes on at any stage with equal bits; all ranks then have the mean of their errors."""
+    engine = toy.make(toy.seeded(toy.Lm), 1, transport, optimizer=ONE_BIT)
+    for step in range(FREEZE + 2):
+        toy.step(engine, toy.tokens(dist.get_rank(), step))
+    engine.save_checkpoint(str(tmp_path), tag="late")
+    saved = optimizer_states(engine)
+    assert saved["head.weight"]["error"].any() and "error" not in saved["embedding.weight"]
+    engine.destroy()
+    sums = set()
+    for stage in cases.stages(transport):
+        other = toy.make(toy.seeded(toy.Lm, 5), stage, transport, optimizer=ONE_BIT)
+        if stage == 0:  # it is late itself, and has to forget its own errors
+            for step in range(FREEZE + 1):
+                toy.step(other, toy.tokens(dist.get_rank(), 20 + step))
+        other.load_checkpoint(str(tmp_path), tag="late")
+        for name, states in optimizer_states(other).items():
+            for key, value in states.items():
+                torch.testing.assert_close(
+                    value, saved[name][key], rtol=1e-6, atol=1e-9, msg=lambda m, k=f"{name} {key}": f"{k}: {m}"
+                )
+        toy.step(other, toy.tokens(dist.get_rank(), 7))
+        assert set(frozen_units(other)) == {False, True}
+        sums.add(int(toy.checksum(other)))
+        other.destroy()
+    assert len(sums) == 1
+
+
+def frozen_units(engine: Any) -> list[bool]:
+    """Whether each unit's variance is frozen."""
+    return [unit in engine.single.steps.frozen for unit in engine.units]
+
+
+@distributed(world_size=2)
+def test_the_phase_follows_the_loaded_steps(tmp_path: Path) -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1, optimizer=ONE_BIT)
+    toy.step(engine, toy.tokens(dist.get_rank(), 0))
+    engine.save_checkpoint(str(tmp_path), tag="warm")
+    for step in range(3):
+        toy.step(engine, toy.tokens(dist.get_rank(), step))
+    assert any(frozen_units(engine))
+    engine.load_checkpoint(str(tmp_path), tag="warm")
+    assert not any(frozen_units(engine))
+    toy.step(engine, toy.tokens(dist.get_rank(), 1))
+    assert not any(frozen_units(engine))
+    toy.step(engine, toy.tokens(dist.get_rank(), 2))
+    assert any(frozen_units(engine))
+    engine.destroy()

@@ -1,0 +1,150 @@
+"""Gradients of embeddings as rows: the same bits as dense reductions, and the bytes of the rows that a batch uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import cases, toy
+from tests.dist.test_codes_on_the_wire import sent
+from tests.pool import distributed
+
+WORDS, WIDTH = 512, 64
+
+
+class Bag(nn.Module):
+    """Two embeddings, one of which may be sparse, a bag, and a small head."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH, padding_idx=0, sparse=sparse), nn.Embedding(16, WIDTH)
+        self.bag = nn.EmbeddingBag(64, 32, mode="sum", sparse=sparse)
+        self.head = nn.Linear(WIDTH, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return (self.head(x.mean(1)) * self.bag(tokens % 64)).square().mean()
+
+
+def tokens(rank: int, step: int) -> Tensor:
+    return torch.randint(WORDS, (2, 8), generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def trained(engine: Any, steps: int) -> list[int]:
+    sums = []
+    for step in range(steps):
+        toy.step(engine, tokens(dist.get_rank(), step))
+        sums.append(int(toy.checksum(engine)))
+    norm = torch.tensor(engine.global_grad_norm, dtype=torch.float32)
+    engine.destroy()
+    return [*sums, int(norm.view(torch.int32))]
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_rows_of_embeddings(transport: str) -> None:
+    """Clipped, with and without a bag's sparse gradients, in bf16 and accumulated: dense reductions give the same bits."""
+    for stage in cases.stages(transport):
+        for dtype, accumulation in (("fp32", 1), ("bf16", 2)):
+            keys: dict[str, Any] = {"gradient_clipping": 0.1, "gradient_accumulation_steps": accumulation}
+            dense = trained(toy.make(toy.seeded(Bag), stage, transport, dtype=dtype, **keys), 4)
+            for kind in (Bag, lambda: Bag(sparse=True)):
+                rows = toy.make(toy.seeded(kind), stage, transport, dtype=dtype, sparse_gradients=True, **keys)
+                assert trained(rows, 4) == dense, (stage, dtype)
+            assert trained(toy.make(toy.seeded(lambda: Bag(sparse=True)), stage, transport, dtype=dtype, **keys), 4) == dense
+
+
+@distributed(world_size=4, transports=("gloo",))
+def test_rows_over_four_ranks_one_of_which_uses_none(transport: str) -> None:
+    for stage in (0, 2):
+        results = []
+        for rows in (True, False):
+            engine = toy.make(toy.seeded(Bag), stage, transport, sparse_gradients=rows)
+            for step in range(2):
+                batch = tokens(dist.get_rank(), step)
+                loss = engine(batch)
+                engine.backward(loss * 0 if dist.get_rank() == 1 else loss)
+                engine.step()
+            results.append(int(toy.checksum(engine)))
+            engine.destroy()
+        assert results[0] == results[1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(tokens)).flatten(0, 1), tokens.flatten())
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_a_tied_embedding_is_sent_whole(transport: str) -> None:
+    bytes_sent, sums = [], []
+    for rows in (True, False):
+        engine = toy.make(toy.seeded(Tied), 2, transport, sparse_gradients=rows)
+        with sent() as counted:
+            toy.step(engine, tokens(dist.get_rank(), 0))
+        bytes_sent.append(sum(counted))
+        sums.append(int(toy.checksum(engine)))
+        engine.destroy()
+    assert sums[0] == sums[1]
+    assert bytes_sent[1] <= bytes_sent[0] <= bytes_sent[1] + 256  # headers
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_bytes_of_rows(transport: str) -> None:
+    """A row of 64 values takes its values and one number; rows of the other rank's span are sent once."""
+    model = nn.Sequential(nn.Embedding(4096, WIDTH), nn.Linear(WIDTH, 1))
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = toy.make(model, 1, transport, sparse_gradients=True, optimizer=optimizer)
+    batch = torch.randint(4096, (4, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with sent() as counted:
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    half = engine.units[0].layout.numel // 2 // WIDTH
+    own = dist.get_rank()
+    others = len({int(i) for i in batch.flatten() if (int(i) < half) != (own == 0)})
+    rows = others * (4 + 4 * WIDTH)
+    found = [n for n in counted if rows <= n <= rows + 3 * 64]
+    assert len(found) == 1, (counted, rows)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("width", [5, 64])
+def test_short_rows_are_reduced_densely(width: int) -> None:
+    """One process: nothing is sent, and any width trains."""
+    engine = toy.make(nn.Sequential(nn.Embedding(10, width), nn.Linear(width, 1)), 2, sparse_gradients=True)
+    engine.backward(engine(torch.tensor([[1, 2]])).square().mean())
+    engine.step()
+    engine.destroy()
+
+
+class Functional(nn.Module):
+    """A functional sparse embedding, which no module attribute reveals."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.sparse = nn.Parameter(torch.ones(10, 4)), sparse
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.table, sparse=self.sparse)
+
+
+def test_a_functional_sparse_gradient_is_the_dense_one() -> None:
+    for stage in range(4):
+        weights = []
+        for sparse in (True, False):
+            engine = toy.make(Functional(sparse), stage)
+            for _ in range(2):
+                engine.backward(engine(torch.tensor([1, 2, 2])).sum())
+                assert engine.gradient("table").any(1).tolist() == [row in (1, 2) for row in range(10)]
+                engine.step()
+            weights.append(engine.state_dict()["table"])
+            engine.destroy()
+        assert torch.equal(*weights)
