@@ -41,12 +41,14 @@ LABELS = {
 COMPRESSED: dict[str, dict[str, Any]] = {  # keys that make ours send less
     "int8": {"communication_data_type": "int8"},
     "int4": {"communication_data_type": "int4"},
+    "feedback": {"communication_data_type": "int4", "zero_optimization": {"stage": 0, "zeropp_loco_param": {}}},
     "onebit": {"optimizer": {"type": "OneBitAdam", "params": {**ADAMW, "freeze_step": 2}}},
     "zeropp": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zero_quantized_weights": True}},
 }
 COMPRESSED_LABELS = {
     "int8": ", int8 gradients",
     "int4": ", int4 gradients",
+    "feedback": ", int4 gradients with error feedback",
     "onebit": ", 1-bit Adam",
     "zeropp": ", int4 gradients and int8 weights",
 }

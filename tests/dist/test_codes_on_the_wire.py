@@ -37,7 +37,7 @@ class Twin:
         self.model, self.bits, self.ranks, self.mean_bits = toy.seeded(toy.Lm), bits, ranks, mean_bits
         self.beta, self.errors = beta, {}  # type: ignore[var-annotated]
 
-    def _feedback(self, rank: int, param: Tensor) -> wire.Feedback | None:
+    def _feedback(self, rank: int | str, param: Tensor) -> wire.Feedback | None:
         if self.beta is None:
             return None
         error = self.errors.setdefault((rank, param), torch.zeros(wire.nbytes(param.numel(), 8), dtype=torch.uint8))
@@ -58,7 +58,7 @@ class Twin:
             for param, total in zip(params, totals, strict=True):
                 assert total is not None
                 mean = total / self.ranks
-                param -= mean if self.mean_bits is None else coded(mean, self.mean_bits)
+                param -= mean if self.mean_bits is None else coded(mean, self.mean_bits, self._feedback("mean", param))
 
 
 def same(engine: Any, model: nn.Module) -> None:
@@ -118,7 +118,7 @@ def test_error_feedback(transport: str) -> None:
     loco = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.25, "reset_T": 2}}
     for stage in (0, 2):
         engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=SGD, zero_optimization=loco)
-        twin = Twin(4, 2, None if stage else 8, beta=0.25)
+        twin = Twin(4, 2, None if stage else 4, beta=0.25)
         for step in range(3):
             toy.step(engine, toy.tokens(dist.get_rank(), step))
             twin.step(step)
@@ -166,15 +166,17 @@ def sent() -> Iterator[list[int]]:
 def test_bytes_of_codes(transport: str) -> None:
     """A gradient takes 4 bits and a weight 8, with 16 bits for each 256 of them."""
     numel = 256 * 1024
-    for stage in (0, 2, 3):
+    for stage, loco in ((0, None), (0, {}), (2, None), (3, None)):
         quantized = {"zero_quantized_gradients": True, "zero_quantized_weights": stage == 3}
+        quantized |= {} if loco is None else {"zeropp_loco_param": loco}
         engine = toy.make(nn.Linear(1024, 256, bias=False), stage, transport, optimizer=SGD, zero_optimization=quantized)
         with sent() as counted:
             engine.backward(engine(torch.randn(2, 1024)).square().mean())
             engine.step()
         half, scales = numel // 2, numel // 2 // 256 * 2
         gradients, eight = half // 2 + scales, half + scales
-        expected = {0: [gradients, eight], 2: [gradients, 4 * half], 3: [eight, eight, gradients]}[stage]
+        mean = eight if loco is None else gradients
+        expected = {0: [gradients, mean], 2: [gradients, 4 * half], 3: [eight, eight, gradients]}[stage]
         assert counted == expected
         engine.destroy()
 

@@ -104,6 +104,7 @@ class GroupMail(Mail):
         self.tags = {key: 1 + _TAGS * i for i, (key, _, _) in enumerate(sorted(keys))}
         self.last_sent: Future[None] | None = None
         self.sends, self.receives = _Waiter(), _Waiter()
+        watch.waiters |= {self.sends, self.receives}
 
     def send(self, key: Key, to: int, tree: Any) -> None:
         tensors: list[Tensor] = []
@@ -242,10 +243,10 @@ class _Waiter:
             except RuntimeError as error:
                 future.set_exception(error)
 
-    def close(self) -> None:
-        """End the thread; one that waits for a lost rank ends with the process."""
+    def close(self, patience: float = _SLICE) -> None:
+        """End the thread; one that still waits for a lost rank after `patience` seconds ends with the process."""
         self.works.put(None)
-        self.thread.join(_SLICE)
+        self.thread.join(patience)
 
 
 class _Segment:

@@ -83,7 +83,8 @@ class States:
 
     def feedback(self) -> list[Feedback]:
         """The error feedback of the units whose gradients are communicated in codes."""
-        return [unit.memory.feedback for unit in self.units if unit.memory.feedback is not None]
+        kept = [feedback for unit in self.units for feedback in (unit.memory.feedback, unit.memory.served)]
+        return [feedback for feedback in kept if feedback is not None]
 
     def release(self) -> None:
         """Release the weights that are still gathered."""

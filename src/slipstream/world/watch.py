@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from slipstream.world.monitor import StatusMonitor
 
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
+_LAST_WORDS = 3.0  # seconds at the end of the script for operations with lost ranks to end
 
 
 class PeerError(BriefError, RuntimeError):
@@ -73,6 +74,13 @@ class Ledger:
         del self.in_flight[number]
 
 
+class Waiter(Protocol):
+    """A thread that waits for operations with other ranks."""
+
+    def close(self, patience: float) -> None:
+        """End the thread, or leave it after `patience` seconds."""
+
+
 class Watch:
     """One engine's current position on this rank. `waits` counts entries and exits of waits, which shows progress."""
 
@@ -92,6 +100,7 @@ class Watch:
         self.is_lost = True  # the failure is a lost rank: raise PeerLostError
         self.was_raised = False
         self.ledgers: list[Ledger] = []
+        self.waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self.rank = 0
         self.names: Mapping[int, str] = {}  # rank -> its place on the axes, as text
         self.peers = Peers([])
@@ -232,6 +241,11 @@ class Watch:
             monitor.say_goodbye(self)
         self._keep_groups()
         self._thread = self._monitor = None
+        # A thread whose operation ends while the interpreter does would abort the process, in place of its exit code. The lost
+        # rank's connections close within moments; a rank that hangs never ends the operation.
+        until = time.monotonic() + _LAST_WORDS
+        for waiter in list(self.waiters):
+            waiter.close(max(0.0, until - time.monotonic()))
 
     def _keep_groups(self) -> None:
         """Leak process groups with operations in flight: their destructor would wait for operations that may never end."""

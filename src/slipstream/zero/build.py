@@ -199,16 +199,23 @@ def allocate(context: BuildContext, plans: Sequence[UnitPlan]) -> list[Memory]:
     for i, plan in enumerate(plans):
         by_family.setdefault(plan.group.differs, []).append(i)
         if plan.group.trainable:
-            memories[i].feedback = _feedback(plan.layout, plan.dtypes, context.recipe, context.homes.device)
+            _allocate_feedback(memories[i], plan.layout, plan.dtypes, context.recipe, plan.comms, context.homes.device)
     for _, indices in sorted(by_family.items()):
         _allocate(context, plans[indices[0]].comms, indices, plans, memories)
     return memories
 
 
-def _feedback(layout: Layout, dtypes: Dtypes, recipe: Recipe, device: torch.device) -> Feedback | None:
+def _allocate_feedback(memory: Memory, layout: Layout, dtypes: Dtypes, recipe: Recipe, comms: Comms, device: torch.device) -> None:
     if recipe.feedback is None or dtypes.wire_bits is None:
-        return None
-    return Feedback(torch.zeros(wire.nbytes(layout.numel, 8), dtype=torch.uint8, device=device), recipe.feedback)
+        return
+
+    def zeros(numel: int) -> Feedback:
+        return Feedback(torch.zeros(wire.nbytes(numel, 8), dtype=torch.uint8, device=device), recipe.feedback or 0.0)
+
+    memory.feedback = zeros(layout.numel)
+    if not recipe.placement.optim:
+        start, stop = layout.span(comms.dp.size, comms.dp.index)
+        memory.served = zeros(stop - start)
 
 
 def _allocate(
@@ -290,7 +297,7 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
         unit.memory.local = comms.dp.allocate([(layout.numel, dtypes.local)])[0]
     if comms.dp_replicate.size > 1:
         unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
-    unit.memory.feedback = _feedback(layout, dtypes, recipe, unit.homes.device)
+    _allocate_feedback(unit.memory, layout, dtypes, recipe, comms, unit.homes.device)
     unit.start_training(dtypes)
     if recipe.placement.grads or dtypes.wire != dtypes.local:
         slots.ensure((comms.dp, dtypes.wire), _wire_numel(layout, dtypes, comms.dp))

@@ -44,8 +44,11 @@ class Reduction(Protocol):
         bounds, in elements. feedback: what codes have lost before; updated.
         """
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int]) -> Partial | None:
-        """Fill the other ranks' spans of `full`. Returns this rank's new sum of squares if its span has changed. Collective."""
+    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+        """Fill the other ranks' spans of `full`. Returns this rank's new sum of squares if its span has changed. Collective.
+
+        feedback: what codes of this rank's spans have lost before; updated.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,14 @@ class Dense:
             wire.tensor[: values.numel()].copy_(values)
         return self.comm.reduce_scatter(wire, cuts, out, alpha=alpha * self.weight, accumulate=accumulate)
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int]) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         self.comm.all_gather(full, cuts).wait()
         return None
 
 
 @dataclass(slots=True)
 class Coded:
-    """Sums of codes. The mean that replicated gradients get back is in 8-bit codes."""
+    """Sums of codes. The mean that replicated gradients get back is in 8-bit codes, or with error feedback in as many bits."""
 
     comm: Comm
     weight: float
@@ -111,15 +114,16 @@ class Coded:
 
         return self.comm.swap(wire, coded, add, "reduce-scatter")
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int]) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         assert wire is not None, "coded gradients have a wire"
-        coded, index, own = wire_cuts(cuts, _MEAN_BITS), self.comm.axis.index, None
+        bits = _MEAN_BITS if feedback is None else self.bits
+        coded, index, own = wire_cuts(cuts, bits), self.comm.axis.index, None
         self.comm.reusable(wire)
-        encode(full.tensor[cuts[index] : cuts[index + 1]], wire.tensor[coded[index] : coded[index + 1]], _MEAN_BITS)
+        encode(full.tensor[cuts[index] : cuts[index + 1]], wire.tensor[coded[index] : coded[index + 1]], bits, feedback)
         self.comm.all_gather(wire, coded).wait()
         for i in range(self.comm.size):
             span, codes = full.tensor[cuts[i] : cuts[i + 1]], wire.tensor[coded[i] : coded[i + 1]]
-            partial = sum_coded(span, [codes], _MEAN_BITS)
+            partial = sum_coded(span, [codes], bits)
             own = partial if i == index else own
         return own
 

@@ -95,6 +95,7 @@ class Memory:
     replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
     pages: Pages | None = None  # the memory of gathered weights, if its pages are freed on release
     feedback: Feedback | None = None  # what the codes of gradients have lost
+    served: Feedback | None = None  # what the codes of this rank's span of the mean have lost (gradients are replicated)
     poison: bool = False  # debugging: fill released weights with NaN instead of freeing them
 
 
@@ -413,7 +414,7 @@ class Unit:
             if copies.size > 1:
                 self._add_copies(copies)
             if local is not None and not self.placement.optim:
-                partial = self.reduction.spread(local, wire, self.cuts)
+                partial = self.reduction.spread(local, wire, self.cuts, self.memory.served)
                 self.window.reduced(partial or self.window.partial)
 
         return Pending(finish)
