@@ -364,7 +364,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "comms-log": (having(LITTLE, comms_logger={"enabled": True, "verbose": True}), "comms_logger.enabled"),
     "flops": (having(LITTLE, flops_profiler={"enabled": True, "profile_step": 5}), "flops_profiler.enabled"),
     "curriculum": (having(MEGATRON, curriculum_learning={"enabled": True}), "curriculum_learning.enabled"),
-    "hpz": (trainer(3, zero_optimization__zero_hpz_partition_size=8), "zero_hpz_partition_size"),
     "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
     "zero++": (trainer(3, zero_optimization__zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable_weights"),
     "data-efficiency": (having(MEGATRON, data_efficiency={"enabled": True}), "data_efficiency.enabled"),

@@ -254,6 +254,15 @@ def test_zero() -> None:
     assert plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}).zero.shard_size is None
 
 
+def test_groups_are_checked(caplog: pytest.LogCaptureFixture) -> None:
+    groups = {"stage": 3, "zero_hpz_partition_size": 2}
+    assert plan_of({"zero_optimization": groups}, ranks=4).zero.group_size == 2
+    with pytest.raises(
+        ValueError, match=r"zero_hpz_partition_size \(2\) does not divide the 3 data-parallel ranks; use one of 1, 3"
+    ):
+        plan_of({"zero_optimization": groups}, ranks=3)
+
+
 def test_mics_is_checked() -> None:
     with pytest.raises(ValueError, match="does not divide the 4 data-parallel ranks; use one of 1, 2, 4"):
         plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, ranks=4)
@@ -634,6 +643,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.zeropp_loco_param.err_beta": st.floats(0, 1),
     "zero_optimization.zeropp_loco_param.reset_T": st.sampled_from([0, 1, 1024]),
     "zero_optimization.mics_shard_size": st.sampled_from([-1, 1, 2, 3]),
+    "zero_optimization.zero_hpz_partition_size": st.sampled_from([0, 1, 2, 3]),
     "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu", "NVMe"]),
     "zero_optimization.offload_optimizer.nvme_path": st.sampled_from(["/disk", None]),
     "zero_optimization.offload_optimizer.ratio": st.floats(0, 1),

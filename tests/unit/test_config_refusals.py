@@ -64,7 +64,14 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     "rounding": ({}, {"slipstream.stochastic_rounding": True}),
     "states": ({}, {"slipstream.optimizer_states": "int8"}),
     "stage": tuple({"zero_optimization.stage": stage} for stage in range(4)),
-    "groups": ({}, {"zero_optimization.mics_shard_size": 2}, {"zero_optimization.mics_shard_size": 3}),
+    "groups": (
+        {},
+        {"zero_optimization.mics_shard_size": 2},
+        {"zero_optimization.mics_shard_size": 3},
+        {"zero_optimization.zero_hpz_partition_size": 2},
+        {"zero_optimization.zero_hpz_partition_size": 3},
+        {"zero_optimization.zero_hpz_partition_size": 16},
+    ),
     "optimizer states": (
         {},
         {"zero_optimization.cpu_offload": True},

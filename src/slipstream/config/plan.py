@@ -134,6 +134,8 @@ class ZeroPlan:
     stage: Literal[0, 1, 2, 3] = key("zero_optimization.stage")
     # MiCS: ranks that share one copy of the states; None = all data-parallel ranks
     shard_size: int | None = key("zero_optimization.mics_shard_size", read=lambda size: size if size > 0 else None)
+    # ZeRO++: neighboring ranks that exchange weights and codes of gradients before these cross groups; None = no groups
+    group_size: int | None = key("zero_optimization.zero_hpz_partition_size", read=lambda size: size if size > 1 else None)
     transport: Literal["auto", "shared", "gloo"] = key("slipstream.transport")
     sends_rows: bool = key("sparse_gradients")  # of embeddings
     coded_weights: bool = key("zero_optimization.zero_quantized_weights")  # gathered weights

@@ -155,6 +155,11 @@ REFUSALS: tuple[Row, ...] = (
         "{c.divisors}",
     ),
     Row(
+        lambda c: c.zero.group_size is not None and c.ranks % c.zero.group_size,
+        "zero_optimization.zero_hpz_partition_size ({c.zero.group_size}) does not divide the {c.ranks} data-parallel ranks; use "
+        "one of {c.divisors}",
+    ),
+    Row(
         lambda c: c.values["zero_optimization.zero_quantized_gradients"] and c.precision.comm_dtype is not INT4,
         "zero_optimization.zero_quantized_gradients communicates gradients in codes of 4 bits, but communication_data_type is "
         "{c.values[communication_data_type]}; drop one of the two",
@@ -195,6 +200,15 @@ NO_EFFECT: tuple[Row, ...] = (
     Row(
         lambda c: c.zero.coded_weights and c.zero.stage < 3,
         "zero_optimization.zero_quantized_weights has no effect at stage {c.zero.stage}: only stage 3 gathers weights",
+    ),
+    Row(
+        lambda c: c.zero.group_size is not None and c.zero.group_size == c.ranks,
+        "zero_optimization.zero_hpz_partition_size has no effect here: all {c.ranks} data-parallel ranks are one group",
+    ),
+    Row(
+        lambda c: c.zero.group_size is not None and c.zero.stage < 3 and c.precision.comm_dtype not in _CODES,
+        "zero_optimization.zero_hpz_partition_size has no effect at stage {c.zero.stage} without codes: groups apply to "
+        "weights, which only stage 3 gathers, and to gradients in codes",
     ),
     Row(
         lambda c: c.values.is_given(_CHECK) and c.scale is not None,

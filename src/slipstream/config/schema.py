@@ -67,10 +67,6 @@ _AMP = 'use "bf16", "fp16" or "torch_autocast" with "enabled": true'
 _FP32_BUFFERS = Feature(
     "a list of buffers that stay in fp32", "drop the key; data_types.buffer_dtype sets the dtype of all buffers"
 )
-_HPZ = Feature(
-    "a secondary partition of the parameters (hpZ)",
-    "drop the key; zero_optimization.mics_shard_size limits all-gathers to a group of ranks",
-)
 _ZERO_PP = Feature("frozen weights stored in codes", "drop the key; zero_quantized_weights gathers all weights in codes")
 _GDS = Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory")
 _GRAPHS = Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs')
@@ -235,7 +231,11 @@ class ZeroOptimization(Block):
     legacy_stage1: bool = no_effect(False, "each stage has one implementation")
     round_robin_gradients: bool = no_effect(False, "every unit is already sharded evenly over all ranks")
     parameter_alignment: bool = no_effect(False, "parameters are always aligned to 128 bytes")
-    zero_hpz_partition_size: Size = switch(1, _HPZ, off=(0, 1))
+    zero_hpz_partition_size: Size = honored(
+        1,
+        "Ranks of a group (hpZ): weights (stage 3) and gradients in codes (every stage) cross groups once a step.",
+        "test_groups_of_ranks",
+    )
     zero_quantized_weights: bool = honored(
         False,
         "Stage 3: gather weights in codes of 8 bits. Nothing changes over shared memory, which moves none.",

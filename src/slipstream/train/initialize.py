@@ -138,7 +138,7 @@ def initialize(
 def _mesh(plan: Plan, model: nn.Module, group: Any, places: Any) -> Mesh:
     """Collective. Raises PeerError on every rank if the ranks that share states have different models."""
     axes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp}
-    mesh = build_mesh(**axes, shard_size=plan.zero.shard_size, group=group, places=places)
+    mesh = build_mesh(**axes, shard_size=plan.zero.shard_size, group_size=plan.zero.group_size, group=group, places=places)
     check_alike_on(facts_of_model(model), mesh.batch)
     return mesh
 
@@ -366,10 +366,9 @@ def _engine(
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)
-        bits, coded = CODE_BITS.get(precision.comm_dtype), plan.zero.coded_weights
-        world, families = connect(mesh, device, transport, watch, gradient_bits=bits, coded_weights=coded)
+        world, families = connect(mesh, device, transport, watch, gradient_bits=CODE_BITS.get(precision.comm_dtype))
         for family in families.values():
-            for comm in (family.dp, family.dp_replicate, family.data):
+            for comm in reversed([*family.all()]):
                 failed.callback(comm.close)
         failed.callback(world.close)
         open_space = open_spaces(plan.offload, world)

@@ -51,6 +51,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
         align=onebit.BLOCK if is_late else wire.WIRE_BLOCK if coded else states.align,
         tiers=tiers_of(plan.offload),
         feedback=plan.zero.error_beta,
+        coded_weights=plan.zero.coded_weights,
         state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
 

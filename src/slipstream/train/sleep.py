@@ -201,6 +201,7 @@ def _weights(states: States, add: Any) -> None:
             add(unit.full[start:stop])
         else:
             add(_whole(unit.weights))
+        add(unit.memory.kept.tensor if unit.memory.kept else None, False)
 
 
 def _gradients(states: States, add: Any) -> None:

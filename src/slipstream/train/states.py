@@ -142,5 +142,5 @@ class States:
 
     def transports(self) -> Iterable[Comm]:
         """Each transport once, the widest first."""
-        comms = [comm for family in self.families.values() for comm in (family.data, family.dp_replicate, family.dp)]
+        comms = [comm for family in self.families.values() for comm in family.all()]
         return {id(comm): comm for comm in (*comms, self.world)}.values()

@@ -568,7 +568,7 @@ class Change:
     def _refit_ring(self) -> None:
         """Resize the ring of gradient buffers to the longest unit."""
         states = self.states
-        trained = [(unit.comms.dp, unit.layout, unit.dtypes) for unit in states.units if unit.grads is not None]
+        trained = [(unit.comms, unit.layout, unit.dtypes) for unit in states.units if unit.grads is not None]
         longest = longest_on_wire(trained, states.recipe)
         if longest != states.slots.numels:
             states.slots = Slots({})

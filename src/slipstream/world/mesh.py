@@ -71,6 +71,8 @@ class Family:
     both: Axis  # the ranks that hold the same parameters, in (copies, shards) order
     copies: Axis  # replicas of the shards
     shards: Axis
+    group: Axis | None = None  # of the shards: neighbors, such as the ranks of a host; None: no groups
+    across: Axis | None = None  # of the shards: the ranks with the same place in each group
     weight: float = 1.0  # of the sum of gradients over `both`; see [Note: Gradients of copies over tp]
 
     def parts_of(self, split: Split) -> Axis:
@@ -111,6 +113,7 @@ class Mesh:
     places: Mapping[int, Place]  # of every rank of the engine, in row-major order
     families: Mapping[Differs, Family]
     shard_size: int | None
+    group_size: int | None
     groups: _Groups = field(repr=False, compare=False)
 
     @property
@@ -169,9 +172,9 @@ class Mesh:
                 rows.setdefault((*key[: i + 1], *key[i + 2 :]), []).append(ranks)
             wholes = [column for cells_of in rows.values() for column in _columns(cells_of)]
             parts.append(self.groups.axis(split.axis, wholes))
-        copies, shards = self._copies(splits, list(cells.values()))
         is_equal = not any(split.axis in ("tp", "ep") for split in splits)
-        return Family(splits, tuple(parts), both, copies, shards, 1.0 / self.tp.size if is_equal else 1.0)
+        weight = 1.0 / self.tp.size if is_equal else 1.0
+        return Family(splits, tuple(parts), both, *self._copies(splits, list(cells.values())), weight)
 
     def _cells(self, splits: Differs) -> dict[tuple[int, ...], list[int]]:
         """The ranks that hold the same parameters, by (first stage, index of the part for each split)."""
@@ -198,8 +201,8 @@ class Mesh:
         back = [0, *(1 + order.index(i) for i in range(len(splits)))]
         return {tuple(key[i] for i in back): ranks for key, ranks in cells.items()}
 
-    def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis]:
-        """The axes of the replicas of shards, and of the shards, in cells of ranks that hold the same parameters."""
+    def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis, Axis | None, Axis | None]:
+        """The axes of the replicas of shards, of the shards and of groups of these, in cells of ranks with the same parameters."""
         if any(split.axis == "pp" for split in splits):  # a copy on each stage
             rows = [[list(group) for _, group in itertools.groupby(ranks, lambda rank: self.places[rank].pp)] for ranks in cells]
         elif self.shard_size is None or all(len(ranks) <= self.shard_size for ranks in cells):
@@ -210,7 +213,17 @@ class Mesh:
         else:
             rows = [[list(ranks[i : i + self.shard_size]) for i in range(0, len(ranks), self.shard_size)] for ranks in cells]
         columns = [column for row in rows for column in _columns(row)]
-        return self.groups.axis("dp_replicate", columns), self.groups.axis("dp", [ranks for row in rows for ranks in row])
+        shards = [sorted(ranks) for row in rows for ranks in row]
+        return self.groups.axis("dp_replicate", columns), self.groups.axis("dp", shards), *self._grouped(shards)
+
+    def _grouped(self, shards: Sequence[Sequence[int]]) -> tuple[Axis | None, Axis | None]:
+        """The axes within and across groups of the shards; None if some of the shards are not several whole groups."""
+        size = self.group_size
+        if size is None or any(len(ranks) == size or len(ranks) % size for ranks in shards):
+            return None, None
+        rows = [[list(ranks[i : i + size]) for i in range(0, len(ranks), size)] for ranks in shards]
+        across = [column for row in rows for column in _columns(row)]
+        return self.groups.axis("group", [ranks for row in rows for ranks in row]), self.groups.axis("across groups", across)
 
 
 def build_mesh(
@@ -219,6 +232,7 @@ def build_mesh(
     sp: int = 1,
     tp: int = 1,
     shard_size: int | None = None,
+    group_size: int | None = None,
     group: Any = None,
     places: Mapping[int, Place] | None = None,
 ) -> Mesh:
@@ -226,6 +240,7 @@ def build_mesh(
 
     pp, sp, tp  the sizes of these axes. The ranks of an axis are consecutive, tp innermost; or they stand at `places`
     shard_size  (MiCS) shards over so many consecutive ranks only
+    group_size  (ZeRO++) so many consecutive shards are a group
 
     Collective over the whole world if an axis has several ranks but not all, because it creates process groups. Raises ValueError
     if a size does not divide the number of ranks.
@@ -257,7 +272,7 @@ def build_mesh(
                 raise ValueError(f"the mpu orders ranks {line} along {name}; along an axis, ranks must ascend")
         axes[name] = groups.axis(name, list(lines.values()))
     world = groups.axis("world", [list(places)])
-    mesh = Mesh(rank, world, **axes, places=places, families={}, shard_size=shard_size, groups=groups)
+    mesh = Mesh(rank, world, **axes, places=places, families={}, shard_size=shard_size, group_size=group_size, groups=groups)
     return replace(mesh, families={(): mesh._family(())})
 
 

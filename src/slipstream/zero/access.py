@@ -42,7 +42,7 @@ def units_of(params: Iterable[nn.Parameter]) -> dict[Unit, list[int]]:
 def full_values(unit: Unit) -> Tensor:
     """Return a copy of the unit's unsharded weights, flat. Collective over the shards."""
     if unit.state is State.GATHERED:
-        return unit.unsharded_weights() if unit.comms.weights is not unit.comms.dp else unit.full.clone()
+        return unit.unsharded_weights() if not unit.comms.weights.exact else unit.full.clone()
     unit.gather_exactly()
     values = unit.full.clone()
     unit.release()
@@ -233,8 +233,8 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
             else:
                 inside, of_param = slot.common(unit.span)
                 unit.weights.put(inside.start, new[of_param])
-    if unit.memory.common:
-        unit.comms.dp.publish(unit.memory.common)
+    if unit.placement.weights:
+        unit.publish()
 
 
 def _write_masters(unit: Unit, slot: Slot, values: Tensor) -> None:

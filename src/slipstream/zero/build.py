@@ -7,7 +7,7 @@ that an error leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -18,12 +18,13 @@ from slipstream.world.mesh import Axis, Differs, Mesh
 from slipstream.world.watch import Watch
 from slipstream.zero import access, rows
 from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
+from slipstream.zero.gather import CodedGather, Gather, GroupGather, kept_by
 from slipstream.zero.hooks import RingKey, Slots
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
 from slipstream.zero.leaves import Leaf, kind_of, named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
-from slipstream.zero.reduction import Coded, CodedGather, wire_numel
+from slipstream.zero.reduction import Coded, CodedTwice, wire_numel
 from slipstream.zero.rows import block_of
 from slipstream.zero.shared import SharedComm, hosts_agree
 from slipstream.zero.storage.homes import Homes
@@ -48,6 +49,7 @@ class Recipe:
     align: int  # parameters and shards start on multiples of so many elements
     tiers: Tiers
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
+    coded_weights: bool = False  # gathered weights are sent in codes
     feedback: float | None = None  # of gradients in codes: the weight of old errors in the new ones; None: no error feedback
 
 
@@ -70,11 +72,11 @@ def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch)
 
 
 def connect(
-    mesh: Mesh, device: torch.device, transport: str, watch: Watch, *, gradient_bits: int | None = None, coded_weights: bool = False
+    mesh: Mesh, device: torch.device, transport: str, watch: Watch, *, gradient_bits: int | None = None
 ) -> tuple[Comm, dict[Differs, Comms]]:
     """Make the transports of all ranks and of each family. Collective over each axis, in the same order on all of its ranks.
 
-    gradient_bits, coded_weights: communicate gradients in codes of so many bits, and gathered weights in codes.
+    gradient_bits: communicate gradients in codes of so many bits. Groups have transports only where ranks have to send bytes.
 
     Raises ValueError as `connect_axis` does.
     """
@@ -87,9 +89,15 @@ def connect(
         dp = comm(family.shards)
         replicate = comm(family.copies)
         both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
-        coded = Coded(dp, family.weight, gradient_bits) if gradient_bits and dp.size > 1 else None
-        weights = CodedGather(dp, dp.size) if coded_weights and dp.size > 1 else dp
-        families[key] = Comms(family=family, dp=dp, dp_replicate=replicate, data=both, weights=weights, coded=coded)
+        group = across = coded = None
+        if family.group is not None and family.across is not None and isinstance(dp, ProcessGroupComm):
+            group, across = comm(family.group), ProcessGroupComm(family.across, device, watch)
+        if gradient_bits and dp.size > 1:
+            twice = group and across and CodedTwice(group, across, dp, family.weight, gradient_bits)
+            coded = twice or Coded(dp, family.weight, gradient_bits)
+        families[key] = Comms(
+            family=family, dp=dp, dp_replicate=replicate, data=both, weights=dp, coded=coded, group=group, across=across
+        )
     dense = families[()].data
     return dense if dense.axis.ranks == mesh.world.ranks else comm(mesh.world), families
 
@@ -153,9 +161,19 @@ def plan_units(groups: Sequence[Group], model: nn.Module, recipe: Recipe, famili
 
     def plan(group: Group, comms: Comms) -> UnitPlan:
         layout = _layout(group, leaves, recipe, comms.data.size)
-        return UnitPlan(group, layout, _dtypes(group, recipe, comms, [slot.shape for slot in layout.slots]), comms)
+        dtypes = _dtypes(group, recipe, comms, [slot.shape for slot in layout.slots])
+        return UnitPlan(group, layout, dtypes, replace(comms, weights=_gather(comms, recipe, dtypes, exact=group.exact)))
 
     return [plan(group, families[group.differs]) for group in groups]
+
+
+def _gather(comms: Comms, recipe: Recipe, dtypes: Dtypes, *, exact: bool) -> Gather:
+    """How the weights of a unit are gathered. exact: they are codes already, or integers."""
+    gather: Gather = comms.dp
+    if recipe.placement.weights and comms.group is not None and comms.across is not None:
+        gather = GroupGather(comms.dp, comms.group, comms.across)
+    has_codes = not exact and dtypes.weights.is_floating_point and dtypes.weights.itemsize <= 4
+    return CodedGather(gather) if recipe.coded_weights and has_codes and comms.dp.size > 1 else gather
 
 
 def build_units(
@@ -178,7 +196,7 @@ def build_units(
     spaces = open_space(needs) if Tier.DISK in (tiers.weights, tiers.optim) else Spaces()  # on all ranks or on none
     context = BuildContext(recipe, Homes(tiers, device, spaces, lane, has_peers=families[()].data.size > 1))
     memories = allocate(context, plans)
-    slots = Slots(longest_on_wire([(plan.comms.dp, plan.layout, plan.dtypes) for plan in plans if plan.group.trainable], recipe))
+    slots = Slots(longest_on_wire([(plan.comms, plan.layout, plan.dtypes) for plan in plans if plan.group.trainable], recipe))
     blocks: dict[str, list[int]] = {"": []}  # the root comes first, even if it has no parameters
     for i, plan in enumerate(plans):
         blocks.setdefault(plan.group.module_name, []).append(i)
@@ -235,6 +253,8 @@ def _allocate(
         assign("common", indices, comms.dp.allocate_common(weights))
     elif not place.weights:
         assign("full", indices, comms.dp.allocate(weights))
+    if place.weights and comms.group is not None:
+        _allocate_kept(comms, indices, plans, memories)
     if not place.grads:
         local = [(plans[i].layout.numel, plans[i].dtypes.local) for i in trainable]
         assign("local", trainable, comms.dp.allocate(local))
@@ -242,6 +262,15 @@ def _allocate(
         spans = [plans[i].layout.span(comms.dp.size, comms.dp.index) for i in trainable]
         shards = [(stop - start, plans[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
         assign("replica", trainable, comms.dp_replicate.allocate(shards))
+
+
+def _allocate_kept(comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]) -> None:
+    kept = [kept_by(plans[i].comms.weights, plans[i].layout.shards(comms.dp.size), plans[i].dtypes.weights) for i in indices]
+    assert comms.group is not None and all(kept), "every unit of a family with groups keeps weights"
+    buffers = comms.group.allocate([(each.numel, each.dtype) for each in kept if each])
+    for i, each, buffer in zip(indices, kept, buffers, strict=True):
+        assert each is not None
+        each.gather.kept = memories[i].kept = buffer
 
 
 def build_block(
@@ -300,7 +329,7 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
     _allocate_feedback(unit.memory, layout, dtypes, recipe, comms, unit.homes.device)
     unit.start_training(dtypes)
     if recipe.placement.grads or dtypes.wire != dtypes.local:
-        slots.ensure((comms.dp, dtypes.wire), _wire_numel(layout, dtypes, comms.dp))
+        slots.ensure((comms.carrier(dtypes), dtypes.wire), _wire_numel(layout, dtypes, comms.dp))
 
 
 def _wire_numel(layout: Layout, dtypes: Dtypes, comm: Comm) -> int:
@@ -311,13 +340,13 @@ def _wire_numel(layout: Layout, dtypes: Dtypes, comm: Comm) -> int:
     return wire_numel(layout.numel, dtypes.wire_bits)
 
 
-def longest_on_wire(parts: Iterable[tuple[Comm, Layout, Dtypes]], recipe: Recipe) -> dict[RingKey, int]:
+def longest_on_wire(parts: Iterable[tuple[Comms, Layout, Dtypes]], recipe: Recipe) -> dict[RingKey, int]:
     """For each transport and dtype in which gradients pass through a ring, the elements of the largest trainable unit."""
     longest: dict[RingKey, int] = {}
-    for comm, layout, dtypes in parts:
+    for comms, layout, dtypes in parts:
         if recipe.placement.grads or dtypes.wire != dtypes.local:
-            numel = _wire_numel(layout, dtypes, comm)
-            longest[comm, dtypes.wire] = max(longest.get((comm, dtypes.wire), 0), numel)
+            key = comms.carrier(dtypes), dtypes.wire
+            longest[key] = max(longest.get(key, 0), _wire_numel(layout, dtypes, comms.dp))
     return longest
 
 

@@ -64,6 +64,8 @@ class Pending(Generic[T]):
 class Comm(ABC):
     """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks."""
 
+    exact = True  # see zero/gather.py
+
     def __init__(self, axis: Axis) -> None:
         self.axis, self.index, self.size = axis, axis.index, axis.size
 
@@ -112,6 +114,26 @@ class Comm(ABC):
     @abstractmethod
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         """Fill `full` from every rank's `shard`. Both may be any memory."""
+
+    def gather_rows(self, full: Tensor, own: Buffer, rows: Sequence[Sequence[int]]) -> Pending[None]:
+        """Fill `full` from every rank's `own`, which has the rank's span of each row, one after another.
+
+        rows: for each row, the bounds in `full` of the ranks' spans. `own` may be written again once `reusable(own)` has returned.
+        """
+        moving, at = [], 0
+        for row in rows:
+            shard = own.tensor[at : at + row[self.index + 1] - row[self.index]]
+            moving.append(self.gather_into(full[row[0] : row[-1]], shard, [cut - row[0] for cut in row]))
+            at += shard.numel()
+
+        def finish() -> None:
+            for pending in moving:
+                pending.wait()
+
+        return Pending(finish)
+
+    def changed(self) -> None:  # noqa: B027 (what most do)
+        """Weights that are gathered have new values: nothing is kept here."""
 
     @abstractmethod
     def publish(self, common: Buffer) -> None:

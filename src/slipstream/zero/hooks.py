@@ -65,7 +65,7 @@ class Slots:
             self.ensure(key, numel)
 
     def next(self, unit: Unit) -> Buffer:
-        ring = self._rings[unit.comms.dp, unit.dtypes.wire]
+        ring = self._rings[unit.reduction.comm, unit.dtypes.wire]
         ring.rotate(-1)
         return ring[-1]
 

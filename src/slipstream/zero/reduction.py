@@ -1,13 +1,15 @@
-"""How the ranks of a family add a unit's gradients, and gather its weights: values of the family's transports, chosen by the plan.
+"""How the ranks of a family add a unit's gradients: values of the family's transports, chosen by the plan.
 
-Dense   every rank sends every element in the wire's dtype: exact sums
-Coded   8-bit or 4-bit codes with one scale per 256 elements (ops/wire.py), summed in fp32 in rank order
+Dense        every rank sends every element in the wire's dtype: exact sums
+Coded        8-bit or 4-bit codes with one scale per 256 elements (ops/wire.py), summed in fp32 in rank order
+CodedTwice   the same within groups of ranks, then across them
 
-wire    the buffer that carries gradients: elements, or bytes of codes
+wire         the buffer that carries gradients, of the transport `comm`: elements, or bytes of codes
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,10 +21,15 @@ from slipstream.ops import Partial
 from slipstream.ops import wire as wire_codes
 from slipstream.ops.wire import Feedback, encode, sum_coded
 from slipstream.zero.comm import Buffer, Comm, Pending
+from slipstream.zero.gather import wire_cuts
 
 
 class Reduction(Protocol):
     """Adds the ranks' gradients and leaves each rank its span of the sum."""
+
+    @property
+    def comm(self) -> Comm:
+        """The transport whose buffers carry gradients."""
 
     def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for the gradients that the next `scatter` sends: 1D, `numel` elements, of the wire's dtype or of `dtype`."""
@@ -91,8 +98,7 @@ class Coded:
     _scratch: Tensor = field(default_factory=lambda: torch.empty(0))  # gradients before they are encoded
 
     def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._scratch.numel() < numel or self._scratch.dtype is not dtype or self._scratch.device != wire.tensor.device:
-            self._scratch = torch.empty(numel, dtype=dtype, device=wire.tensor.device)
+        self._scratch = _room(self._scratch, wire, numel, dtype)
         return self._scratch[:numel]
 
     def scatter(
@@ -117,15 +123,87 @@ class Coded:
     def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         assert wire is not None, "coded gradients have a wire"
         bits = _MEAN_BITS if feedback is None else self.bits
-        coded, index, own = wire_cuts(cuts, bits), self.comm.axis.index, None
+        coded, index = wire_cuts(cuts, bits), self.comm.index
         self.comm.reusable(wire)
         encode(full.tensor[cuts[index] : cuts[index + 1]], wire.tensor[coded[index] : coded[index + 1]], bits, feedback)
         self.comm.all_gather(wire, coded).wait()
-        for i in range(self.comm.size):
-            span, codes = full.tensor[cuts[i] : cuts[i + 1]], wire.tensor[coded[i] : coded[i + 1]]
-            partial = sum_coded(span, [codes], bits)
-            own = partial if i == index else own
-        return own
+        return _decode_mean(full.tensor, wire.tensor, cuts, bits, index)
+
+
+@dataclass(slots=True)
+class CodedTwice:
+    """Sums of codes in two hops: within groups of ranks, then of the groups' sums across them (ZeRO++, qgZ: arXiv 2306.10209).
+
+    Across groups, a rank sends codes of one sum for its whole group. An element is rounded twice.
+    """
+
+    comm: Comm  # neighbors on dp: a group
+    across: Comm  # the ranks with this rank's place in each group
+    dp: Comm
+    weight: float
+    bits: int
+    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
+        self._scratch = _room(self._scratch, wire, numel, dtype)
+        return self._scratch[:numel]
+
+    def scatter(
+        self,
+        values: Tensor,
+        wire: Buffer,
+        cuts: Sequence[int],
+        out: Tensor,
+        feedback: Feedback | None,
+        *,
+        alpha: float,
+        accumulate: bool,
+    ) -> Pending[Partial]:
+        size, groups, coded, lost = self.comm.size, self.across.size, wire_cuts(cuts, self.bits), wire_cuts(cuts, 8)
+        order = [i for place in range(size) for i in range(place, size * groups, size)]  # spans, by the place that adds them
+        bounds = list(itertools.accumulate((coded[i + 1] - coded[i] for i in order), initial=0))
+        for i, (start, stop) in zip(order, itertools.pairwise(bounds), strict=True):
+            kept = feedback and Feedback(feedback.error[lost[i] : lost[i + 1]], feedback.beta)
+            encode(values[cuts[i] : cuts[i + 1]], wire.tensor[start:stop], self.bits, kept)
+        own = order[self.comm.index * groups :][:groups]
+        shares = list(itertools.accumulate((cuts[i + 1] - cuts[i] for i in own), initial=0))
+
+        def add(sources: list[Tensor]) -> Partial:
+            return sum_coded(out, sources, self.bits, alpha=alpha * self.weight, accumulate=accumulate)
+
+        def cross(sources: list[Tensor]) -> Pending[Partial]:
+            total = torch.empty(shares[-1], device=out.device)
+            sum_coded(total, sources, self.bits)
+            codes = torch.empty(wire_codes.nbytes(shares[-1], self.bits), dtype=torch.uint8, device=out.device)
+            encode(total, codes, self.bits)
+            return self.across.swap(Buffer(codes), wire_cuts(shares, self.bits), add, "reduce-scatter across groups")
+
+        within = self.comm.swap(wire, bounds[::groups], cross, "reduce-scatter")
+        return Pending(lambda: within.wait().wait())
+
+    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+        bits = _MEAN_BITS if feedback is None else self.bits
+        coded, index = wire_cuts(cuts, bits), self.dp.index
+        own, codes = (
+            torch.empty(n, dtype=torch.uint8, device=full.tensor.device) for n in (coded[index + 1] - coded[index], coded[-1])
+        )
+        encode(full.tensor[cuts[index] : cuts[index + 1]], own, bits, feedback)
+        self.dp.gather_into(codes, own, coded).wait()
+        return _decode_mean(full.tensor, codes, cuts, bits, index)
+
+
+def _room(scratch: Tensor, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
+    is_enough = scratch.numel() >= numel and scratch.dtype is dtype and scratch.device == wire.tensor.device
+    return scratch if is_enough else torch.empty(numel, dtype=dtype, device=wire.tensor.device)
+
+
+def _decode_mean(full: Tensor, codes: Tensor, cuts: Sequence[int], bits: int, index: int) -> Partial | None:
+    """Decode all spans; returns the sum of squares of this rank's."""
+    coded, own = wire_cuts(cuts, bits), None
+    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        partial = sum_coded(full[start:stop], [codes[coded[i] : coded[i + 1]]], bits)
+        own = partial if i == index else own
+    return own
 
 
 @dataclass(slots=True)
@@ -148,42 +226,7 @@ class ErrorFeedback:
             wire_codes.rescale(feedback.error, factor)
 
 
-class Gather(Protocol):
-    """Fills a unit's full weights from the ranks' shards: a transport, or `CodedGather` of one."""
-
-    size: int
-
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]: ...
-
-
-@dataclass(slots=True)
-class CodedGather:
-    """Sends weights as 8-bit codes (ZeRO++, qwZ: arXiv 2306.10209). Every rank computes with the decoded ones, its own too."""
-
-    comm: Comm
-    size: int
-
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
-        coded, index = wire_cuts(cuts, _WEIGHT_BITS), self.comm.axis.index
-        codes = torch.empty(coded[-1], dtype=torch.uint8, device=full.device)
-        own = torch.empty(coded[index + 1] - coded[index], dtype=torch.uint8, device=full.device)
-        encode(shard, own, _WEIGHT_BITS)
-        gathered = self.comm.gather_into(codes, own, coded)
-
-        def finish() -> None:
-            gathered.wait()
-            sum_coded(full[: cuts[-1]], [codes], _WEIGHT_BITS)
-
-        return Pending(finish)
-
-
 _MEAN_BITS = 8
-_WEIGHT_BITS = 8
-
-
-def wire_cuts(cuts: Sequence[int], bits: int) -> list[int]:
-    """The spans' bounds in bytes of codes. Every bound but the last is a multiple of 256 elements, so no block is cut."""
-    return [wire_codes.nbytes(cut, bits) for cut in cuts]
 
 
 def wire_numel(numel: int, bits: int | None) -> int:

@@ -237,6 +237,21 @@ class SharedComm(Comm):
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         raise AssertionError("shared memory gathers common buffers in place")
 
+    def gather_rows(self, full: Tensor, own: Buffer, rows: Sequence[Sequence[int]]) -> Pending[None]:
+        posted = self.post(own)
+
+        def finish() -> None:
+            for rank, peer in enumerate(own.peers):
+                self.wait_posted(own, rank, posted, "all-gather")
+                at = 0
+                for row in rows:
+                    span = full[row[rank] : row[rank + 1]]
+                    ops.copy_stream(span, peer[at : at + span.numel()])
+                    at += span.numel()
+            self.mark_read(own, posted)
+
+        return Pending(finish)
+
     def publish(self, common: Buffer) -> None:
         self.post(common)
 

@@ -17,7 +17,7 @@ between parameters are zero in every buffer. Edges are methods, and zero/hooks.p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -32,12 +32,13 @@ from slipstream.ops.disk import DiskError
 from slipstream.ops.wire import Feedback
 from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
+from slipstream.zero.gather import Gather
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
 from slipstream.zero.materialize import Values
 from slipstream.zero.parameter import drop_grad
 from slipstream.zero.placement import Placement, Tier
-from slipstream.zero.reduction import Coded, Dense, Gather, Reduction
+from slipstream.zero.reduction import Coded, CodedTwice, Dense, Reduction
 from slipstream.zero.rows import Rows
 from slipstream.zero.shared import free_pages
 from slipstream.zero.shown import Reads, Shown
@@ -67,8 +68,18 @@ class Comms:
     dp: Comm  # shards
     dp_replicate: Comm  # replicas of the shards
     data: Comm  # both
-    weights: Gather  # gathers sharded weights over the ranks of dp
-    coded: Coded | None = None  # adds gradients in codes
+    weights: Gather  # gathers sharded weights over the ranks of dp; a unit may have one of its own
+    coded: Coded | CodedTwice | None = None  # adds gradients in codes
+    group: Comm | None = None  # of dp: neighbors, within which weights and codes are exchanged before they cross groups
+    across: Comm | None = None  # of dp: the ranks with the same place in each group
+
+    def carrier(self, dtypes: Dtypes) -> Comm:
+        """The transport whose buffers carry gradients that are not communicated as they are stored."""
+        return self.dp if self.coded is None or dtypes.wire_bits is None else self.coded.comm
+
+    def all(self) -> Iterator[Comm]:
+        """The widest first."""
+        return (comm for comm in (self.data, self.dp_replicate, self.dp, self.group, self.across) if comm is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +102,7 @@ class Memory:
 
     full: Buffer | None = None  # replicated weights
     common: Buffer | None = None  # sharded weights in one mapping shared by the ranks
+    kept: Buffer | None = None  # what its gather keeps of the weights of other groups
     local: Buffer | None = None  # unreduced gradients
     replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
     pages: Pages | None = None  # the memory of gathered weights, if its pages are freed on release
@@ -312,7 +324,7 @@ class Unit:
     def gather_exactly(self) -> None:
         """Make the weights readable as the shards have them, also if gathers send codes. Collective."""
         self.gather()
-        if self.comms.weights is not self.comms.dp and self.placement.weights and not self.memory.common:
+        if not self.comms.weights.exact and self.placement.weights and not self.memory.common:
             with _preserve_version(self.full):
                 self.homes.gather(self.weights, self.memory.pages, self.full, self.comms.dp, self.cuts).wait()
 
@@ -341,6 +353,7 @@ class Unit:
         if self.state is State.GATHERED:
             self.check_writes()
             self.shown.show_released(placeholders=True)
+        self.comms.weights.changed()  # what is kept is dropped
         self.state = State.ASLEEP
 
     def wake_up(self) -> None:
@@ -365,7 +378,7 @@ class Unit:
         """Sharded gradients: reduce-scatter the unreduced gradients (or zeros) through `buffer` and add the sum to `grads`."""
         assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
         self.await_update()  # if no forward has gathered the unit, the optimizer may still read the last gradients
-        self.comms.dp.reusable(buffer)
+        self.reduction.comm.reusable(buffer)
         flat = self.reduction.room(buffer, self.layout.numel, self.dtypes.grads)
         self.window.pack(flat)
         landing, accumulate = self.window.open(self.homes, self.grads), self.window.has_gradient
@@ -394,14 +407,14 @@ class Unit:
 
         `wire` carries replicated gradients if they are not communicated as they are stored.
         """
-        dp, copies = self.comms.dp, self.comms.dp_replicate
+        copies = self.comms.dp_replicate
         assert self.grads is not None, f"unit {self.name}: settle() of a frozen unit"
         scattered: Pending[Partial] | None = None
         local = self.memory.local
         if local is not None:
             self.window.complete_local(local.tensor)
             if wire is not None:
-                dp.reusable(wire)
+                self.reduction.comm.reusable(wire)
             out, kept = local.tensor[slice(*self.span)], self.memory.feedback
             scattered = self.reduction.scatter(local.tensor, wire or local, self.cuts, out, kept, alpha=alpha, accumulate=False)
         elif not self.window.has_gradient:
@@ -439,6 +452,7 @@ class Unit:
 
     def publish(self) -> Pending[None]:
         """Send this rank's new weights to the other ranks, after any copy of them to the device."""
+        self.comms.weights.changed()
         if not self.placement.weights:  # for sharded weights, `gather` waits
             self.owned.settle()
         if self.memory.common:
@@ -516,7 +530,7 @@ class Unit:
 
     def free(self) -> None:
         """Free the unit's memory while the engine lives. Collective; the parameters have other memory already."""
-        for buffer in (self.memory.full, self.memory.local, self.memory.replica):
+        for buffer in (self.memory.full, self.memory.local, self.memory.replica, self.memory.kept):
             if buffer is not None:
                 free_pages(buffer.tensor)
         if self.memory.common is not None:

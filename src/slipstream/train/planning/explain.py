@@ -19,12 +19,13 @@ from slipstream.config.plan import OptimizerPlan, Plan
 from slipstream.optim.rules import Rule
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Counted, Flow, Line, Part, Peak, Profile, Rates, Setting, Times
-from slipstream.train.recipe import recipe_of, rehearse
+from slipstream.train.recipe import CODE_BITS, recipe_of, rehearse
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
 from slipstream.zero.build import Recipe, UnitPlan, plan_units
 from slipstream.zero.comm import LocalComm
 from slipstream.zero.placement import Tier
+from slipstream.zero.reduction import Coded
 from slipstream.zero.shared import SharedComm
 from slipstream.zero.unit import Comms, Unit
 from slipstream.zero.wrap import wrap
@@ -56,7 +57,7 @@ def optimizer_of(plan: Plan) -> Optimizer:
 def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[Part]:
     """The units that `initialize` would build for the model, by its own plans (zero/build.py)."""
     groups = wrap(model)
-    families = {differs: _comms(world, plan.zero.shard_size, differs) for differs in {(), *(group.differs for group in groups)}}
+    families = {differs: _comms(plan, world, differs) for differs in {(), *(group.differs for group in groups)}}
     return [
         _part(unit.group.name, unit.group.module_name, unit.group.trainable, unit, _longest_span(unit))
         for unit in plan_units(groups, model, recipe_of(plan, *(optimizer or optimizer_of(plan))), families)
@@ -81,17 +82,19 @@ def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: i
     )
 
 
-def _comms(world: int, shard_size: int | None, differs: Differs) -> Comms:
+def _comms(plan: Plan, world: int, differs: Differs) -> Comms:
     """Transports of a family in a world of so many ranks, for their sizes: nothing is sent."""
     both = world // math.prod(split.size for split in differs)
-    shards = both if differs else shard_size or both
+    shards = both if differs else plan.zero.shard_size or both
 
     def comm(name: str, size: int) -> LocalComm:
         return LocalComm(Axis(name, None, tuple(range(size)), 0, size), predict.META)
 
     dp, copies, data = comm("dp", shards), comm("dp_replicate", both // shards), comm("both", both)
     parts = tuple(comm(split.axis, split.size).axis for split in differs)
-    return Comms(family=Family(differs, parts, data.axis, copies.axis, dp.axis), dp=dp, dp_replicate=copies, data=data, weights=dp)
+    family, bits = Family(differs, parts, data.axis, copies.axis, dp.axis), CODE_BITS.get(plan.precision.comm_dtype)
+    coded = Coded(dp, family.weight, bits) if bits and shards > 1 else None
+    return Comms(family=family, dp=dp, dp_replicate=copies, data=data, weights=dp, coded=coded)
 
 
 def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | None = None) -> Setting:

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.config.plan import Plan
+from slipstream.ops import wire as wire_codes
 from slipstream.optim.native import Form, cut
 from slipstream.zero.build import Recipe
 from slipstream.zero.placement import Tier
+from slipstream.zero.reduction import wire_numel
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.lane import Lane
 from slipstream.zero.storage.store import DiskStore, HostStore, MemoryStore, Space, Spaces, Store, disk_nbytes, range_nbytes
@@ -57,8 +59,13 @@ class Part:
 
     @property
     def wire_nbytes(self) -> int:
-        """Bytes of the gradients that are reduced."""
-        return self.numel * self.dtypes.wire.itemsize
+        """Bytes of a buffer for the gradients that are reduced."""
+        return wire_numel(self.numel, self.dtypes.wire_bits) * self.dtypes.wire.itemsize
+
+    def sent_nbytes(self, numel: int) -> int:
+        """Bytes on the wire of so many gradients."""
+        bits = self.dtypes.wire_bits
+        return numel * self.dtypes.wire.itemsize if bits is None else wire_codes.nbytes(numel, bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,21 @@ class Setting:
 
     def sends(self, part: Part) -> bool:
         return part.ranks > 1 and not self.shared
+
+    def num_groups(self, part: Part) -> int:
+        """Groups of the ranks that share a part's states (ZeRO++)."""
+        size = self.plan.zero.group_size or part.ranks
+        return part.ranks // size if self.sends(part) and part.ranks % size == 0 else 1
+
+    def gathered_nbytes(self, part: Part, numel: int) -> int:
+        """Bytes of so many weights as they are gathered."""
+        has_codes = self.plan.zero.coded_weights and part.dtypes.weights.is_floating_point and part.dtypes.weights.itemsize <= 4
+        return wire_codes.nbytes(numel, 8) if has_codes else numel * part.dtypes.weights.itemsize
+
+    def kept_nbytes(self, part: Part) -> int:
+        """Bytes of the weights of other groups that a rank keeps (hpZ)."""
+        groups = self.num_groups(part)
+        return self.gathered_nbytes(part, part.numel * groups // part.ranks) if groups > 1 and self.recipe.placement.weights else 0
 
 
 class Moment(NamedTuple):
@@ -241,6 +263,7 @@ def idle_memory(counted: Counted) -> tuple[Line, ...]:
         for state, what, store in stored.states:
             totals[state, what, Tier.DISK] += _on_disk(store)
             totals[state, what, Tier.DEVICE if type(store) is MemoryStore else setting.host] += store.resident_nbytes
+        totals["weights", "kept of other groups", Tier.DEVICE] += setting.kept_nbytes(part)
         if part.trainable and (setting.recipe.placement.grads or part.dtypes.wire != part.dtypes.local):
             key = part.ranks, part.dtypes.wire  # one ring each, with buffers for the longest part
             rings[key] = max(rings.get(key, 0), part.wire_nbytes)
@@ -350,20 +373,26 @@ def traffic(counted: Counted) -> Flows:
 
 def _flows(stored: Stored, counted: Counted) -> Flows:
     part, weights, setting = stored.part, stored.weights, counted.setting
-    place, sent, gather = setting.recipe.placement, _ring(part.numel, part.ranks, setting), Flow()
+    place, sent, gather, crossing = setting.recipe.placement, _ring(part.numel, part.ranks, setting), Flow(), 0
+    groups = setting.num_groups(part)
+    within, across = part.numel - part.numel * groups // part.ranks, part.numel * (groups - 1) // part.ranks
     if place.weights:
-        wire = sent * part.dtypes.weights.itemsize
-        gather = Flow(wire=wire, to_device=_on_host(weights), disk_read=_on_disk(weights))
+        moved = sent if groups == 1 else within
+        gather = Flow(wire=setting.gathered_nbytes(part, moved), to_device=_on_host(weights), disk_read=_on_disk(weights))
+        crossing = setting.gathered_nbytes(part, across)
     if stored.grads is None:
         return Flows(gather, gather)
-    update = _update(stored, counted)
-    wire = sent * part.dtypes.wire.itemsize
+    update = _update(stored, counted).plus(Flow(wire=crossing))
+    wire = part.sent_nbytes(sent if groups == 1 or part.dtypes.wire_bits is None else within + across)
     if place.grads:
         away, on_disk = _on_host(stored.grads), _on_disk(stored.grads)
         backward = gather.plus(Flow(wire=wire, to_host=away, disk_written=on_disk))
         return Flows(gather, backward, Flow(to_device=away, disk_read=on_disk), update)
     # replicated gradients are reduced once a step; if the optimizer is replicated, too, all ranks get the sums
-    both = wire if place.optim else wire + sent * part.dtypes.local.itemsize
+    back = sent * part.dtypes.local.itemsize
+    if part.dtypes.wire_bits is not None:
+        back = wire_codes.nbytes(sent, 8 if setting.recipe.feedback is None else part.dtypes.wire_bits)
+    both = wire if place.optim else wire + back
     return Flows(gather, gather, Flow(), update.plus(Flow(wire=both)))
 
 

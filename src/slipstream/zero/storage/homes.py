@@ -20,8 +20,8 @@ from torch import Tensor
 
 from slipstream.ops.disk import DiskError, Transfer, aligned
 from slipstream.zero.comm import Pending
+from slipstream.zero.gather import Gather
 from slipstream.zero.placement import Tier, Tiers
-from slipstream.zero.reduction import Gather
 from slipstream.zero.storage.lane import Event, Lane
 from slipstream.zero.storage.store import PAGE, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes, round_up
 from slipstream.zero.storage.stream import Ring, Slot

@@ -1,0 +1,142 @@
+"""How a unit's sharded weights are gathered: the transport of its family, or a value that wraps it, chosen per unit by the plan.
+
+CodedGather   sends 8-bit codes (ZeRO++, qwZ)
+GroupGather   sends each weight across groups of ranks once, then within them until the weights change (ZeRO++, hpZ)
+
+Source: Wang et al., ZeRO++ (arXiv 2306.10209).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.ops import wire as wire_codes
+from slipstream.ops.wire import encode, sum_coded
+from slipstream.zero.comm import Buffer, Comm, Pending
+
+_BITS = 8
+
+
+class Gather(Protocol):
+    """Fills a unit's full weights from the ranks' shards."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether the filled weights are those of the shards."""
+
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]: ...
+
+    def changed(self) -> None:
+        """The shards have new values, on all ranks."""
+
+
+@dataclass(slots=True)
+class CodedGather:
+    """Sends codes. Every rank computes with the decoded weights, its own too."""
+
+    over: Gather
+    exact = False
+
+    @property
+    def index(self) -> int:
+        return self.over.index
+
+    @property
+    def size(self) -> int:
+        return self.over.size
+
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+        coded, index = wire_cuts(cuts, _BITS), self.index
+        codes = torch.empty(coded[-1], dtype=torch.uint8, device=full.device)
+        own = torch.empty(coded[index + 1] - coded[index], dtype=torch.uint8, device=full.device)
+        encode(shard, own, _BITS)
+        gathered = self.over.gather_into(codes, own, coded)
+
+        def finish() -> None:
+            gathered.wait()
+            sum_coded(full[: cuts[-1]], [codes], _BITS)
+
+        return Pending(finish)
+
+    def changed(self) -> None:
+        self.over.changed()
+
+
+@dataclass(slots=True)
+class GroupGather:
+    """Of one unit: keeps on each rank the spans of the ranks with the same place in the other groups.
+
+    The first gather fetches those across groups, each from its owner. Then, and at every gather until the weights change, the
+    ranks of a group exchange what they keep: bytes cross groups once a step, however often blocks run.
+    """
+
+    dp: Comm
+    group: Comm  # neighbors on dp
+    across: Comm  # the ranks with this rank's place in each group
+    kept: Buffer | None = None  # of `group`: the spans one after another; allocated with the unit
+    held: bool = False  # whether `kept` has the current weights
+    exact = True
+
+    @property
+    def index(self) -> int:
+        return self.dp.index
+
+    @property
+    def size(self) -> int:
+        return self.dp.size
+
+    def kept_cuts(self, cuts: Sequence[int]) -> list[int]:
+        """The bounds in `kept` of the ranks' spans."""
+        owners = range(self.group.index, self.size, self.group.size)
+        return list(itertools.accumulate((cuts[i + 1] - cuts[i] for i in owners), initial=0))
+
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+        kept, size = self.kept, self.group.size
+        assert kept is not None, "allocated by zero/build.py"
+        rows = [cuts[i : i + size + 1] for i in range(0, self.size, size)]
+        if self.held:
+            return self.group.gather_rows(full, kept, rows)
+        self.group.reusable(kept)
+        crossing = self.across.gather_into(kept.tensor, shard, self.kept_cuts(cuts))
+
+        def finish() -> None:
+            crossing.wait()
+            self.held = True
+            self.group.gather_rows(full, kept, rows).wait()
+
+        return Pending(finish)
+
+    def changed(self) -> None:
+        self.held = False
+
+
+class Kept(NamedTuple):
+    """What a unit's gather keeps between gathers."""
+
+    gather: GroupGather
+    numel: int
+    dtype: torch.dtype
+
+
+def kept_by(gather: Gather, cuts: Sequence[int], dtype: torch.dtype) -> Kept | None:
+    """What a gather of weights with these spans and this dtype keeps on this rank."""
+    if isinstance(gather, CodedGather):
+        return kept_by(gather.over, wire_cuts(cuts, _BITS), torch.uint8)
+    return Kept(gather, gather.kept_cuts(cuts)[-1], dtype) if isinstance(gather, GroupGather) else None
+
+
+def wire_cuts(cuts: Sequence[int], bits: int) -> list[int]:
+    """The spans' bounds in bytes of codes. Every bound but the last is a multiple of 256 elements, so no block is cut."""
+    return [wire_codes.nbytes(cut, bits) for cut in cuts]
