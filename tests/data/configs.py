@@ -365,7 +365,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "flops": (having(LITTLE, flops_profiler={"enabled": True, "profile_step": 5}), "flops_profiler.enabled"),
     "curriculum": (having(MEGATRON, curriculum_learning={"enabled": True}), "curriculum_learning.enabled"),
     "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
-    "zero++": (trainer(3, zero_optimization__zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable_weights"),
     "data-efficiency": (having(MEGATRON, data_efficiency={"enabled": True}), "data_efficiency.enabled"),
     "compression": (
         having(BERT, compression_training={"weight_quantization": {"shared_parameters": {"enabled": True}}}),

@@ -639,6 +639,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.ignore_unused_parameters": st.booleans(),
     "zero_optimization.stage": st.integers(0, 3),
     "zero_optimization.zero_quantized_weights": flags,
+    "zero_optimization.zero_quantized_nontrainable_weights": flags,
     "zero_optimization.zero_quantized_gradients": flags,
     "zero_optimization.zeropp_loco_param.err_beta": st.floats(0, 1),
     "zero_optimization.zeropp_loco_param.reset_T": st.sampled_from([0, 1, 1024]),

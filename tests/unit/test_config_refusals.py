@@ -93,6 +93,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {},
         {"communication_data_type": "int8", "zero_optimization.zeropp_loco_param.err_beta": 0.5},
         {"zero_optimization.zero_quantized_gradients": True, "communication_data_type": "fp16"},
+        {"zero_optimization.zero_quantized_nontrainable_weights": True},
         {"zero_optimization.zero_quantized_weights": True, "zero_optimization.zeropp_loco_param.err_beta": 0.5},
     ),
     "transport": tuple({"slipstream.transport": transport} for transport in ("auto", "shared", "gloo")),

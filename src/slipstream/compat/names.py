@@ -247,7 +247,7 @@ DIFFERS: Mapping[str, str] = {
     "and torch's functions; the others raise ImportError and name an alternative",
     "get_accelerator().current_device": "on a CPU returns the device; DeepSpeed returns LOCAL_RANK, which torch does not accept",
     "deepspeed.zero.Init": "a sharded parameter keeps its shape and reads as NaN. Shards stay in host memory until `initialize`. "
-    "`zero_quantized_weights` has no effect: the config's key decides",
+    "`zero_quantized_weights` and `zero_quantized_nontrainable_weights` have no effect: the config's keys decide",
     "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3. Without `modifier_rank` a changed parameter "
     "always raises, with or without `enable_sanity_checks`, also after a write to `.data`",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",

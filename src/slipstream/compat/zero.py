@@ -272,11 +272,6 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        if zero_quantized_nontrainable_weights:
-            raise ValueError(
-                "zero.Init(zero_quantized_nontrainable_weights=True): frozen weights stored in codes are not built yet; drop the "
-                "argument"
-            )
         self.enabled, self.dtype = enabled, dtype
         self.group = mpu.get_data_parallel_group() if mpu is not None else data_parallel_group
         self._fresh: dict[int, nn.Parameter] = {}  # built inside the context, not sharded yet

@@ -139,6 +139,7 @@ class ZeroPlan:
     transport: Literal["auto", "shared", "gloo"] = key("slipstream.transport")
     sends_rows: bool = key("sparse_gradients")  # of embeddings
     coded_weights: bool = key("zero_optimization.zero_quantized_weights")  # gathered weights
+    coded_frozen: bool = key("zero_optimization.zero_quantized_nontrainable_weights")  # frozen weights at rest and gathered
     # Error feedback of gradients in codes: the weight of old errors in the new ones, and steps until they are dropped. None = off
     error_beta: float | None = key("zero_optimization.zeropp_loco_param.err_beta", when=lambda plan: plan.error_beta is not None)
     error_steps: int = key("zero_optimization.zeropp_loco_param.reset_T", when=lambda plan: plan.error_beta is not None)

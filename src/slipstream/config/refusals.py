@@ -165,6 +165,11 @@ REFUSALS: tuple[Row, ...] = (
         "{c.values[communication_data_type]}; drop one of the two",
     ),
     Row(
+        lambda c: c.zero.coded_frozen and (c.offload.param == "nvme" or (c.offload.param == "cpu" and not c.on_cpu)),
+        "zero_optimization.zero_quantized_nontrainable_weights keeps codes of frozen weights in the device's memory, but "
+        "offload_param moves weights to {c.offload.param}; drop one of the two",
+    ),
+    Row(
         lambda c: c.zero.error_beta is not None and c.precision.comm_dtype not in _CODES,
         "zero_optimization.zeropp_loco_param is the error feedback of gradients in codes; also set "
         "zero_optimization.zero_quantized_gradients, or communication_data_type to int8 or int4",
@@ -196,6 +201,10 @@ NO_EFFECT: tuple[Row, ...] = (
         lambda c: c.values["checkpoint.writer.decoupled"] and c.offload.uses_disk,
         "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next step "
         "overwrites them in place",
+    ),
+    Row(
+        lambda c: c.zero.coded_frozen and c.zero.stage < 3,
+        "zero_optimization.zero_quantized_nontrainable_weights has no effect at stage {c.zero.stage}: only stage 3 shards weights",
     ),
     Row(
         lambda c: c.zero.coded_weights and c.zero.stage < 3,

@@ -67,7 +67,6 @@ _AMP = 'use "bf16", "fp16" or "torch_autocast" with "enabled": true'
 _FP32_BUFFERS = Feature(
     "a list of buffers that stay in fp32", "drop the key; data_types.buffer_dtype sets the dtype of all buffers"
 )
-_ZERO_PP = Feature("frozen weights stored in codes", "drop the key; zero_quantized_weights gathers all weights in codes")
 _GDS = Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory")
 _GRAPHS = Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs')
 _DATASTATES = Feature("DataStates checkpoints", "drop the key; checkpoints are already atomic and sharded")
@@ -241,7 +240,9 @@ class ZeroOptimization(Block):
         "Stage 3: gather weights in codes of 8 bits. Nothing changes over shared memory, which moves none.",
         "test_codes_on_the_wire",
     )
-    zero_quantized_nontrainable_weights: bool = switch(False, _ZERO_PP)
+    zero_quantized_nontrainable_weights: bool = honored(
+        False, "Stage 3: store and gather frozen weights in codes of 8 bits.", "test_frozen_weights_in_codes"
+    )
     zero_quantized_gradients: bool = honored(
         False,
         "Communicate gradients in codes of 4 bits, at every stage; as `communication_data_type` int4.",

@@ -30,7 +30,8 @@ CODE_BITS: dict[torch.dtype | None, int] = {torch.int8: 8, INT4: 4}  # of gradie
 def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> Recipe:
     """The recipe of a plan's units for this optimizer (None: no optimizer) and its native rule (None: it has none)."""
     precision, states = plan.precision, Form(dtype=plan.precision.state_dtype)
-    coded, placement = plan.zero.coded_weights or precision.comm_dtype in CODE_BITS, stage_placement(plan.zero.stage)
+    placement = stage_placement(plan.zero.stage)
+    coded = plan.zero.coded_weights or plan.zero.coded_frozen or precision.comm_dtype in CODE_BITS
     is_late = rule is not None and rule.late
     if is_late and placement.grads:
         logger.info(
@@ -52,6 +53,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
         tiers=tiers_of(plan.offload),
         feedback=plan.zero.error_beta,
         coded_weights=plan.zero.coded_weights,
+        coded_frozen=plan.zero.coded_frozen,
         state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
     )
 

@@ -27,7 +27,7 @@ from slipstream.train.states import States
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
 from slipstream.zero.shared import free_pages
-from slipstream.zero.storage.store import HostStore, MemoryStore, Space, Store, range_nbytes
+from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Space, Store, range_nbytes
 
 KINDS = ("optimizer", "weights", "gradients")
 
@@ -215,4 +215,6 @@ def _gradients(states: States, add: Any) -> None:
 
 
 def _whole(store: Store) -> Tensor | None:
+    if isinstance(store, CodedStore):
+        return store.codes
     return store.view(0, store.numel) if isinstance(store, MemoryStore) and not isinstance(store, HostStore) else None

@@ -26,7 +26,7 @@ from slipstream.zero.materialize import FirstValues
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.reduction import Coded, CodedTwice, wire_numel
 from slipstream.zero.rows import block_of
-from slipstream.zero.shared import SharedComm, hosts_agree
+from slipstream.zero.shared import SharedComm, SharedShard, hosts_agree
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.lane import lane_of
 from slipstream.zero.storage.store import Needs, Spaces, disk_nbytes
@@ -50,6 +50,7 @@ class Recipe:
     tiers: Tiers
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
     coded_weights: bool = False  # gathered weights are sent in codes
+    coded_frozen: bool = False  # sharded frozen weights are stored in codes, and sent as such
     feedback: float | None = None  # of gradients in codes: the weight of old errors in the new ones; None: no error feedback
 
 
@@ -104,9 +105,13 @@ def connect(
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequence[int]]) -> Dtypes:
     weights = group.dtype if group.exact else recipe.weights_dtype or group.dtype
+    rests = recipe.coded_frozen and not group.trainable
+    fits = recipe.placement.weights and not group.exact and weights.is_floating_point and weights.itemsize <= 4
+    bits = 8 if fits and (rests or (recipe.coded_weights and comms.dp.size > 1)) else None
     if not group.trainable:
-        return Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
-    return _trainable_dtypes(weights, recipe, comms, group.kind, shapes)
+        plain = Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
+        return replace(plain, gathered_bits=bits, rests=rests and fits)
+    return replace(_trainable_dtypes(weights, recipe, comms, group.kind, shapes), gathered_bits=bits)
 
 
 def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: str, shapes: Sequence[Sequence[int]]) -> Dtypes:
@@ -162,18 +167,19 @@ def plan_units(groups: Sequence[Group], model: nn.Module, recipe: Recipe, famili
     def plan(group: Group, comms: Comms) -> UnitPlan:
         layout = _layout(group, leaves, recipe, comms.data.size)
         dtypes = _dtypes(group, recipe, comms, [slot.shape for slot in layout.slots])
-        return UnitPlan(group, layout, dtypes, replace(comms, weights=_gather(comms, recipe, dtypes, exact=group.exact)))
+        return UnitPlan(group, layout, dtypes, replace(comms, weights=_gather(comms, recipe, dtypes)))
 
     return [plan(group, families[group.differs]) for group in groups]
 
 
-def _gather(comms: Comms, recipe: Recipe, dtypes: Dtypes, *, exact: bool) -> Gather:
-    """How the weights of a unit are gathered. exact: they are codes already, or integers."""
+def _gather(comms: Comms, recipe: Recipe, dtypes: Dtypes) -> Gather:
+    """How the weights of a unit are gathered."""
     gather: Gather = comms.dp
     if recipe.placement.weights and comms.group is not None and comms.across is not None:
         gather = GroupGather(comms.dp, comms.group, comms.across)
-    has_codes = not exact and dtypes.weights.is_floating_point and dtypes.weights.itemsize <= 4
-    return CodedGather(gather) if recipe.coded_weights and has_codes and comms.dp.size > 1 else gather
+    elif dtypes.rests and isinstance(comms.dp, SharedComm):
+        gather = SharedShard(comms.dp)
+    return gather if dtypes.gathered_bits is None else CodedGather(gather, exact=dtypes.rests)
 
 
 def build_units(
@@ -249,8 +255,10 @@ def _allocate(
     trainable = [i for i in indices if plans[i].group.trainable]
     in_place = recipe.tiers.weights is Tier.DEVICE or (recipe.tiers.weights is Tier.HOST and context.homes.lane is None)
     weights = [(plans[i].layout.numel, plans[i].dtypes.weights) for i in indices]
+    _allocate_codes(comms, [i for i in indices if plans[i].dtypes.rests], plans, memories)
     if place.weights and not recipe.poison and in_place:
-        assign("common", indices, comms.dp.allocate_common(weights))
+        plain = [i for i in indices if not plans[i].dtypes.rests]
+        assign("common", plain, comms.dp.allocate_common([weights[indices.index(i)] for i in plain]))
     elif not place.weights:
         assign("full", indices, comms.dp.allocate(weights))
     if place.weights and comms.group is not None:
@@ -262,6 +270,15 @@ def _allocate(
         spans = [plans[i].layout.span(comms.dp.size, comms.dp.index) for i in trainable]
         shards = [(stop - start, plans[i].dtypes.grads) for i, (start, stop) in zip(trainable, spans, strict=True)]
         assign("replica", trainable, comms.dp_replicate.allocate(shards))
+
+
+def _allocate_codes(comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]) -> None:
+    spans = [plans[i].layout.span(comms.dp.size, comms.dp.index) for i in indices]
+    buffers = comms.dp.allocate([(wire.nbytes(stop - start, 8), torch.uint8) for start, stop in spans])
+    for i, buffer in zip(indices, buffers, strict=True):
+        memories[i].codes, gather = buffer, plans[i].comms.weights
+        if isinstance(gather, CodedGather) and isinstance(gather.over, SharedShard):
+            gather.over.shard = buffer
 
 
 def _allocate_kept(comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]) -> None:
@@ -320,6 +337,11 @@ def disk_needs(plans: Sequence[UnitPlan], recipe: Recipe, to_keep: int, *, on_ho
 def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
     """Allocate gradients and masters for a unit whose parameters were all frozen. Collective."""
     comms, layout = unit.comms, unit.layout
+    if unit.dtypes.rests:
+        raise ValueError(
+            f"{unit.names[0]!r} and its neighbors were frozen and are stored in codes of 8 bits, which cannot be trained: drop "
+            "zero_optimization.zero_quantized_nontrainable_weights, or set requires_grad inside `with engine.surgery():`"
+        )
     kind, shapes = kind_of(unit.model_params[0]), [slot.shape for slot in layout.slots]
     dtypes = _trainable_dtypes(unit.dtypes.weights, recipe, comms, kind, shapes)
     if not recipe.placement.grads:

@@ -44,10 +44,10 @@ class Gather(Protocol):
 
 @dataclass(slots=True)
 class CodedGather:
-    """Sends codes. Every rank computes with the decoded weights, its own too."""
+    """Sends codes. Every rank computes with the decoded weights, its own too. A shard of codes is sent as it is."""
 
     over: Gather
-    exact = False
+    exact: bool = False
 
     @property
     def index(self) -> int:
@@ -60,8 +60,10 @@ class CodedGather:
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         coded, index = wire_cuts(cuts, _BITS), self.index
         codes = torch.empty(coded[-1], dtype=torch.uint8, device=full.device)
-        own = torch.empty(coded[index + 1] - coded[index], dtype=torch.uint8, device=full.device)
-        encode(shard, own, _BITS)
+        own = shard
+        if shard.dtype is not torch.uint8:
+            own = torch.empty(coded[index + 1] - coded[index], dtype=torch.uint8, device=full.device)
+            encode(shard, own, _BITS)
         gathered = self.over.gather_into(codes, own, coded)
 
         def finish() -> None:

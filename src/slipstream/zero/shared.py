@@ -13,10 +13,12 @@ fences     no rank overwrites memory that others may still read: a published wei
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -282,3 +284,31 @@ class SharedComm(Comm):
     def close(self) -> None:
         self.counters.clear()
         self.exchange_buffers = []
+
+
+@dataclass(slots=True)
+class SharedShard:
+    """Gathers the weights of one unit (see zero/gather.py) from the shards themselves, which all ranks map."""
+
+    comm: SharedComm
+    shard: Buffer | None = None  # allocated with the unit
+    exact = True
+
+    @property
+    def index(self) -> int:
+        return self.comm.index
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+        assert self.shard is not None, "allocated by zero/build.py"
+        self.comm.await_published(self.shard)
+        for span, peer in zip(itertools.pairwise(cuts), self.shard.peers, strict=True):
+            ops.copy_stream(full[slice(*span)], peer)
+        return Pending(None)
+
+    def changed(self) -> None:
+        assert self.shard is not None, "allocated by zero/build.py"
+        self.comm.publish(self.shard)

@@ -92,6 +92,8 @@ class Dtypes:
     wire: torch.dtype  # gradients as they are communicated: uint8 for codes
     grads: torch.dtype  # reduced gradients
     wire_bits: int | None = None  # of a code on the wire; None: elements are communicated
+    gathered_bits: int | None = None  # of a code of gathered weights; None: elements are gathered
+    rests: bool = False  # whether sharded weights are stored as those codes
     row: int = 0  # elements that are communicated together if one of them is not 0; 0: all elements are
     row_dtype: torch.dtype = torch.float32  # of those
 
@@ -102,6 +104,7 @@ class Memory:
 
     full: Buffer | None = None  # replicated weights
     common: Buffer | None = None  # sharded weights in one mapping shared by the ranks
+    codes: Buffer | None = None  # this rank's shard of the weights, if they are stored in codes
     kept: Buffer | None = None  # what its gather keeps of the weights of other groups
     local: Buffer | None = None  # unreduced gradients
     replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
@@ -164,7 +167,8 @@ class Unit:
         if self.placement.weights and not self.memory.common:
             with torch._C.DisableTorchFunctionSubclass():
                 trainable = any(param.requires_grad for param in self.params)
-            shard = self.homes.weights(stop - start, dtype, trainable=trainable)
+            codes = None if self.memory.codes is None else self.memory.codes.tensor
+            shard = self.homes.weights(stop - start, dtype, trainable=trainable, codes=codes)
         buffer = self.memory.common or self.memory.full
         if isinstance(shard, DiskStore) and self.homes.lane is None:
             self.memory.pages = Pages(range_nbytes(numel, dtype.itemsize))
@@ -530,7 +534,7 @@ class Unit:
 
     def free(self) -> None:
         """Free the unit's memory while the engine lives. Collective; the parameters have other memory already."""
-        for buffer in (self.memory.full, self.memory.local, self.memory.replica, self.memory.kept):
+        for buffer in (self.memory.full, self.memory.local, self.memory.replica, self.memory.codes, self.memory.kept):
             if buffer is not None:
                 free_pages(buffer.tensor)
         if self.memory.common is not None:

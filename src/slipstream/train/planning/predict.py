@@ -27,7 +27,17 @@ from slipstream.zero.placement import Tier
 from slipstream.zero.reduction import wire_numel
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.lane import Lane
-from slipstream.zero.storage.store import DiskStore, HostStore, MemoryStore, Space, Spaces, Store, disk_nbytes, range_nbytes
+from slipstream.zero.storage.store import (
+    CodedStore,
+    DiskStore,
+    HostStore,
+    MemoryStore,
+    Space,
+    Spaces,
+    Store,
+    disk_nbytes,
+    range_nbytes,
+)
 from slipstream.zero.storage.stream import Chunk
 from slipstream.zero.unit import Dtypes
 
@@ -97,8 +107,8 @@ class Setting:
 
     def gathered_nbytes(self, part: Part, numel: int) -> int:
         """Bytes of so many weights as they are gathered."""
-        has_codes = self.plan.zero.coded_weights and part.dtypes.weights.is_floating_point and part.dtypes.weights.itemsize <= 4
-        return wire_codes.nbytes(numel, 8) if has_codes else numel * part.dtypes.weights.itemsize
+        bits = part.dtypes.gathered_bits
+        return numel * part.dtypes.weights.itemsize if bits is None else wire_codes.nbytes(numel, bits)
 
     def kept_nbytes(self, part: Part) -> int:
         """Bytes of the weights of other groups that a rank keeps (hpZ)."""
@@ -202,7 +212,8 @@ def _store(part: Part, setting: Setting, homes: Homes) -> Stored:
     def memory(numel: int, dtype: torch.dtype) -> Store:
         return MemoryStore(torch.empty(numel, dtype=dtype, device=META))
 
-    sharded = homes.weights(part.span, dtypes.weights, trainable=part.trainable) if place.weights else None
+    codes = torch.empty(wire_codes.nbytes(part.span, 8), dtype=torch.uint8, device=META) if dtypes.rests else None
+    sharded = homes.weights(part.span, dtypes.weights, trainable=part.trainable, codes=codes) if place.weights else None
     weights = sharded or memory(part.numel, dtypes.weights)
     if not part.trainable:
         return Stored(part, weights, None, {}, ())
@@ -262,7 +273,7 @@ def idle_memory(counted: Counted) -> tuple[Line, ...]:
     for part, stored in ((stored.part, stored) for stored in parts):
         for state, what, store in stored.states:
             totals[state, what, Tier.DISK] += _on_disk(store)
-            totals[state, what, Tier.DEVICE if type(store) is MemoryStore else setting.host] += store.resident_nbytes
+            totals[state, what, Tier.DEVICE if type(store) in (MemoryStore, CodedStore) else setting.host] += store.resident_nbytes
         totals["weights", "kept of other groups", Tier.DEVICE] += setting.kept_nbytes(part)
         if part.trainable and (setting.recipe.placement.grads or part.dtypes.wire != part.dtypes.local):
             key = part.ranks, part.dtypes.wire  # one ring each, with buffers for the longest part
@@ -308,11 +319,13 @@ def _gathered(counted: Counted, moments: Sequence[Moment]) -> int:
     setting, phase, block = counted.setting, moments[0].phase, moments[0].block
     is_resident = setting.recipe.tiers.weights in (Tier.DEVICE, Tier.HOST if setting.on_host else Tier.DEVICE)
     is_common = setting.shared and not setting.recipe.poison and is_resident  # all ranks read the shards in shared memory
-    if not setting.recipe.placement.weights or is_common:
+    if not setting.recipe.placement.weights:
         return 0
     following = next((each.block for each in moments[1:] if each.block not in ("", block) and each.phase == phase), "")
     nbytes = 0
     for part in (stored.part for stored in counted.parts):
+        if is_common and not part.dtypes.rests:
+            continue
         if part.block in {"", block, following}:
             nbytes += part.weights_nbytes
         if part.block == following and part.ranks > 1 and not is_resident:

@@ -23,7 +23,18 @@ from slipstream.zero.comm import Pending
 from slipstream.zero.gather import Gather
 from slipstream.zero.placement import Tier, Tiers
 from slipstream.zero.storage.lane import Event, Lane
-from slipstream.zero.storage.store import PAGE, DiskStore, HostStore, MemoryStore, Space, Spaces, Store, range_nbytes, round_up
+from slipstream.zero.storage.store import (
+    PAGE,
+    CodedStore,
+    DiskStore,
+    HostStore,
+    MemoryStore,
+    Space,
+    Spaces,
+    Store,
+    range_nbytes,
+    round_up,
+)
 from slipstream.zero.storage.stream import Ring, Slot
 
 _GRADIENT_BUFFERS = 2  # one is filled while the other is written to disk
@@ -99,8 +110,11 @@ class Homes:
             self._gradient_nbytes = max(self._gradient_nbytes, range_nbytes(numel, dtype.itemsize))
         return store
 
-    def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool) -> Store:
-        """A store of zeros for sharded weights. The first `tiers.weights_kept` elements of the engine stay in memory."""
+    def weights(self, numel: int, dtype: torch.dtype, *, trainable: bool, codes: Tensor | None = None) -> Store:
+        """A store of zeros for sharded weights, in `codes` if given. The first `tiers.weights_kept` elements of the engine stay in
+        memory."""
+        if codes is not None:
+            return CodedStore(codes, dtype)
         kept = min(numel, self.to_keep)
         self.to_keep -= kept
         return self._make(self.tiers.weights, self.spaces.weights, numel, dtype, kept)
@@ -185,6 +199,8 @@ class Homes:
 
         With the disk tier, `wait` launches the collective, so that ranks whose weights happen to be in memory launch no earlier.
         """
+        if isinstance(store, CodedStore):
+            return dp.gather_into(full, store.codes, cuts)
         if self.lane is not None and type(store) is not MemoryStore:
             return self._gather_over(self.lane, store, full, dp, cuts)
         memory, reading = store.view(0, store.numel), None

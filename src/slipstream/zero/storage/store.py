@@ -3,6 +3,7 @@
 A state (weights, gradients, master, a moment) of one unit is one flat array over this rank's span, kept in a `Store`:
 
 MemoryStore  device memory: the tensor itself
+CodedStore   8-bit codes in device memory: frozen weights (zero_quantized_nontrainable_weights)
 HostStore    host memory of a device with memory of its own, with copies in and out (zero/storage/lane.py)
 DiskStore    a range of an anonymous file, after `head` elements that stay in memory (partial offload is a cut in the flat range)
 Section      a part of a store, as a checkpoint reads and fills it
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.ops import wire
 from slipstream.ops.disk import Disk, aligned
 from slipstream.zero.storage.lane import Event
 
@@ -100,6 +102,52 @@ class MemoryStore(Store):
     @property
     def resident_nbytes(self) -> int:
         return self.tensor.nbytes
+
+
+class CodedStore(Store):
+    """Codes of 8 bits (ops/wire.py), of whole blocks. Reads decode; a write encodes the blocks whose values it changes."""
+
+    def __init__(self, codes: Tensor, dtype: torch.dtype) -> None:
+        self.codes, self.dtype = codes, dtype  # codes: uint8 [blocks * bytes of a block]
+        self._records = codes.view(-1, wire.nbytes(wire.WIRE_BLOCK, 8))
+        self.numel = len(self._records) * wire.WIRE_BLOCK
+
+    def is_away(self, start: int, stop: int) -> bool:
+        return False
+
+    def view(self, start: int, stop: int) -> None:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    def _decode(self, records: Tensor) -> Tensor:
+        values = torch.empty(len(records) * wire.WIRE_BLOCK, dtype=self.dtype, device=records.device)
+        wire.sum_coded(values, [records.view(-1)], 8)
+        return values
+
+    def get(self, start: int, stop: int) -> Tensor:
+        first = start // wire.WIRE_BLOCK
+        return self._decode(self._records[first : -(-stop // wire.WIRE_BLOCK)])[start - first * wire.WIRE_BLOCK :][: stop - start]
+
+    def put(self, start: int, values: Tensor) -> None:
+        first, stop = start // wire.WIRE_BLOCK, start + values.numel()
+        records = self._records[first : -(-stop // wire.WIRE_BLOCK)]
+        old = self._decode(records)
+        new = old.clone()
+        new[start - first * wire.WIRE_BLOCK :][: values.numel()].copy_(values)
+        coded = torch.empty_like(records)
+        wire.encode(new, coded.view(-1), 8)
+        changed = (old != new).view(-1, wire.WIRE_BLOCK).any(1)  # codes of codes are not the same codes
+        records[changed] = coded[changed]
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self.codes.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
 
 
 class HostStore(MemoryStore):
