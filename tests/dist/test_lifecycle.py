@@ -326,7 +326,6 @@ def test_unshardable_optimizers_are_refused_by_name() -> None:
     model, stranger = toy.seeded(toy.Net), nn.Parameter(torch.zeros(3))
     for optimizer, message in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS.*closure"),
-        (torch.optim.SparseAdam(model.parameters()), "SparseAdam.*sparse"),
         (Averaging(model.parameters()), r"Averaging has train\(\) and eval\(\).*would swap nothing"),
         (torch.optim.SGD([stranger], lr=0.1), r"group 0 holds a parameter of shape \(3,\) that is not the model's"),
         (lambda params: "no optimizer", "returned a str"),

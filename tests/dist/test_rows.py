@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import slipstream
+from slipstream.compat.engine import initialize
+from slipstream.compat.sparse import SparseTensor, split_half_float_double_sparse
 from tests import cases, toy
 from tests.dist.test_codes_on_the_wire import sent
 from tests.pool import distributed
@@ -148,3 +151,76 @@ def test_a_functional_sparse_gradient_is_the_dense_one() -> None:
             weights.append(engine.state_dict()["table"])
             engine.destroy()
         assert torch.equal(*weights)
+
+
+class Words(nn.Module):
+    """Embeddings with sparse gradients, which are trained, and a frozen head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Embedding(WORDS, 32, sparse=True), nn.EmbeddingBag(64, 32, mode="sum", sparse=True)
+        self.head = nn.Linear(32, 8).requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (self.head(self.words(tokens).mean(1)) + self.bag(tokens % 64)[:, :8]).square().mean()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_sparse_adam_steps_the_rows_that_are_used(transport: str) -> None:
+    """Moments of other rows do not decay: the steps are torch's with the ranks' gradients added."""
+    plain = toy.seeded(Words)
+    adam = torch.optim.SparseAdam([plain.words.weight, plain.bag.weight], lr=0.1)
+    for step in range(3):
+        adam.zero_grad()
+        for rank in range(2):
+            (plain(tokens(rank, step)) / 2).backward()
+        adam.step()
+    for stage in cases.stages(transport):
+        for keys in ({}, {"sparse_gradients": True}):
+            model = toy.seeded(Words)
+            optimizer = torch.optim.SparseAdam([model.words.weight, model.bag.weight], lr=0.1)
+            settings = toy.settings(stage, transport, optimizer=None, **keys)
+            engine = slipstream.initialize(model=model, optimizer=optimizer, config=settings)[0]
+            for step in range(3):
+                toy.step(engine, tokens(dist.get_rank(), step))
+            for name, value in engine.state_dict().items():
+                torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+            engine.destroy()
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_collectives_of_deepspeeds_sparse_tensors(transport: str) -> None:
+    """Ranks with different numbers of rows: indices and values are gathered, and averaged."""
+    model = nn.Sequential(nn.Embedding(10, 16, sparse=True), nn.Linear(16, 1))
+    engine = initialize(model=model, config=toy.settings(1, transport, sparse_gradients=True))[0]
+    assert engine.sparse_gradients_enabled() and engine.sparse_tensor_module_names == {"0.weight"}
+    grads = [torch.zeros(10, 3), torch.zeros(10, 3)]
+    grads[0][2], grads[1][2], grads[1][7] = 1.0, 3.0, torch.tensor([1.0, -1.0, 0.0])
+    own = grads[dist.get_rank()].clone()
+    sparse, sparser = SparseTensor(own), SparseTensor(own.to_sparse(1))
+    assert sparse.indices.numel() == dist.get_rank() + 1
+    group = engine.mesh.batch.group
+    engine.sparse_allreduce_no_retain([sparse], group)
+    assert torch.equal(own, (grads[0] + grads[1]) / 2)
+    engine.sparse_allreduce_no_retain([sparser], group)
+    assert torch.equal(sparser.orig_dense_tensor.to_dense(), (grads[0] + grads[1]) / 2)
+    assert engine.gradient_average
+    with pytest.raises(ValueError, match='set "gradient_allreduce_op": "sum"'):
+        engine.gradient_average = False
+    engine.destroy()
+
+
+def test_deepspeeds_sparse_tensor() -> None:
+    dense = torch.zeros(6, 4)
+    dense[1], dense[4] = torch.tensor([1.0, -1.0, 0.0, 0.0]), 2.0
+    for tensor in (dense, dense.to_sparse(1)):
+        sparse = SparseTensor(tensor)
+        assert sparse.indices.tolist() == [1, 4] and sparse.sparse_size() == (10, 24)
+        assert torch.equal(sparse.to_dense(), dense) and torch.equal(sparse.to_coo_tensor().to_dense(), dense)
+        sparse.add(sparse)
+        assert torch.equal(sparse.to_dense(), 2 * dense) and "reduction_factor=1.2" in str(sparse)
+    half = SparseTensor(dense.half())
+    assert split_half_float_double_sparse([dense, half, sparse]) == (
+        [(torch.float16, [half]), (torch.float32, [sparse])],
+        [(torch.float32, [dense])],
+    )

@@ -34,7 +34,7 @@ def test_every_torch_optimizer_is_known_or_refused() -> None:
         cls = getattr(torch.optim, name)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or name == "Optimizer":
             continue
-        if name in ("LBFGS", "SparseAdam"):
+        if name == "LBFGS":
             with pytest.raises(ValueError, match=f"{name}' needs"):
                 optimizer_class(name)
         else:
@@ -45,7 +45,6 @@ def test_every_torch_optimizer_is_known_or_refused() -> None:
     ("name", "message"),
     [
         ("LBFGS", "closure"),
-        ("SparseAdam", "sparse gradients"),
         ("OneBitLamb", "not built yet"),
         ("ZeroOneAdam", "not built yet"),
         ("MuAdam", "mup package"),

@@ -21,7 +21,7 @@ from torch import Tensor
 import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
-from slipstream.compat import groups, zero
+from slipstream.compat import groups, sparse, zero
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
@@ -165,8 +165,13 @@ class DeepSpeedEngine(Engine):
     scheduler_name = _of(lambda plan: plan.scheduler.type if plan.scheduler else None)
     scheduler_params = _of(lambda plan: plan.scheduler.params if plan.scheduler else None)
     mics_shard_size = property(_of(lambda plan: plan.zero.shard_size or -1))
-    # a config that enables one of these raises an error
     sparse_gradients_enabled = _of(lambda plan: plan.zero.sends_rows)
+    gradient_average = property(_of(lambda plan: plan.zero.reduce_op == "mean"), sparse.set_gradient_average)
+    sparse_tensor_module_names = property(sparse.sparse_tensor_module_names)
+    all_gather_scalar, sparse_all_gather = sparse.all_gather_scalar, sparse.sparse_all_gather
+    sparse_allreduce, sparse_allreduce_bucket = sparse.sparse_allreduce, sparse.sparse_allreduce_bucket
+    sparse_allreduce_no_retain = sparse.sparse_allreduce_no_retain
+    # a config that enables one of these raises an error
     elasticity_enabled = pld_enabled = _of(lambda plan: False)
     eigenvalue_enabled = curriculum_enabled_legacy = random_ltd_enabled = amp_enabled = _of(lambda plan: False)
     checkpoint_tag_validation_enabled = _of(lambda plan: plan.checkpoint.tag_validation != "ignore")

@@ -64,7 +64,11 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config"
     },
     "deepspeed.utils.config": {"slipstream.compat.config": "DeepSpeedThroughputTimerConfig get_timers_config"},
-    "deepspeed.runtime.engine": {"slipstream.compat.engine": "DeepSpeedEngine"},
+    "deepspeed.runtime.engine": {
+        "slipstream.compat.engine": "DeepSpeedEngine",
+        "slipstream.compat.sparse": "split_half_float_double_sparse",
+    },
+    "deepspeed.runtime.sparse_tensor": {"slipstream.compat.sparse": "SparseTensor"},
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
@@ -284,8 +288,7 @@ REFUSED_THERE: Mapping[str, str] = {
     "`engine.no_sync()` in stages 2 and 3": "works: each rank accumulates gradients until the next backward outside, or the step",
     "`engine.coalesce_grad_reduction()` in stage 0": "works",
     "LAMB in stages 1 to 3": "works at every stage; a parameter's norm is taken over all of its shards",
-    "an optimizer outside of DeepSpeed's list, without `zero_allow_untested_optimizer`": "works at every stage, unless it "
-    "is LBFGS or SparseAdam",
+    "an optimizer outside of DeepSpeed's list, without `zero_allow_untested_optimizer`": "works at every stage, unless it is LBFGS",
     "`offload_optimizer` with another optimizer than DeepSpeed's CPU ones": "works with device cpu, whatever "
     "`zero_force_ds_cpu_optimizer` says; device nvme needs an optimizer with a native kernel",
     '`"gradient_allreduce_op": "sum"` in stage 3': "works",
@@ -307,7 +310,6 @@ _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstrea
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
 _DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has removed too; drop layers in the model's own forward"
 _MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has removed too; use torchao for quantization-aware training"
-_SPARSE = "the inside of sparse gradients; the config's sparse_gradients sends embeddings' gradients as rows"
 _ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has removed too; every checkpoint loads at any world size"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
 _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
@@ -350,7 +352,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "*": "data efficiency (curriculum sampling, random-LTD); implement the sampling in the data loader"
     },
     "deepspeed.runtime.progressive_layer_drop": {"*": _DROPPING},
-    "deepspeed.runtime.sparse_tensor": {"*": _SPARSE},
     "deepspeed.runtime.quantize": {"*": _MOQ},
     "deepspeed.runtime.weight_quantizer": {"*": _MOQ},
     "deepspeed.runtime.eigenvalue": {"*": _MOQ},
@@ -450,8 +451,6 @@ MISSING_METHODS: Mapping[str, str] = {
     "set_custom_curriculum_learning_schedule": "curriculum learning",
     "set_data_post_process_func": "data efficiency",
     **_rows("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
-    **_rows("sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain sparse_all_gather", _SPARSE),
-    "all_gather_scalar": "a collective for sparse gradients; use torch.distributed",
     "clip_fp32_gradients": "step() clips gradients to gradient_clipping",
     **_rows(
         "register_compile_pass get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend "

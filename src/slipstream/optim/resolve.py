@@ -32,7 +32,6 @@ _ONE_BIT = "is not built yet (compressed communication); use Adam or Lamb until 
 _MUP = "scales learning rates by the model's base shapes: build it with the mup package and pass it as optimizer="
 _REFUSED: dict[str, str] = {
     "lbfgs": "needs a closure that evaluates the model inside step(), and all gradients in one place",
-    "sparseadam": "needs sparse gradients, but gradients are dense here; use Adam, which is equivalent on dense gradients",
     "onebitlamb": _ONE_BIT,
     "zerooneadam": _ONE_BIT,
     "muadam": _MUP,
@@ -173,9 +172,8 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 
     Also for our own over float64 parameters, for which they would raise in their step.
     """
-    for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        if isinstance(optimizer, cls):
-            raise ValueError(f"optimizer {type(optimizer).__name__} {_REFUSED[cls.__name__.lower()]}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"optimizer {type(optimizer).__name__} {_REFUSED['lbfgs']}")
     params = (param for group in optimizer.param_groups for param in group["params"])
     if isinstance(optimizer, (Lion, Lamb, Muon)) and any(param.dtype is torch.float64 for param in params):
         raise ValueError(f"{type(optimizer).__name__} does not support float64 parameters; make the model float32, or use AdamW")

@@ -217,6 +217,7 @@ class TorchSteps(ShardedSteps):
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], *, whole: bool, state_dtype: torch.dtype) -> None:
         super().__init__(inner, units, None)
         self.whole, self.state_dtype = whole, state_dtype
+        self.lazy = isinstance(inner, torch.optim.SparseAdam)  # steps the rows whose gradient is not 0
         inner.register_step_pre_hook(self._refuse_outside)
         self._stepping = False
         self._before: list[dict[str, Any]] = []  # each group's values at the beginning of the engine's step
@@ -261,7 +262,8 @@ class TorchSteps(ShardedSteps):
         leaves = [self._leaf(piece) for piece in pieces]
         for piece, leaf in zip(pieces, leaves, strict=True):
             if piece.param.requires_grad:
-                leaf.grad = grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape)
+                grad = grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape)
+                leaf.grad = grad.to_sparse(1) if self.lazy else grad
                 groups[piece.group]["params"].append(leaf)
         self._cast_states(leaves, None)
         self._stepping = True

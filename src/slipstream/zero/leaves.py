@@ -102,10 +102,15 @@ def forget_kinds(model: nn.Module) -> None:
         vars(param).pop(_KIND, None)
 
 
+def rows_of(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of embeddings by name."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {f"{path}.weight".lstrip("."): module.weight for path, module in model.named_modules() if isinstance(module, kinds)}
+
+
 def mark_rows(model: nn.Module) -> list[str]:
     """Send only the rows of embeddings' gradients that are not 0; returns the names of their weights."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    weights = {f"{path}.weight".lstrip("."): module.weight for path, module in model.named_modules() if isinstance(module, kinds)}
+    weights = rows_of(model)
     for weight in weights.values():
         keep_apart(weight, "rows")
     return sorted(weights)
