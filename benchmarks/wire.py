@@ -60,6 +60,35 @@ def _limit(space: str, rate: str) -> None:
 
 
 @contextlib.contextmanager
+def two_groups(world: int, rate: str) -> Iterator[tuple[Seat, list[Path]]]:
+    """As `network`, of two groups of neighboring ranks: within a group no limit, and one link between the groups.
+
+    rate: of the link, each way. The files count what crosses it, each way. Raises NoNetwork.
+    """
+    with network(world) as (seat, counters):
+        tag = counters[0].parts[-3].removeprefix("sv").rpartition("r")[0]
+        other, ends = f"so{tag}", (f"sl{tag}a", f"sl{tag}b")
+        try:
+            _ip("link", "add", other, "type", "bridge")
+            _ip("link", "set", other, "mtu", "65535", "up")
+            _ip("link", "add", ends[0], "mtu", "65535", "type", "veth", "peer", "name", ends[1], "mtu", "65535")
+            for end, bridge in zip(ends, (f"sb{tag}", other), strict=True):
+                _ip("link", "set", end, "master", bridge, "up")
+                shaped = subprocess.run(
+                    f"tc qdisc add dev {end} root tbf rate {rate} burst 256kb latency 400ms".split(), capture_output=True, text=True
+                )
+                if shaped.returncode:
+                    raise NoNetwork(f"tc: {shaped.stderr.strip()}")
+            for rank in range(world // 2, world):
+                _ip("link", "set", f"sv{tag}r{rank}", "master", other)
+            yield seat, [Path(f"/sys/class/net/{end}/statistics/rx_bytes") for end in ends]
+        finally:
+            for link in (ends[0], other):
+                with contextlib.suppress(NoNetwork):
+                    _ip("link", "del", link)
+
+
+@contextlib.contextmanager
 def network(world: int, rate: str = "") -> Iterator[tuple[Seat, list[Path]]]:
     """One namespace per rank on a bridge: the seat of the ranks, and for each rank the file that counts what it has sent.
 
