@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,7 +40,7 @@ def with_known_warmup(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _per_group(name: str) -> Callable[[Any], list[float]]:
-    return lambda self: schedules._each(self.optimizer, name, getattr(self, name))
+    return lambda self: self._of_groups(name)
 
 
 def _momenta(name: str) -> Callable[[Any], list[tuple[float, float]]]:
@@ -65,25 +66,39 @@ def _get_mom(self: Any) -> list[tuple[float, float]] | None:
     return [new["betas"] for new in self._values() if "betas" in new] if self.cycle_momentum else None
 
 
-_BOUNDS: Mapping[str, Callable[[Any], Any]] = {"min_lrs": _per_group("min_lr"), "max_lrs": _per_group("max_lr")}
 _WARMUP: Mapping[str, Callable[[Any], Any]] = {
-    **_BOUNDS,
+    "min_lrs": _per_group("warmup_min_lr"),
+    "max_lrs": _per_group("warmup_max_lr"),
     "delta_lrs": lambda self: [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)],
 }
 _CYCLE: Mapping[str, Callable[[Any], Any]] = {
-    **_BOUNDS,
-    "min_moms": _momenta("min_mom"),
-    "max_moms": _momenta("max_mom"),
+    "min_lrs": _per_group("cycle_min_lr"),
+    "max_lrs": _per_group("cycle_max_lr"),
+    "min_moms": _momenta("cycle_min_mom"),
+    "max_moms": _momenta("cycle_max_mom"),
+    "first_step_size": lambda self: self._halves[0][0],
+    "first_stair_count": lambda self: self._halves[0][1],
+    "second_step_size": lambda self: self._halves[1][0],
+    "second_stair_count": lambda self: self._halves[1][1],
     "step_ratio": lambda self: self.first_step_size / self.total_size,
     "skip_lr_decay": lambda self: math.isclose(self.decay_step_size, 0) or math.isclose(self.decay_lr_rate, 0),
     "skip_mom_decay": lambda self: math.isclose(self.decay_step_size, 0) or math.isclose(self.decay_mom_rate, 0),
 }
+_RANGE = {name: operator.attrgetter(f"lr_range_test_{name}") for name in ("min_lr", "step_size", "step_rate", "staircase")}
 
-LRRangeTest = _with_attributes(schedules.LRRangeTest, {})
+
+def _get_lr_ratio(self: Any) -> float:
+    """Return the multiple of the optimizer's own rate at `last_batch_iteration`."""
+    return self.height(self.last_batch_iteration)
+
+
+LRRangeTest = _with_attributes(schedules.LRRangeTest, _RANGE)
 OneCycle = _with_attributes(schedules.OneCycle, _CYCLE, get_mom=_get_mom)
 WarmupLR = _with_attributes(schedules.WarmupLR, _WARMUP)
 WarmupDecayLR = _with_attributes(schedules.WarmupDecayLR, _WARMUP)
-WarmupCosineLR = _with_attributes(schedules.WarmupCosineLR, {"org_lrs": lambda self: list(self.base_lrs)})
+WarmupCosineLR = _with_attributes(
+    schedules.WarmupCosineLR, {"org_lrs": lambda self: list(self.base_lrs)}, get_lr_ratio=_get_lr_ratio
+)
 _SERVED = {kind.__base__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 

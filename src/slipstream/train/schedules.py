@@ -4,7 +4,7 @@ A schedule is a pure function of one integer, `last_batch_iteration`: -1 before 
 state, so loading sets the rates at once. A value may be one number for all parameter groups or a list with one per group. Only the
 rates and momenta in `optimizer.param_groups` are written.
 
-With i = last_batch_iteration:
+A class is a row: its fields are the arguments, `height` is the closed form. With i = last_batch_iteration:
 
     LRRangeTest      min * (1 + rate * (i + 1) / size), the quotient floored with `staircase`
     WarmupLR         min + (max - min) * g(i); g = log(i + 1) / log(W) or i / W for i < W, then 1
@@ -22,6 +22,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -35,27 +36,41 @@ PerGroup = float | Sequence[float]
 
 
 class Schedule(ABC):
-    """The base of the five schedules. A subclass ends its constructor with `_start`."""
+    """The base of the five schedules: a rate is `low + (high - low) * height(i)`."""
 
     optimizer: Any  # anything with param_groups
     last_batch_iteration: int
-    argument: ClassVar[str]  # of the constructor, in errors; {} is the attribute
-    rate: ClassVar[str]  # the attribute with the groups' own rates
-    bounds: ClassVar[tuple[str, ...]] = ()  # attributes that scale with a group's rate; the first is the lower bound, else 0
-    momenta: ClassVar[tuple[str, ...]] = ()  # attributes that do not
+    rates: ClassVar[tuple[str, ...]]  # the fields of the groups' own rates and of their lower bounds (none: 0)
+    momenta: ClassVar[tuple[str, ...]] = ()  # the fields that do not scale with a group's rate
 
     @abstractmethod
+    def height(self, i: int) -> float:
+        """The way from the lower bounds to the groups' own rates at iteration i, as a fraction."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raises ValueError for a value that the schedule cannot take; fills in what follows from the others."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(self.optimizer, "param_groups", None), list):
+            raise ValueError(f"a scheduler needs an optimizer with param_groups, not a {type(self.optimizer).__name__}")
+        self._check()
+        self._start(self.last_batch_iteration)
+
     def _values(self) -> list[dict[str, Any]]:
         """The values of each parameter group at `last_batch_iteration`: always `lr`, perhaps `betas`."""
+        fraction = self.height(self.last_batch_iteration)
+        highs, *bounds = (self._of_groups(name) for name in self.rates)
+        lows = bounds[0] if bounds else [0.0] * len(highs)
+        return [{"lr": low + (high - low) * fraction} for low, high in zip(lows, highs, strict=True)]
 
     def _of_groups(self, name: str) -> list[float]:
-        return _each(self.optimizer, self.argument.format(name), getattr(self, name))
-
-    def _between(self, fraction: float) -> list[dict[str, Any]]:
-        """Rates at this fraction of the way from the lower bounds to the groups' own rates."""
-        highs = self._of_groups(self.rate)
-        lows = self._of_groups(self.bounds[0]) if self.bounds else [0.0] * len(highs)
-        return [{"lr": low + (high - low) * fraction} for low, high in zip(lows, highs, strict=True)]
+        """One number per parameter group; raises ValueError for a list of another length."""
+        count = len(self.optimizer.param_groups)
+        values = _per_group(getattr(self, name), count)
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} values for {count} parameter groups")
+        return values
 
     def _start(self, last_batch_iteration: int) -> None:
         self.last_batch_iteration = last_batch_iteration
@@ -74,13 +89,13 @@ class Schedule(ABC):
     def add_group(self, rate: float | None) -> None:
         """Extend the schedule to a group that was appended to the optimizer: the first group's values, scaled to its `rate`."""
         count = len(self.optimizer.param_groups) - 1
-        first = _per_group(getattr(self, self.rate), count)[0]
+        first = _per_group(getattr(self, self.rates[0]), count)[0]
         factor = 1.0 if rate is None or not first else rate / first
-        for name in (self.rate, *self.bounds, *self.momenta):
+        for name in (*self.rates, *self.momenta):
             known = _per_group(getattr(self, name), count)
             setattr(self, name, [*known, known[0] if name in self.momenta else known[0] * factor])
         if rate is not None:
-            getattr(self, self.rate)[-1] = rate
+            getattr(self, self.rates[0])[-1] = rate
         values = self._values()[-1]
         self.optimizer.param_groups[-1].update(values)
         self._last_lr = [*self._last_lr, float(values["lr"])]
@@ -111,32 +126,28 @@ class Schedule(ABC):
         self._start(iteration)
 
 
+@dataclass(eq=False, repr=False)
 class LRRangeTest(Schedule):
     """The range test (Smith 2018, arXiv 1803.09820): the rate grows without bound, to find where training diverges."""
 
-    argument, rate = "lr_range_test_{}", "min_lr"
+    rates = ("lr_range_test_min_lr",)
 
-    def __init__(
-        self,
-        optimizer: Any,
-        lr_range_test_min_lr: PerGroup = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.optimizer = _checked(optimizer)
-        self.min_lr = lr_range_test_min_lr
-        self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size, minimum=1)
-        self.step_rate = lr_range_test_step_rate
-        self.staircase = lr_range_test_staircase
-        self._start(last_batch_iteration)
+    optimizer: Any
+    lr_range_test_min_lr: PerGroup = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: int = -1
 
-    def _values(self) -> list[dict[str, Any]]:
-        interval = (self.last_batch_iteration + 1) / self.step_size
-        return self._between(1 + self.step_rate * (math.floor(interval) if self.staircase else interval))
+    def _check(self) -> None:
+        self.lr_range_test_step_size = _whole("lr_range_test_step_size", self.lr_range_test_step_size, minimum=1)
+
+    def height(self, i: int) -> float:
+        interval = (i + 1) / self.lr_range_test_step_size
+        return 1 + self.lr_range_test_step_rate * (math.floor(interval) if self.lr_range_test_staircase else interval)
 
 
+@dataclass(eq=False, repr=False)
 class OneCycle(Schedule):
     """The 1-cycle policy (Smith 2018, arXiv 1803.09820) with a decay phase after the cycle.
 
@@ -146,41 +157,36 @@ class OneCycle(Schedule):
 
     BETA2 = 0.99
 
-    argument, rate, bounds, momenta = "cycle_{}", "max_lr", ("min_lr",), ("min_mom", "max_mom")
+    rates = ("cycle_max_lr", "cycle_min_lr")
+    momenta = ("cycle_min_mom", "cycle_max_mom")
 
-    def __init__(
-        self,
-        optimizer: Any,
-        cycle_min_lr: PerGroup,
-        cycle_max_lr: PerGroup,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: float = 2000,
-        cycle_second_step_size: float | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: float = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: PerGroup = 0.8,
-        cycle_max_mom: PerGroup = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.optimizer = _checked(optimizer)
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        if cycle_first_step_size <= 0 or second < 0 or decay_step_size < 0:
+    optimizer: Any
+    cycle_min_lr: PerGroup
+    cycle_max_lr: PerGroup
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: float = 2000
+    cycle_second_step_size: float | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: float = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: PerGroup = 0.8
+    cycle_max_mom: PerGroup = 0.9
+    decay_mom_rate: float = 0.0
+    last_batch_iteration: int = -1
+
+    def _check(self) -> None:
+        first, second = self.cycle_first_step_size, self.cycle_second_step_size
+        second = first if second is None else second
+        if first <= 0 or second < 0 or self.decay_step_size < 0:
             raise ValueError(
-                f"OneCycle: needs cycle_first_step_size ({cycle_first_step_size}) > 0, cycle_second_step_size ({second}) >= 0 and "
-                f"decay_step_size ({decay_step_size}) >= 0"
+                f"OneCycle: needs cycle_first_step_size ({first}) > 0, cycle_second_step_size ({second}) >= 0 and "
+                f"decay_step_size ({self.decay_step_size}) >= 0"
             )
-        self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
-        self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
-        self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
-        self.total_size = self.first_step_size + self.second_step_size
-        self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.decay_step_size = decay_step_size
-        self.cycle_momentum = cycle_momentum and self._can_cycle_momentum()
-        self._start(last_batch_iteration)
+        stairs, low = self.cycle_first_stair_count, self.cycle_second_stair_count
+        self._halves = ((float(first), stairs), (float(second), stairs if low is None else low))  # of a cycle: size, stairs
+        self.total_size = float(first) + float(second)
+        self.cycle_momentum = self.cycle_momentum and self._can_cycle_momentum()
 
     def _can_cycle_momentum(self) -> bool:
         betas = [group["betas"] for group in self.optimizer.param_groups if "betas" in group]
@@ -192,153 +198,134 @@ class OneCycle(Schedule):
         return bool(betas)
 
     def _values(self) -> list[dict[str, Any]]:
-        height, decay = self._height(), self._decay_intervals()
-        values = self._between(height)
+        values, height, past = (
+            super()._values(),
+            self.height(self.last_batch_iteration),
+            self.last_batch_iteration - self.total_size,
+        )
+        decay = (past + 1) / self.decay_step_size if past >= 0 and self.decay_step_size > 0 else 0.0  # intervals since the cycle
         for new in values:
             new["lr"] /= 1 + self.decay_lr_rate * decay
         if self.cycle_momentum:
-            bounds = zip(self._of_groups("min_mom"), self._of_groups("max_mom"), strict=True)
+            bounds = zip(*(self._of_groups(name) for name in self.momenta), strict=True)
             for group, new, (low, high) in zip(self.optimizer.param_groups, values, bounds, strict=True):
                 momentum = (high - (high - low) * height) * (1 + self.decay_mom_rate * decay)
                 if "betas" in group:
                     new["betas"] = (low if self.last_batch_iteration < 0 else momentum, self.BETA2)
         return values
 
-    def _decay_intervals(self) -> float:
-        """Decay intervals since the end of the cycle."""
-        past = self.last_batch_iteration - self.total_size
-        return (past + 1) / self.decay_step_size if past >= 0 and self.decay_step_size > 0 else 0.0
-
-    def _height(self) -> float:
+    def height(self, i: int) -> float:
         """The height in the cycle: 0 at its ends and after it, 1 at its peak.
 
         Stairs are computed from the integer position, because the quotient can be an ulp below a stair's edge.
         """
-        if self.last_batch_iteration >= self.total_size:
+        if i >= self.total_size:
             return 0.0
-        position = (self.last_batch_iteration + 1) % self.total_size
-        if position <= self.first_step_size:
-            part, size, stairs = position, self.first_step_size, self.first_stair_count
-        else:
-            part, size, stairs = self.total_size - position, self.second_step_size, self.second_stair_count
+        position, rising = (i + 1) % self.total_size, self._halves[0][0]
+        part, (size, stairs) = (position, self._halves[0]) if position <= rising else (self.total_size - position, self._halves[1])
         return math.floor(part * stairs / size) / stairs if stairs > 0 else part / size
 
 
 class _Warmup(Schedule):
     """A schedule that begins with a ramp over `warmup_num_steps` (at least 2), linear or logarithmic (steep first)."""
 
-    def _set_ramp(self, warmup_num_steps: int, warmup_type: str) -> None:
-        if warmup_type not in ("log", "linear"):
-            hint = nearest(str(warmup_type), ("log", "linear"))
-            raise ValueError(f"{type(self).__name__}: warmup_type {warmup_type!r} must be 'log' or 'linear'{hint}")
-        self.warmup_num_steps = max(2, _whole("warmup_num_steps", warmup_num_steps, minimum=0))
-        self.warmup_type, self.inverse_log_warm_up = warmup_type, 1.0 / math.log(self.warmup_num_steps)
+    warmup_num_steps: int
+    warmup_type: str
 
-    def _set_total(self, total_num_steps: int) -> None:
-        self.total_num_steps = _whole("total_num_steps", total_num_steps, minimum=0)
-        if self.total_num_steps < self.warmup_num_steps:
+    def _check(self) -> None:
+        name, kind = type(self).__name__, self.warmup_type
+        if kind not in ("log", "linear"):
+            raise ValueError(f"{name}: warmup_type {kind!r} must be 'log' or 'linear'{nearest(str(kind), ('log', 'linear'))}")
+        self.warmup_num_steps = max(2, _whole("warmup_num_steps", self.warmup_num_steps, minimum=0))
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+
+    def _check_total(self, total_num_steps: int) -> int:
+        total = _whole("total_num_steps", total_num_steps, minimum=0)
+        if total < self.warmup_num_steps:
             text = "%s: total_num_steps %d is less than warmup_num_steps %d"
-            log.warning(text, type(self).__name__, self.total_num_steps, self.warmup_num_steps)
+            log.warning(text, type(self).__name__, total, self.warmup_num_steps)
+        return total
 
-    def _ramp(self) -> float:
+    def _ramp(self, i: int) -> float:
         """From 0 to 1, then 1."""
-        iteration = self.last_batch_iteration
-        if not 0 < iteration < self.warmup_num_steps:
-            return float(iteration > 0)
-        return (
-            math.log(iteration + 1) * self.inverse_log_warm_up if self.warmup_type == "log" else iteration / self.warmup_num_steps
-        )
+        if not 0 < i < self.warmup_num_steps:
+            return float(i > 0)
+        return math.log(i + 1) * self.inverse_log_warm_up if self.warmup_type == "log" else i / self.warmup_num_steps
 
 
+@dataclass(eq=False, repr=False)
 class WarmupLR(_Warmup):
     """Rises from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's own rate), then stays constant."""
 
-    argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
+    rates = ("warmup_max_lr", "warmup_min_lr")
 
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.optimizer = _checked(optimizer)
-        self._set_ramp(warmup_num_steps, warmup_type)
-        self.min_lr = warmup_min_lr
-        self.max_lr = _rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
-        self._start(last_batch_iteration)
+    optimizer: Any
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = None
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
 
-    def _values(self) -> list[dict[str, Any]]:
-        return self._between(self._ramp())
+    def _check(self) -> None:
+        super()._check()
+        self.warmup_max_lr = _rates(self.optimizer) if self.warmup_max_lr is None else self.warmup_max_lr
+
+    def height(self, i: int) -> float:
+        return self._ramp(i)
 
 
+@dataclass(eq=False, repr=False)
 class WarmupDecayLR(_Warmup):
     """WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
-    argument, rate, bounds = "warmup_{}", "max_lr", ("min_lr",)
+    rates = ("warmup_max_lr", "warmup_min_lr")
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.optimizer = _checked(optimizer)
-        self._set_ramp(warmup_num_steps, warmup_type)
-        self._set_total(total_num_steps)
-        self.min_lr, self.max_lr = warmup_min_lr, warmup_max_lr
-        self._start(last_batch_iteration)
+    optimizer: Any
+    total_num_steps: int
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup = 0.001
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
 
-    def _values(self) -> list[dict[str, Any]]:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return self._between(self._ramp())
-        remaining = self.total_num_steps - self.last_batch_iteration
-        return self._between(max(0.0, remaining / max(1, self.total_num_steps - self.warmup_num_steps)))
+    def _check(self) -> None:
+        super()._check()
+        self.total_num_steps = self._check_total(self.total_num_steps)
+
+    def height(self, i: int) -> float:
+        total, warmup = self.total_num_steps, self.warmup_num_steps
+        return self._ramp(i) if i < warmup else max(0.0, (total - i) / max(1, total - warmup))
 
 
+@dataclass(eq=False, repr=False)
 class WarmupCosineLR(_Warmup):
     """Multiples of the optimizer's own rate: warmup from `warmup_min_ratio`, then half a cosine down to `cos_min_ratio`.
 
     As in DeepSpeed the rate is 0 until the first `step()`, whatever the minimum ratio.
     """
 
-    argument, rate = "the optimizer's lr", "base_lrs"
+    rates = ("base_lrs",)
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.optimizer = _checked(optimizer)
-        self._set_ramp(warmup_num_steps, warmup_type)
-        self._set_total(total_num_steps)
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+    optimizer: Any
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
+
+    def _check(self) -> None:
+        super()._check()
+        self.total_num_steps = self._check_total(self.total_num_steps)
         self.base_lrs = _rates(self.optimizer)
-        self._start(last_batch_iteration)
 
-    def _values(self) -> list[dict[str, Any]]:
-        return self._between(self.get_lr_ratio())
-
-    def get_lr_ratio(self) -> float:
-        """Return the multiple of the optimizer's own rate at `last_batch_iteration`."""
-        iteration, warmup = self.last_batch_iteration, self.warmup_num_steps
-        if iteration < 0:
-            return 0.0
-        if iteration < warmup:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._ramp()
-        progress = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+    def height(self, i: int) -> float:
+        """The multiple of the optimizer's own rate."""
+        warmup, least = self.warmup_num_steps, self.cos_min_ratio
+        if i < warmup:
+            return 0.0 if i < 0 else self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._ramp(i)
+        progress = min(1.0, (i - warmup + 1) / max(1, self.total_num_steps - warmup))
+        return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 _SCHEDULES: dict[str, type[Schedule]] = {
@@ -458,23 +445,8 @@ def _add_to_torch(parts: Sequence[Any]) -> None:
 _COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _checked(optimizer: Any) -> Any:
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise ValueError(f"a scheduler needs an optimizer with param_groups, not a {type(optimizer).__name__}")
-    return optimizer
-
-
 def _rates(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _each(optimizer: Any, name: str, value: PerGroup) -> list[float]:
-    """One number per parameter group; raises ValueError for a list of another length."""
-    count = len(optimizer.param_groups)
-    values = _per_group(value, count)
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} values for {count} parameter groups")
-    return values
 
 
 def _per_group(value: PerGroup, count: int) -> list[float]:
