@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.ops import onebit
 from slipstream.optim import OneBitAdam
-from slipstream.optim.onebit import preconditioner
+from slipstream.optim import onebit as optim_onebit
+from slipstream.optim.onebit import Levels, preconditioner
 from slipstream.train.saving import optimizer_state
 from tests import cases, toy
 from tests.pool import distributed
@@ -80,10 +81,13 @@ class Twin:
             "workers": [(first.clone(), torch.zeros(numel // onebit.BLOCK)) for _ in range(self.ranks)],
             "server": (torch.zeros(numel), torch.zeros(numel // onebit.BLOCK)),
             "p": records,
+            "levels": Levels.of(1),
         }
 
     def _exchange(self, state: dict[str, Any], param: Tensor, grads: list[Tensor], scale: float) -> None:
-        sent = []
+        sent, inverse = [], state["inverse"][: param.numel()].view(param.shape)
+        now = torch.stack([(grad * inverse * scale).double().square().mean() for grad in grads]).mean()
+        state["levels"].add(now.view(1), torch.tensor([0.99]))
         for (y, scales), grad in zip(state["workers"], grads, strict=True):
             records = state["p"].clone()
             onebit.worker(padded(grad), state["inverse"], y, scales, records, beta=0.9, factor=(1 - 0.9) * scale)
@@ -91,25 +95,32 @@ class Twin:
         onebit.server(sent, state["inverse"], *state["server"], state["p"], alpha=1 / self.ranks)
         p = torch.where(state["inverse"] > 0, onebit.decode(state["p"]), 0.0)[: param.numel()].view(param.shape)
         with torch.no_grad():
-            param.mul_(1 - 1e-2 * 0.1).sub_(p * (1e-2 / (1 - 0.9**self.count)))
+            param.mul_(1 - 1e-2 * 0.1).sub_(p * (float(state["levels"].rates()) * 1e-2 / (1 - 0.9**self.count)))
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_one_bit_adam_is_that_of_simulated_workers(transport: str) -> None:
     twin = Twin(2)
-    for step in range(6):
-        twin.step(step, clip=0.5)
-    expected = twin.model.state_dict()
     sums = set()
-    for stage in cases.stages(transport):
-        engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ONE_BIT, gradient_clipping=0.5)
-        for step in range(6):
-            toy.step(engine, toy.tokens(dist.get_rank(), step))
-        for name, value in engine.state_dict().items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{stage} {n}: {m}")
-        sums.add(int(toy.checksum(engine)))
-        engine.destroy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim_onebit, "WINDOW", 2)
+        for step in range(7):
+            twin.step(step, clip=0.5)
+        assert all(state["levels"].rates() != 1 for state in twin.states.values())
+        expected = twin.model.state_dict()
+        for stage in cases.stages(transport):
+            engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ONE_BIT, gradient_clipping=0.5)
+            for step in range(7):
+                toy.step(engine, toy.tokens(dist.get_rank(), step))
+            compare(engine, expected, stage)
+            sums.add(int(toy.checksum(engine)))
+            engine.destroy()
     assert len(sums) == 1  # stages have equal bits
+
+
+def compare(engine: Any, expected: dict[str, Tensor], stage: int) -> None:
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{stage} {n}: {m}")
 
 
 @distributed(world_size=4, transports=("gloo",))
