@@ -107,6 +107,7 @@ LEGS = (
     Leg("compressed", 2, 5, "seconds and bytes per step of 1-bit Adam and codes over links of 1 Gbit/s", "compressed:run"),
     Leg("groups", 2, 7, "bytes between two groups of ranks, seconds and loss of ZeRO++ over ZeRO-3", "groups:run"),
     Leg("rows", 2, 2, "bytes and seconds per step of an embedding-heavy model with sparse gradients", "rows:run"),
+    Leg("convergence", 2, 22, "the time to a fixed loss of 1-bit Adam over links of 100 and 400 Mbit/s", "convergence:run"),
     Leg("states", 2, 3, "bytes per parameter over the formula, on pp, tp and both", "layouts:states"),
     Leg("predicted", 2, 3, "the time model of `slipstream plan --ranks` over measured steps of six layouts", "layouts:predicted"),
     Leg("sequences", 2, 8, "the longest sequence of a step under a limit of memory", "sequences:run"),
