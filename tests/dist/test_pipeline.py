@@ -411,7 +411,7 @@ def test_what_a_pipeline_refuses() -> None:
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
-@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "OPT"])
 def test_a_decoder_of_transformers(transport: str, kind: str, tmp_path: Path) -> None:
     """`mesh.pp` cuts an unmodified model, with tied embeddings: losses, norms and weights as in one process, which loads them."""
     transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
@@ -422,6 +422,9 @@ def test_a_decoder_of_transformers(transport: str, kind: str, tmp_path: Path) ->
         if kind == "Llama":
             layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
             return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **layers, num_attention_heads=2))
+        if kind == "OPT":
+            layers = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 4, "word_embed_proj_dim": 16, "init_std": 0.2}
+            return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **layers, num_attention_heads=2, dropout=0.0))
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, n_embd=16, n_layer=4, n_head=2))
 

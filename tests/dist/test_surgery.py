@@ -544,6 +544,7 @@ def test_surgery_is_refused_in_the_middle_of_a_window() -> None:
         loss = engine(toy.tokens(engine.rank, 0))
         with pytest.raises(RuntimeError, match="between a forward and its backward"), engine.surgery():
             pass
+        assert engine.operation is None
         loss.backward()
         engine.step()
         with pytest.raises(RuntimeError, match=r"after 1 backward passes of a window .*call it between engine.step\(\) and"):

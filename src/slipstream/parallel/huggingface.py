@@ -203,11 +203,16 @@ class DecoderChunk(nn.Module):
 
 
 class _Absent(nn.Module):
-    """In place of a module of another stage: returns its first floating point tensor, or a zero to add."""
+    """In place of a module of another stage: returns its first floating point tensor, or a zero to add, as for an embedding."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.is_added = isinstance(module, nn.Embedding)  # OPT's gets a mask, which may be floating point
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point())
-        return next(tensors, torch.zeros(()))
+        zero = torch.zeros(())
+        return zero if self.is_added else next(tensors, zero)
 
 
 def _arguments(batch: Any) -> dict[str, Any]:
@@ -367,7 +372,7 @@ def _pruned(module: nn.Module, absent: set[str], layers: str, prefix: str = "") 
         elif f"{prefix}".removesuffix(".") == layers:
             del copied._modules[name]
         else:
-            copied._modules[name] = _Absent()
+            copied._modules[name] = _Absent(child)
     return copied
 
 

@@ -587,8 +587,9 @@ class Engine(nn.Module):
         from slipstream.train.surgery import Surgery
 
         with self.together("surgery"):
-            self.operation = Surgery(self.single, group, self.wire)
-            self.operation.begin()
+            operation = Surgery(self.single, group, self.wire)
+            operation.begin()
+            self.operation = operation
         try:
             yield
         except BaseException as error:
