@@ -50,14 +50,13 @@ def apply(
                 ),
             )
         logger.log(level, "activations: %s for %d of %d repeated blocks%s", plan.way, len(chosen), len(names), hint)
-    host = HostMemory([*resident, *model.buffers()]) if plan.way == "offload" or plan.inputs_on_host else None
     part = _Boundary(timing if plan.profile else nullcontext, plan.synchronize)
     warn = _Once(speaks)
     modules = dict(model.named_modules())
-    if plan.way == "recompute":
-        return [Recomputed(modules[name], name, host, part, warn) for name in chosen]
-    assert host is not None
-    return [Offloaded(modules[name], host) for name in chosen]
+    host = HostMemory([*resident, *model.buffers()]) if plan.way == "offload" or plan.inputs_on_host else None
+    if plan.way == "offload" and host is not None:
+        return [Offloaded(modules[name], host) for name in chosen]
+    return [Recomputed(modules[name], name, host, part, warn) for name in chosen]
 
 
 class Shadow:

@@ -237,10 +237,10 @@ class _Parcel:
 
     def take(self) -> torch.UntypedStorage:
         """Return the storage, valid for later work on the device. After as many takes as saves, the parcel drops it."""
-        self.fetch()
         if self.here is not None:
             return self.here.untyped_storage()
-        assert self.back is not None, "fetch() starts the copy"
+        if self.back is None:
+            self.back = self.transfer.fetch(self.away.there)
         self.back.wait()
         storage = self.back.there.untyped_storage()
         self.taken += 1

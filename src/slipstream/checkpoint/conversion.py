@@ -67,13 +67,10 @@ def convert(
 
 
 def _find(source: Path, tag: str | None) -> Path:
-    if tag is None and _is_hf(source):
-        return source
-    if tag is None and not any((source / name).exists() for name in (LATEST, LATEST_UNIVERSAL)):
-        return locate(source.parent, source.name)
     tag = tag or read_latest(source)
-    assert tag is not None, "one of the two files exists"
-    return locate(source, tag)
+    if tag is not None:
+        return locate(source, tag)
+    return source if _is_hf(source) else locate(source.parent, source.name)
 
 
 def _is_hf(folder: Path) -> bool:

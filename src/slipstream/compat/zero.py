@@ -78,16 +78,14 @@ def _chunk(param: nn.Parameter, size: int) -> int:
     return -(-param.numel() // size)
 
 
-def _deal(param: nn.Parameter, values: Tensor | None, group: Any, source: int) -> Tensor:
+def _deal(param: nn.Parameter, values: Tensor, group: Any, source: int) -> Tensor:
     """Scatter the values of the group's rank `source`; returns this rank's 1D range, zero-padded to equal lengths. Collective."""
     rank, size = _group_rank(group)
     local = torch.zeros(_chunk(param, size), dtype=param.dtype)
     if size == 1:
-        assert values is not None
         return local.copy_(values.detach().reshape(-1))
     pieces: list[Tensor] | None = None
     if rank == source:
-        assert values is not None
         padded = torch.zeros(size * len(local), dtype=param.dtype)
         padded[: param.numel()].copy_(values.detach().reshape(-1))
         pieces = [_wire(piece, group) for piece in padded.chunk(size)]

@@ -295,6 +295,5 @@ def _only_keys(location: Sequence[str]) -> list[str]:
 def _block_at(location: Sequence[str]) -> type[Block]:
     block: type[Block] = Config
     for _, opened in _walk(location):
-        assert opened is not None, f"{location} does not name a block"
-        block = opened
+        block = opened or block
     return block

@@ -128,7 +128,11 @@ class _Sequence:
                 text += self._pass(self.stream.finish())
             text += self.stops.finish()
             usage = Usage(self.request.num_prompt, self.request.num_cached, self.num_reported)
-        logprobs = () if self.request.params.logprobs is None else tuple(map(_logprob, tokens))
+        logprobs = (
+            ()
+            if self.request.params.logprobs is None
+            else tuple(Logprob(token, value, top) for token, value, top in tokens if value is not None)
+        )
         return Output(self.index, text, tuple(sampled.token for sampled in tokens), logprobs, finish, usage)
 
 
@@ -351,7 +355,7 @@ class Engine:
 
     @cached_property
     def _grammars(self) -> Grammars:
-        assert self.tokenizer is not None
+        assert self.tokenizer is not None, "`_check` refuses schemas without a tokenizer"
         return Grammars(self.tokenizer, self.runner.vocab_size)
 
     def _check(self, ids: Sequence[int], params: SamplingParams, n: int) -> None:
@@ -639,11 +643,6 @@ def _smaller(chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, ...]]:
         return [(chunk._replace(draft=()),)]
     middle = (chunk.start + chunk.stop) // 2
     return [(chunk._replace(stop=middle),), (chunk._replace(start=middle),)] if middle > chunk.start else []
-
-
-def _logprob(sampled: Sampled) -> Logprob:
-    assert sampled.logprob is not None
-    return Logprob(sampled.token, sampled.logprob, sampled.top)
 
 
 def _text(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import huggingface
-from slipstream.inference.config import DecoderConfig
+from slipstream.inference.config import DecoderConfig, Rope
 from slipstream.inference.gguf_file import GgufFile, Stored, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
@@ -320,9 +320,8 @@ def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
         return config
     # Llama 3's rope scaling is stored as a divisor per frequency.
     factors = dequantize(matrix(path, "rope_freqs.weight", file.tensors["rope_freqs.weight"], keep=False))
-    layers = []
-    for layer in config.layers:
-        assert layer.rope is not None, "all layers of these families have rotary embeddings"
-        inv_freq = torch.tensor(layer.rope.inv_freq) / factors
-        layers.append(replace(layer, rope=replace(layer.rope, inv_freq=tuple(inv_freq.tolist()))))
-    return replace(config, layers=tuple(layers))
+
+    def scaled(rope: Rope) -> Rope:
+        return replace(rope, inv_freq=tuple((torch.tensor(rope.inv_freq) / factors).tolist()))
+
+    return replace(config, layers=tuple(replace(layer, rope=layer.rope and scaled(layer.rope)) for layer in config.layers))

@@ -245,8 +245,7 @@ class NativeDecoder:
         self._first_stored = list(accumulate((len(layer.experts) for layer in weights.layers), initial=0))
         if expert_nbytes is not None:
             self.store = self._open_store(weights, expert_nbytes)
-        self._library = build.load().kernels
-        assert self._library is not None
+        self._library = build.kernels()
         self._library.slipstream_team_new.restype = _pointer
         self._library.slipstream_team_free.argtypes = [_pointer]
         self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
@@ -590,7 +589,6 @@ class NativeDecoder:
         record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
         for name, values in zip(_NUMBERS, numbers, strict=True):
             setattr(record, name, values.buffer_info()[0])
-        assert self._library is not None
         if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
             raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
         if self.store is not None:

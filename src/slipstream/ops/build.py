@@ -128,6 +128,14 @@ def load() -> Library:
         return Library(None, None, f"not built: {error}")
 
 
+def kernels() -> ctypes.CDLL:
+    """The library. Raises RuntimeError with the reason if there is none."""
+    library = load()
+    if library.kernels is None:
+        raise RuntimeError(f"there are no native kernels: {library.reason}")
+    return library.kernels
+
+
 def _build_now(cached: Path, compiler: list[str]) -> Library:
     try:
         compile_library(cached, compiler)

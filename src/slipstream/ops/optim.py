@@ -34,7 +34,7 @@ from slipstream.ops.optim_reference import (
 )
 from slipstream.ops.reference import BLOCK, added
 
-Arrays = tuple[Tensor | None, Tensor | None, State, State, Tensor | None]  # master, grad, first and second state, weights
+Arrays = tuple[Tensor, Tensor | None, State, State, Tensor | None]  # master, grad, first and second state, weights
 
 _RECORD = struct.Struct("=15qq2I13fi")  # struct step of csrc/optim.h: pointer, scales and kind of five arrays first
 _CODES = 3
@@ -243,7 +243,6 @@ def _step(
 ) -> tuple[float | Tensor, float | Tensor]:
     """The first state is signed, the second is a sum of squares."""
     master, grad, first, second, out = arrays
-    assert master is not None, "master is always given"
     numel, on_cpu = master.numel(), master.is_cpu
     packed: list[int] = []
     for i, array in enumerate(arrays):

@@ -127,8 +127,9 @@ def _fit_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = len(w)
     least, most = w.aminmax(dim=0)
     middle, span, mean = (least + most) * 0.5, most - least, _sum(w) / size
-    best: tuple[Tensor, ...] | None = None
-    for shrink in SHRINKS:
+
+    def fit(shrink: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Errors, scale and low of the codes over a part of the span."""
         codes = _nearest_code(w, span * (shrink / 15), middle - span * (shrink / 2))
         # A least-squares fit of w by codes gives their best scale and low; the codes are then recomputed.
         code_mean = _sum(codes) / size
@@ -137,11 +138,12 @@ def _fit_int4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = slope.half().float()  # as stored in files and in the decoder
         low = (mean - scale * code_mean).half().float()
         error = _sum(_nearest_code(w, scale, low).mul_(scale).add_(low).sub_(w).square_())
-        candidate: tuple[Tensor, ...] = (error, scale, low)
-        if best is not None:
-            candidate = tuple(torch.where(error < best[0], new, old) for new, old in zip(candidate, best, strict=True))
-        best = candidate
-    assert best is not None, "SHRINKS is not empty"
+        return error, scale, low
+
+    best: tuple[Tensor, ...] = fit(SHRINKS[0])
+    for candidate in map(fit, SHRINKS[1:]):
+        is_better = candidate[0] < best[0]
+        best = tuple(torch.where(is_better, new, old) for new, old in zip(candidate, best, strict=True))
     _, scale, low = best
     return _nearest_code(w, scale, low).to(torch.uint8), scale, low
 

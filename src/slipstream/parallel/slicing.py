@@ -713,7 +713,8 @@ class _ShiftedLoss:
         **kwargs: Any,
     ) -> Tensor:
         if shift_labels is None:
-            assert labels is not None, "a loss needs labels"
+            if labels is None:
+                raise ValueError("the loss needs labels or shift_labels, and both are None; pass one of them")
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         losses = tensor.vocab_parallel_cross_entropy(logits, shift_labels, self.slices.exchange, ignore_index=ignore_index)
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch

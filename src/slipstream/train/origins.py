@@ -61,12 +61,11 @@ class Carried:
             if unit not in wholes:
                 wholes[unit] = unit.unsharded(unit.master.whole(), unit.placement.optim)
             old = wholes[unit][origin.start : origin.start + origin.common]
-            self.values[name] = old if origin.given is None else self._merged(origin, old, self.dtype(name))
+            self.values[name] = old if origin.given is None else self._merged(origin, origin.given, old, self.dtype(name))
 
-    def _merged(self, origin: Origin, old: Tensor, dtype: torch.dtype) -> Tensor:
+    def _merged(self, origin: Origin, given: Tensor, old: Tensor, dtype: torch.dtype) -> Tensor:
         """The first rank's new values. Values equal to the rounded masters are unchanged: they keep the masters' precision."""
-        assert origin.given is not None
-        given = origin.given.detach().reshape(-1).contiguous().clone()
+        given = given.detach().reshape(-1).contiguous().clone()
         origin.unit.comms.data.broadcast(given)
         new = given.to(device=old.device, dtype=dtype)
         common = new[: origin.common]

@@ -35,7 +35,8 @@ class LossScaler:
 
     def __init__(self, plan: LossScalePlan | None) -> None:
         self.plan = plan
-        self.dynamic = plan is not None and plan.static is None
+        self._moves = plan if plan is not None and plan.static is None else None  # the plan of a scale that changes
+        self.dynamic = self._moves is not None
         self.scale = 1.0 if plan is None else (plan.static or plan.initial)
         self.clean_steps = 0
         self.patience = plan.hysteresis if plan else 1
@@ -45,7 +46,7 @@ class LossScaler:
     def update(self, applied: bool, culprit: str = "") -> None:
         """Update the scale after a step. Raises OverflowError, naming `culprit`, if skipping more steps would not help."""
         self.skipped = 0 if applied else self.skipped + 1
-        if not self.dynamic:
+        if (plan := self._moves) is None:
             if self.skipped >= MAX_SKIPPED:
                 lower = "" if self.plan is None else f", lower fp16.loss_scale ({self.scale:g}), set it to 0 (dynamic) or use bf16"
                 raise OverflowError(
@@ -54,26 +55,25 @@ class LossScaler:
                     f"learning rate. The last checkpoint is intact."
                 )
             return
-        assert self.plan is not None
         if applied:
             self.clean_steps += 1
-            if self.plan.consecutive_hysteresis:
-                self.patience = self.plan.hysteresis
-            if self.clean_steps % self.plan.window == 0:
+            if plan.consecutive_hysteresis:
+                self.patience = plan.hysteresis
+            if self.clean_steps % plan.window == 0:
                 self._set(self.scale * 2.0)
-                self.patience = self.plan.hysteresis
+                self.patience = plan.hysteresis
             return
         self.clean_steps = 0
         if self.patience > 1:
             self.patience -= 1
             return
-        if self.scale <= self.plan.minimum:
+        if self.scale <= plan.minimum:
             raise OverflowError(
-                f"gradients are still not finite at the lowest loss scale ({self.plan.minimum}). The values themselves are too "
+                f"gradients are still not finite at the lowest loss scale ({plan.minimum}). The values themselves are too "
                 f'large for fp16: use bf16 ({{"bf16": {{"enabled": true}}}}), lower the learning rate, or look for a division '
                 f"or log of zero in the module of {culprit!r}. The last checkpoint is intact."
             )
-        self._set(max(self.scale / 2.0, self.plan.minimum))
+        self._set(max(self.scale / 2.0, plan.minimum))
 
     def _set(self, scale: float) -> None:
         factor, self.scale = scale / self.scale, scale

@@ -125,8 +125,7 @@ def scheduler_of(plan: Plan, lr_scheduler: Any, inner: torch.optim.Optimizer | N
     if inner is None:
         name = "lr_scheduler=" if plan.scheduler is None else f"the config's scheduler ({plan.scheduler.type})"
         raise ValueError(f"{name} has no optimizer; pass one as optimizer= or set it in the config, or drop the scheduler")
-    if lr_scheduler is None:
-        assert plan.scheduler is not None
+    if lr_scheduler is None and plan.scheduler is not None:
         return build_scheduler(plan.scheduler.type, plan.scheduler.params, inner)
     return check_steps_alone(lr_scheduler(inner) if callable(lr_scheduler) else lr_scheduler)
 

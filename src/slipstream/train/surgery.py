@@ -335,7 +335,7 @@ class Change:
     def _find_origins(self) -> dict[str, Origin]:
         """Maps each parameter that continues one of the engine's to its origin, by name."""
         by_name = {name: (unit, i) for unit in self.states.units for i, name in enumerate(unit.names)}
-        origins, replaced = {}, []
+        origins, replaced = {}, dict[str, Tensor]()
         for name, param in self.params.items():
             unit, i = self.places.get(id(param)) or by_name.get(name) or (None, 0)
             if unit is None:
@@ -350,23 +350,22 @@ class Change:
             given = param.data if not is_same or (unit, i) in self.touched else None
             origins[name] = Origin(unit, i, min(slot.numel, param.numel()), given)
             if not is_same:
-                replaced.append(name)
+                replaced[name] = param.data
         for name in self._not_continued(replaced, origins):
             del origins[name]
         return origins
 
-    def _not_continued(self, names: Sequence[str], origins: Mapping[str, Origin]) -> list[str]:
+    def _not_continued(self, replaced: Mapping[str, Tensor], origins: Mapping[str, Origin]) -> list[str]:
         """Of parameters that replaced others under the same name: those whose values are unrelated to the old ones. Collective."""
         fresh = []
-        for name in names:
+        for name, given in replaced.items():
             origin = origins[name]
             old = self.copies[origin.unit] if origin.unit in self.copies else origin.unit.unsharded_weights()
-            assert origin.given is not None, "a new parameter object has its own values"
-            new = origin.given.reshape(-1)[: origin.common].to(old)
+            new = given.reshape(-1)[: origin.common].to(old)
             if origin.unit.comms.data.index == 0 and not new.equal(old[origin.start : origin.start + origin.common]):
                 fresh.append(name)
         everywhere = {name for of_rank in gather_objects(fresh, self.states.mesh.world) for name in of_rank}
-        return [name for name in names if name in everywhere]
+        return [name for name in replaced if name in everywhere]
 
     def _find_held(self) -> dict[int, int]:
         """Maps the id of each parameter to its group. Raises ValueError for a parameter that is in none of the model's modules."""

@@ -59,7 +59,7 @@ def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch)
 
     Collective over the axis. Raises ValueError if `transport` is "shared" and shared memory is impossible.
     """
-    if axis.size == 1:
+    if axis.group is None:  # one rank
         return LocalComm(axis, device)
     if device.type == "cpu" and transport != "gloo":
         if hosts_agree(axis):
@@ -69,7 +69,7 @@ def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch)
                 f'"slipstream": {{"transport": "shared"}} but the ranks {axis.ranks} cannot map each other\'s memory '
                 f'(another host, container or user); use "auto"'
             )
-    return ProcessGroupComm(axis, device, watch)
+    return ProcessGroupComm(axis, axis.group, device, watch)
 
 
 def connect(
@@ -91,8 +91,9 @@ def connect(
         replicate = comm(family.copies)
         both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
         group = across = coded = None
-        if family.group is not None and family.across is not None and isinstance(dp, ProcessGroupComm):
-            group, across = comm(family.group), ProcessGroupComm(family.across, device, watch)
+        far = family.across
+        if family.group is not None and far is not None and far.group is not None and isinstance(dp, ProcessGroupComm):
+            group, across = comm(family.group), ProcessGroupComm(far, far.group, device, watch)
         if gradient_bits and dp.size > 1:
             twice = group and across and CodedTwice(group, across, dp, family.weight, gradient_bits)
             coded = twice or Coded(dp, family.weight, gradient_bits)
@@ -284,9 +285,8 @@ def _allocate_codes(comms: Comms, indices: list[int], plans: Sequence[UnitPlan],
 def _allocate_kept(comms: Comms, indices: list[int], plans: Sequence[UnitPlan], memories: Sequence[Memory]) -> None:
     kept = [kept_by(plans[i].comms.weights, plans[i].layout.shards(comms.dp.size), plans[i].dtypes.weights) for i in indices]
     assert comms.group is not None and all(kept), "every unit of a family with groups keeps weights"
-    buffers = comms.group.allocate([(each.numel, each.dtype) for each in kept if each])
-    for i, each, buffer in zip(indices, kept, buffers, strict=True):
-        assert each is not None
+    known = [each for each in kept if each]
+    for i, each, buffer in zip(indices, known, comms.group.allocate([(each.numel, each.dtype) for each in known]), strict=True):
         each.gather.kept = memories[i].kept = buffer
 
 

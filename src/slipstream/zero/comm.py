@@ -245,20 +245,21 @@ class ProcessGroupComm(Comm):
     before an operation and back after it.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, watch: Watch, deterministic: bool = False) -> None:
-        assert axis.group is not None, f"axis {axis.name} has one rank"
+    def __init__(
+        self, axis: Axis, group: dist.ProcessGroup, device: torch.device, watch: Watch, deterministic: bool = False
+    ) -> None:
         super().__init__(axis)
-        self.device, self.watch, self.group = device, watch, axis.group
-        self.staged = device.type != "cpu" and axis.group._get_backend(device).name() == "gloo"
+        self.device, self.watch, self.group = device, watch, group
+        self.staged = device.type != "cpu" and group._get_backend(device).name() == "gloo"
         self.on_host = device.type == "cpu" or self.staged
         self.native_reduce = not self.on_host and not deterministic
-        self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, axis.group)
+        self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group)
         self.course = 0  # checksum of all operations since the last exchange
         self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
         self.exchanged = False
         self.course_step = 0  # without exchanges on this axis, each step resets the course
         watch.ledgers.append(self.ledger)
-        _allow(watch.timeout_s, axis.group)
+        _allow(watch.timeout_s, group)
 
     def allocate(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return [Buffer(torch.zeros(numel, dtype=dtype, device=self.device)) for numel, dtype in requests]

@@ -390,9 +390,9 @@ class Hooks:
     def _take_gradient(self, unit: Unit, i: int) -> None:
         grad = raw_grad(unit.params[i])
         if grad is not None and grad.layout is not torch.strided:  # of sparse=True: the same values
-            unit.params[i].grad = grad.to_dense()
-        if unit.memory.local is not None:
-            unit.add_local(i)
+            unit.params[i].grad = grad = grad.to_dense()
+        if grad is not None and unit.memory.local is not None:
+            unit.add_local(i, grad)
         elif not self.sync:
             unit.window.keep_unreduced(i, unit.dtypes.grads)
         elif unit.index in self.reducer.missing and self.reducer.landed(unit, i):

@@ -55,15 +55,34 @@ class Reader(Protocol):
         """Free the memory used for reading. `read` may be called again."""
 
 
+class NoReader:
+    """Nothing is read."""
+
+    reads_parts = False
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def dtype(self, name: str) -> torch.dtype:
+        raise KeyError(name)
+
+    def fetch(self, names: Sequence[str]) -> None: ...
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        raise KeyError(name)
+
+    def close(self) -> None: ...
+
+
 class Values:
     """The initial values of one unit's flat buffer: in memory (`flat`), or read a range at a time (`reader`)."""
 
-    def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader | None, leaves: Mapping[str, Leaf]) -> None:
+    def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader, leaves: Mapping[str, Leaf]) -> None:
         self.flat, self.reader, self.leaves = flat, reader, leaves
-        known = [slot for slot in layout.slots if reader is not None and slot.name in reader and slot.numel]
+        known = [slot for slot in layout.slots if slot.name in reader and slot.numel]
         self._read = sorted(known, key=lambda slot: slot.offset)
         self._ends = [slot.offset + slot.numel for slot in self._read]
-        dtypes = [reader.dtype(slot.name) for slot in self._read] if reader is not None else []
+        dtypes = [reader.dtype(slot.name) for slot in self._read]
         dtypes += [] if flat is None else [flat.dtype]
         self.dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32  # represents all values exactly
 
@@ -77,11 +96,9 @@ class Values:
         for slot in self._read[bisect.bisect_right(self._ends, start) :]:
             if slot.offset >= stop:
                 break
-            assert self.reader is not None, "slots to read have a reader"
             first, last = overlap(slot.span, (start, stop))
             span = first - slot.offset, last - slot.offset
-            own = self.reader.reads_parts if self.reader is not None else False
-            for begin, end, at in [(*span, span[0])] if own else _runs(self.leaves[slot.name].whole, *span):
+            for begin, end, at in [(*span, span[0])] if self.reader.reads_parts else _runs(self.leaves[slot.name].whole, *span):
                 place = slot.offset + begin - start
                 result[place : place + end - begin].copy_(self.reader.read(slot.name, at, at + end - begin))
         return result
@@ -112,7 +129,8 @@ class FirstValues:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, reader: Reader | None = None) -> None:
-        self.model, self.device, self.reader = model, device, reader
+        self.model, self.device = model, device
+        self.reader: Reader = NoReader() if reader is None else reader
         self._init = getattr(model, "_init_weights", None)  # transformers, nanoGPT
         refuse_trainable(model)
         self.modules = dict(model.named_modules())
@@ -134,7 +152,7 @@ class FirstValues:
                 )
 
     def _is_read(self, prefix: str, leaf: str) -> bool:
-        return self.reader is not None and (f"{prefix}.{leaf}" if prefix else leaf) in self.reader
+        return (f"{prefix}.{leaf}" if prefix else leaf) in self.reader
 
     def _is_able(self, module: nn.Module) -> bool:
         return self._init is not None or callable(getattr(module, "reset_parameters", None))
@@ -170,10 +188,9 @@ class FirstValues:
         parts: list[tuple[Tensor, nn.Parameter]] = []  # of wholes that are initialized
         flats: list[Tensor | None] = []
         for group, layout, _ in units:
-            not_read = [slot for slot in layout.slots if self.reader is None or slot.name not in self.reader]
-            flat = torch.zeros(layout.numel, dtype=group.dtype, device=self.device) if not_read else None
+            not_read = [slot for slot in layout.slots if slot.name not in self.reader]
+            flat = torch.zeros(layout.numel if not_read else 0, dtype=group.dtype, device=self.device)
             for slot in not_read:
-                assert flat is not None
                 view, param = flat[slice(*slot.span)].view(slot.shape), self.leaves[slot.name].tensor
                 if is_recorded(param):
                     view.copy_(part_of(values_of(slot.name, param), param))
@@ -189,16 +206,15 @@ class FirstValues:
                     fresh[id(param)] = slot.name
                 else:
                     view.copy_(param.detach())
-            flats.append(flat)
+            flats.append(flat if not_read else None)
         self._initialize(block, fresh)
         for view, param in parts:
             view.copy_(part_of(param.detach(), param))
             param.data = view
-        for flat, (_, _, comm) in zip(flats, units, strict=True):
-            if flat is not None:
-                comm.broadcast(flat)
-        if self.reader is not None:
-            self.reader.fetch([slot.name for _, layout, _ in units for slot in layout.slots if slot.name in self.reader])
+        for made, (_, _, comm) in zip(flats, units, strict=True):
+            if made is not None:
+                comm.broadcast(made)
+        self.reader.fetch([slot.name for _, layout, _ in units for slot in layout.slots if slot.name in self.reader])
         return [Values(layout, flat, self.reader, self.leaves) for (_, layout, _), flat in zip(units, flats, strict=True)]
 
     def _initialize(self, block: str, fresh: Mapping[int, str]) -> None:
@@ -242,18 +258,16 @@ class FirstValues:
 
     def finish(self) -> None:
         """After all parameters, read the buffers that are in files."""
-        for prefix, module in self._modules if self.reader is not None else ():
+        for prefix, module in self._modules:
             for leaf, buffer in module.named_buffers(recurse=False):
                 if self._is_read(prefix, leaf) and buffer.numel():
-                    assert self.reader is not None
                     name = f"{prefix}.{leaf}" if prefix else leaf
                     buffer.copy_(self.reader.read(name, 0, buffer.numel()).view(buffer.shape))
         self.close_reader()
 
     def close_reader(self) -> None:
         """Free the memory used for reading."""
-        if self.reader is not None:
-            self.reader.close()
+        self.reader.close()
 
 
 @contextmanager

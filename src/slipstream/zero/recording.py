@@ -198,8 +198,7 @@ class Tape:
                 return torch.device("cpu")
             return None if isinstance(value, torch.Generator) else value
 
-        if step.is_random:
-            assert step.state is not None
+        if step.state is not None:
             torch.set_rng_state(step.state)
         with torch.no_grad():
             args, kwargs = (tree_map(real, x, is_leaf=lambda y: isinstance(y, View)) for x in (step.args, step.kwargs))

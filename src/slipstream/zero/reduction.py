@@ -51,7 +51,7 @@ class Reduction(Protocol):
         bounds, in elements. feedback: what codes have lost before; updated.
         """
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         """Fill the other ranks' spans of `full`. Returns this rank's new sum of squares if its span has changed. Collective.
 
         feedback: what codes of this rank's spans have lost before; updated.
@@ -83,7 +83,7 @@ class Dense:
             wire.tensor[: values.numel()].copy_(values)
         return self.comm.reduce_scatter(wire, cuts, out, alpha=alpha * self.weight, accumulate=accumulate)
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         self.comm.all_gather(full, cuts).wait()
         return None
 
@@ -120,8 +120,7 @@ class Coded:
 
         return self.comm.swap(wire, coded, add, "reduce-scatter")
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
-        assert wire is not None, "coded gradients have a wire"
+    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         bits = _MEAN_BITS if feedback is None else self.bits
         coded, index = wire_cuts(cuts, bits), self.comm.index
         self.comm.reusable(wire)
@@ -181,7 +180,7 @@ class CodedTwice:
         within = self.comm.swap(wire, bounds[::groups], cross, "reduce-scatter")
         return Pending(lambda: within.wait().wait())
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         bits = _MEAN_BITS if feedback is None else self.bits
         coded, index = wire_cuts(cuts, bits), self.dp.index
         own, codes = (

@@ -80,8 +80,7 @@ class Rows:
 
         return self.comm.swap_some(wire, segments, lengths, add, "reduce-scatter")
 
-    def spread(self, full: Buffer, wire: Buffer | None, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
-        assert wire is not None, "rows are sent in segments of their own"
+    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
         dtype, index = full.tensor.dtype, self.comm.index
         segments = self._segments(cuts, dtype)
         self.comm.reusable(wire)

@@ -95,7 +95,6 @@ class SharedComm(Comm):
     """The transport of an axis for which `hosts_agree(axis)` is true. Creating it is collective."""
 
     def __init__(self, axis: Axis, watch: Watch) -> None:
-        assert axis.group is not None, f"axis {axis.name} has one rank"
         super().__init__(axis)
         self.watch = watch
         self.pids: list[int] = gather_objects(os.getpid(), axis)

@@ -201,8 +201,7 @@ class Unit:
     def start_training(self, dtypes: Dtypes) -> None:
         """Allocate gradients and, if the weights are not their own masters, masters. The caller has extended `memory`."""
         self.dtypes = dtypes
-        if dtypes.wire_bits is not None:
-            assert self.comms.coded is not None, "codes need a transport of several ranks"
+        if dtypes.wire_bits is not None and self.comms.coded is not None:
             self.reduction = self.comms.coded
         elif dtypes.row:
             self.reduction = Rows(self.comms.dp, self.comms.family.weight, dtypes.row, dtypes.row_dtype)
@@ -212,12 +211,12 @@ class Unit:
             copy_store(self.master, self.owned)
 
     def _place_grads(self) -> Store:
-        if self.placement.grads and self.memory.replica:
-            return MemoryStore(self.memory.replica.tensor)
-        if self.placement.grads:
-            return self.homes.gradients(self.span[1] - self.span[0], self.dtypes.grads)
-        assert self.memory.local is not None
-        return MemoryStore(self.memory.local.tensor[slice(*self.optim_span)])
+        local, replica = self.memory.local, self.memory.replica
+        if local is not None:
+            return MemoryStore(local.tensor[slice(*self.optim_span)])
+        if replica is not None:
+            return MemoryStore(replica.tensor)
+        return self.homes.gradients(self.span[1] - self.span[0], self.dtypes.grads)
 
     @property
     def trainable(self) -> bool:
@@ -316,8 +315,8 @@ class Unit:
             self.comms.dp.await_published(self.memory.common)
             self.shown.show_plain()
         else:
-            self.prefetch()
-            assert self.pending_gather is not None
+            if self.pending_gather is None:
+                self.pending_gather = self._start_gather()
             with _preserve_version(self.full):
                 self.pending_gather.wait()
             self.pending_gather = None
@@ -369,10 +368,10 @@ class Unit:
 
     # -- edge: reduce (full gradients -> grads shard) --
 
-    def add_local(self, i: int) -> None:
+    def add_local(self, i: int, grad: Tensor) -> None:
         """Replicated gradients: add parameter i's `.grad` to the unreduced gradients, and clear it."""
-        assert self.memory.local is not None
-        self.window.add_to_local(self.memory.local.tensor, i)
+        self.add_gradient(i, grad)
+        self.params[i].grad = None
 
     def add_gradient(self, i: int, grad: Tensor) -> None:
         """Add a gradient of parameter i that autograd has not written into `.grad`."""
@@ -411,7 +410,6 @@ class Unit:
 
         `wire` carries replicated gradients if they are not communicated as they are stored.
         """
-        copies = self.comms.dp_replicate
         assert self.grads is not None, f"unit {self.name}: settle() of a frozen unit"
         scattered: Pending[Partial] | None = None
         local = self.memory.local
@@ -428,18 +426,17 @@ class Unit:
         def finish() -> None:
             if scattered is not None:
                 self.window.reduced(scattered.wait())
-            if copies.size > 1:
-                self._add_copies(copies)
+            if (replica := self.memory.replica) is not None:
+                self._add_copies(self.comms.dp_replicate, replica)
             if local is not None and not self.placement.optim:
-                partial = self.reduction.spread(local, wire, self.cuts, self.memory.served)
+                partial = self.reduction.spread(local, wire or local, self.cuts, self.memory.served)
                 self.window.reduced(partial or self.window.partial)
 
         return Pending(finish)
 
-    def _add_copies(self, comm: Comm) -> None:
-        """Add the shards' gradients over their replicas, through `memory.replica`: their store if gradients are sharded."""
-        buffer, local = self.memory.replica, self.memory.local
-        assert buffer is not None
+    def _add_copies(self, comm: Comm, buffer: Buffer) -> None:
+        """Add the shards' gradients over their replicas, through `buffer`: their store if gradients are sharded."""
+        local = self.memory.local
         if local is not None:
             buffer.tensor.copy_(local.tensor[slice(*self.span)])
         self._all_reduce(comm, buffer)
@@ -461,9 +458,8 @@ class Unit:
             self.owned.settle()
         if self.memory.common:
             self.comms.dp.publish(self.memory.common)
-        elif self.placement.optim and not self.placement.weights:
-            full, dp = self.memory.full, self.comms.dp
-            assert full is not None
+        elif self.placement.optim and (full := self.memory.full) is not None:  # replicated weights
+            dp = self.comms.dp
             published = dp.all_gather(full, self.cuts)
 
             def finish() -> None:

@@ -52,13 +52,6 @@ class UnitWindow:
         """Whether parameter i's gradient of this window is in `local`, whose content is stale otherwise."""
         return i in self._in_local
 
-    def add_to_local(self, local: Tensor, i: int) -> None:
-        """Add parameter i's `.grad` to `local`, and clear it."""
-        grad = self.params[i].grad
-        assert grad is not None
-        self.add(i, grad, local, local.dtype)
-        self.params[i].grad = None
-
     def add(self, i: int, grad: Tensor, local: Tensor | None, dtype: torch.dtype) -> None:
         """Add a gradient of parameter i to `local`, or to this rank's sum in `dtype` if there is no `local`."""
         if local is not None:

@@ -205,7 +205,7 @@ class _Meter(TorchDispatchMode):
 
     def _landed(self, group: int, param: Tensor) -> None:
         """Free a gradient like an engine: see the module's docstring."""
-        assert param.grad is not None
+        assert param.grad is not None, "autograd calls it after it has written `.grad`"
         self._look()
         held, (_, nbytes) = self.held[group], self.alive.get(param.grad.untyped_storage()._cdata, (None, 0))
         param.grad = None

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch.nn as nn
 
 from slipstream.config.plan import OffloadPlan, Plan
+from slipstream.train.planning import predict
 from slipstream.train.planning.explain import Forecast, optimizer_of, parts_of, seconds, setting_of, size
 from slipstream.train.planning.predict import Counted, Peak, Profile, Rates, count
 from slipstream.zero.placement import Tier
@@ -70,7 +71,7 @@ def propose(
     budget      bytes per rank, of the device if it is not the host, on top of the memory of Python and torch
     profile_of  (recompute, micro-batch size) -> profile of a micro-batch
     """
-    fitting, least, num_tried = [], None, 0
+    fitting, tried = [], list[Proposal]()
     counts: dict[tuple[int, bool, OffloadPlan], Counted] = {}
     optimizer = optimizer_of(plan)
 
@@ -80,22 +81,20 @@ def propose(
         if key not in counts:
             counts[key] = count(parts_of(model, changed, world, optimizer), setting)
         profile = profile_of(changed.activations.way == "recompute", changed.batch.micro_batch_size)
-        forecast = Forecast(counted=counts[key]._replace(setting=setting), profile=profile, rates=rates)
-        peak, times = forecast.peak, forecast.times
-        assert peak is not None and times is not None, "the forecast has a profile and rates"
-        return Proposal(_changes(plan, changed), changed, forecast, peak, times.seconds)
+        counted = counts[key]._replace(setting=setting)
+        seconds = predict.times(counted, profile, rates).seconds
+        forecast = Forecast(counted=counted, profile=profile, rates=rates)
+        return Proposal(_changes(plan, changed), changed, forecast, predict.peak(counted, profile), seconds)
 
     for variant in _variants(plan, model, world, device, folder if optimizer[1] is not None else None):
         for changed in _chunks(variant, device):
             proposal = proposed(changed)
-            num_tried += 1
-            if least is None or _used(proposal.forecast, proposal.peak) < _used(least.forecast, least.peak):
-                least = proposal
+            tried.append(proposal)
             if _used(proposal.forecast, proposal.peak) <= budget:
                 fitting.append(proposal)
                 break  # smaller chunks are only for configurations that do not fit
-    assert least is not None, "the config itself is among the variants"
-    return sorted(fitting, key=_rank) or Least(least, budget, num_tried)
+    least = min(tried, key=lambda proposal: _used(proposal.forecast, proposal.peak))
+    return sorted(fitting, key=_rank) or Least(least, budget, len(tried))
 
 
 def _used(forecast: Forecast, peak: Peak) -> int:

@@ -127,9 +127,9 @@ class Homes:
     def drop(self, store: Store) -> None:
         """Free the disk blocks of a store that is no longer used."""
         self._writing.pop(id(store), None)
-        for space in {self.spaces.weights, self.spaces.optim} - {None} if isinstance(store, DiskStore) else ():
-            assert space is not None and isinstance(store, DiskStore)
-            space.drop(store)
+        if isinstance(store, DiskStore):
+            for space in self.spaces.distinct():
+                space.drop(store)
 
     def extend(self, more: Spaces) -> None:
         """Allocate further stores in the files of `more`."""
@@ -139,14 +139,13 @@ class Homes:
 
     def open(self, store: Store, read: bool) -> Landing:
         """Return memory in which to sum the gradients of `store`, filled with the sum so far if `read`."""
-        if isinstance(store, HostStore):
-            return self._open_on_host(store, read)
+        if self.lane is not None and isinstance(store, HostStore):
+            return self._open_on_host(self.lane, store, read)
         view = store.view(0, store.numel)
         return self._open_on_disk(store, read) if view is None else Landing(view, _nothing, _nothing)
 
-    def _open_on_host(self, store: HostStore, read: bool) -> Landing:
-        lane, landing = self.lane, self._next_landing(store.nbytes)
-        assert lane is not None, "a host store has a lane to the device"
+    def _open_on_host(self, lane: Lane, store: HostStore, read: bool) -> Landing:
+        landing = self._next_landing(store.nbytes)
         memory = landing.tensor[: store.nbytes].view(store.dtype)
         if read:
             store.moving = landing.moving = lane.copy(memory, store.tensor, (lane.now(), store.moving, landing.moving))
@@ -288,8 +287,7 @@ class Homes:
         self.close_landings()
         if self.lane is not None:
             self.lane.close()
-        for space in {self.spaces.weights, self.spaces.optim} - {None}:
-            assert space is not None
+        for space in self.spaces.distinct():
             space.close()
 
 

@@ -345,6 +345,9 @@ class Spaces(NamedTuple):
     weights: Space | None = None
     optim: Space | None = None
 
+    def distinct(self) -> set[Space]:
+        return {space for space in self if space is not None}
+
 
 def round_up(value: int, multiple: int) -> int:
     """Round up to a multiple of `multiple`."""

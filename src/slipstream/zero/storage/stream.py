@@ -110,13 +110,13 @@ class Chunk:
         """Start reading the states that pass through a slot."""
         if self.moved:
             self.slot = next_slot()
-            self.slot.moving = self._move(Disk.read)
+            self.slot.moving = self._move(self.slot, Disk.read)
 
     def arrive(self) -> None:
         """Wait for the reads, and set `tensors` to the states: in the slot, or in place."""
         if self.slot is not None:
             self.slot.settle()
-            self.tensors = {name: self._in_slot(use, memory) for name, (use, memory) in self._placed().items()}
+            self.tensors = {name: self._in_slot(use, memory) for name, (use, memory) in self._placed(self.slot).items()}
         for name, use in self.uses.items():
             if name not in self.tensors:
                 view = use.store.view(self.start, self.stop)
@@ -126,13 +126,12 @@ class Chunk:
     def _in_slot(self, use: Use, memory: Tensor) -> Tensor:
         return memory.view(use.store.dtype)[: self.stop - self.start]
 
-    def _placed(self) -> dict[str, tuple[Use, Tensor]]:
+    def _placed(self, slot: Slot) -> dict[str, tuple[Use, Tensor]]:
         """The memory of each moved state in the slot, in whole pages."""
-        assert self.slot is not None
         result, at = {}, 0
         for name, use in self.moved:
             nbytes = range_nbytes(self.stop - self.start, use.store.dtype.itemsize)
-            result[name] = (use, self.slot.memory[at : at + nbytes])
+            result[name] = (use, slot.memory[at : at + nbytes])
             at += nbytes
         return result
 
@@ -140,30 +139,30 @@ class Chunk:
         """Start writing the modified states; returns the transfers to disk. Copies to the device are in their store's `moving`."""
         moving: list[Transfer | Event] = []
         if self.slot is not None:
-            moving = self.slot.moving = self._move(Disk.write)
+            moving = self.slot.moving = self._move(self.slot, Disk.write)
         self.tensors, self.slot = {}, None
         return [transfer for transfer in moving if isinstance(transfer, Transfer)]
 
-    def _move(self, move: Callable[[Disk, Parts], Transfer]) -> list[Transfer | Event]:
+    def _move(self, slot: Slot, move: Callable[[Disk, Parts], Transfer]) -> list[Transfer | Event]:
         """Start one transfer per file, and one copy per state on the device."""
         reads = move is Disk.read
         moving: list[Transfer | Event] = []
         parts: dict[Disk, Parts] = {}
-        for use, memory in self._placed().values():
+        for use, memory in self._placed(slot).values():
             if not (use.read if reads else use.write):
                 continue
             if use.lane is not None:
-                moving.append(self._carry(use, use.lane, self._in_slot(use, memory), reads))
+                moving.append(self._carry(use, use.lane, self._in_slot(use, memory), slot.since, reads))
             else:
                 assert isinstance(use.store, DiskStore), "a state in memory does not move"
                 parts.setdefault(use.store.disk, []).append(use.store.part(self.start, memory))
         return [*moving, *(move(disk, of_disk) for disk, of_disk in parts.items())]
 
-    def _carry(self, use: Use, lane: Lane, host: Tensor, reads: bool) -> Event:
-        assert isinstance(use.store, MemoryStore) and self.slot is not None, "a state on the device passes through a slot"
+    def _carry(self, use: Use, lane: Lane, host: Tensor, since: Event | None, reads: bool) -> Event:
+        assert isinstance(use.store, MemoryStore), "a state on the device passes through a slot"
         device = use.store.tensor[self.start : self.stop]
         target, source = (host, device) if reads else (device, host)
-        use.store.moving = lane.copy(target, source, (self.slot.since, use.store.moving))
+        use.store.moving = lane.copy(target, source, (since, use.store.moving))
         return use.store.moving
 
 
