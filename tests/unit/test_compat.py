@@ -720,6 +720,12 @@ def test_optimizers_are_those_that_have_kernels(deepspeed: Any, mode: bool) -> N
     assert isinstance(one_bit, OnebitAdam) and one_bit.param_groups[0]["freeze_step"] == 5 and rule_of(one_bit) is not None
     with pytest.raises(RuntimeError, match="AMSGrad"):
         OnebitAdam([param], amsgrad=True)
+    from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
+
+    zero_one = ZeroOneAdam([param], var_freeze_step=5, local_step_clipper=2, comm_backend_name="mpi")
+    assert isinstance(zero_one, ZeroOneAdam) and zero_one.rounds(zero_one.param_groups[0]).longest == 2
+    with pytest.raises(ValueError, match="set gradient_clipping"):
+        ZeroOneAdam([param], max_grad_norm=1.0)
     for kind in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.FusedLion, deepspeed.ops.lamb.FusedLamb):
         assert kind([param]).param_groups[0]["params"] == [param]
     ops = deepspeed.ops

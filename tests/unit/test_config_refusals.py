@@ -109,6 +109,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
 }
 OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
     "optimizer": (
+        {"optimizer.type": "ZeroOneAdam"},
         *({"optimizer.type": name} for name in ("AdamW", "Lion", "SGD", "Adagrad", "LAMB", "RMSprop", "Adafactor", "OneBitAdam")),
         {"optimizer.type": "AdamW", "optimizer.params": {"amsgrad": True}},
     ),

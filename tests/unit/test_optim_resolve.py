@@ -46,7 +46,6 @@ def test_every_torch_optimizer_is_known_or_refused() -> None:
     [
         ("LBFGS", "closure"),
         ("OneBitLamb", "not built yet"),
-        ("ZeroOneAdam", "not built yet"),
         ("MuAdam", "mup package"),
         ("AdamWW", "did you mean 'AdamW'"),
         ("Optimizer", "not known"),

@@ -166,7 +166,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.lion": {"slipstream.compat.optimizers": "DeepSpeedCPULion FusedLion"},
     "deepspeed.ops.lamb": {"slipstream.compat.optimizers": "FusedLamb"},
     "deepspeed.runtime.fp16.onebit.adam": {"slipstream.compat.optimizers": "OnebitAdam"},
-    "deepspeed.runtime.fp16.onebit": {"slipstream.compat.optimizers": "OnebitAdam"},
+    "deepspeed.runtime.fp16.onebit.zoadam": {"slipstream.compat.optimizers": "ZeroOneAdam"},
+    "deepspeed.runtime.fp16.onebit": {"slipstream.compat.optimizers": "OnebitAdam ZeroOneAdam"},
     "deepspeed.ops": {"slipstream.compat.op_builders": "__compatible_ops__"},
     "deepspeed.ops.op_builder": {
         "slipstream.compat.op_builders": "ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
@@ -304,7 +305,7 @@ _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
 _COMPRESSION = "compression; remove the call"
-_ONE_BIT = "compressed LAMB and 0/1 Adam; use 1-bit Adam (OnebitAdam)"
+_ONE_BIT = "compressed LAMB; use 1-bit Adam (OnebitAdam)"
 _ATTENTION = "block-sparse attention; use torch's FlexAttention with a block mask"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"

@@ -7,11 +7,15 @@ continues to set their learning rates.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from slipstream import optim
 from slipstream.optim import Lamb, Lion, OneBitAdam
+
+log = logging.getLogger(__name__)
 
 
 class _IsAdam(type):
@@ -22,6 +26,11 @@ class _IsAdam(type):
 class _IsOneBitAdam(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, OneBitAdam)
+
+
+class _IsZeroOneAdam(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, optim.ZeroOneAdam)
 
 
 class DeepSpeedCPUAdam(metaclass=_IsAdam):
@@ -143,12 +152,45 @@ class OnebitAdam(metaclass=_IsOneBitAdam):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> Any:
-        if amsgrad:
-            raise RuntimeError("1-bit Adam does not support the AMSGrad variant.")
-        if max_grad_norm or eps_inside_sqrt:
-            raise ValueError("OnebitAdam(max_grad_norm=, eps_inside_sqrt=): set gradient_clipping in the config; eps is outside")
+        _refuse_variants(cls.__name__, amsgrad, max_grad_norm, eps_inside_sqrt)
         values: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "bias_correction": bias_correction}
         return OneBitAdam(params, weight_decay=weight_decay, freeze_step=freeze_step, **values)
+
+
+class ZeroOneAdam(metaclass=_IsZeroOneAdam):
+    """Slipstream's 0/1 Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`."""
+
+    def __new__(
+        cls,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> Any:
+        _refuse_variants(cls.__name__, amsgrad, max_grad_norm, eps_inside_sqrt)
+        variance = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
+        local = {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
+        return optim.ZeroOneAdam(params, lr, betas, eps, weight_decay, bias_correction, **variance, **local)
+
+
+def _refuse_variants(name: str, amsgrad: bool, max_grad_norm: float, eps_inside_sqrt: bool) -> None:
+    if amsgrad:
+        raise RuntimeError(f"{name} does not support the AMSGrad variant.")
+    if max_grad_norm or eps_inside_sqrt:
+        raise ValueError(f"{name}(max_grad_norm=, eps_inside_sqrt=): set gradient_clipping in the config; eps is outside")
+    log.info("%s: cuda_aware and comm_backend_name have no effect, because the engine's transport is used", name)
 
 
 class FusedLamb:

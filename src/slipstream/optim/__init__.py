@@ -7,7 +7,7 @@ elementwise optimizer (`is_elementwise`), and whole tensors, each owned by one r
 from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon, muon_groups
-from slipstream.optim.onebit import OneBitAdam
+from slipstream.optim.onebit import OneBitAdam, ZeroOneAdam
 from slipstream.optim.resolve import Resolved, is_elementwise, optimizer_class, refuse_unshardable, resolve_optimizer, rule_of
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Muon",
     "OneBitAdam",
     "Resolved",
+    "ZeroOneAdam",
     "is_elementwise",
     "muon_groups",
     "optimizer_class",

@@ -6,6 +6,7 @@ import torch
 
 from slipstream.config.plan import Plan
 from slipstream.config.refusals import Row, matching
+from slipstream.optim.onebit import rounds_of
 from slipstream.optim.rules import Rule
 
 
@@ -15,6 +16,7 @@ class Case:
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
+        self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
         on_cpu = not any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
         self.is_offloaded = any(
             tier == "nvme" or (tier == "cpu" and not on_cpu) for tier in (plan.offload.optimizer, plan.offload.param)
@@ -60,6 +62,11 @@ REFUSALS: tuple[Row, ...] = (
         lambda c: c.is_late and c.shard_size is not None,
         "{c.name} exchanges signs over all data-parallel ranks, not within groups: drop zero_optimization.mics_shard_size, or use "
         "AdamW",
+    ),
+    Row(
+        lambda c: c.steps_locally and c.stage > 0,
+        "{c.name} takes local steps, for which each rank needs its own masters of all parameters, but stage {c.stage} shards them: "
+        "set optimizer.params.local_step_clipper to 1, or zero_optimization.stage to 0",
     ),
     Row(
         lambda c: c.rule is None and c.precision.stochastic_rounding,

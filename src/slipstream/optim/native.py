@@ -175,12 +175,18 @@ class NativeSteps(ShardedSteps):
             part = None if weights is None else weights[a:b]
             states = self._states(unit, chunk, a, b)
             rounding = self._rounding(unit, step, chunk.start + a)
-            self.rule.apply(self._options[group], step, rules.Arrays(master[a:b], grads[a:b], states, part), scale, rounding)
+            self.rule.apply(
+                self.options_of(unit, group, step), step, rules.Arrays(master[a:b], grads[a:b], states, part), scale, rounding
+            )
             if weights is not None and is_buffer:
                 weights[done:a].copy_(master[done:a])  # frozen parameters and padding
             done = b
         if weights is not None and is_buffer:
             weights[done:].copy_(master[done:])
+
+    def options_of(self, unit: Unit, index: int, step: int) -> Mapping[str, Any]:
+        """The options of a group for its step number `step`."""
+        return self._options[index]
 
     def _states(self, unit: Unit, chunk: Chunk, a: int, b: int) -> list[Tensor | Blocks]:
         span = slice((chunk.start + a) // _CODED, -(-(chunk.start + b) // _CODED))

@@ -1,7 +1,7 @@
-"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888): Adam for `freeze_step` steps, then momentum whose signs are exchanged.
+"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888) and 0/1 Adam (Lu et al. 2022, arXiv 2202.06009): momentum as signs.
 
-After step `freeze_step` the variance is frozen, so the update is linear in the gradients, and ranks exchange signs with error
-feedback:
+Where the variance is frozen (1-bit Adam: after `freeze_step`; 0/1 Adam: between its variance steps), the update is linear in
+the gradients, and ranks exchange signs with error feedback:
 
     x_i = beta1 * p + (1 - beta1) * g_i / (sqrt(v_hat) + eps) + e_i      rank i's share, with what its signs have lost before
     p   = signs of (the mean over ranks of the signs of x_i, + e_s)       the server of each span is its owner
@@ -16,25 +16,40 @@ after 90 of 600 steps costs AdamW 6.8 % of its loss, and the signs 1.1 %). So ra
 average over steps of the mean square of g_i / (sqrt(v_hat) + eps), and its learning rate is divided by the root of what the level
 has become since the first WINDOW steps. A sample of elements is enough.
 
+[Note: Local steps] After `var_freeze_step` 0/1 Adam exchanges only every H steps. Between, rank i steps its own p_i and weights:
+
+    p_i = beta1 * p_i + (1 - beta1) * g_i / (sqrt(v_hat) + eps)
+    k   = 1 - lr * weight_decay;  r = lr / (1 - beta1^t);  u_i = k * u_i + r * p_i;  R = k * R + r;  K = k * K
+    w_i = K * w - u_i                                       w: the weights after the last exchange, equal on all ranks
+
+An exchange sends x_i = u_i / R + e_i, a mean of p_i; then p_i = p and w = K * w - R * p on every rank. With
+H = 1 it is the recursion above. Parameters that are not compressed take AdamW steps of their own, and an exchange averages them.
+
 late    the optimizer of a step needs the ranks' own gradients: they stay in `local` until the verdict, which needs their norm, the
         root of the mean over ranks of |g_i|^2
 frozen  what a unit has from then on: the preconditioner and the compensated values of the whole unit on every rank
+stale   frozen units whose momentum is that of the dense states again, because a variance step has come
+apart   units of a local step that are not compressed
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from slipstream.ops import Partial, onebit
+from slipstream.optim import rules
 from slipstream.optim.loop import step_each
 from slipstream.optim.native import NativeSteps
+from slipstream.optim.rounds import Round, Rounds
 from slipstream.optim.sharded import Piece
 from slipstream.zero.comm import Buffer, Comm, Pending, reduce_into, sum_over
 from slipstream.zero.leaves import keep_apart, kind_of, mark_rows
@@ -67,29 +82,80 @@ class OneBitAdam(Optimizer):
         bias_correction: bool = True,
         freeze_step: int = 100_000,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or eps < 0:
-            raise ValueError(f"OneBitAdam: lr ({lr}), weight_decay ({weight_decay}), eps ({eps}) must not be negative")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"OneBitAdam: betas {tuple(betas)} must lie in [0, 1)")
-        if int(freeze_step) != freeze_step or freeze_step < 1:
-            raise ValueError(f"OneBitAdam: freeze_step is {freeze_step}; the variance needs at least one step before it is frozen")
-        defaults = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "freeze_step": int(freeze_step),
-            "non_freeze": False,
-            "exp_avg_mask": None,
-        }
-        super().__init__(params, defaults)
+        common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        super().__init__(params, _defaults("OneBitAdam", common, {"freeze_step": freeze_step}))
+
+    @staticmethod
+    def rounds(group: Mapping[str, Any]) -> Rounds:
+        return Rounds(freeze=group["freeze_step"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, _step)
+        return step_each(self, closure, partial(_step, rounds=self.rounds(self.param_groups[0])))
 
 
-def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+class ZeroOneAdam(Optimizer):
+    """AdamW whose variance is updated in few steps. Inside an engine, ranks exchange signs in the others, and at last not in all.
+
+    The first `var_update_scaler` steps update the variance, then so many every 2nd step, every 4th, and so on, and none after
+    `var_freeze_step`. From there signs are exchanged every step, after `local_step_scaler` steps every 2nd, after as many more
+    every 4th, and so on up to every `local_step_clipper`-th ([Note: Local steps]). Groups have the options of `OneBitAdam`'s.
+    """
+
+    script_options = ("exp_avg_mask",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+    ) -> None:
+        common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
+        counts |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
+        super().__init__(params, _defaults("ZeroOneAdam", common, counts))
+
+    @staticmethod
+    def rounds(group: Mapping[str, Any]) -> Rounds:
+        return Rounds(
+            freeze=group["var_freeze_step"],
+            doubling=group["var_update_scaler"],
+            local_doubling=group["local_step_scaler"],
+            longest=group["local_step_clipper"],
+        )
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        return step_each(self, closure, partial(_step, rounds=self.rounds(self.param_groups[0])))
+
+
+def _defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+    """The options of a group. Raises ValueError for values that cannot be."""
+    lr, eps, decay = common["lr"], common["eps"], common["weight_decay"]
+    if lr < 0 or decay < 0 or eps < 0:
+        raise ValueError(f"{name}: lr ({lr}), weight_decay ({decay}), eps ({eps}) must not be negative")
+    if not all(0 <= beta < 1 for beta in common["betas"]):
+        raise ValueError(f"{name}: betas {common['betas']} must lie in [0, 1)")
+    for key, value in counts.items():
+        if int(value) != value or value < 1:
+            why = "the variance needs at least one step before it is frozen" if "freeze" in key else "it counts steps, from 1"
+            raise ValueError(f"{name}: {key} is {value}; {why}")
+    whole = {key: int(value) for key, value in counts.items()}
+    return common | whole | {"non_freeze": False, "exp_avg_mask": None}
+
+
+def rounds_of(optimizer: Optimizer) -> Rounds:
+    """When an optimizer whose rule is `late` communicates: as its first group says."""
+    rounds: Rounds = cast(Any, optimizer).rounds(optimizer.param_groups[0])
+    return rounds
+
+
+def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
     """One parameter on one rank, whose exchange is exact."""
     if not state:
         zeros = torch.zeros_like(param, dtype=torch.float32)
@@ -98,14 +164,14 @@ def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, A
     state["step"] += 1
     count, grad = int(state["step"]), grad.float()
     state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
-    frozen = count > group["freeze_step"] and not group["non_freeze"]
+    frozen = rounds.kind(count) is not Round.DENSE and not group["non_freeze"]
     if not frozen:
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    inverse = preconditioner(state["exp_avg_sq"], group, min(count, group["freeze_step"]) if frozen else count, frozen=frozen)
+    inverse = preconditioner(state["exp_avg_sq"], group, count if group["non_freeze"] else rounds.dense(count), frozen=frozen)
     rate = group["lr"] / (1 - beta1**count if group["bias_correction"] else 1)
     if frozen:
         level, reference = (state.setdefault(name, torch.zeros(1, dtype=torch.float64)) for name in ("level", "reference"))
-        levels = Levels(level, reference, count - group["freeze_step"] - 1)
+        levels = Levels(level, reference, count - rounds.dense(count) - 1)
         levels.add((grad * inverse).square().mean().double().view(1).cpu(), torch.tensor([beta2], dtype=torch.float64))
         rate *= float(levels.rates())
     param.copy_(param.float() * (1 - group["lr"] * group["weight_decay"]) - state["exp_avg"] * inverse * rate)
@@ -167,6 +233,16 @@ class Frozen:
         yield from (self.inverse, self.partly, self.y, self.scales, self.wire.tensor, self.server, self.server_scales, self.own)
 
 
+@dataclass(slots=True, kw_only=True)
+class Local:
+    """A unit between two exchanges ([Note: Local steps]). Arrays of the whole unit."""
+
+    w: Tensor
+    p: Tensor
+    u: Tensor
+    sums: dict[int, tuple[float, float]] = field(default_factory=dict)  # of each parameter: K, R
+
+
 class OneBitSteps(NativeSteps):
     """Steps units by their native rule until they are frozen, then by exchanged signs."""
 
@@ -176,12 +252,15 @@ class OneBitSteps(NativeSteps):
         self.done: int | None = None  # steps; None: the ranks have not compared theirs since they loaded
         self.share = 1.0  # the factor from the sums of local gradients to this rank's mean gradient
         self.errors: dict[Unit, Store] = {}  # by `expose` or loaded: the means over ranks, in this rank's optimizer span
-        self._late: set[Unit] = set()  # of this step
+        self.local: dict[Unit, Local] = {}
+        self._round, self._late, self._apart = Round.DENSE, set[Unit](), set[Unit]()  # of this step
+        self._stale: set[Unit] = set()
 
     def groups_loaded(self) -> None:
         super().groups_loaded()
         self.done = None
-        self.frozen.clear()
+        for kept in (self.frozen, self.local, self._stale):
+            kept.clear()
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -189,6 +268,7 @@ class OneBitSteps(NativeSteps):
 
     def overwritten(self, unit: Unit) -> None:
         self.frozen.pop(unit, None)
+        self.local.pop(unit, None)
 
     def states(self, piece: Piece) -> dict[str, Tensor | Section]:
         errors = self.errors.get(piece.unit)
@@ -207,7 +287,12 @@ class OneBitSteps(NativeSteps):
         return undo
 
     def expose(self, units: Iterable[Unit]) -> None:
+        units = list(units)
+        self.synchronize(units)
         for unit in units:
+            if self.done and rounds_of(self.inner).interval(self.done) > 1 and kind_of(unit.model_params[0]) and unit.trainable:
+                for state in self.moments(unit).states.values():
+                    _average(state, unit.comms.dp)
             if unit not in self.frozen:
                 continue
             frozen, own, dp = self.frozen[unit], slice(*unit.optim_span), unit.comms.dp
@@ -215,14 +300,36 @@ class OneBitSteps(NativeSteps):
             sum_over(error, dp.axis)
             served = onebit.error(frozen.server, frozen.server_scales, frozen.inverse[slice(*unit.span)])
             error = error / dp.size + unit.unsharded(served, sharded=True)
+            self._thaw(unit, frozen.levels.rates())
+            self.errors.setdefault(unit, unit.homes.state(unit.master.numel, torch.float32)).put(0, error[own])
+
+    def synchronize(self, units: Iterable[Unit]) -> None:
+        """Give all ranks the same weights again, if these units have stepped locally. Collective."""
+        units = list(units)
+        pending = [unit for unit in units if unit in self.local]
+        self._swap(pending, 1.0)
+        for unit in pending:
+            self._land(unit, unit.master.whole(), None if unit.out is None else unit.out.whole(), is_exchanged=True)
+        if self.done and rounds_of(self.inner).kind(self.done) is Round.LOCAL:
+            for unit in units:
+                if unit.trainable and kind_of(unit.model_params[0]):
+                    self._average_weights(unit)
+
+    def _average_weights(self, unit: Unit) -> None:
+        _average(unit.master, unit.comms.dp)
+        if unit.out is not None:
+            unit.out.put(0, unit.master.whole())
+
+    def _thaw(self, unit: Unit, rates: Tensor) -> None:
+        """Write the momentum to the state `exp_avg`, unless it is there, and the rates into `exp_avg_sq`."""
+        frozen, own = self.frozen[unit], slice(*unit.optim_span)
+        if unit not in self._stale:
             p = torch.where(frozen.inverse > 0, onebit.decode(frozen.wire.tensor) / frozen.inverse, 0.0)
             self.moments(unit).states["exp_avg"].put(0, p[own])
-            rates = frozen.levels.rates()
-            for piece in self.pieces([unit]):  # the variance that the steps are equal to
-                part = self.states(piece)["exp_avg_sq"]
-                write(part, read(part) * float(frozen.folded[piece.i] / rates[piece.i]) ** 2)
-            frozen.folded = rates
-            self.errors.setdefault(unit, unit.homes.state(unit.master.numel, torch.float32)).put(0, error[own])
+        for piece in self.pieces([unit]):  # the variance that the steps are equal to
+            part = self.states(piece)["exp_avg_sq"]
+            write(part, read(part) * float(frozen.folded[piece.i] / rates[piece.i]) ** 2)
+        frozen.folded = rates
 
     def add(self, units: Sequence[Unit]) -> None:  # type: ignore[override]
         super().add(units)
@@ -230,19 +337,25 @@ class OneBitSteps(NativeSteps):
 
     def drop(self, unit: Unit) -> None:
         super().drop(unit)
-        self.frozen.pop(unit, None)
-        self.errors.pop(unit, None)
+        for kept in (self.frozen, self.errors, self.local):
+            kept.pop(unit, None)
 
     def memory(self) -> Iterator[Tensor | Store]:
         yield from super().memory()
         for frozen in self.frozen.values():
             yield from frozen.tensors()
+        for local in self.local.values():
+            yield from (local.w, local.p, local.u)
 
     def keeps_local(self, unit: Unit, alpha: float) -> bool:
         if self.done is None:  # a rank may own no piece
             own = max((piece.step for piece in self.pieces()), default=0)
             self.done = int(unit.comms.data.exchange(torch.tensor([float(own)], dtype=torch.float64)).max())
-        if self.done < self.inner.param_groups[0]["freeze_step"] or kind_of(unit.model_params[0]):
+        rounds, apart = rounds_of(self.inner), bool(kind_of(unit.model_params[0]))
+        if rounds.kind(self.done + 1) is Round.DENSE or (apart and rounds.interval(self.done + 1) == 1):
+            if unit in self.frozen:
+                self._thaw(unit, torch.ones_like(self.frozen[unit].folded))
+                self._stale.add(unit)
             return False
         local, ranks = unit.memory.local, unit.comms.dp.size
         assert local is not None, f"unit {unit.name}: 1-bit optimizers keep replicated gradients"
@@ -250,17 +363,27 @@ class OneBitSteps(NativeSteps):
         self.share = alpha * ranks * unit.comms.family.weight
         squares = reduce_into(local.tensor, [local.tensor], 1.0, accumulate=False)
         unit.window.reduced(Partial(squares.sumsq * self.share**2 / ranks, squares.finite))
-        self._late.add(unit)
+        (self._apart if apart else self._late).add(unit)
         return True
 
     def exchange(self, units: Sequence[Unit], scale: float) -> None:
-        late = [unit for unit in units if unit in self._late]
+        late, rounds, step = [unit for unit in units if unit in self._late], rounds_of(self.inner), (self.done or 0) + 1
+        self._round = rounds.kind(step)
+        fresh = {unit: self._freeze(unit) for unit in late if unit not in self.frozen or unit in self._stale}
+        if self._round is Round.SIGNS:
+            self._measure(late, scale, rounds.interval(step))
         for unit in late:
-            if unit not in self.frozen:
-                self.frozen[unit] = self._freeze(unit)
-        self._measure(late, scale)
-        swaps = [self._send(unit, self.frozen[unit], scale) for unit in late]
-        gathers = [self._return(unit, self.frozen[unit], swap) for unit, swap in zip(late, swaps, strict=True)]
+            if rounds.interval(step) > 1:
+                self._step_locally(unit, fresh.get(unit), scale)
+            elif unit in fresh:
+                for _, index, (start, stop) in self._spans(unit):
+                    self.frozen[unit].y[start:stop] += fresh[unit][start:stop] * self.inner.param_groups[index]["betas"][0]
+        if self._round is Round.SIGNS:
+            self._swap(late, scale)
+
+    def _swap(self, units: Sequence[Unit], scale: float) -> None:
+        swaps = [self._send(unit, self.frozen[unit], scale) for unit in units]
+        gathers = [self._return(unit, self.frozen[unit], swap) for unit, swap in zip(units, swaps, strict=True)]
         for gather in gathers:
             gather.wait()
 
@@ -270,38 +393,65 @@ class OneBitSteps(NativeSteps):
 
     def forget(self) -> None:
         self._late.clear()
+        self._apart.clear()
 
-    def _freeze(self, unit: Unit) -> Frozen:
-        """Collective: every rank gets the preconditioner and the momentum of the whole unit."""
-        states, sharded, device = self.moments(unit).states, unit.placement.optim, unit.full.device
+    def _freeze(self, unit: Unit) -> Tensor:
+        """Freeze the unit, or freeze it again with the errors that it has; returns p of the whole unit. Collective."""
+        before, errors, count = self.frozen.get(unit), self.errors.pop(unit, None), unit.layout.numel // onebit.BLOCK
+        if before is not None:
+            self._thaw(unit, torch.ones_like(before.folded))
+        states, sharded, device, dp = self.moments(unit).states, unit.placement.optim, unit.full.device, unit.comms.dp
         m, v = (unit.unsharded(states[name].whole(), sharded) for name in ("exp_avg", "exp_avg_sq"))
-        errors = self.errors.pop(unit, None)
-        inverse, y, count = torch.zeros_like(v), torch.zeros_like(m), unit.layout.numel // onebit.BLOCK
+        own, steps = slice(*unit.span), max(rounds_of(self.inner).dense(self.done or 0), 1)
+        inverse, y, server = torch.zeros_like(v), torch.zeros_like(m), torch.zeros(unit.span[1] - unit.span[0], device=device)
         for i, slot in enumerate(unit.layout.slots):
             index, span = self.members[unit].groups[i], slice(*slot.span)
-            if index is None:
-                continue
-            group = self.inner.param_groups[index]
-            inverse[span] = preconditioner(v[span].view(slot.shape), group, self.done or 1, frozen=True).flatten()
-            y[span] = m[span] * inverse[span] * group["betas"][0]
-        if any_rank(errors is not None, unit.comms.data):
+            if index is not None:
+                group = self.inner.param_groups[index]
+                inverse[span] = preconditioner(v[span].view(slot.shape), group, steps, frozen=True).flatten()
+        if before is not None:
+            ratio = torch.where(before.inverse > 0, inverse / before.inverse, 0.0)
+            y = onebit.error(before.y, before.scales, before.inverse) * ratio
+            server = onebit.error(before.server, before.server_scales, before.inverse[own]) * ratio[own]
+            dp.reusable(before.wire)
+            before.wire.tensor.zero_()
+        elif any_rank(errors is not None, unit.comms.data):
             e = torch.zeros(unit.optim_span[1] - unit.optim_span[0], device=device) if errors is None else errors.whole()
             y += unit.unsharded(e, sharded)
-        numel = unit.span[1] - unit.span[0]
-        return Frozen(
+        self._stale.discard(unit)
+        self.frozen[unit] = Frozen(
             inverse=inverse,
             partly=onebit.partly(inverse),
             y=y,
             scales=torch.zeros(count, device=device),
-            wire=unit.comms.dp.allocate([(onebit.nbytes(unit.layout.numel), torch.uint8)])[0],
-            server=torch.zeros(numel, device=device),
-            server_scales=torch.zeros(numel // onebit.BLOCK, device=device),
-            own=torch.zeros(onebit.nbytes(numel), dtype=torch.uint8, device=device),
-            levels=Levels.of(len(unit.params)),
+            wire=before.wire if before is not None else dp.allocate([(onebit.nbytes(unit.layout.numel), torch.uint8)])[0],
+            server=server,
+            server_scales=torch.zeros(server.numel() // onebit.BLOCK, device=device),
+            own=torch.zeros(onebit.nbytes(server.numel()), dtype=torch.uint8, device=device),
+            levels=Levels.of(len(unit.params)) if before is None else before.levels,
             folded=torch.ones(len(unit.params), dtype=torch.float64),
         )
+        return m * inverse
 
-    def _measure(self, units: Sequence[Unit], scale: float) -> None:
+    def _step_locally(self, unit: Unit, p: Tensor | None, scale: float) -> None:
+        """A step of p, u, R and K. p: its start, if it is not what the last exchange gave."""
+        frozen, grads = self.frozen[unit], unit.memory.local
+        assert grads is not None
+        if unit not in self.local:
+            p = torch.where(frozen.inverse > 0, onebit.decode(frozen.wire.tensor), 0.0) if p is None else p
+            self.local[unit] = Local(w=unit.master.whole().clone(), p=p, u=torch.zeros_like(p))
+        local, last = self.local[unit], self.local[unit].sums
+        rates = frozen.levels.rates().tolist()
+        for i, index, (start, stop) in self._spans(unit):
+            group, span = rules.plain_numbers(self.inner.param_groups[index]), slice(start, stop)
+            beta, (keep, rate) = group["betas"][0], _rates(group, (self.done or 0) + 1, rates[i])
+            grad = grads.tensor[span].float() * frozen.inverse[span]
+            local.p[span].mul_(beta).add_(grad, alpha=(1 - beta) * scale * self.share)
+            local.u[span].mul_(keep).add_(local.p[span], alpha=rate)
+            kept, sum_of_rates = last.get(i, (1.0, 0.0))
+            local.sums[i] = (kept * keep, sum_of_rates * keep + rate)
+
+    def _measure(self, units: Sequence[Unit], scale: float, interval: int) -> None:
         """Average the ranks' mean squares: one small exchange for each family."""
         by_family: dict[Comm, list[Unit]] = {}
         for unit in units:
@@ -311,7 +461,7 @@ class OneBitSteps(NativeSteps):
             now = comm.exchange(torch.cat(means)).mean(0).split([len(mean) for mean in means])
             for unit, mean in zip(members, now, strict=True):
                 groups = [self.inner.param_groups[index or 0] for index in self.members[unit].groups]
-                beta = torch.tensor([group["betas"][1] for group in groups], dtype=torch.float64)
+                beta = torch.tensor([group["betas"][1] ** interval for group in groups], dtype=torch.float64)
                 self.frozen[unit].levels.add(mean, beta)
 
     def _mean_squares(self, unit: Unit, scale: float) -> Tensor:
@@ -330,17 +480,20 @@ class OneBitSteps(NativeSteps):
         local, dp = unit.memory.local, unit.comms.dp
         assert local is not None
         dp.reusable(frozen.wire)
-        for index, (start, stop) in self._spans(unit):
-            beta = self.inner.param_groups[index]["betas"][0]
+        for i, index, (start, stop) in self._spans(unit):
+            beta, local_steps = self.inner.param_groups[index]["betas"][0], self.local.get(unit)
             span, blocks = slice(start, stop), slice(start // onebit.BLOCK, stop // onebit.BLOCK)
             records = frozen.wire.tensor[onebit.nbytes(start) : onebit.nbytes(stop)]
-            factor = (1 - beta) * scale * self.share
-            arrays = (local.tensor[span], frozen.inverse[span], frozen.y[span], frozen.scales[blocks], records)
-            onebit.worker(*arrays, beta=beta, factor=factor)
-        inverse = frozen.inverse[slice(*unit.span)]
+            inverse, own = frozen.inverse[span], (frozen.y[span], frozen.scales[blocks], records)
+            if local_steps is None:
+                onebit.worker(local.tensor[span], inverse, *own, beta=beta, factor=(1 - beta) * scale * self.share)
+            else:
+                total = local_steps.sums[i][1]
+                onebit.worker(local_steps.u[span], (inverse > 0).float(), *own, beta=0.0, factor=1 / total if total else 0.0)
+        served = frozen.inverse[slice(*unit.span)]
 
         def serve(sources: list[Tensor]) -> None:
-            onebit.server(sources, inverse, frozen.server, frozen.server_scales, frozen.own, alpha=1 / dp.size)
+            onebit.server(sources, served, frozen.server, frozen.server_scales, frozen.own, alpha=1 / dp.size)
 
         return dp.swap(frozen.wire, [onebit.nbytes(cut) for cut in unit.cuts], serve)
 
@@ -351,30 +504,69 @@ class OneBitSteps(NativeSteps):
         frozen.wire.tensor[onebit.nbytes(unit.span[0]) : onebit.nbytes(unit.span[1])] = frozen.own
         return unit.comms.dp.all_gather(frozen.wire, cuts)
 
-    def _spans(self, unit: Unit) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The spans of the unit's trainable parameters with their groups, whole blocks."""
-        for slot, group, param in zip(unit.layout.slots, self.members[unit].groups, unit.params, strict=True):
+    def _spans(self, unit: Unit) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """The unit's trainable parameters: number, group and span, whole blocks."""
+        for i, (slot, group, param) in enumerate(zip(unit.layout.slots, self.members[unit].groups, unit.params, strict=True)):
             if group is not None and param.requires_grad and slot.numel:
-                yield group, (slot.offset, slot.offset + -(-slot.numel // onebit.BLOCK) * onebit.BLOCK)
+                yield i, group, (slot.offset, slot.offset + -(-slot.numel // onebit.BLOCK) * onebit.BLOCK)
+
+    def options_of(self, unit: Unit, index: int, step: int) -> Mapping[str, Any]:
+        group, count = self._options[index], rounds_of(self.inner).dense(step)
+        if count == step or not group["bias_correction"] or kind_of(unit.model_params[0]):
+            return group
+        # The variance has had `count` of the `step` updates, and the kernel corrects both moments by one number
+        root, first = math.sqrt(1 - group["betas"][1] ** count), 1 - group["betas"][0] ** step
+        scaled = {
+            "lr": group["lr"] * root / first,
+            "eps": group["eps"] * root,
+            "weight_decay": group["weight_decay"] * first / root,
+        }
+        return {**group, **scaled, "bias_correction": False}
 
     def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
-        if unit not in self._late:
-            super().step(unit, chunk, scale)
+        if unit in self._late:
+            self._land(unit, chunk.tensors["master"], chunk.tensors.get("out"), is_exchanged=self._round is Round.SIGNS)
             return
-        frozen, master, out, first = self.frozen[unit], chunk.tensors["master"], chunk.tensors.get("out"), unit.optim_span[0]
+        super().step(unit, chunk, scale * self.share if unit in self._apart else scale)
+        if unit in self._apart and self._round is Round.SIGNS:
+            self._average_weights(unit)
+
+    def _land(self, unit: Unit, master: Tensor, out: Tensor | None, *, is_exchanged: bool) -> None:
+        """Step the masters, and the weights, by what was exchanged or, between exchanges, by this rank's own p."""
+        frozen, local, first = self.frozen[unit], self.local.get(unit), unit.optim_span[0]
         rates = frozen.levels.rates().tolist()
         for piece in self.pieces([unit]):
             if not piece.param.requires_grad:
                 continue
-            group, start = self._options[piece.group], piece.start
-            stop = min(-(-piece.stop // onebit.BLOCK) * onebit.BLOCK, master.numel())
-            own = slice(start + first, stop + first)
-            records = frozen.wire.tensor[onebit.nbytes(own.start) : onebit.nbytes(own.stop)]
-            partly = frozen.partly[own.start // onebit.BLOCK : own.stop // onebit.BLOCK]
-            weights = None if out is None else out[start:stop]
-            rate = rates[piece.i] * group["lr"] / (1 - group["betas"][0] ** piece.step if group["bias_correction"] else 1)
-            keep = 1 - group["lr"] * group["weight_decay"]
-            onebit.update(master[start:stop], records, frozen.inverse[own], partly, weights, keep=keep, rate=rate)
+            start, stop = piece.start, min(-(-piece.stop // onebit.BLOCK) * onebit.BLOCK, master.numel())
+            own, w, weights = slice(start + first, stop + first), master[start:stop], None if out is None else out[start:stop]
+            keep, rate = _rates(self._options[piece.group], piece.step, rates[piece.i])
+            if local is not None:
+                keep, rate = local.sums[piece.i]
+                w.copy_(local.w[own])
+            if is_exchanged:
+                records = frozen.wire.tensor[onebit.nbytes(own.start) : onebit.nbytes(own.stop)]
+                partly = frozen.partly[own.start // onebit.BLOCK : own.stop // onebit.BLOCK]
+                onebit.update(w, records, frozen.inverse[own], partly, weights, keep=keep, rate=rate)
+            elif local is not None:
+                w.mul_(keep).sub_(local.u[own])
+                if weights is not None:
+                    weights.copy_(w)
+        if is_exchanged:
+            self.local.pop(unit, None)
+
+
+def _rates(group: Mapping[str, Any], step: int, factor: float) -> tuple[float, float]:
+    """What a step multiplies weights with, and p before it is subtracted. factor: of the learning rate."""
+    rate = factor * group["lr"] / (1 - group["betas"][0] ** step if group["bias_correction"] else 1)
+    return 1 - group["lr"] * group["weight_decay"], rate
+
+
+def _average(store: Store, comm: Comm) -> None:
+    """Replace the values of a store by their mean over ranks. Collective."""
+    values = store.whole().float()
+    sum_over(values, comm.axis)
+    store.put(0, values / comm.size)
 
 
 def any_rank(value: bool, comm: Comm) -> bool:

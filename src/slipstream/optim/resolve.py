@@ -22,18 +22,17 @@ from slipstream.optim import rules
 from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon
-from slipstream.optim.onebit import OneBitAdam
+from slipstream.optim.onebit import OneBitAdam, ZeroOneAdam
 
 log = logging.getLogger(__name__)
 
-_OURS: dict[str, type[Optimizer]] = {"lamb": Lamb, "lion": Lion, "muon": Muon, "onebitadam": OneBitAdam}
+_OURS: dict[str, type[Optimizer]] = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam)}
 
 _ONE_BIT = "is not built yet (compressed communication); use Adam or Lamb until then"
 _MUP = "scales learning rates by the model's base shapes: build it with the mup package and pass it as optimizer="
 _REFUSED: dict[str, str] = {
     "lbfgs": "needs a closure that evaluates the model inside step(), and all gradients in one place",
     "onebitlamb": _ONE_BIT,
-    "zerooneadam": _ONE_BIT,
     "muadam": _MUP,
     "muadamw": _MUP,
     "musgd": _MUP,
@@ -154,7 +153,7 @@ def rule_of(optimizer: Optimizer) -> rules.Rule | None:
     kind = type(optimizer)
     if kind in (torch.optim.AdamW, torch.optim.Adam):
         return rules.adamw(decoupled=kind is torch.optim.AdamW)
-    if kind is OneBitAdam:
+    if kind in (OneBitAdam, ZeroOneAdam):
         return replace(rules.adamw(decoupled=True), late=True, may_be_blocks=False)
     if kind is Lion:
         return rules.LION

@@ -164,6 +164,9 @@ class ShardedSteps(ABC):
     def expose(self, units: Iterable[Unit]) -> None:  # noqa: B027
         """Make `states` of the units current, if the optimizer keeps them in another form. Collective."""
 
+    def synchronize(self, units: Iterable[Unit]) -> None:  # noqa: B027
+        """Make masters and weights equal on all ranks, if the optimizer lets them differ between steps. Collective."""
+
     def overwritten(self, unit: Unit) -> None:  # noqa: B027
         """Step on from the `states` of a unit, which were overwritten from outside on the ranks that own them. On all ranks."""
 

@@ -91,6 +91,7 @@ class Average(Protocol):
 
 def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
     """The tensors of a checkpoint with these contents. Collective."""
+    states.steps.synchronize(states.units)
     tensors = weights(states, exclude_frozen=exclude_frozen or contents == "adapters")
     if contents != "adapters":
         tensors |= first_buffers(states)

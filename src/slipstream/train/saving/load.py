@@ -95,6 +95,8 @@ def _load(
     contents = metadata.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
     optimizer = optimizer and not module_only and parts[0].steps.has_optimizer
+    for part in parts:
+        part.steps.synchronize(part.units)
     undo: list[Callable[[], None]] = _prepare_optimizer(parts, metadata, exclude) if optimizer else []
     request = _request(parts, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
 
