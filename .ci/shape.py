@@ -18,6 +18,8 @@ LIMITS = {
     "attributes of zero.unit.Unit": 25,
     "attributes of train.engine.Engine": 25,
     "files in the biggest import circle of train": 3,
+    "class names of several classes": 1,
+    "asserts that something is not None": 36,
 }
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -90,6 +92,26 @@ def biggest_circle(folder: str) -> list[str]:
     return sorted(max(circles, key=len, default=[]))
 
 
+def shared_names() -> list[str]:
+    """Names that several classes bear. DeepSpeed's (compat/) and those of JSON (`Block`, `Strict`, `TypedDict`) are given."""
+    places: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        place = str(file.relative_to(PACKAGE))
+        for node in () if place.startswith("compat/") else ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not {ast.unparse(base) for base in node.bases} & {"Block", "Strict", "TypedDict"}:
+                places.setdefault(node.name, []).append(place)
+    return [f"{name}: {', '.join(files)}" for name, files in sorted(places.items()) if len(files) > 1]
+
+
+def asserts_not_none() -> list[str]:
+    return [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assert) and "is not None" in ast.unparse(node.test)
+    ]
+
+
 def measure() -> dict[str, list[str]]:
     """What is counted, by the names of `LIMITS`."""
     sized = [
@@ -107,6 +129,8 @@ def measure() -> dict[str, list[str]]:
         sorted(attributes("zero/unit.py", "Unit")),
         sorted(attributes("train/engine.py", "Engine")),
         biggest_circle("train"),
+        shared_names(),
+        asserts_not_none(),
     )
     return dict(zip(LIMITS, results, strict=True))
 

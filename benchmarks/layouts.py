@@ -21,7 +21,7 @@ from benchmarks.report import Spread, table, verdict, verdicts
 from benchmarks.wire import NoNetwork, network
 from benchmarks.worker import Failed
 from benchmarks.workloads import Workload
-from slipstream.parallel.layouts import Cluster, Layout, Model, cost_of
+from slipstream.parallel.layouts import Cluster, MeshLayout, Model, cost_of
 
 PIPELINE = Workload(name="pipeline", width=512, depth=8, heads=8, vocab=512, batch=2, length=128)
 SLICES = Workload(name="slices", width=512, depth=6, heads=8, vocab=2048, batch=4, length=128)
@@ -255,12 +255,12 @@ def _peak(system: str, work: Workload, world: int, stage: int) -> int:
 
 PREDICTED = Workload(name="predicted", width=512, depth=8, heads=8, vocab=512, batch=2, length=128)
 _MEASURED = {  # layout -> the model's own name of it; 8 micro-batches of 2 sequences a step
-    "dp2": Layout(1, 2, 1, 1, 1, "1f1b", 2, False),
-    "pp2": Layout(2, 1, 1, 1, 1, "1f1b", 2, False),
-    "pp2.zero_bubble": Layout(2, 1, 1, 1, 1, "zero_bubble", 2, False),
-    "tp2": Layout(1, 1, 1, 2, 1, "1f1b", 2, False),
-    "dp2.zero3": Layout(1, 2, 1, 1, 3, "1f1b", 2, False),
-    "pp2.zero3": Layout(2, 1, 1, 1, 3, "1f1b", 2, False),
+    "dp2": MeshLayout(1, 2, 1, 1, 1, "1f1b", 2, False),
+    "pp2": MeshLayout(2, 1, 1, 1, 1, "1f1b", 2, False),
+    "pp2.zero_bubble": MeshLayout(2, 1, 1, 1, 1, "zero_bubble", 2, False),
+    "tp2": MeshLayout(1, 1, 1, 2, 1, "1f1b", 2, False),
+    "dp2.zero3": MeshLayout(1, 2, 1, 1, 3, "1f1b", 2, False),
+    "pp2.zero3": MeshLayout(2, 1, 1, 1, 3, "1f1b", 2, False),
 }
 
 
@@ -290,7 +290,7 @@ def predicted(options: Options) -> str:
         ratios = []
         for turn in range(turns):
             one = Cluster(ranks=2, hosts=1, flops=1.0, inside=1e30, between=1e30, element=4)
-            flops = cost_of(model, one, Layout(1, 2, 1, 1, 1, "1f1b", 2, False)).compute / seconds["compute:llama"][turn]
+            flops = cost_of(model, one, MeshLayout(1, 2, 1, 1, 1, "1f1b", 2, False)).compute / seconds["compute:llama"][turn]
             hidden = work.batch * work.length * work.width * 4
             link = 4 * work.depth * hidden / seconds[sums][turn]
             cost = cost_of(model, dataclasses.replace(one, flops=flops, inside=link, between=link), layout)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.optim.native import CodedStore
+from slipstream.optim.native import MomentStore
 from slipstream.train.saving import optimizer_state
 from slipstream.zero.unit import State, Unit
 
@@ -117,7 +117,7 @@ def has_moments(engine: Any, unit: View) -> bool:
 def state_nbytes(engine: Any, unit: View) -> int:
     """Bytes of a unit's optimizer states on this rank."""
     states = engine.single.steps.moments(unit._unit).states.values()
-    return sum(state.codes.nbytes + state.scales.nbytes if isinstance(state, CodedStore) else state.nbytes for state in states)
+    return sum(state.codes.nbytes + state.scales.nbytes if isinstance(state, MomentStore) else state.nbytes for state in states)
 
 
 def chunks(engine: Any) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
-from slipstream.train.gate import Block
+from slipstream.train.gate import Obstacle
 from slipstream.train.saving import entries
 from slipstream.train.saving.load import spread_weights
 from slipstream.zero import access
@@ -113,13 +113,13 @@ class Ema:
             self._follow()
             self._swap_masters(back=False)
         reason = "the engine's weights are averages inside `with average.applied():`, which is for evaluation only; leave it first"
-        engine.gate.shut(Block.AVERAGED, reason)
+        engine.gate.shut(Obstacle.AVERAGED, reason)
         engine.single.hooks.refusal = reason
         try:
             yield
         finally:
-            if Block.DESTROYED not in engine.gate:
-                engine.gate.open(Block.AVERAGED)
+            if Obstacle.DESTROYED not in engine.gate:
+                engine.gate.open(Obstacle.AVERAGED)
                 engine.single.hooks.refusal = ""
                 with engine.together("ema"), torch.no_grad():
                     self._swap_masters(back=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from slipstream.checkpoint import CheckpointError, FlatSlice, Staging, latest_tag, load, save_async
 from slipstream.checkpoint.directory import committed_tags
 from slipstream.checkpoint.writer import Writer
-from slipstream.train.gate import Block
+from slipstream.train.gate import Obstacle
 from tests import toy
 from tests.dist.test_checkpoint_engine import Noisy
 from tests.pool import distributed
@@ -95,7 +95,7 @@ def test_a_failure_raises_at_the_next_call_on_every_rank(tmp_path: Path) -> None
         engine.save_checkpoint(folder, tag="last")
         with pytest.raises(CheckpointError, match="No space left"):
             engine.destroy()
-    assert Block.DESTROYED in engine.gate and latest_tag(tmp_path) == "again"
+    assert Obstacle.DESTROYED in engine.gate and latest_tag(tmp_path) == "again"
 
 
 @pytest.mark.disk
@@ -122,7 +122,7 @@ def test_a_save_completes_while_the_engine_sleeps(tmp_path: Path) -> None:
         gate.set()
         with pytest.raises(CheckpointError, match="No space left"):
             engine.destroy()
-    assert Block.DESTROYED in engine.gate and latest_tag(tmp_path) == "one"
+    assert Obstacle.DESTROYED in engine.gate and latest_tag(tmp_path) == "one"
 
 
 @distributed(world_size=2)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from slipstream.inference import constrain
 from slipstream.inference.core import Request, SamplingParams
-from slipstream.inference.sampler import Row, Sampler
+from slipstream.inference.sampler import LogitsRow, Sampler
 from slipstream.inference.text import Tokenizer
 from tests.unit.test_inference_text import BACKEND
 
@@ -54,7 +54,7 @@ def generated(constraint: Constraint, seed: int, limit: int = 300) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     while request.num_generated < limit:
         logits = torch.randn(1, VOCAB, generator=generator) * 3
-        token = Sampler(VOCAB).sample(logits, [Row(request, mask=constraint.mask())])[0].token
+        token = Sampler(VOCAB).sample(logits, [LogitsRow(request, mask=constraint.mask())])[0].token
         request.tokens.append(token)
         constraint.accept(token)
         if token in request.end_ids:

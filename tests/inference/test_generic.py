@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 import slipstream
 from slipstream.inference.generic import (
     GenericDecoder,
-    QuantizedLinear,
+    PackedLinear,
     _matrices,
     cache_shapes,
     check_context,
@@ -175,7 +175,7 @@ def test_quantized_as_its_twin(case: str, kind: str) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     twin, nbytes = rounded(model, kind)
     quantized = quantize_model(shared_copy(model), kind, torch.float32)
-    matrices = [module for module in quantized.modules() if isinstance(module, QuantizedLinear)]
+    matrices = [module for module in quantized.modules() if isinstance(module, PackedLinear)]
     assert matrices and not any(isinstance(module, (nn.Linear, Conv1D)) for module in quantized.modules())
     replaced = sum(module.weight.nbytes for module in twin.modules() if isinstance(module, (nn.Linear, Conv1D)))
     assert nbytes_of(quantized) == nbytes_of(twin) - replaced + nbytes

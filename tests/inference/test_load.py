@@ -12,7 +12,7 @@ import torch
 
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
-from slipstream.inference.load import Loaded, load
+from slipstream.inference.load import LoadedModel, load
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import Int4, Int8
@@ -20,7 +20,7 @@ from tests.inference.test_models import model_of
 from tests.inference.twins import NEW, SIZES, check_against_generate, serve, tiny
 
 
-def decoder(loaded: Loaded) -> Decoder:
+def decoder(loaded: LoadedModel) -> Decoder:
     cache = KVCache(head_shapes(loaded.config), num_blocks=64, block_size=4, dtype=loaded.dtype)
     return Decoder(loaded.config, loaded.weights, cache, loaded.dtype)
 

@@ -26,7 +26,7 @@ from benchmarks import cuda as benchmark
 from benchmarks.legs import Options
 
 from slipstream.inference import decoder
-from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
 from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
@@ -294,7 +294,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "experts": {
         "layers": tuple(
-            Layer(rope=None, experts=Experts(num=4, top_k=2, intermediate_size=48, normalize=n, shared_size=s))
+            Layer(rope=None, experts=RoutedExperts(num=4, top_k=2, intermediate_size=48, normalize=n, shared_size=s))
             for n, s in ((True, 0), (False, 40))
         )
     },

@@ -178,7 +178,7 @@ def test_pairs_with_an_optimizer() -> None:
         if list(matching(REFUSALS, case(STAGE_3 | pair)[2])):
             continue
         plan, optimizer, rule = built(pair)
-        fitted = fit.Case(plan, optimizer, rule)
+        fitted = fit.OptimizerCase(plan, optimizer, rule)
         met |= {row.text for row in fit.REFUSALS if row.when(fitted)}
         refused = list(matching(fit.REFUSALS, fitted))
         if not refused:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from slipstream.train.gate import IGNORED_BLOCKS, Block, Gate
+from slipstream.train.gate import IGNORED_BLOCKS, Gate, Obstacle
 
 
 def test_every_reason_refuses_every_call_that_does_not_do_without() -> None:
     for call in ("step", "save_checkpoint", *IGNORED_BLOCKS):
-        for block in Block:
+        for block in Obstacle:
             gate = Gate()
             gate.check(call)
             gate.shut(block, f"because of {block.name}")
@@ -22,7 +22,7 @@ def test_every_reason_refuses_every_call_that_does_not_do_without() -> None:
 
 def test_the_gravest_reason_is_told() -> None:
     gate = Gate()
-    for block in reversed(Block):
+    for block in reversed(Obstacle):
         gate.shut(block, block.name)
         with pytest.raises(RuntimeError, match=f"^{block.name}$"):
             gate.check("step")

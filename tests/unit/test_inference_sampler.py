@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.inference import sampler as module
 from slipstream.inference.core import Request, SamplingParams
 from slipstream.inference.drafts import accept
-from slipstream.inference.sampler import Row, Sampler, SamplingError, uniform
+from slipstream.inference.sampler import LogitsRow, Sampler, SamplingError, uniform
 from slipstream.ops import build, cpu
 
 VOCAB = 5003  # no multiple of anything
@@ -49,7 +49,7 @@ MIXED = [
 def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(MIXED), VOCAB, generator=generator) * 3
-    rows = [Row(request(**{"seed": 3, **params})) for params in MIXED]
+    rows = [LogitsRow(request(**{"seed": 3, **params})) for params in MIXED]
     together = Sampler(VOCAB).sample(logits, rows)
     for order in ([5], [2, 2, 2], list(reversed(range(len(rows)))), [0, 0], [0, 8, 1]):
         again = Sampler(VOCAB).sample(logits[order], [rows[i] for i in order])
@@ -61,9 +61,9 @@ def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
 def test_greedy_takes_the_first_of_equal_ones_on_both_ways() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, [70, 3000]] = 1.0
-    rows = [Row(request(temperature=0.0)), Row(request(temperature=0.0))]
+    rows = [LogitsRow(request(temperature=0.0)), LogitsRow(request(temperature=0.0))]
     assert [one.token for one in Sampler(VOCAB).sample(logits, rows)] == [70, 70]
-    mixed = Sampler(VOCAB).sample(logits, [rows[0], Row(request(temperature=0.0, logprobs=0))])
+    mixed = Sampler(VOCAB).sample(logits, [rows[0], LogitsRow(request(temperature=0.0, logprobs=0))])
     assert [one.token for one in mixed] == [70, 70] and mixed[0].logprob is None and mixed[1].top == []
 
 
@@ -71,7 +71,7 @@ def test_the_number_of_the_token_decides_not_how_it_came_to_be_known() -> None:
     logits = torch.zeros(1, VOCAB)
 
     def token(req: Request, draft: tuple[int, ...] = ()) -> int:
-        return Sampler(VOCAB).sample(logits, [Row(req, draft)])[0].token
+        return Sampler(VOCAB).sample(logits, [LogitsRow(req, draft)])[0].token
 
     generated, guessed = token(request(output=(4, 5, 6))), token(request(output=(4,)), draft=(5, 6))
     assert generated == guessed == token(request(prompt=8, output=(1, 1, 1)))
@@ -94,7 +94,7 @@ def generate(table: Tensor, seeds: range, num_guesses: int, **params: Any) -> li
             guesses: list[int] = []
             for _ in range(num_guesses):  # what most often follows
                 guesses.append(likeliest[(req.tokens + guesses)[-1]])
-            rows += [Row(req, tuple(guesses[:n])) for n in range(num_guesses + 1)]
+            rows += [LogitsRow(req, tuple(guesses[:n])) for n in range(num_guesses + 1)]
         sampled = sampler.sample(chain_logits(table, [[*row.request.tokens, *row.draft] for row in rows]), rows)
         for i, req in enumerate(unfinished):
             part = slice(i * (num_guesses + 1), (i + 1) * (num_guesses + 1))
@@ -165,13 +165,13 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     req = request(output=(3, 5, 5), repetition_penalty=1.4)
     sampler = Sampler(VOCAB)
-    actual = sampler._edited(logits[0].numpy(), Row(req, draft=(8,)))
+    actual = sampler._edited(logits[0].numpy(), LogitsRow(req, draft=(8,)))
     reference = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*req.tokens, 8]]), logits.clone())
     assert torch.equal(torch.from_numpy(actual), reference[0])
     req = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
     expected = logits[0].clone()
     expected[[3, 5, 1, 6]] -= torch.tensor([0.5 + 0.25, 0.5 + 3 * 0.25, 0.5 + 0.25, 100.0])
-    actual = sampler._edited(logits[0].numpy(), Row(req, (5, 1)))
+    actual = sampler._edited(logits[0].numpy(), LogitsRow(req, (5, 1)))
     torch.testing.assert_close(torch.from_numpy(actual), expected)
 
 
@@ -185,7 +185,7 @@ def test_what_is_kept_for_penalties_is_what_would_be_counted_anew(penalties: dic
         req = requests[random.integers(2)]
         req.tokens += random.integers(8, size=random.integers(3)).tolist()
         draft = tuple(random.integers(8, size=4).tolist())
-        for row in [Row(req, draft[:num]) for num in range(5)] + [Row(req)]:
+        for row in [LogitsRow(req, draft[:num]) for num in range(5)] + [LogitsRow(req)]:
             assert np.array_equal(sampler._edited(logits, row), Sampler(VOCAB)._edited(logits, row))
     for one in requests:
         sampler.forget(one)
@@ -208,12 +208,12 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
     truth = torch.log_softmax(logits[0].double(), dim=-1)
     req = request(temperature=2.0, top_k=5, logit_bias={3: 100.0}, logprobs=4)
-    [one] = Sampler(VOCAB).sample(logits, [Row(req)])
+    [one] = Sampler(VOCAB).sample(logits, [LogitsRow(req)])
     assert one.token == 3 and one.logprob == pytest.approx(float(truth[3]), abs=1e-5)
     values, ids = truth.topk(4)
     assert [token for token, _ in one.top] == ids.tolist()
     assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=1e-5)
-    flat = Sampler(VOCAB).sample(torch.zeros(1, VOCAB), [Row(request(logprobs=2))])[0]
+    flat = Sampler(VOCAB).sample(torch.zeros(1, VOCAB), [LogitsRow(request(logprobs=2))])[0]
     assert [token for token, _ in flat.top] == [0, 1]
 
 
@@ -222,7 +222,7 @@ def test_forbidden_tokens() -> None:
     logits[0, [7, 9]] = 50.0
 
     def token(req: Request, **row: Any) -> int:
-        return Sampler(VOCAB).sample(logits, [Row(req, **row)])[0].token
+        return Sampler(VOCAB).sample(logits, [LogitsRow(req, **row)])[0].token
 
     assert token(request(temperature=0.0)) == 7
     assert token(request(temperature=0.0, min_tokens=3, output=(1, 2))) == 0
@@ -236,7 +236,7 @@ def test_forbidden_tokens() -> None:
 def test_a_row_without_a_possible_token_is_named() -> None:
     logits = torch.zeros(4, VOCAB)
     logits[1, 5], logits[2, 5] = float("nan"), float("inf")
-    rows = [Row(request(seed=seed)) for seed in range(3)] + [Row(request(seed=3), mask=bitmask([]))]
+    rows = [LogitsRow(request(seed=seed)) for seed in range(3)] + [LogitsRow(request(seed=3), mask=bitmask([]))]
     for temperature in (0.0, 1.0):
         rows = [row._replace(request=request(seed=i, temperature=temperature)) for i, row in enumerate(rows)]
         with pytest.raises(SamplingError, match="r1, r2, r3") as caught:
@@ -255,14 +255,16 @@ def test_extreme_settings() -> None:
     logits[0, ::2] = -torch.inf
     best = int(logits.argmax())
     for params in ({"temperature": 1e-300}, {"top_k": 1}, {"top_p": 5e-324}, {"min_p": 1.0}, {"min_p": 1e-99}):
-        assert Sampler(VOCAB).sample(logits, [Row(request(**params))])[0].token == best, params
-    tokens = {Sampler(VOCAB).sample(logits * 0.01, [Row(request(seed=s, temperature=100.0))])[0].token for s in range(50)}
+        assert Sampler(VOCAB).sample(logits, [LogitsRow(request(**params))])[0].token == best, params
+    tokens = {Sampler(VOCAB).sample(logits * 0.01, [LogitsRow(request(seed=s, temperature=100.0))])[0].token for s in range(50)}
     assert len(tokens) > 10 and all(token % 2 for token in tokens)
 
 
 def test_a_top_k_of_any_size_is_all() -> None:
     logits = torch.zeros(200, VOCAB)
-    draws = [Sampler(VOCAB).sample(logits, [Row(request(seed=s, top_k=k)) for s in range(200)]) for k in (0, 2**63 + 1, 2**64 + 1)]
+    draws = [
+        Sampler(VOCAB).sample(logits, [LogitsRow(request(seed=s, top_k=k)) for s in range(200)]) for k in (0, 2**63 + 1, 2**64 + 1)
+    ]
     assert draws[0] == draws[1] == draws[2]
 
 
@@ -302,7 +304,7 @@ def test_the_kernel_draws_what_its_twin_draws(isa: str, spread: float) -> None:
             for params in filters:
                 logits = torch.randn(100, vocab, generator=generator) * spread
                 logits[:, 1::3] = -torch.inf  # forbidden ones
-                rows = [Row(request(seed=seed, **params)) for seed in range(100)]
+                rows = [LogitsRow(request(seed=seed, **params)) for seed in range(100)]
                 actual, reference = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
                 differing = [row for row in range(100) if actual[row] != reference[row]]
                 assert len(differing) <= 1, (vocab, params, differing)  # rounding decides seldom

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.inference.blocks import BlockPool
-from slipstream.inference.core import Batch, Finish, Phase, QueueFullError, Request, SamplingParams
+from slipstream.inference.core import Batch, Finish, QueueFullError, Request, RequestPhase, SamplingParams
 from slipstream.inference.drafts import Lookup, accept
-from slipstream.inference.scheduler import Output, Scheduler, receivers
+from slipstream.inference.scheduler import RequestOutput, Scheduler, receivers
 
 VOCAB, END = 7, 0
 
@@ -93,7 +93,7 @@ def make(prompt: list[int], name: str = "r", n: int = 1, **more: Any) -> Request
     return Request(id=name, tokens=list(prompt), params=params, siblings=siblings, **more)
 
 
-def step(scheduler: Scheduler, model: Model) -> tuple[Batch | None, list[Output]]:
+def step(scheduler: Scheduler, model: Model) -> tuple[Batch | None, list[RequestOutput]]:
     batch = scheduler.schedule()
     return batch, scheduler.commit(batch, model.forward(batch)) if batch else []
 
@@ -224,7 +224,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
             assert chunk.stop + len(chunk.draft) < most, "a position that no token can follow"
         planned = [chunk.request for chunk in batch.chunks]
         if case.split:
-            stalled = [r for r in generating if r.phase is Phase.RUNNING and r not in planned]
+            stalled = [r for r in generating if r.phase is RequestPhase.RUNNING and r not in planned]
             assert not stalled or len(planned) == budget, "a generation waits although there is budget"
         sampled = model.forward(batch)
         cancel(during=True)
@@ -238,7 +238,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler._rank)
         assert not any(request.num_computed for request in scheduler.waiting)
         for request in [*scheduler.running, *scheduler.waiting]:
-            assert (request.phase is Phase.RUNNING) == bool(request.blocks) == (request in scheduler.running)
+            assert (request.phase is RequestPhase.RUNNING) == bool(request.blocks) == (request in scheduler.running)
     else:
         raise AssertionError("it does not come to an end")
 
@@ -248,7 +248,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         for request in (first, *first.siblings):
             prompt = request.tokens[: request.num_prompt]
             tokens, finish = alone(prompt, request.seed, request.params.max_tokens, scheduler.max_context)
-            assert request.phase is Phase.FINISHED and streamed.get(request, []) == request.tokens[request.num_prompt :]
+            assert request.phase is RequestPhase.FINISHED and streamed.get(request, []) == request.tokens[request.num_prompt :]
             if request.finish is Finish.CANCELLED:
                 assert request.tokens == tokens[: len(request.tokens)]
             else:
@@ -419,7 +419,7 @@ def finishes_while_others_come(patient: Request, scheduler: Scheduler, other: di
             if len(scheduler.waiting) < scheduler.max_waiting:
                 scheduler.add(make([1 + now % 6, index] * 3, f"{now}.{index}", arrival=float(now), **other))
         step(scheduler, model)
-        if patient.phase is Phase.FINISHED:
+        if patient.phase is RequestPhase.FINISHED:
             return True
     return False
 

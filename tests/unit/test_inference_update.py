@@ -19,7 +19,7 @@ from slipstream import handover
 from slipstream.inference.core import Batch, Finish, SamplingParams
 from slipstream.inference.engine import ClosedError, Engine
 from slipstream.inference.generate import InferenceEngine
-from slipstream.inference.update import Form, Place, Target
+from slipstream.inference.update import Target, WeightForm, WeightPlace
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, wait
 
 PROMPT = "a prompt of several blocks"
@@ -44,7 +44,9 @@ class Runner(HashRunner):
 
 def make(runner: Runner) -> InferenceEngine:
     meta = torch.empty(3, device="meta")
-    target = Target({"model.bias": Place((3,), [("bias", meta)])}, {"bias": Form.of(runner.weight)}, frozenset(["tied"]))
+    target = Target(
+        {"model.bias": WeightPlace((3,), [("bias", meta)])}, {"bias": WeightForm.of(runner.weight)}, frozenset(["tied"])
+    )
     return InferenceEngine(Engine(runner, byte_tokenizer()), "hashes", target)
 
 

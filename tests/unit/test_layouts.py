@@ -9,36 +9,38 @@ from pathlib import Path
 import pytest
 
 from slipstream.launch.cli import main
-from slipstream.parallel.layouts import Cluster, Layout, Model, cost_of, layouts, ranked
+from slipstream.parallel.layouts import Cluster, MeshLayout, Model, cost_of, layouts, ranked
 
 MODEL = Model(blocks=8, block_params=12_000_000, other_params=8_000_000, width=1024, heads=8, length=1024, batch=32)
 CLUSTER = Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9)
 
 
 def test_the_parts_of_a_step() -> None:
-    alone = cost_of(MODEL, Cluster(ranks=1, hosts=1, flops=1e13, inside=1e11, between=1e9), Layout(1, 1, 1, 1, 1, "1f1b", 1, False))
+    alone = cost_of(
+        MODEL, Cluster(ranks=1, hosts=1, flops=1e13, inside=1e11, between=1e9), MeshLayout(1, 1, 1, 1, 1, "1f1b", 1, False)
+    )
     flops = 6 * 32 * 1024 * (8 * (12_000_000 + 1024 * 1024) + 4_000_000)
     assert alone.seconds == alone.compute == pytest.approx(flops / 1e13) and alone.bubble == alone.tp == alone.sp == alone.dp == 0
     assert alone.memory == pytest.approx(16 * MODEL.num_params + 8 * 34 * 1024 * 1024)
-    piped = cost_of(MODEL, CLUSTER, Layout(2, 8, 1, 1, 1, "1f1b", 1, False))
+    piped = cost_of(MODEL, CLUSTER, MeshLayout(2, 8, 1, 1, 1, "1f1b", 1, False))
     assert piped.bubble == pytest.approx(
         piped.compute / 4 + 2 * 1024 * 1024 * 2 / 1e9 * 8, rel=0.01
     )  # m = 4; 8 ranks share the link
-    zero_bubble = cost_of(MODEL, CLUSTER, Layout(2, 8, 1, 1, 1, "zero_bubble", 1, False))
+    zero_bubble = cost_of(MODEL, CLUSTER, MeshLayout(2, 8, 1, 1, 1, "zero_bubble", 1, False))
     assert zero_bubble.bubble < piped.bubble
-    sliced = cost_of(MODEL, CLUSTER, Layout(1, 8, 1, 2, 1, "1f1b", 1, False))
+    sliced = cost_of(MODEL, CLUSTER, MeshLayout(1, 8, 1, 2, 1, "1f1b", 1, False))
     assert sliced.tp == pytest.approx(
         4 * 8 * 4 * (1024 * 1024 * 2) / 1e11 + 0.03 * sliced.compute
     )  # 4 sums in 8 blocks, 4 micro-batches
-    sequences = cost_of(MODEL, CLUSTER, Layout(1, 8, 2, 1, 1, "1f1b", 1, False))
+    sequences = cost_of(MODEL, CLUSTER, MeshLayout(1, 8, 2, 1, 1, "1f1b", 1, False))
     assert sequences.sp == pytest.approx(8 * 8 * 4 * (1024 * 1024 // 2 * 2) / 2 / 1e11 + 0.03 * sequences.compute)
-    data = cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 1, "1f1b", 1, False))
+    data = cost_of(MODEL, CLUSTER, MeshLayout(1, 16, 1, 1, 1, "1f1b", 1, False))
     behind = data.compute / 2 * 2 / 3  # two micro-batches: the reduction hides behind the last one's backward
     assert data.dp == pytest.approx(2 * 15 / 16 * MODEL.num_params * 2 / 1e9 - behind)
-    fast = cost_of(MODEL, replace(CLUSTER, between=1e12), Layout(1, 16, 1, 1, 1, "1f1b", 1, False))
+    fast = cost_of(MODEL, replace(CLUSTER, between=1e12), MeshLayout(1, 16, 1, 1, 1, "1f1b", 1, False))
     assert fast.dp == pytest.approx(2 * 15 / 16 * MODEL.num_params * 2 / 1e11 / 9)  # one of 8 blocks, or what is outside
-    assert cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 3, "1f1b", 1, False)).memory < data.memory
-    recomputed = cost_of(MODEL, CLUSTER, Layout(1, 16, 1, 1, 1, "1f1b", 1, True))
+    assert cost_of(MODEL, CLUSTER, MeshLayout(1, 16, 1, 1, 3, "1f1b", 1, False)).memory < data.memory
+    recomputed = cost_of(MODEL, CLUSTER, MeshLayout(1, 16, 1, 1, 1, "1f1b", 1, True))
     assert recomputed.compute == pytest.approx(data.compute * 4 / 3) and recomputed.memory < data.memory
 
 

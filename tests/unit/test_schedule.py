@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.parallel.drawing import draw_svg, draw_text
-from slipstream.parallel.schedule import Action, Costs, Kind, Message, Schedule, Span, Style, rank_of, simulate, stage_of
+from slipstream.parallel.schedule import Action, Costs, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stage_of
 
 STYLES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("v", 2)]
 
@@ -92,9 +92,9 @@ def test_every_action_once_and_each_parameter_in_the_order_of_micro_batches(sche
 def test_no_deadlock_with_blocking_senders_and_few_buffers(schedule: Schedule) -> None:
     """Each rank runs its actions in order, waits for the message of each and for a free buffer after each."""
     rings: dict[tuple[Kind, int], deque[int]] = defaultdict(deque)
-    local: set[Message] = set()
+    local: set[StageMessage] = set()
     left = [deque(row) for row in schedule.actions]
-    unsent: list[Message | None] = [None] * schedule.num_ranks
+    unsent: list[StageMessage | None] = [None] * schedule.num_ranks
     progress = True
     while progress:
         progress = False
@@ -129,12 +129,12 @@ def test_no_deadlock_with_blocking_senders_and_few_buffers(schedule: Schedule) -
 @given(schedules(), st.booleans())
 def test_posts_match_in_order(schedule: Schedule, one_stream: bool) -> None:
     """Sends and receives are matched as by NCCL: those of a pair of ranks, or all of a rank, one after the other."""
-    queues: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+    queues: dict[tuple[int, int], deque[StageMessage]] = defaultdict(deque)
     arrived, sent = set(), set()
     posts = [schedule.posts(rank) for rank in range(schedule.num_ranks)]
     step = [0] * schedule.num_ranks
 
-    def queue(rank: int, other: int) -> deque[Message]:
+    def queue(rank: int, other: int) -> deque[StageMessage]:
         return queues[rank, -1 if one_stream else other]
 
     for rank, first in enumerate(posts):
@@ -173,9 +173,9 @@ def test_messages_of_a_v() -> None:
     assert [[schedule.stage_of(rank, chunk) for chunk in (0, 1)] for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
     assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert schedule.receives(0, Action(Kind.FORWARD, 0, 4)) is None
-    assert schedule.sends(0, Action(Kind.FORWARD, 0, 4)) == Message(Kind.FORWARD, 1, 4, 0, 1)
-    assert schedule.sends(2, Action(Kind.FORWARD, 0, 4)) == Message(Kind.FORWARD, 3, 4, 2, 2)
-    assert schedule.receives(2, Action(Kind.INPUT, 1, 4)) == Message(Kind.BACKWARD, 3, 4, 1, 2)
+    assert schedule.sends(0, Action(Kind.FORWARD, 0, 4)) == StageMessage(Kind.FORWARD, 1, 4, 0, 1)
+    assert schedule.sends(2, Action(Kind.FORWARD, 0, 4)) == StageMessage(Kind.FORWARD, 3, 4, 2, 2)
+    assert schedule.receives(2, Action(Kind.INPUT, 1, 4)) == StageMessage(Kind.BACKWARD, 3, 4, 1, 2)
     assert schedule.sends(0, Action(Kind.FORWARD, 1, 4)) is None
     assert schedule.receives(0, Action(Kind.INPUT, 1, 4)) is None
     assert schedule.receives(1, Action(Kind.WEIGHT, 0, 4)) is None

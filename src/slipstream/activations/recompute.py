@@ -12,8 +12,9 @@ The config does the same to a model's repeated blocks (`activations/blocks.py`).
 globals: its settings are arguments here.
 
 A `HostMemory` copies each storage once, however many views of it are saved, and views keep their strides. `_Parcel` is one such
-storage. `_Call` is one `saving` block, the unit of synchronization: its storages are off the device when the next call ends, and a
-backward that enters a call fetches its storages and the previous call's. So the device holds the activations of at most two calls.
+storage. `_SavedCall` is one `saving` block, the unit of synchronization: its storages are off the device when the next call ends,
+and a backward that enters a call fetches its storages and the previous call's. So the device holds the activations of at most two
+calls.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _checkpoint_hook() -> str:
     return hooks[0].__qualname__ if hooks is not None and hooks[0].__module__ == torch_checkpoint.__name__ else ""
 
 
-class Transfer(Protocol):
+class HostTransfer(Protocol):
     """Copies storages of one device to the host and back, asynchronously."""
 
     def send(self, storage: torch.UntypedStorage) -> Arrival: ...
@@ -106,7 +107,7 @@ class CudaTransfer:
         return Arrival(target, lambda: torch.cuda.current_stream(self.device).wait_event(copied))
 
 
-def transfer_of(device: torch.device) -> Transfer | None:
+def transfer_of(device: torch.device) -> HostTransfer | None:
     """The transfer of a device; None for the host and for devices other than CUDA's, where saved tensors stay."""
     return CudaTransfer(device) if device.type == "cuda" else None
 
@@ -122,26 +123,26 @@ class HostMemory:
         self,
         keep: Iterable[Tensor] = (),
         min_bytes: int = MIN_BYTES,
-        transfer: Callable[[torch.device], Transfer | None] = transfer_of,
+        transfer: Callable[[torch.device], HostTransfer | None] = transfer_of,
     ) -> None:
         self.keep = {ref.cdata: ref for ref in (StorageWeakRef(tensor.untyped_storage()) for tensor in keep)}
         self.min_bytes, self.transfer = min_bytes, transfer
-        self.transfers: dict[torch.device, Transfer | None] = {}
+        self.transfers: dict[torch.device, HostTransfer | None] = {}
         # By storage and version. A weak reference to a storage reserves its address, so the key of a live parcel is unique.
         self.parcels: weakref.WeakValueDictionary[tuple[int, int], _Parcel] = weakref.WeakValueDictionary()
-        self.last: _Call | None = None
+        self.last: _SavedCall | None = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, autograd saves tensors in host memory until their backward."""
-        call = _Call(self.last)
+        call = _SavedCall(self.last)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(tensor, call), _unpack):
             yield
         if self.last is not None:
             self.last.leave()
         self.last = call
 
-    def _pack(self, tensor: Tensor, call: _Call) -> Tensor | _Packed:
+    def _pack(self, tensor: Tensor, call: _SavedCall) -> Tensor | _Packed:
         if tensor.grad_fn is not None:
             tensor = tensor.detach()  # an operation that saves its own output would be a reference cycle
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:  # a parameter, or a tensor without a storage
@@ -180,10 +181,10 @@ def _unpack(packed: Tensor | _Packed) -> Tensor:
     return view.set_(parcel.take(), packed.offset, packed.size, packed.stride)
 
 
-class _Call:
+class _SavedCall:
     """One `saving` block. Autograd's graph owns its parcels."""
 
-    def __init__(self, before: _Call | None) -> None:
+    def __init__(self, before: _SavedCall | None) -> None:
         self.before = None if before is None else weakref.ref(before)
         self.parcels: list[weakref.ref[_Parcel]] = []
         self.entered = False
@@ -210,7 +211,7 @@ class _Call:
 class _Parcel:
     """One storage: on the device (`here`), copied to the host (`away`), and copied back (`back`)."""
 
-    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, transfer: Transfer, call: _Call) -> None:
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, transfer: HostTransfer, call: _SavedCall) -> None:
         self.device, self.transfer, self.call = tensor.device, transfer, call
         self.origin = StorageWeakRef(storage)
         self.here: Tensor | None = tensor

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.deepspeed_experts import Experts, Slot, numbered
-from slipstream.checkpoint.deepspeed_parts import Cuts, Part, Place, layers_of, parts_of
+from slipstream.checkpoint.deepspeed_experts import ExpertFiles, ExpertSlot, numbered
+from slipstream.checkpoint.deepspeed_parts import Cuts, DeepSpeedPart, PartPlace, layers_of, parts_of
 from slipstream.checkpoint.document import SLACK, Document, Entry, Piece, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import Box, Shape, boxes_in, check_cover, whole_box
@@ -79,7 +79,7 @@ class _Import:
         self.parts = parts_of(folder, self.names)
         self.model = self.parts[0].model
         self.degree = max(part.slice for part in self.parts) + 1
-        self.experts = Experts(folder, self.names, self.model, len(self.parts))
+        self.experts = ExpertFiles(folder, self.names, self.model, len(self.parts))
         self.files: dict[str, int] = {}
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         self.pieces: dict[str, list[Piece]] = {}
@@ -123,7 +123,7 @@ class _Import:
         infos = (part.model.get("universal_checkpoint_info") for part in self.parts)
         return Cuts(next(filter(None, infos), None), self.degree)
 
-    def _place(self, name: str, part: Part, shapes: Callable[[Part], Shape]) -> Place | None:
+    def _place(self, name: str, part: DeepSpeedPart, shapes: Callable[[DeepSpeedPart], Shape]) -> PartPlace | None:
         """What a part's tensor is of the whole; None if the whole has it from another part. shapes: of the parts of a stage."""
         stage = self.parts.index(part) // self.degree
         stage_parts = self.parts[stage * self.degree : (stage + 1) * self.degree]
@@ -166,7 +166,7 @@ class _Import:
                     f"them are the same bytes; save copies (clone()) of a client_state's views"
                 )
 
-    def _optimizer_files(self, part: Part) -> None:
+    def _optimizer_files(self, part: DeepSpeedPart) -> None:
         trained = part.trained
         num_read: dict[Any, int] = dict.fromkeys(trained, 0)  # elements of each parameter (of an expert: Slot) on lower ranks
         world = len(part.optim_files)
@@ -192,7 +192,7 @@ class _Import:
                     if slot is not None:
                         self._parameter(
                             slot.name,
-                            Place(slot.whole),
+                            PartPlace(slot.whole),
                             slot.start + start,
                             master,
                             param_state,
@@ -205,7 +205,7 @@ class _Import:
                     if place is not None:
                         self._parameter(name, place, start, master, param_state, base["param_groups"], first, numel)
 
-    def _stage_1(self, part: Part, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
+    def _stage_1(self, part: DeepSpeedPart, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
         zero = (self.model.get("ds_config") or {}).get("zero_optimization") or {}
         if zero.get("round_robin_gradients") and len(part.optim_files) > 1:
             raise CheckpointError(
@@ -218,7 +218,7 @@ class _Import:
     def _parameter(
         self,
         name: str,
-        place: Place,
+        place: PartPlace,
         start: int,
         master: Stored,
         state: Mapping[str, Any],
@@ -255,8 +255,8 @@ class _Import:
             groups = state["param_groups"]
             self._values(groups, state)
             for name, stored, values in numbered(state, dense if rank == 0 else [], self.experts.on_rank(rank) if files else []):
-                slot = self.experts.slot(name, stored.shape) or Slot(name, stored.shape, 0)
-                self._parameter(slot.name, Place(slot.whole), slot.start, stored, values, groups, 0, stored.numel)
+                slot = self.experts.slot(name, stored.shape) or ExpertSlot(name, stored.shape, 0)
+                self._parameter(slot.name, PartPlace(slot.whole), slot.start, stored, values, groups, 0, stored.numel)
 
     def _experts(self) -> None:
         """Add the experts' frozen parameters."""
@@ -290,7 +290,7 @@ class _Import:
                     tensors[file.stem] = value
                 else:
                     scalars[file.stem] = value
-            self._parameter(name, Place(shape), 0, tensors.pop("fp32"), scalars | tensors, common["param_groups"], 0, numel)
+            self._parameter(name, PartPlace(shape), 0, tensors.pop("fp32"), scalars | tensors, common["param_groups"], 0, numel)
 
     @staticmethod
     def _whole_shape(folder: Path) -> Shape:
@@ -307,7 +307,7 @@ class _Import:
             if shape is not None and not is_lion:
                 self.shapes[f"optim.sum.{name}"], self.pieces[f"optim.sum.{name}"] = shape, pieces
 
-    def _whole_tensors(self, part: Part) -> None:
+    def _whole_tensors(self, part: DeepSpeedPart) -> None:
         """Add frozen parameters, from each rank's fragments if weights were sharded, else from the module's state; and buffers."""
         module, aliases = part.model["module"] or {}, part.model["shared_params"] or {}
         fragments, num_read = part.model.get("frozen_param_fragments") or {}, dict[str, int]()
@@ -329,7 +329,9 @@ class _Import:
             if part.slice == 0 and f"buffer.{name}" not in self.pieces:
                 self._add(f"buffer.{name}", module[name].shape, 0, module[name], 0, module[name].numel)
 
-    def _add_stored(self, kind: str, name: str, stored: Stored, part: Part, shapes: Callable[[Part], Shape]) -> None:
+    def _add_stored(
+        self, kind: str, name: str, stored: Stored, part: DeepSpeedPart, shapes: Callable[[DeepSpeedPart], Shape]
+    ) -> None:
         place = self._place(name, part, shapes)
         if place is not None:
             self._add(f"{kind}.{name}", place.whole, 0, stored, 0, stored.numel, place.boxes)
@@ -352,7 +354,7 @@ class _Import:
                     place = self.cuts.place(name, index, [states[i][key].shape for i in range(self.degree)])
                     is_buffer = name in buffers
                     if index == 0 or not (is_buffer or place.is_copy):
-                        whole = Place(stored.shape) if is_buffer else place
+                        whole = PartPlace(stored.shape) if is_buffer else place
                         self._add(
                             f"{'buffer' if is_buffer else 'model'}.{name}", whole.whole, 0, stored, 0, stored.numel, whole.boxes
                         )

@@ -27,7 +27,7 @@ _OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
 
 
-class Slot(NamedTuple):
+class ExpertSlot(NamedTuple):
     """The place of an expert's parameter in the stack of its layer."""
 
     name: str  # of the stack
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
     start: int  # first of its elements
 
 
-class Experts:
+class ExpertFiles:
     """The layers of experts of a checkpoint. Raises CheckpointError if files are missing."""
 
     def __init__(self, folder: Path, names: Sequence[str], model: Mapping[str, Any], num_parts: int) -> None:
@@ -82,7 +82,7 @@ class Experts:
             raise CheckpointError(f"its optimizers of experts are of ranks {sorted(files)}: some are missing")
         return [files[rank] for rank in range(len(files))]
 
-    def slot(self, name: str, shape: Shape, rank: int | None = None, world: int = 1) -> Slot | None:
+    def slot(self, name: str, shape: Shape, rank: int | None = None, world: int = 1) -> ExpertSlot | None:
         """Of a parameter; None: it is no expert's. rank: the name has the expert's index on this data-parallel rank of `world`."""
         if not self.numbers or not _NAME.fullmatch(name):
             return None
@@ -94,7 +94,7 @@ class Experts:
         if expert >= self.numbers[layer]:
             raise CheckpointError(f"{name!r} is expert {expert} of {self.numbers[layer]}")
         stack = f"{prefix}deepspeed_moe.experts.stack.expert.{leaf}"
-        return Slot(stack, (self.numbers[layer], *shape), expert * math.prod(shape))
+        return ExpertSlot(stack, (self.numbers[layer], *shape), expert * math.prod(shape))
 
     def others(self, params: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
         """The parameters that are no expert's."""

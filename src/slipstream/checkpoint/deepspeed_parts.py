@@ -30,7 +30,7 @@ _MOST_REPEATS = 2  # of a name that may be 1,000 characters long: a match takes 
 _LONGEST_NAME = 1000
 
 
-class Part(NamedTuple):
+class DeepSpeedPart(NamedTuple):
     """What one model-parallel rank saved."""
 
     slice: int  # index among the slices of a stage
@@ -44,7 +44,7 @@ class Part(NamedTuple):
         return {name: tuple(shape) for group in self.model["param_shapes"] or [] for name, shape in group.items()}
 
 
-def parts_of(folder: Path, names: Sequence[str]) -> list[Part]:
+def parts_of(folder: Path, names: Sequence[str]) -> list[DeepSpeedPart]:
     """The parts, by pipeline stage, and of each stage by slice. Raises CheckpointError if files are missing."""
     model_files, optim_files = _by_rank(names, _MODEL), _by_rank(names, _OPTIM)
     if not model_files:
@@ -58,7 +58,7 @@ def parts_of(folder: Path, names: Sequence[str]) -> list[Part]:
         )
     models = [read(folder / model_files[rank][0]) for rank in range(len(model_files))]
     degree = _degree(names, models[0], len(models))
-    return [Part(rank % degree, model_files[rank], optim_files.get(rank, []), models[rank]) for rank in range(len(models))]
+    return [DeepSpeedPart(rank % degree, model_files[rank], optim_files.get(rank, []), models[rank]) for rank in range(len(models))]
 
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[str]]:
@@ -92,7 +92,7 @@ def layers_of(names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
             yield str(int(match[1])), int(match[2] or 0), name
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """The whole parameter and what a slice is of it; () of boxes: all."""
 
     whole: Shape
@@ -115,14 +115,14 @@ class Cuts:
         self._subs = [(_Patterns(sub["patterns"]), sub) for sub in subs]
         self._affine = (self.info.get("affine_map") or {}).get("params") or {}
 
-    def place(self, name: str, index: int, shapes: Sequence[Shape]) -> Place:
+    def place(self, name: str, index: int, shapes: Sequence[Shape]) -> PartPlace:
         """Of the slice `index` of a parameter whose slices have these shapes."""
         if self.degree == 1:
-            return Place(shapes[index])
+            return PartPlace(shapes[index])
         if self._matched("autotp_unsupported_parameter_patterns", name) is not None:
             raise CheckpointError(f"{name!r} is cut in a way that DeepSpeed does not describe, and cannot be joined")
         if self._matched("tp_replicated_parameter_patterns", name) or self._matched("parameter_to_average_patterns", name):
-            return Place(shapes[index], is_copy=True)
+            return PartPlace(shapes[index], is_copy=True)
         dim, widths = self._widths(name, shapes)
         whole, ranges = list(shapes[index]), [[(0, size)] for size in shapes[index]]
         ranges[dim], whole[dim] = [], sum(map(sum, widths))
@@ -133,7 +133,7 @@ class Cuts:
         known = self._affine.get(f"^{re.escape(name)}$")
         if known is not None and tuple(known["logical_shape"]) != tuple(whole):
             raise CheckpointError(f"{name!r} has shape {tuple(known['logical_shape'])}, and its slices join to {tuple(whole)}")
-        return Place(tuple(whole), places_of(ranges))
+        return PartPlace(tuple(whole), places_of(ranges))
 
     def _widths(self, name: str, shapes: Sequence[Shape]) -> tuple[int, list[list[int]]]:
         """The dimension of the cut and, for each sub-parameter, the sizes of the slices along it."""

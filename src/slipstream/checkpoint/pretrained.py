@@ -49,7 +49,7 @@ class Out(NamedTuple):
         return math.prod(self.held.shape) * self.dtype.itemsize
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The location of a tensor: its file and its first byte."""
 
     file: str
@@ -104,7 +104,7 @@ def index_of(files: Mapping[str, str], nbytes: int) -> str:
 
 def shards(
     sizes: Mapping[str, tuple[str, Shape, int]], limit: int, stem: str = "model", single: str = SINGLE
-) -> tuple[dict[str, bytes], dict[str, Place]]:
+) -> tuple[dict[str, bytes], dict[str, TensorPlace]]:
     """The headers of the files for tensors of (safetensors' dtype, shape, bytes), and each tensor's location. Pure.
 
     Inside a file wide dtypes come first, so that all tensors are aligned.
@@ -118,12 +118,12 @@ def shards(
         for name in sorted(names, key=lambda name: -_ITEMSIZES[sizes[name][0]]):
             word, shape, nbytes = sizes[name]
             header[name] = {"dtype": word, "shape": shape, "data_offsets": [at, at + nbytes]}
-            places[name] = Place(file, at)
+            places[name] = TensorPlace(file, at)
             at += nbytes
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         headers[file] = len(raw).to_bytes(8, "little") + raw
-        places |= {name: Place(file, places[name].at + len(headers[file])) for name in names}
+        places |= {name: TensorPlace(file, places[name].at + len(headers[file])) for name in names}
     return headers, places
 
 
@@ -146,7 +146,7 @@ def write(
     ranks, target = Ranks(group), Path(os.path.abspath(folder))
     step = ranks.first(f"{target} was not written")
 
-    def plan() -> tuple[dict[str, bytes], dict[str, Place]]:
+    def plan() -> tuple[dict[str, bytes], dict[str, TensorPlace]]:
         unknown = sorted({str(out.dtype) for out in tensors.values() if out.dtype not in WORDS})
         if unknown:
             raise CheckpointError(f"safetensors files have no {', '.join(unknown)}")
@@ -175,7 +175,7 @@ def write(
             unlock(lock)
 
 
-def _begin(draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place], tensors: Mapping[str, Out]) -> None:
+def _begin(draft: Path, headers: Mapping[str, bytes], places: Mapping[str, TensorPlace], tensors: Mapping[str, Out]) -> None:
     ends = {file: len(header) for file, header in headers.items()}
     for name, place in places.items():
         ends[place.file] = max(ends[place.file], place.at + tensors[name].nbytes)
@@ -187,7 +187,7 @@ def _begin(draft: Path, headers: Mapping[str, bytes], places: Mapping[str, Place
 
 def _fill(
     draft: Path,
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorPlace],
     tensors: Mapping[str, Out],
     shares: Sequence[Share],
     stream: Iterable[tuple[str, Tensor]],
@@ -255,7 +255,7 @@ def _finish(
     draft: Path,
     target: Path,
     texts: Mapping[str, str | bytes],
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorPlace],
     tensors: Mapping[str, Out],
     single: str,
 ) -> None:

@@ -18,7 +18,7 @@ _MLP = re.compile(r"(.*\.layers\.(\d+))\.mlp\.(gate|up|down)_proj\.weight")
 _USED = 2  # experts of a token
 
 
-class Target(NamedTuple):
+class UpcycleTarget(NamedTuple):
     """The architecture of transformers that a dense one becomes."""
 
     model_type: str
@@ -29,7 +29,7 @@ class Target(NamedTuple):
     settings: Mapping[str, str]  # of the config, whose values are formatted with the number of experts and the dense sizes
 
 
-_MIXTRAL = Target(
+_MIXTRAL = UpcycleTarget(
     "mixtral",
     "MixtralForCausalLM",
     "block_sparse_moe.experts.{expert}.{matrix}.weight",
@@ -37,7 +37,7 @@ _MIXTRAL = Target(
     {"gate": "w1", "up": "w3", "down": "w2"},
     {"num_local_experts": "num_experts"},
 )
-_QWEN = Target(
+_QWEN = UpcycleTarget(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     "mlp.experts.{expert}.{matrix}.weight",
@@ -45,7 +45,7 @@ _QWEN = Target(
     {name: f"{name}_proj" for name in ("gate", "up", "down")},
     {"num_experts": "num_experts", "moe_intermediate_size": "intermediate_size"},
 )
-TARGETS: Mapping[str, Target] = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN}
+TARGETS: Mapping[str, UpcycleTarget] = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen3": _QWEN}
 
 
 def upcycle(tensors: Mapping[str, Out], config: Mapping[str, Any], num_experts: int) -> tuple[dict[str, Out], dict[str, Any]]:

@@ -42,7 +42,7 @@ WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype -> safe
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class Stored(NamedTuple):
+class StoredWeights(NamedTuple):
     """One tensor of a file."""
 
     file: Path
@@ -65,7 +65,7 @@ class WeightFiles:
 
     reads_parts = False
 
-    def __init__(self, stored: Mapping[str, Stored], left_out: str, forms: Mapping[str, RowForm]) -> None:
+    def __init__(self, stored: Mapping[str, StoredWeights], left_out: str, forms: Mapping[str, RowForm]) -> None:
         self._stored, self.left_out = stored, left_out
         self._forms = {name: form for name, form in forms.items() if name in stored and stored[name].dtype != "U8"}
         files = {str(each.file): each.file.stat().st_size for each in stored.values()}
@@ -111,7 +111,7 @@ def open_weights(
 
     forms: by name, of the quantized parameters, which the files may hold as floating-point values.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredWeights] = {}
     for file in files_of(path):
         for entry in _header(file):
             name = entry.name if rename is None else rename(entry.name)
@@ -120,7 +120,7 @@ def open_weights(
                 raise ValueError(f"{both} are both to be {name!r}; name only one of the files, or mend rename=")
             stored[name] = entry
     tensors = _names(model)
-    entries: dict[str, Stored] = {}
+    entries: dict[str, StoredWeights] = {}
     missing: list[str] = []
     misfits: list[str] = []
     for names, tensor in tensors:
@@ -166,7 +166,7 @@ def files_of(path: Any) -> list[Path]:
     raise ValueError(f"there is neither {INDEX} nor {SINGLE} in {folder}; name the .safetensors files themselves")
 
 
-def _header(file: Path) -> list[Stored]:
+def _header(file: Path) -> list[StoredWeights]:
     try:
         return sorted(read_header(file))
     except FileNotFoundError:
@@ -175,7 +175,7 @@ def _header(file: Path) -> list[Stored]:
         raise ValueError(f"{file} is no whole safetensors file (pickled weights are never read): {error}") from None
 
 
-def read_header(file: Path) -> Iterator[Stored]:
+def read_header(file: Path) -> Iterator[StoredWeights]:
     """The tensors of a safetensors file. Another file raises ValueError, KeyError, TypeError or AttributeError."""
     size = file.stat().st_size
     with open(file, "rb") as opened:
@@ -191,7 +191,7 @@ def read_header(file: Path) -> Iterator[Stored]:
         fits = dtype is None or stop - start == math.prod(shape) * dtype.itemsize
         if not fits or min(shape, default=0) < 0 or not 0 <= start <= stop <= size - first:
             raise ValueError(f"{name!r} of shape {shape} claims bytes [{start}, {stop}) of {file.name}, which has {size}")
-        yield Stored(file, name, shape, fields["dtype"], first + start)
+        yield StoredWeights(file, name, shape, fields["dtype"], first + start)
 
 
 def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
@@ -205,7 +205,7 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(names_of.values())
 
 
-def _misfit(name: str, tensor: Tensor, stored: Stored) -> list[str]:
+def _misfit(name: str, tensor: Tensor, stored: StoredWeights) -> list[str]:
     if stored.shape != (shape := whole_shape(tensor)):
         return [f"{name!r} has shape {stored.shape} in the files and {shape} in the model"]
     dtype = DTYPES.get(stored.dtype)

@@ -36,14 +36,14 @@ class Writer:
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, int] = {}
         self._staging, self._staged = staging, torch.empty(0, dtype=torch.uint8)
-        self._places: list[_Place] = []
+        self._places: list[_Destination] = []
         self._sums: dict[int, list[int]] = {}  # of staged pieces, by offset in the file
 
     def write(self, shares: Sequence[Share]) -> dict[str, Entry]:
         """Write or stage the shares; returns their entries, which have the pieces of this rank only."""
         end = 0
         for share in shares:
-            self._places.append(_Place(end + -end % _ALIGN, share.box.numel * share.values.dtype.itemsize))
+            self._places.append(_Destination(end + -end % _ALIGN, share.box.numel * share.values.dtype.itemsize))
             end = self._places[-1].end
         sums = self._write(shares) if self._staging is None else self._stage(shares, self._staging)
         entries: dict[str, Entry] = {}
@@ -77,7 +77,7 @@ class Writer:
     def _stage(self, shares: Sequence[Share], staging: Staging) -> list[list[int]]:
         """Copy to host memory, with the checksums of host tensors on the way, by as many threads as torch has: training waits."""
         self._staged, filled = staging.take(self._places[-1].end if shares else 0), 0
-        chunks: list[tuple[_Place, Tensor, int]] = []
+        chunks: list[tuple[_Destination, Tensor, int]] = []
         for share, place in zip(shares, self._places, strict=True):
             self._staged[filled : place.at].zero_()
             filled = place.end
@@ -100,7 +100,7 @@ class Writer:
             torch.cuda.synchronize()
         return [[] for _ in shares]
 
-    def _copy(self, chunk: tuple[_Place, Tensor, int]) -> list[int]:
+    def _copy(self, chunk: tuple[_Destination, Tensor, int]) -> list[int]:
         place, source, start = chunk
         part = source[start : start + STAGE]
         return crc32_blocks(part, BLOCK, self._staged[place.at + start : place.at + start + part.numel()])
@@ -117,7 +117,7 @@ class Writer:
         return self._sums
 
 
-class _Place(NamedTuple):
+class _Destination(NamedTuple):
     """The bytes of a piece in its file."""
 
     at: int

@@ -109,27 +109,27 @@ get_tensor_model_parallel_rank = get_model_parallel_rank
 # -- experts --
 
 
-class _Experts(NamedTuple):
+class _ExpertGroups(NamedTuple):
     """The ranks that have different experts, and those that have the same ones."""
 
     parts: Axis
     copies: Axis
 
 
-def _expert_families() -> dict[str, _Experts]:
+def _expert_families() -> dict[str, _ExpertGroups]:
     """The groups of experts by DeepSpeed's name for them; whole experts are on every data-parallel rank."""
-    found: dict[str, _Experts] = {}
+    found: dict[str, _ExpertGroups] = {}
     if "ep_size_1" in _names:
-        found["ep_size_1"] = _Experts(Axis("ep", None, (get_rank(),), 0, 1), _of_data_and_sequences())
+        found["ep_size_1"] = _ExpertGroups(Axis("ep", None, (get_rank(),), 0, 1), _of_data_and_sequences())
     families = _last[0].families if _last else {}
     for key in sorted(families, key=len, reverse=True):  # experts that are sliced too yield to others of the same size
         for split in key:
             if split.axis == "ep":
-                found[f"ep_size_{split.size}"] = _Experts(families[key].parts_of(split), families[key].both)
+                found[f"ep_size_{split.size}"] = _ExpertGroups(families[key].parts_of(split), families[key].both)
     return found
 
 
-def _experts(group_name: str) -> _Experts:
+def _experts(group_name: str) -> _ExpertGroups:
     families = _expert_families()
     if group_name not in families:
         raise AssertionError(f"no layer of experts has the group {group_name!r}; there are: {', '.join(families) or 'none'}")

@@ -34,7 +34,7 @@ class ConfigError(BriefError, ValueError):
     """`initialize` cannot use a config. Uncaught, it is printed without Slipstream's frames."""
 
 
-class Loaded(NamedTuple):
+class LoadedConfig(NamedTuple):
     raw: dict[str, Any]
     notes: tuple[str, ...]  # warnings about the file; rank 0 logs them
     path: Path | None = None  # of the file
@@ -53,7 +53,7 @@ def load_config(config: ConfigLike | None = None, config_params: ConfigLike | No
     return read_config(config, config_params, args).raw
 
 
-def read_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> Loaded:
+def read_config(config: ConfigLike | None = None, config_params: ConfigLike | None = None, args: Any = None) -> LoadedConfig:
     """`load_config`, with notes about the file."""
     sources: dict[str, ConfigLike] = {}
     for name, value in (("config", config), ("config_params", config_params)):
@@ -91,10 +91,10 @@ def _brief(config: ConfigLike) -> str:
     return f"a dictionary of {len(config)} keys" if isinstance(config, Mapping) else repr(os.fspath(config))
 
 
-def _read(config: ConfigLike) -> Loaded:
+def _read(config: ConfigLike) -> LoadedConfig:
     if isinstance(config, Mapping):
         check_depth(config, "the config")
-        return Loaded(copy.deepcopy(dict(config)), ())
+        return LoadedConfig(copy.deepcopy(dict(config)), ())
     if not isinstance(config, (str, os.PathLike)):
         raise ValueError(f"the config must be a path or a dictionary, got {type(config).__name__}: {config!r}")
     path = Path(config)
@@ -110,4 +110,4 @@ def _read(config: ConfigLike) -> Loaded:
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} contains a JSON {type(loaded).__name__}; a config must be an object: {{...}}")
     notes = (f"{path} has comments or trailing commas, which are not valid JSON; they are ignored",) * tolerated
-    return Loaded(loaded, notes, path)
+    return LoadedConfig(loaded, notes, path)

@@ -1,6 +1,6 @@
 """Read and validate the JSON files of a Hugging Face folder. Errors name the key and the invalid value.
 
-The tables have a `Rule` for each key that Slipstream reads or that determines memory sizes; other keys are left to
+The tables have a `FieldRule` for each key that Slipstream reads or that determines memory sizes; other keys are left to
 transformers. null is valid only if a rule says so. All errors are one-sentence ValueErrors; only `read_*` do I/O.
 """
 
@@ -24,42 +24,42 @@ __all__ = [
 ]
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """A constraint on a value: its description and its test."""
 
     words: str
     holds: Callable[[Any], bool]
 
-    def __or__(self, other: Rule) -> Rule:
-        return Rule(f"{self.words} or {other.words}", lambda value: self.holds(value) or other.holds(value))
+    def __or__(self, other: FieldRule) -> FieldRule:
+        return FieldRule(f"{self.words} or {other.words}", lambda value: self.holds(value) or other.holds(value))
 
 
-def _whole(low: int, high: int) -> Rule:
-    return Rule(f"a whole number from {low:,} to {high:,}", lambda value: type(value) is int and low <= value <= high)
+def _whole(low: int, high: int) -> FieldRule:
+    return FieldRule(f"a whole number from {low:,} to {high:,}", lambda value: type(value) is int and low <= value <= high)
 
 
-def _number(low: float, high: float) -> Rule:
+def _number(low: float, high: float) -> FieldRule:
     def holds(value: Any) -> bool:
         return type(value) in (int, float) and math.isfinite(value) and low <= value <= high
 
-    return Rule(f"a number from {low:g} to {high:g}", holds)
+    return FieldRule(f"a number from {low:g} to {high:g}", holds)
 
 
-def _list(rule: Rule) -> Rule:
-    return Rule(f"a list, each {rule.words}", lambda value: isinstance(value, list) and all(map(rule.holds, value)))
+def _list(rule: FieldRule) -> FieldRule:
+    return FieldRule(f"a list, each {rule.words}", lambda value: isinstance(value, list) and all(map(rule.holds, value)))
 
 
-def _object(rule: Rule) -> Rule:
-    return Rule(
+def _object(rule: FieldRule) -> FieldRule:
+    return FieldRule(
         f"an object, each value {rule.words}", lambda value: isinstance(value, dict) and all(map(rule.holds, value.values()))
     )
 
 
-_NULL = Rule("null", lambda value: value is None)
-_FLAG = Rule("true or false", lambda value: isinstance(value, bool))
-_TEXT = Rule("a text", lambda value: isinstance(value, str))
+_NULL = FieldRule("null", lambda value: value is None)
+_FLAG = FieldRule("true or false", lambda value: isinstance(value, bool))
+_TEXT = FieldRule("a text", lambda value: isinstance(value, str))
 _TEXTS = _list(_TEXT)
-_OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+_OBJECT = FieldRule("an object", lambda value: isinstance(value, dict))
 _WIDTH = _whole(1, 1 << 20)
 _WIDTHS = _WIDTH | _list(_whole(0, 1 << 20))  # some models have one per layer
 _HEADS = _whole(1, 1 << 14)
@@ -70,7 +70,7 @@ _SCALE = _number(1e-9, 1e12)
 _THETA = _number(1.001, 1e12)
 _IDS = _whole(-1, 1 << 31) | _list(_whole(-1, 1 << 31)) | _NULL
 
-_CONFIG: dict[str, Rule] = {
+_CONFIG: dict[str, FieldRule] = {
     "model_type": _TEXT,
     "architectures": _TEXTS | _NULL,
     **dict.fromkeys(("vocab_size", "max_vocab_size"), _whole(1, 1 << 27)),
@@ -105,7 +105,7 @@ _CONFIG: dict[str, Rule] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _IDS),
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"), _number(0, 1)),
 }
-_ROPE: dict[str, Rule] = {
+_ROPE: dict[str, FieldRule] = {
     **dict.fromkeys(("rope_type", "type"), _TEXT),
     "rope_theta": _THETA | _NULL,
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _SCALE | _NULL),
@@ -117,7 +117,7 @@ _ROPE: dict[str, Rule] = {
     **dict.fromkeys(("full_attention", "sliding_attention"), _OBJECT | _NULL),
 }
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}  # rope type -> required keys
-_GENERATION: dict[str, Rule] = {
+_GENERATION: dict[str, FieldRule] = {
     "eos_token_id": _IDS,
     "do_sample": _FLAG | _NULL,
     "temperature": _number(0, 100) | _NULL,
@@ -128,14 +128,14 @@ _GENERATION: dict[str, Rule] = {
 }
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 TOKEN = ("content", *_FLAGS)  # fields of a token in tokenizer_config.json
-_TOKEN = Rule("an object with a text as content", lambda value: _is_token(value))
-_TEMPLATE = Rule("an object with texts as name and template", lambda value: _is_template(value))
-_TOKENIZER: dict[str, Rule] = {
+_TOKEN = FieldRule("an object with a text as content", lambda value: _is_token(value))
+_TEMPLATE = FieldRule("an object with texts as name and template", lambda value: _is_template(value))
+_TOKENIZER: dict[str, FieldRule] = {
     "chat_template": _TEXT | _list(_TEMPLATE) | _object(_TEXT) | _NULL,
-    "added_tokens_decoder": Rule("an object of tokens by their numbers", lambda value: _are_tokens(value)),
+    "added_tokens_decoder": FieldRule("an object of tokens by their numbers", lambda value: _are_tokens(value)),
     **{f"{role}_token": _TEXT | _TOKEN | _NULL for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")},
 }
-_INDEX: dict[str, Rule] = {"weight_map": _object(_TEXT)}
+_INDEX: dict[str, FieldRule] = {"weight_map": _object(_TEXT)}
 
 
 def _is_token(value: Any) -> bool:
@@ -205,7 +205,7 @@ def read_index(path: Path) -> list[str]:
     return names
 
 
-def _read(path: Path, table: Mapping[str, Rule]) -> dict[str, Any]:
+def _read(path: Path, table: Mapping[str, FieldRule]) -> dict[str, Any]:
     values = read_object(path)
     _check(values, table, path)
     return values
@@ -224,7 +224,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check(values: Mapping[str, Any], table: Mapping[str, Rule], where: object) -> None:
+def _check(values: Mapping[str, Any], table: Mapping[str, FieldRule], where: object) -> None:
     for key, value in values.items():
         rule = table.get(key)
         if rule is not None and not rule.holds(value):

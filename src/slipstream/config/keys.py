@@ -20,7 +20,7 @@ from slipstream.config.plan import sentences, summary
 from slipstream.config.text import shown
 
 if TYPE_CHECKING:
-    from slipstream.config.parse import Leaf
+    from slipstream.config.parse import KeyValue
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def counts() -> Counts:
     return Counts(*(len(of_fate(fate)) for fate in Fate))
 
 
-def refuse(leaves: Iterable[Leaf], *, one_host: bool) -> None:
+def refuse(leaves: Iterable[KeyValue], *, one_host: bool) -> None:
     """Raise one ValueError that names every enabled feature that is not built yet."""
     refusals = []
     for leaf in leaves:
@@ -97,7 +97,7 @@ def refuse(leaves: Iterable[Leaf], *, one_host: bool) -> None:
         raise ValueError(head + "\n- ".join(refusals))
 
 
-def without_effect(leaves: Iterable[Leaf]) -> dict[str, str]:
+def without_effect(leaves: Iterable[KeyValue]) -> dict[str, str]:
     """Return the keys that the user set without effect, with the reasons. The config must have passed `refuse`."""
     idle = {}
     for leaf in leaves:
@@ -111,7 +111,7 @@ def without_effect(leaves: Iterable[Leaf]) -> dict[str, str]:
     return idle
 
 
-def _asked(leaf: Leaf) -> Feature | None:
+def _asked(leaf: KeyValue) -> Feature | None:
     """Return the feature that a value enables, or None."""
     key = table()[leaf.key]
     return None if key.off is None or leaf.value in key.off else key.feature

@@ -58,7 +58,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Leaf(NamedTuple):
+class KeyValue(NamedTuple):
     """One value of a parsed config. given: whether the user set it."""
 
     key: str
@@ -69,7 +69,7 @@ class Leaf(NamedTuple):
 
 class Parsed(NamedTuple):
     config: Config
-    leaves: Mapping[str, Leaf]  # by path; absent optional blocks have none
+    leaves: Mapping[str, KeyValue]  # by path; absent optional blocks have none
     autos: frozenset[str]  # paths that were "auto"
     notes: tuple[str, ...]  # about keys that were ignored
 
@@ -210,12 +210,12 @@ def _one_less(word: str) -> set[str]:
     return {word[:100], *(word[:i] + word[i + 1 : 100] for i in range(min(len(word), 100)))}
 
 
-def _leaves(block: Block, key: str = "", path: str = "") -> Iterator[Leaf]:
+def _leaves(block: Block, key: str = "", path: str = "") -> Iterator[KeyValue]:
     for name, field in type(block).model_fields.items():
         value = getattr(block, name)
         below = child(field.annotation)
         if below is None:
-            yield Leaf(key + name, path + name, value, name in block.model_fields_set)
+            yield KeyValue(key + name, path + name, value, name in block.model_fields_set)
         elif below.many:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for item_name, item in items:

@@ -35,12 +35,12 @@ _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for b
 _CODES = (torch.int8, INT4)
 
 
-class Row(NamedTuple):
+class Refusal(NamedTuple):
     when: Callable[[Any], Any]  # the condition on the case
     text: str
 
 
-def matching(rows: Iterable[Row], case: Any) -> Iterator[str]:
+def matching(rows: Iterable[Refusal], case: Any) -> Iterator[str]:
     """Yield the texts of the rows whose condition holds."""
     return (row.text.format(c=case) for row in rows if row.when(case))
 
@@ -74,9 +74,9 @@ class Case:
         return ", ".join(str(size) for size in range(1, self.ranks + 1) if self.ranks % size == 0)
 
 
-def _idle(path: str, why: str, when: Callable[[Any], Any]) -> Row:
+def _idle(path: str, why: str, when: Callable[[Any], Any]) -> Refusal:
     """A key that is set to something, but has no effect in a combination."""
-    return Row(lambda c: c.values[path] and when(c), f"{path} has no effect here: {why}")
+    return Refusal(lambda c: c.values[path] and when(c), f"{path} has no effect here: {why}")
 
 
 def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
@@ -92,142 +92,142 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
     return stated
 
 
-REFUSALS: tuple[Row, ...] = (
-    Row(lambda c: c.contradiction, "{c.contradiction}: sizes of one axis of the mesh; drop all but one"),
-    Row(
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(lambda c: c.contradiction, "{c.contradiction}: sizes of one axis of the mesh; drop all but one"),
+    Refusal(
         lambda c: c.plan.pipeline.reduce == "micro_batch" and c.plan.pipeline.schedule == "zero_bubble",
         "slipstream.pipeline.reduce micro_batch does not fit schedule zero_bubble, in which weights' gradients wait until "
         'after the backward; use schedule "1f1b", or reduce "step"',
     ),
-    Row(
+    Refusal(
         lambda c: c.offload.optimizer == "nvme" and not c.offload.optimizer_path,
         f"{_OPTIMIZER}.device is nvme; set {_OPTIMIZER}.nvme_path to a directory on the disk",
     ),
-    Row(
+    Refusal(
         lambda c: c.offload.param == "nvme" and not c.offload.param_path,
         f"{_PARAM}.device is nvme; set {_PARAM}.nvme_path to a directory on the disk",
     ),
-    Row(
+    Refusal(
         lambda c: c.offload.uses_disk and not (c.whole_blocks and 1 <= c.offload.queue_depth <= 4096),
         "aio.block_size ({c.offload.block_nbytes}) must be a multiple of 4096 (direct I/O), and aio.queue_depth "
         "({c.offload.queue_depth}) from 1 to 4096",
     ),
-    Row(
+    Refusal(
         lambda c: (c.offload.uses_disk or (c.offload.optimizer == "cpu" and not c.on_cpu)) and c.offload.num_buffers < 2,
         "zero_optimization.offload_optimizer.buffer_count is {c.offload.num_buffers}; set it to 2 or more to overlap I/O with "
         "computation",
     ),
-    Row(
+    Refusal(
         lambda c: c.values["fp16.enabled"] and c.values["bf16.enabled"],
         "fp16.enabled and bf16.enabled are both true, but weights have one dtype; turn one of them off",
     ),
-    Row(
+    Refusal(
         lambda c: c.half == "bf16" and not c.facts.supports_bf16,
         "bf16.enabled is true, but this {c.facts.device_type} device does not support bf16; "
         'use {{"fp16": {{"enabled": true}}}}, or "auto" in both',
     ),
-    Row(
+    Refusal(
         lambda c: c.half and c.values["data_types.param_dtype"] not in (None, c.half),
         "data_types.param_dtype is {c.values[data_types.param_dtype]}, but {c.half}.enabled is true; drop one of the two",
     ),
-    Row(
+    Refusal(
         lambda c: not c.half and c.values["data_types.param_dtype"] == "fp16",
         'data_types.param_dtype fp16 needs a loss scale; set {{"fp16": {{"enabled": true}}}} instead',
     ),
-    Row(
+    Refusal(
         lambda c: c.precision.stochastic_rounding and c.precision.param_dtype is not torch.bfloat16,
         '"slipstream": {{"stochastic_rounding": true}} trains bf16 weights without fp32 masters; also set '
         '{{"bf16": {{"enabled": true}}}}, or drop it',
     ),
-    Row(
+    Refusal(
         lambda c: c.scale is not None and c.scale.static is None and c.scale.initial < c.scale.minimum,
         "fp16.initial_scale_power gives a loss scale of {c.scale.initial:g}, below fp16.min_loss_scale ({c.scale.minimum:g}); "
         "raise the power or lower the minimum",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.shard_size is not None and c.zero.stage != 3,
         "zero_optimization.mics_shard_size ({c.zero.shard_size}) requires zero_optimization.stage 3, but the stage is "
         "{c.zero.stage}; set it to 3 or drop mics_shard_size",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.shard_size is not None and c.ranks % c.zero.shard_size,
         "zero_optimization.mics_shard_size ({c.zero.shard_size}) does not divide the {c.ranks} data-parallel ranks; use one of "
         "{c.divisors}",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.group_size is not None and c.ranks % c.zero.group_size,
         "zero_optimization.zero_hpz_partition_size ({c.zero.group_size}) does not divide the {c.ranks} data-parallel ranks; use "
         "one of {c.divisors}",
     ),
-    Row(
+    Refusal(
         lambda c: c.values["zero_optimization.zero_quantized_gradients"] and c.precision.comm_dtype is not INT4,
         "zero_optimization.zero_quantized_gradients communicates gradients in codes of 4 bits, but communication_data_type is "
         "{c.values[communication_data_type]}; drop one of the two",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.coded_frozen and (c.offload.param == "nvme" or (c.offload.param == "cpu" and not c.on_cpu)),
         "zero_optimization.zero_quantized_nontrainable_weights keeps codes of frozen weights in the device's memory, but "
         "offload_param moves weights to {c.offload.param}; drop one of the two",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.error_beta is not None and c.precision.comm_dtype not in _CODES,
         "zero_optimization.zeropp_loco_param is the error feedback of gradients in codes; also set "
         "zero_optimization.zero_quantized_gradients, or communication_data_type to int8 or int4",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.transport == "shared" and c.offload.param == "nvme" and c.on_cpu,
         '"slipstream": {{"transport": "shared"}} keeps all weights in memory, but offload_param puts them on disk; use "auto"',
     ),
-    Row(
+    Refusal(
         lambda c: c.recomputing and c.values.is_given("slipstream.activations") and not c.recomputes,
         "slipstream.activations is {c.values[slipstream.activations]!r}, but {c.recomputing} enables recomputation; drop one of "
         'the two, or set slipstream.activations to "recompute"',
     ),
 )
 
-NO_EFFECT: tuple[Row, ...] = (
-    Row(lambda c: c.offload.optimizer == "cpu" and c.on_cpu, f"{_OPTIMIZER} (cpu) has no effect here: {_ON_HOST}"),
-    Row(lambda c: c.offload.param == "cpu" and c.on_cpu, f"{_PARAM} (cpu) has no effect here: {_ON_HOST}"),
-    Row(
+NO_EFFECT: tuple[Refusal, ...] = (
+    Refusal(lambda c: c.offload.optimizer == "cpu" and c.on_cpu, f"{_OPTIMIZER} (cpu) has no effect here: {_ON_HOST}"),
+    Refusal(lambda c: c.offload.param == "cpu" and c.on_cpu, f"{_PARAM} (cpu) has no effect here: {_ON_HOST}"),
+    Refusal(
         lambda c: c.param_tier != c.offload.param,
         f"{_PARAM} ({{c.param_tier}}) has no effect here: at stage {{c.zero.stage}} every rank keeps all weights on its device; "
         "only stage 3 shards them",
     ),
-    Row(
+    Refusal(
         lambda c: c.offload.optimizer == "cpu" and not c.on_cpu and c.offload.ratio < 1,
         f"{_OPTIMIZER}.ratio has no effect with device cpu: all optimizer states are offloaded",
     ),
-    Row(
+    Refusal(
         lambda c: c.values["checkpoint.writer.decoupled"] and c.offload.uses_disk,
         "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next step "
         "overwrites them in place",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.coded_frozen and c.zero.stage < 3,
         "zero_optimization.zero_quantized_nontrainable_weights has no effect at stage {c.zero.stage}: only stage 3 shards weights",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.coded_weights and c.zero.stage < 3,
         "zero_optimization.zero_quantized_weights has no effect at stage {c.zero.stage}: only stage 3 gathers weights",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.group_size is not None and c.zero.group_size == c.ranks,
         "zero_optimization.zero_hpz_partition_size has no effect here: all {c.ranks} data-parallel ranks are one group",
     ),
-    Row(
+    Refusal(
         lambda c: c.zero.group_size is not None and c.zero.stage < 3 and c.precision.comm_dtype not in _CODES,
         "zero_optimization.zero_hpz_partition_size has no effect at stage {c.zero.stage} without codes: groups apply to "
         "weights, which only stage 3 gathers, and to gradients in codes",
     ),
-    Row(
+    Refusal(
         lambda c: c.values.is_given(_CHECK) and c.scale is not None,
         f"{_CHECK} has no effect here: with a loss scale, steps that overflow are always skipped",
     ),
-    Row(
+    Refusal(
         lambda c: c.values.is_given(_CHECK) and c.scale is None and c.precision.param_dtype is not torch.float32,
         f"{_CHECK} has no effect here: bf16.check_grad_overflow applies to bf16 weights",
     ),
-    Row(
+    Refusal(
         lambda c: c.values["slipstream.activations"] == "offload" and not c.on_cuda,
         "slipstream.activations = offload has no effect here: without a CUDA device activations are already in host memory",
     ),
@@ -235,7 +235,7 @@ NO_EFFECT: tuple[Row, ...] = (
     _idle(_BOUNDARY, "without a CUDA device operations are synchronous", lambda c: not c.on_cuda),
     _idle(_BOUNDARY, "no block is recomputed", lambda c: c.on_cuda and not c.recomputes),
     _idle(f"{_BLOCKS}.profile", "no block is recomputed", lambda c: not c.recomputes),
-    Row(
+    Refusal(
         lambda c: c.compiler_given and not c.compile_decided,
         "compile.backend and compile.kwargs have no effect here: compile.enabled is not set to true",
     ),

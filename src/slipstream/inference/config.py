@@ -18,7 +18,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class RoutedExperts:
     """A mixture of experts: softmax over all, then the top k; each expert is a gated MLP."""
 
     num: int
@@ -34,7 +34,7 @@ class Layer:
 
     rope: Rope | None  # None: no rotary embedding
     window: int = 0  # number of last positions that a query attends to, its own included; 0: all
-    experts: Experts | None = None  # None: a dense MLP
+    experts: RoutedExperts | None = None  # None: a dense MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class Finish(Enum):
     ERROR = "error"
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     WAITING = "waiting"  # in the queue; holds no blocks
     RUNNING = "running"  # holds blocks: its prompt is being computed, or it generates
     FINISHED = "finished"
@@ -97,7 +97,7 @@ class Request:
     arrival: float = 0.0  # seconds, of one clock
     seed: int = 0  # params.seed, or a random one
     siblings: list[Request] = field(default_factory=list)  # the other n - 1 of this prompt; they start when it is computed
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     finish: Finish | None = None
     num_prompt: int = field(init=False)
     num_computed: int = 0

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
 from slipstream.inference.core import Batch
 from slipstream.inference.decoder import soft_cap
 from slipstream.inference.kv_cache import KVCache
@@ -124,7 +124,7 @@ class _Gated:
 class _Routed:
     """A routed MLP, computed expert by expert as in `decoder`."""
 
-    def __init__(self, experts: Experts, w: LayerWeights, activation: str):
+    def __init__(self, experts: RoutedExperts, w: LayerWeights, activation: str):
         assert w.router is not None, "a layer with experts has a router"
         self.top_k, self.normalize = experts.top_k, experts.normalize
         self.router = _Product([w.router])

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
 from slipstream.inference.core import Batch
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.quantize import dequantize, round_activations
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Matrix, Mlp, put
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """One chunk's part of the batch."""
 
     begin: int  # of its tokens in T
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     positions: Tensor  # [T]
     slots: Tensor  # [T], cache slot of each token's key and value
     rows: Tensor  # [rows], indices into T of the tokens whose logits are needed
-    spans: list[Span]
+    spans: list[RowSpan]
 
 
 def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
@@ -61,7 +61,7 @@ def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
         slots=torch.cat([slots[chunk.start :] for slots, chunk in zip(contexts, batch.chunks, strict=True)]),
         rows=torch.tensor(rows, dtype=torch.int64, device=cache.device),
         spans=[
-            Span(begin, end, chunk.start, slots)
+            RowSpan(begin, end, chunk.start, slots)
             for (begin, end), chunk, slots in zip(pairwise(bounds), batch.chunks, contexts, strict=True)
         ],
     )
@@ -166,7 +166,7 @@ class Decoder:
         gate = activate(self.config.activation, linear(x, mlp.gate, mlp.gate_bias))
         return linear(gate * linear(x, mlp.up, mlp.up_bias), mlp.down, mlp.down_bias)
 
-    def _routed(self, experts: Experts, w: LayerWeights, h_TE: Tensor) -> Tensor:
+    def _routed(self, experts: RoutedExperts, w: LayerWeights, h_TE: Tensor) -> Tensor:
         assert w.router is not None, "a layer with experts has a router"
         shares, chosen = linear(h_TE, w.router).float().softmax(-1).topk(experts.top_k, -1)
         if experts.normalize:

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
-from slipstream.inference.core import Batch, Chunk, Finish, Phase, Request, Runner, SamplingParams
+from slipstream.inference.core import Batch, Chunk, Finish, Request, RequestPhase, Runner, SamplingParams
 from slipstream.inference.drafts import accept
-from slipstream.inference.sampler import Row, Sampled, Sampler, SamplingError
+from slipstream.inference.sampler import LogitsRow, Sampled, Sampler, SamplingError
 from slipstream.inference.scheduler import Scheduler, receivers
 from slipstream.inference.stats import Meters, Stats, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
@@ -143,7 +143,7 @@ class Pause:
     changed: bool = False  # the caller sets it before it overwrites the first weight
 
 
-class _State(Enum):
+class _EngineState(Enum):
     SERVING = "is serving"
     DEAD = "is dead"
     CLOSED = "is closed"
@@ -201,7 +201,7 @@ class Engine:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._work = threading.Condition(self._lock)  # notified when there is work or the state changes
-        self._state, self._why = _State.SERVING, ""  # the reason for DEAD
+        self._state, self._why = _EngineState.SERVING, ""  # the reason for DEAD
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
@@ -223,7 +223,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """False once the engine is closed or dead; that is final."""
-        return self._state is _State.SERVING
+        return self._state is _EngineState.SERVING
 
     def start(self) -> None:
         """Start the engine's thread, which also serves the requests submitted before."""
@@ -298,8 +298,8 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests (Finish.CANCELLED) and stop the thread. Idempotent."""
         with self._lock:
-            if self._state is not _State.DEAD:
-                self._state = _State.CLOSED
+            if self._state is not _EngineState.DEAD:
+                self._state = _EngineState.CLOSED
             self._work.notify_all()
         if self._thread is None:
             self._shut(Finish.CANCELLED)
@@ -371,7 +371,7 @@ class Engine:
         """Raise ClosedError unless requests are accepted. Call with the lock. `changing`: the caller replaces the weights."""
         if os.getpid() != self._process:
             raise ClosedError("this process was forked after the engine was opened, and its thread is in the parent; open one here")
-        if self._state is not _State.SERVING:
+        if self._state is not _EngineState.SERVING:
             raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
         if self._unavailable and not changing:
             raise ClosedError(self._unavailable)
@@ -523,7 +523,7 @@ class Engine:
 
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
         """For each request that samples from the batch: the accepted draft tokens and one more, or an error text."""
-        rows: list[Row] = []
+        rows: list[LogitsRow] = []
         places: list[int] = []  # the logits row of each of `rows`; siblings sample from the same ones
         place = 0
         drawn: dict[Request, list[Sampled] | str] = {}
@@ -535,7 +535,7 @@ class Engine:
                 except Exception as error:  # of the grammar library; the other requests continue
                     drawn[request] = _text(error)
                     continue
-                rows += (Row(request, chunk.draft[:num], mask) for num in range(chunk.num_rows))
+                rows += (LogitsRow(request, chunk.draft[:num], mask) for num in range(chunk.num_rows))
                 places += range(place, place + chunk.num_rows)
                 drawn[request] = []
             place += chunk.num_rows
@@ -592,7 +592,7 @@ class Engine:
         """End all requests. With an error, the engine is dead."""
         with self._lock:
             if error is not None:
-                self._state, self._why = _State.DEAD, error
+                self._state, self._why = _EngineState.DEAD, error
             self._end(list(self._sequences.values()), finish, error)
         self._send_outputs()
 
@@ -602,7 +602,7 @@ class Engine:
             self._scheduler.finish(sequence.request, finish)
         for handle in dict.fromkeys(sequence.handle for sequence in sequences):
             for sequence in handle.sequences:
-                if sequence.request in self._sequences and sequence.request.phase is Phase.FINISHED:
+                if sequence.request in self._sequences and sequence.request.phase is RequestPhase.FINISHED:
                     self._forget(sequence, finish)
                     self._outbox.append((sequence, sequence.end(finish, error)))
 

@@ -26,7 +26,7 @@ _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 LINE = 64
 
 
-class Record(ctypes.Structure):
+class ExpertRecord(ctypes.Structure):
     """`struct expert_store` of csrc/decoder.h."""
 
     _fields_ = (
@@ -63,7 +63,7 @@ class ExpertStore:
             "loads": torch.zeros(slots, dtype=torch.int32),
         }
         addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        self.record = Record(**addresses, expert_bytes=size, file=self._file, num_slots=slots)
+        self.record = ExpertRecord(**addresses, expert_bytes=size, file=self._file, num_slots=slots)
 
     def write(self, expert: int, tables: list[Tensor]) -> list[int]:
         """Write an expert's packed tables, uint8; thread-safe. Returns their offsets in its part of the file. Raises OSError."""

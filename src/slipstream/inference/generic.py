@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
-from slipstream.inference.decoder import Inputs, Span, attend, batch_inputs, visible
+from slipstream.inference.decoder import Inputs, RowSpan, attend, batch_inputs, visible
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.quantize import dequantize, to_int8, to_kind
@@ -142,7 +142,7 @@ class GenericDecoder:
         self.model.get_parameter(role).data = weight.clone()
 
     def _forward_fused(self, inputs: Inputs) -> Tensor:
-        config, step = self.model.config, _Step(self.cache, inputs)
+        config, step = self.model.config, _GenericStep(self.cache, inputs)
         implementation, token = config._attn_implementation, _STEP.set(step)
         _register()
         config._attn_implementation = _NAME
@@ -160,10 +160,11 @@ class GenericDecoder:
             parts.append(logits if self.cache.is_finite(span.slots[span.start :]) else self._token_by_token(inputs, span, rows))
         return torch.cat(parts)
 
-    def _token_by_token(self, inputs: Inputs, span: Span, rows: Tensor) -> Tensor:
+    def _token_by_token(self, inputs: Inputs, span: RowSpan, rows: Tensor) -> Tensor:
         """Compute a span again so that no token sees a later one, see [Note: Values that are not finite] in `decoder`."""
         steps = [
-            Span(at, at + 1, span.start + i, span.slots[: span.start + i + 1]) for i, at in enumerate(range(span.begin, span.end))
+            RowSpan(at, at + 1, span.start + i, span.slots[: span.start + i + 1])
+            for i, at in enumerate(range(span.begin, span.end))
         ]
         one = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
         logits = [self._logits(inputs.tokens[step.begin : step.end], one, _caches(self.cache, step)) for step in steps]
@@ -210,7 +211,7 @@ class GenericDecoder:
 
 
 @dataclass(slots=True)
-class _Step:
+class _GenericStep:
     """The state of the current fused forward."""
 
     cache: KVCache
@@ -218,7 +219,7 @@ class _Step:
     layer: int = -1  # whose keys and values were written last; the next attention call is this layer's
 
 
-_STEP: ContextVar[_Step] = ContextVar("the fused forward that is running")
+_STEP: ContextVar[_GenericStep] = ContextVar("the fused forward that is running")
 
 
 def _attention(
@@ -274,17 +275,17 @@ def _register() -> None:
     AttentionMaskInterface.register(_NAME, _masks)
 
 
-def _caches(cache: KVCache, source: _Step | Span) -> Any:
+def _caches(cache: KVCache, source: _GenericStep | RowSpan) -> Any:
     """A transformers Cache over our blocks: of one request (a Span), or a write-only one for all of them (a _Step)."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
-    class Layer(CacheLayerMixin):
+    class PagedLayer(CacheLayerMixin):
         is_sliding = False  # it keeps all positions; the mask hides those outside a window
 
         def __init__(self, index: int):
             super().__init__()
             self.index = index
-            self.length = source.start if isinstance(source, Span) else 0
+            self.length = source.start if isinstance(source, RowSpan) else 0
             self.is_initialized = True
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -292,20 +293,20 @@ def _caches(cache: KVCache, source: _Step | Span) -> Any:
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
             """[1, K, T, D] each. For a Span, returns them appended to the cached ones."""
-            if isinstance(source, _Step):
+            if isinstance(source, _GenericStep):
                 source.layer = self.index
                 slots = source.inputs.slots
             else:
                 slots = source.slots[source.start :]
             cache.write(self.index, slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
             self.length += slots.numel()
-            if isinstance(source, _Step):
+            if isinstance(source, _GenericStep):
                 return key_states, value_states
             keys, values = cache.read(self.index, source.slots)
             return keys.transpose(0, 1)[None].to(key_states.dtype), values.transpose(0, 1)[None].to(value_states.dtype)
 
         def get_seq_length(self) -> int:
-            if isinstance(source, _Step) and self.index:  # Llama 4 takes positions from this, not from position_ids
+            if isinstance(source, _GenericStep) and self.index:  # Llama 4 takes positions from this, not from position_ids
                 raise LookupError(f"layer {self.index} asks for its cache's length, of which a fused forward has several")
             return self.length
 
@@ -315,13 +316,13 @@ def _caches(cache: KVCache, source: _Step | Span) -> Any:
         def get_max_length(self) -> int:
             return -1
 
-    return Cache(layers=[Layer(i) for i in range(len(cache.keys))])
+    return Cache(layers=[PagedLayer(i) for i in range(len(cache.keys))])
 
 
 # -- Quantized -------------------------------------------------------------------------------------------------------------
 
 
-class QuantizedLinear(nn.Module):
+class PackedLinear(nn.Module):
     """Replaces `nn.Linear` and GPT-2's `Conv1D`. On a CPU the product is computed in fp32, which is fast on all CPUs."""
 
     bias: Tensor | None
@@ -373,12 +374,12 @@ def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, g
             f"{kind} would leave {num_others:,} of {num_others + num_quantized:,} weights of {type(model).__name__} unquantized: "
             f"they are in no nn.Linear ({largest}: {list(others[largest].shape)}); serve it without quantization"
         )
-    quantized: dict[nn.Module, QuantizedLinear] = {}
+    quantized: dict[nn.Module, PackedLinear] = {}
     for parent, name, module in matrices:
         if module not in quantized:
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
             matrix = to_int8(weight) if module is head else to_kind(weight, kind, group_size)
-            quantized[module] = QuantizedLinear(matrix, module.bias, dtype)
+            quantized[module] = PackedLinear(matrix, module.bias, dtype)
             module.weight = None  # free its memory before the next one is converted
         setattr(parent, name, quantized[module])
     for parameter in model.parameters():

@@ -42,7 +42,7 @@ _RESTORED = {  # metadata that transformers ignores, and the field of its config
 _AT_ONCE = 1 << 10  # blocks per step: they fit the CPU caches, and are few enough for one thread, without the cost of more
 
 
-class Stored(NamedTuple):
+class GgufTensor(NamedTuple):
     kind: int  # ggml's type number
     shape: tuple[int, ...]  # in torch's order: outermost first
     data: Tensor  # uint8 [bytes], a view of the mapped file
@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
 class GgufFile(NamedTuple):
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, GgufTensor]
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -95,7 +95,7 @@ def _read(mapped: mmap.mmap, path: Path) -> GgufFile:
         size = _nbytes(path, name, shape, kind)
         if begin + offset + size > len(mapped):
             raise ValueError(f"{path} is cut off: {name} ends at byte {begin + offset + size} of {len(mapped)}")
-        tensors[name] = Stored(kind, shape, content[begin + offset : begin + offset + size])
+        tensors[name] = GgufTensor(kind, shape, content[begin + offset : begin + offset + size])
     return GgufFile(metadata, tensors)
 
 
@@ -139,12 +139,12 @@ def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
     return numel // per_block * block_bytes
 
 
-def is_block(stored: Stored) -> bool:
+def is_block(stored: GgufTensor) -> bool:
     """Whether it is quantized."""
     return stored.kind not in _PLAIN
 
 
-def is_block4(stored: Stored) -> bool:
+def is_block4(stored: GgufTensor) -> bool:
     """Whether `matrix` can keep it as Int4."""
     return stored.kind in (_Q4_0, _Q4_1) and len(stored.shape) == 2
 
@@ -160,7 +160,7 @@ def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[
         raise ValueError(f"{path}: {name} has ggml type {kind}, which the gguf package does not support") from None
 
 
-def matrix(path: Path, name: str, stored: Stored, *, keep: bool, dtype: torch.dtype = torch.float32) -> Matrix:
+def matrix(path: Path, name: str, stored: GgufTensor, *, keep: bool, dtype: torch.dtype = torch.float32) -> Matrix:
     """The tensor in `dtype`. With `keep`, a matrix of Q4 blocks is returned as Int4."""
     kind, shape, data = stored
     if kind in _PLAIN:

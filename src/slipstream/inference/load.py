@@ -1,4 +1,4 @@
-"""Loads a model for the decoder: a Hugging Face folder, a GGUF file, a Slipstream checkpoint or a live model -> `Loaded`.
+"""Loads a model for the decoder: a Hugging Face folder, a GGUF file, a Slipstream checkpoint or a live model -> `LoadedModel`.
 
 Files are memory-mapped, and a weight that is stored in the requested dtype is not copied. transformers is not needed, and pickle is
 never read. A missing, damaged or unsupported file raises ValueError with one sentence; after an UnsupportedModel, the model may
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.config import huggingface
 from slipstream.inference.config import DecoderConfig, Rope
-from slipstream.inference.gguf_file import GgufFile, Stored, is_block, is_block4, matrix, read_gguf
+from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
@@ -29,7 +29,7 @@ from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedModel:
     config: DecoderConfig
     weights: DecoderWeights
     dtype: torch.dtype  # of the computation, and of every weight that is not quantized
@@ -39,7 +39,7 @@ class Loaded:
 
 def load(
     source: str | Path | Any, *, dtype: str | torch.dtype = "stored", group_size: int = 32, device: torch.device | str = "cpu"
-) -> Loaded:
+) -> LoadedModel:
     """Read a model and move its weights to `device`.
 
     dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: 4-bit
@@ -59,7 +59,7 @@ def load(
     return replace(loaded, weights=_map_weights(weights, place))
 
 
-def _read(source: str | Path | Any, kind: str, group: int, device: torch.device) -> Loaded:
+def _read(source: str | Path | Any, kind: str, group: int, device: torch.device) -> LoadedModel:
     """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
     if path is not None and path.suffix == ".gguf" and path.is_file():
@@ -77,7 +77,7 @@ def _read(source: str | Path | Any, kind: str, group: int, device: torch.device)
     raise ValueError(f"there is no {path}; give {sources} (nothing is downloaded)")
 
 
-def _build(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype) -> Loaded:
+def _build(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype) -> LoadedModel:
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
@@ -85,7 +85,7 @@ def _build(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening,
         """Quantize a layer's matrix, before the next one is read."""
         return to_kind(m, kind, group) if kind in QUANTIZED and isinstance(m, Tensor) and name != "lm_head.weight" else m
 
-    return Loaded(config=config, weights=from_state(config, state, convert), dtype=dtype, opening=opening)
+    return LoadedModel(config=config, weights=from_state(config, state, convert), dtype=dtype, opening=opening)
 
 
 class _LazyState(Mapping[str, Matrix]):
@@ -120,7 +120,7 @@ def _map_weights(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
             return part
 
 
-def _live(model: Any, opening: Opening, group: int) -> Loaded:
+def _live(model: Any, opening: Opening, group: int) -> LoadedModel:
     """A PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`. Its storage is shared."""
     if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
         raise ValueError(f"{type(model).__name__} is not a model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
@@ -135,7 +135,7 @@ def is_config(source: Any) -> bool:
     return hasattr(source, "model_type") and hasattr(source, "to_dict") and not isinstance(source, torch.nn.Module)
 
 
-def _blank(source: Any, opening: Opening) -> Loaded:
+def _blank(source: Any, opening: Opening) -> LoadedModel:
     """Zeros as expanded scalars, which need no memory until they are packed."""
     values = source.to_dict()
     config, stored = from_hf(values), str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -143,7 +143,7 @@ def _blank(source: Any, opening: Opening) -> Loaded:
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
     zero = torch.zeros((), dtype=dtype)
     weights = _map_weights(outline(config), lambda blank: zero.expand(blank.shape))  # type: ignore[union-attr]
-    return Loaded(config=config, weights=weights, dtype=dtype, opening=opening)
+    return LoadedModel(config=config, weights=weights, dtype=dtype, opening=opening)
 
 
 def _stored(state: Mapping[str, Matrix]) -> torch.dtype:
@@ -160,7 +160,7 @@ def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
 # -- A folder --------------------------------------------------------------------------------------------------------------
 
 
-def _folder(path: Path, opening: Opening, group: int) -> Loaded:
+def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
     if (trained := find(path)) is not None:
         state = trained.state()
         return _build(from_hf(trained.config), state, opening, group, _stored(state))
@@ -238,7 +238,7 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf(path: Path, kind: str, group: int, device: torch.device) -> Loaded:
+def _gguf(path: Path, kind: str, group: int, device: torch.device) -> LoadedModel:
     file = read_gguf(path)
     config = _gguf_config(path, file)
     opening = Opening("stored" if kind == "auto" else kind)
@@ -249,7 +249,7 @@ def _gguf(path: Path, kind: str, group: int, device: torch.device) -> Loaded:
     wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)
     llama = file.metadata["general.architecture"] == "llama"
 
-    def read(name: str, stored: Stored) -> Matrix:
+    def read(name: str, stored: GgufTensor) -> Matrix:
         m = matrix(path, name, stored, keep=keep and name not in ("token_embd.weight", "output.weight"), dtype=wide)
         part = name.split(".")[-2]
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part) if llama else None

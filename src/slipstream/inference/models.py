@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Experts, Layer, Rope
+from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
 
@@ -206,7 +206,7 @@ def _slides(family: str, c: Mapping[str, Any], i: int) -> bool:
             return i >= c["max_window_layers"] and bool(c["use_sliding_window"])
 
 
-def _experts(family: str, c: Mapping[str, Any], i: int) -> Experts | None:
+def _experts(family: str, c: Mapping[str, Any], i: int) -> RoutedExperts | None:
     if family in ("mixtral", "olmoe"):
         size, num = c["intermediate_size"], c.get("num_local_experts") or c["num_experts"]
     elif family in ("qwen2_moe", "qwen3_moe"):
@@ -216,7 +216,7 @@ def _experts(family: str, c: Mapping[str, Any], i: int) -> Experts | None:
             return None
     else:
         return None
-    return Experts(
+    return RoutedExperts(
         num=num,
         top_k=c["num_experts_per_tok"],
         intermediate_size=size,
@@ -496,7 +496,7 @@ def _mlp(
     return mlp
 
 
-def _expert_mlps(source: _Source, at: str, experts: Experts, hidden: int) -> list[Mlp]:
+def _expert_mlps(source: _Source, at: str, experts: RoutedExperts, hidden: int) -> list[Mlp]:
     """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and a dense MLP's names for each expert."""
     size = experts.intermediate_size
     if at + "gate_up_proj" in source:

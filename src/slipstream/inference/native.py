@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Experts, Rope
+from slipstream.inference.config import DecoderConfig, Rope, RoutedExperts
 from slipstream.inference.core import Batch
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
@@ -65,7 +65,7 @@ class _Experts(ctypes.Structure):
 _NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")
 
 
-class _Layer(ctypes.Structure):
+class _LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, _pointer) for name in _NORMS),
         *((name, _Matrix) for name in ("q", "k", "v", "out", "gate_up", "down")),
@@ -83,7 +83,7 @@ class _Decoder(ctypes.Structure):
         *((name, _float) for name in ("norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
         *((name, _pointer) for name in ("embed", "final_norm")),
         ("head", _Matrix),
-        ("layers", ctypes.POINTER(_Layer)),
+        ("layers", ctypes.POINTER(_LayerRecord)),
     )
 
 
@@ -256,7 +256,7 @@ class NativeDecoder:
         with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
             head = pool.submit(self._matrix, weights.embed if weights.head is None else weights.head)
             layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
-            self._layers = (_Layer * len(layers))(*layers)
+            self._layers = (_LayerRecord * len(layers))(*layers)
             self._model = self._decoder(weights, head.result())
         self._widths = _scratch_widths(config)
         self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
@@ -365,9 +365,9 @@ class NativeDecoder:
             raise ValueError("the native forward needs gate and up matrices of the same type; load them in one dtype")
         return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias], allocate)
 
-    def _layer(self, index: int, weights: LayerWeights) -> _Layer:
+    def _layer(self, index: int, weights: LayerWeights) -> _LayerRecord:
         layer = self.config.layers[index]
-        record = _Layer(
+        record = _LayerRecord(
             **{name: self._vector(getattr(weights, name), self.config.norm_offset) for name in _NORMS},
             **{name: self._matrix(getattr(weights, name), getattr(weights, f"{name}_bias")) for name in ("q", "k", "v", "out")},
             keys=self.keys[index].data_ptr(),
@@ -385,7 +385,7 @@ class NativeDecoder:
             record.rotary_dim = 2 * len(layer.rope.inv_freq)
         return record
 
-    def _experts(self, index: int, experts: Experts, weights: LayerWeights) -> _Experts:
+    def _experts(self, index: int, experts: RoutedExperts, weights: LayerWeights) -> _Experts:
         assert weights.router is not None, "a layer with experts has a router"
         if not 1 <= experts.top_k <= experts.num:
             raise ValueError(f"{experts.top_k} experts per token of {experts.num}; it must be between 1 and all of them")
@@ -494,7 +494,7 @@ class NativeDecoder:
     def _put_bias(self, record: _Matrix, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
         self._fill(record.bias, _bias(dequantize(weight)), part, num_parts)
 
-    def _put_mlp(self, layer: _Layer, inside: list[str], name: str, weight: Matrix) -> None:
+    def _put_mlp(self, layer: _LayerRecord, inside: list[str], name: str, weight: Matrix) -> None:
         """`inside`: ["mlp"], ["shared"], or ["experts", number]."""
         if inside == ["mlp"]:
             gate_up, down = layer.gate_up, layer.down

@@ -40,7 +40,7 @@ HEADS = (1e-3, 1e-6)  # fractions of the largest probability: top-p tries the to
 HASH = (1 << 64) - 1
 
 
-class Row(NamedTuple):
+class LogitsRow(NamedTuple):
     """One row of logits: those of the token after `request.tokens` and `draft`."""
 
     request: Request
@@ -115,7 +115,7 @@ class _Edits:
         self._tokens[: len(distinct)] = [*distinct]
         self._counts: Ids = np.zeros(len(self._tokens), np.int64)  # how often each was generated
 
-    def apply(self, logits: Floats, row: Row) -> None:
+    def apply(self, logits: Floats, row: LogitsRow) -> None:
         """Apply penalties and bias in place."""
         if self._penalized:
             tokens = row.request.tokens
@@ -167,7 +167,7 @@ class Sampler:
         """Free the state of a finished request."""
         self._edits.pop(request, None)
 
-    def sample(self, logits: Tensor | Floats, rows: Sequence[Row]) -> list[Sampled]:
+    def sample(self, logits: Tensor | Floats, rows: Sequence[LogitsRow]) -> list[Sampled]:
         """Sample one token per row. `logits`: fp32 [rows, vocab], not modified; numpy if forwards are so short that a call of torch
         counts. Raises SamplingError, after which it may be called again: a request's state is derived from its tokens."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
@@ -182,7 +182,7 @@ class Sampler:
             raise SamplingError([row.request for row, one in zip(rows, sampled, strict=True) if one is None])
         return [one for one in sampled if one is not None]
 
-    def _sample(self, raw: Floats, row: Row) -> Sampled | None:
+    def _sample(self, raw: Floats, row: LogitsRow) -> Sampled | None:
         """None if no token can be sampled."""
         params = row.request.params
         logits = self._edited(raw, row) if _is_edited(row) else raw
@@ -201,7 +201,7 @@ class Sampler:
             return Sampled(token)
         return _with_logprobs(raw, token, params.logprobs, self._weights)
 
-    def _edited(self, raw: Floats, row: Row) -> Floats:
+    def _edited(self, raw: Floats, row: LogitsRow) -> Floats:
         """A copy with penalties, bias and forbidden tokens, valid until the next call."""
         logits, mask = self._logits, row.mask
         edits = self._edits.get(row.request)
@@ -232,7 +232,7 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _is_edited(row: Row) -> bool:
+def _is_edited(row: LogitsRow) -> bool:
     p = row.request.params
     return (
         row.mask is not None
@@ -244,12 +244,12 @@ def _is_edited(row: Row) -> bool:
     )
 
 
-def _is_plain(row: Row) -> bool:
+def _is_plain(row: LogitsRow) -> bool:
     """Whether it is plain argmax."""
     return row.request.params.temperature == 0 and row.request.params.logprobs is None and not _is_edited(row)
 
 
-def _number(row: Row) -> int:
+def _number(row: LogitsRow) -> int:
     """The index of the generated token that the row samples."""
     return row.request.num_generated + len(row.draft)
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slipstream.inference.blocks import BlockPool
-from slipstream.inference.core import Batch, Chunk, Finish, Phase, QueueFullError, Request
+from slipstream.inference.core import Batch, Chunk, Finish, QueueFullError, Request, RequestPhase
 from slipstream.inference.drafts import Lookup
 from slipstream.inference.pace import Pace
 
@@ -54,7 +54,7 @@ class Counters:
     accepted: int = 0  # of these, accepted
 
 
-class Output(NamedTuple):
+class RequestOutput(NamedTuple):
     """The tokens that a request got from a forward, at least one. `request.finish` is set if it has ended."""
 
     request: Request
@@ -130,7 +130,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, whose siblings must have the same prompt. Raises ValueError if it can never be served, QueueFullError if
         the queue is full."""
-        assert request.phase is Phase.WAITING and request not in self._entries, f"{request.id} was added before"
+        assert request.phase is RequestPhase.WAITING and request not in self._entries, f"{request.id} was added before"
         assert all(sibling.tokens == request.tokens for sibling in request.siblings), f"{request.id}: siblings share the prompt"
         self.check(len(request.tokens), _num_sequences(request))
         self._enter(request, request.arrival + self.patience * request.priority)
@@ -152,16 +152,16 @@ class Scheduler:
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request; a no-op if it has ended. Siblings that wait for its prompt end with it."""
-        if request.phase is Phase.FINISHED:
+        if request.phase is RequestPhase.FINISHED:
             return
         for sibling in _pending_siblings(request):
-            sibling.phase, sibling.finish = Phase.FINISHED, reason
+            sibling.phase, sibling.finish = RequestPhase.FINISHED, reason
         for queue in (self.waiting, self.running):
             if request in queue:
                 queue.remove(request)
         self._release(request)
         self._entries.pop(request, None)
-        request.phase, request.finish = Phase.FINISHED, reason
+        request.phase, request.finish = RequestPhase.FINISHED, reason
 
     @property
     def drained(self) -> bool:
@@ -182,7 +182,7 @@ class Scheduler:
         self._add_drafts(plan)
         return Batch(tuple(plan.chunks), tuple(plan.copies)) if plan.chunks else None
 
-    def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]]) -> list[Output]:
+    def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
         """Record a computed batch. `sampled` has the accepted tokens of each of its `receivers`. Requests are extended up to their
         end, full blocks are published, and siblings start with a fork of the prompt's blocks."""
         self.counters.forwards += 1
@@ -191,7 +191,7 @@ class Scheduler:
         outputs = []
         for chunk in batch.chunks:
             request = chunk.request
-            if request.phase is not Phase.RUNNING:  # ended in the meantime
+            if request.phase is not RequestPhase.RUNNING:  # ended in the meantime
                 continue
             if chunk.draft:
                 self._count_draft(chunk, len(sampled[request]) - 1)
@@ -200,7 +200,7 @@ class Scheduler:
             self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop, request.salt)
             for sibling in sampling[1:]:
                 self._start_sibling(sibling, request)
-            outputs += [Output(one, self._append(one, sampled[one])) for one in sampling]
+            outputs += [RequestOutput(one, self._append(one, sampled[one])) for one in sampling]
         return outputs
 
     def retryable_chunks(self, batch: Batch) -> tuple[Chunk, ...]:
@@ -212,7 +212,7 @@ class Scheduler:
         for chunk in batch.chunks:
             if not copied.isdisjoint(chunk.request.blocks):
                 self._preempt(chunk.request)
-        return tuple(chunk for chunk in batch.chunks if chunk.request.phase is Phase.RUNNING)
+        return tuple(chunk for chunk in batch.chunks if chunk.request.phase is RequestPhase.RUNNING)
 
     # ---- the parts of a batch, in the order of `schedule`
 
@@ -226,7 +226,7 @@ class Scheduler:
     def _generate(self, plan: _Plan) -> None:
         """Add one token for each generation; if it needs a block and none is free, less important requests are preempted."""
         for request in list(self.running):
-            if _pending(request) == 1 and plan.budget and request.phase is Phase.RUNNING and self._secure(request):
+            if _pending(request) == 1 and plan.budget and request.phase is RequestPhase.RUNNING and self._secure(request):
                 self._plan(plan, request, 1)
 
     def _continue(self, plan: _Plan) -> None:
@@ -261,7 +261,7 @@ class Scheduler:
                 entry.admitted, request.num_cached = True, hits
             self.counters.prefix_queries += len(request.tokens)
             self.counters.prefix_hits += hits
-            request.phase, request.blocks, request.num_computed = Phase.RUNNING, cached, hits
+            request.phase, request.blocks, request.num_computed = RequestPhase.RUNNING, cached, hits
             self._plan(plan, request, _pending(request))
             owed += self._blocks_owed(request)
             width += _num_sequences(request)
@@ -311,7 +311,7 @@ class Scheduler:
         """Free its blocks and return it to the queue; its tokens are computed again later."""
         self.running.remove(request)
         self._release(request)
-        request.phase = Phase.WAITING
+        request.phase = RequestPhase.WAITING
         insort(self.waiting, request, key=self._rank)
         self.counters.preemptions += 1
 
@@ -330,7 +330,7 @@ class Scheduler:
         """Start a sibling at the end of the prompt that `first` has computed."""
         self._enter(sibling, self._entries[first].rank[0])
         self._entries[sibling].admitted = True
-        sibling.phase, sibling.num_cached, sibling.num_computed = Phase.RUNNING, first.num_cached, first.num_computed
+        sibling.phase, sibling.num_cached, sibling.num_computed = RequestPhase.RUNNING, first.num_cached, first.num_computed
         sibling.blocks = self.pool.fork(first.blocks)
         insort(self.running, sibling, key=self._rank)
 
@@ -376,7 +376,7 @@ def _pending(request: Request) -> int:
 
 def _pending_siblings(request: Request) -> tuple[Request, ...]:
     """Siblings that wait until the request's prompt is computed."""
-    return tuple(s for s in request.siblings if s.phase is not Phase.FINISHED) if request.num_generated == 0 else ()
+    return tuple(s for s in request.siblings if s.phase is not RequestPhase.FINISHED) if request.num_generated == 0 else ()
 
 
 def _num_sequences(request: Request) -> int:

@@ -21,7 +21,7 @@ from slipstream.inference.weights import DecoderWeights, Int4, Int8, Matrix, lea
 _WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # PEFT's, DDP's and torch.compile's prefixes
 
 
-class Form(NamedTuple):
+class WeightForm(NamedTuple):
     """How a weight is stored."""
 
     kind: torch.dtype | type[Int8] | type[Int4]
@@ -29,7 +29,7 @@ class Form(NamedTuple):
     group: int = 0  # of Int4: inputs per scale
 
     @classmethod
-    def of(cls, weight: Matrix) -> Form:
+    def of(cls, weight: Matrix) -> WeightForm:
         match weight:
             case Int8():
                 return cls(Int8, weight.q.device)
@@ -46,7 +46,7 @@ class Form(NamedTuple):
         return type(matrix)(*(part.to(self.device) for part in matrix))
 
 
-class Place(NamedTuple):
+class WeightPlace(NamedTuple):
     """The roles that a tensor of the model fills."""
 
     shape: tuple[int, ...]
@@ -57,26 +57,26 @@ class Place(NamedTuple):
 class Target:
     """The names, roles and forms of an engine's weights."""
 
-    places: Mapping[str, Place]
-    forms: Mapping[str, Form]  # by role
+    places: Mapping[str, WeightPlace]
+    forms: Mapping[str, WeightForm]  # by role
     idle: frozenset[str]  # names that are accepted and ignored
 
     @classmethod
     def decoder(cls, config: DecoderConfig, weights: DecoderWeights) -> Target:
-        forms = {role: Form.of(leaf) for role, leaf in leaves(weights)}
+        forms = {role: WeightForm.of(leaf) for role, leaf in leaves(weights)}
         forms.setdefault("head", forms["embed"])  # tied
         idle = frozenset(["lm_head.weight"] if is_surplus(config, "lm_head.weight") else [])
-        return cls({name: Place(*place) for name, place in places(config).items()}, forms, idle)
+        return cls({name: WeightPlace(*place) for name, place in places(config).items()}, forms, idle)
 
     @classmethod
     def module(cls, model: torch.nn.Module) -> Target:
         """A live model's parameters; the role of each is its name."""
         named = dict(model.named_parameters())
         empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in named.items()}
-        places = {name: Place(tuple(one.shape), [(name, one)]) for name, one in empty.items()}
+        places = {name: WeightPlace(tuple(one.shape), [(name, one)]) for name, one in empty.items()}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
         buffers = {name for name, _ in model.named_buffers()}
-        return cls(places, {name: Form.of(one.data) for name, one in named.items()}, frozenset(tied | buffers))
+        return cls(places, {name: WeightForm.of(one.data) for name, one in named.items()}, frozenset(tied | buffers))
 
     @torch.no_grad()
     def fill(self, put: Callable[[str, Matrix], None], tensors: Iterable[tuple[str, Tensor]]) -> None:

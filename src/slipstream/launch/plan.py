@@ -129,7 +129,7 @@ def build_on_meta(target: str) -> torch.nn.Module:
     return model
 
 
-class Batch(NamedTuple):
+class BatchSizes(NamedTuple):
     """The arguments of the model for one micro-batch."""
 
     args: tuple[Any, ...]
@@ -144,22 +144,22 @@ def shapes_of(option: str) -> list[list[int]]:
     return [[int(number) for number in text.split("x")] for text in option.split(",")]
 
 
-def batch_of(options: argparse.Namespace, plan: Plan) -> Batch | None:
+def batch_of(options: argparse.Namespace, plan: Plan) -> BatchSizes | None:
     """The example batch of --batch, or of --batch-shape with the config's micro-batch size as rows; None without both."""
     import torch
 
     if options.batch:
         batch = load("--batch", options.batch)()
         if isinstance(batch, Mapping):
-            return Batch((), dict(batch))
-        return Batch(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
+            return BatchSizes((), dict(batch))
+        return BatchSizes(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {})
     if not options.batch_shape:
         return None
     shapes = [[plan.batch.micro_batch_size, *dims] for _, *dims in shapes_of(options.batch_shape)]
     tokens = [torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes]
     if ":" not in options.model:  # transformers' models compute their own loss
-        return Batch((), {"input_ids": tokens[0], "labels": tokens[-1]})
-    return Batch(tuple(tokens), {})
+        return BatchSizes((), {"input_ids": tokens[0], "labels": tokens[-1]})
+    return BatchSizes(tuple(tokens), {})
 
 
 def facts(device: str | None, rows: int | None = None) -> ModelFacts:

@@ -27,7 +27,7 @@ from slipstream.zero.recording import keep_source
 Connect = Callable[[str | Axis], Exchange]  # the exchange over an axis; collective at its first call
 
 
-class _Layer(NamedTuple):
+class _RoutedLayer(NamedTuple):
     """The experts of one layer."""
 
     name: str
@@ -45,13 +45,13 @@ class _Layer(NamedTuple):
         return any(split.axis == "tp" for split in self.differs())
 
 
-class ExpertParallel:
+class ExpertRanks:
     """The layers of a model whose experts are split.
 
     apart  the layers that the ranks of a replica give different tokens
     """
 
-    def __init__(self, layers: list[tuple[_Layer, Axis]], apart: list[_Layer], *, shares_tokens: bool) -> None:
+    def __init__(self, layers: list[tuple[_RoutedLayer, Axis]], apart: list[_RoutedLayer], *, shares_tokens: bool) -> None:
         self.layers, self.apart, self.shares_tokens = layers, apart, shares_tokens
 
     def connect(self, connect: Connect) -> None:
@@ -64,7 +64,7 @@ class ExpertParallel:
                 layer.module.tokens = connect("tp")
 
 
-def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_shares: bool) -> tuple[Mesh, ExpertParallel]:
+def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_shares: bool) -> tuple[Mesh, ExpertRanks]:
     """Cut the experts of every layer in place for this rank, after the slicing over tp. Returns the mesh with their families.
 
     token_shares: between sliced layers, tp ranks have different tokens.
@@ -101,7 +101,7 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
         run_shared_ahead(layer.module, model.get_submodule(layer.name.rpartition(".")[0]))
         placed.append((layer, axis))
     apart = every if mesh.tp.size > 1 and token_shares else []
-    return mesh, ExpertParallel(placed, apart, shares_tokens=mesh.tp.size > 1 and not token_shares)
+    return mesh, ExpertRanks(placed, apart, shares_tokens=mesh.tp.size > 1 and not token_shares)
 
 
 def draws(model: nn.Module) -> bool:
@@ -110,16 +110,16 @@ def draws(model: nn.Module) -> bool:
     return any(getattr(module, "draws", False) or getattr(module, "jitter_noise", 0) for module in modules)
 
 
-def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_Layer]:
+def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_RoutedLayer]:
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            yield _Layer(name, module, plan.size if module.ep_size is None else module.ep_size)
+            yield _RoutedLayer(name, module, plan.size if module.ep_size is None else module.ep_size)
         elif is_foreign(module):
             adopt(module)
-            yield _Layer(name, module, plan.size)
+            yield _RoutedLayer(name, module, plan.size)
 
 
-def _check(layer: _Layer, mesh: Mesh) -> None:
+def _check(layer: _RoutedLayer, mesh: Mesh) -> None:
     num, ranks = layer.module.num_experts, mesh.world.size // mesh.pp.size
     least = ranks // mesh.tp.size if layer.is_sliced else ranks
     if num % layer.size or least % layer.size:
@@ -137,7 +137,7 @@ def _check(layer: _Layer, mesh: Mesh) -> None:
             )
 
 
-def _cut(layer: _Layer, axis: Axis, done: set[int]) -> None:
+def _cut(layer: _RoutedLayer, axis: Axis, done: set[int]) -> None:
     own = layer.module.num_experts // axis.size
     first = own * axis.index
     for param in layer.module.parameters():

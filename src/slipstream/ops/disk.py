@@ -7,7 +7,7 @@ any order: the caller orders two that touch the same bytes. Each direction has `
 and writes do not wait for each other.
 
 Two engines move blocks: `io_uring` (`csrc/disk.c`, its own thread in C, no GIL) and, if the kernel refuses it or there is no
-compiler, `threads` of preadv and pwritev. Both fill the same record, `_Batch`, whose first word a `Transfer` waits on.
+compiler, `threads` of preadv and pwritev. Both fill the same record, `_DiskBatch`, whose first word a `Transfer` waits on.
 
 The first pass of writes over a file is half as fast as later ones (ext4: 1.9 against 3.7 GB/s). Writing in advance would cost the
 same pass, and FALLOC_FL_ZERO_RANGE does not help (1.9).
@@ -62,7 +62,7 @@ class _Part(ctypes.Structure):
     _fields_ = [("memory", ctypes.c_void_p), ("offset", ctypes.c_int64), ("nbytes", ctypes.c_int64)]
 
 
-class _Batch(ctypes.Structure):
+class _DiskBatch(ctypes.Structure):
     """`struct disk_batch` of disk.c, which documents the fields."""
 
     _fields_ = [
@@ -80,7 +80,7 @@ class Transfer:
 
     def __init__(self, folder: str, parts: Parts, write: bool) -> None:
         array = (_Part * len(parts))(*(_Part(tensor.data_ptr(), offset, tensor.nbytes) for offset, tensor in parts))
-        self._batch = _Batch(parts=array, num_parts=len(parts), write=write)  # keeps the array alive
+        self._batch = _DiskBatch(parts=array, num_parts=len(parts), write=write)  # keeps the array alive
         self._tensors = [tensor for _, tensor in parts]
         self._folder = folder
         self._process = os.getpid()
@@ -123,7 +123,7 @@ class _Ring:
             raise OSError(error.value, f"the kernel refuses io_uring: {os.strerror(error.value)}")
         self._native, self._handle = native, ctypes.c_void_p(handle)
 
-    def submit(self, batch: _Batch) -> None:
+    def submit(self, batch: _DiskBatch) -> None:
         self._native.slipstream_disk_submit(self._handle, ctypes.byref(batch))
 
     def close(self) -> None:
@@ -138,18 +138,21 @@ class _Threads:
     def __init__(self, file: int, block_nbytes: int, threads: int) -> None:
         self._file, self._block_nbytes, self._lock = file, block_nbytes, threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._blocks: list[SimpleQueue[tuple[_Batch, int, int, int] | None]] = [SimpleQueue(), SimpleQueue()]  # of reads, of writes
+        self._blocks: list[SimpleQueue[tuple[_DiskBatch, int, int, int] | None]] = [
+            SimpleQueue(),
+            SimpleQueue(),
+        ]  # of reads, of writes
         for name, blocks in zip(("read", "write"), self._blocks, strict=True):
             for _ in range(threads):
                 thread = threading.Thread(target=self._run, args=(blocks,), name=f"slipstream-disk-{name}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _run(self, blocks: "SimpleQueue[tuple[_Batch, int, int, int] | None]") -> None:
+    def _run(self, blocks: "SimpleQueue[tuple[_DiskBatch, int, int, int] | None]") -> None:
         while (block := blocks.get()) is not None:
             self._move(*block)
 
-    def submit(self, batch: _Batch) -> None:
+    def submit(self, batch: _DiskBatch) -> None:
         most = self._block_nbytes
         blocks = [
             (part.memory + at, part.offset + at, min(most, part.nbytes - at))
@@ -161,7 +164,7 @@ class _Threads:
             self._blocks[batch.write].put((batch, *block))
         self._end(batch)
 
-    def _move(self, batch: _Batch, memory: int, offset: int, nbytes: int) -> None:
+    def _move(self, batch: _DiskBatch, memory: int, offset: int, nbytes: int) -> None:
         moved = error = 0
         try:
             while moved < nbytes and not batch.error and not error:
@@ -175,7 +178,7 @@ class _Threads:
                 batch.offset, batch.asked, batch.moved, batch.error = offset, nbytes, moved, error
         self._end(batch)
 
-    def _end(self, batch: _Batch) -> None:
+    def _end(self, batch: _DiskBatch) -> None:
         with self._lock:
             batch.in_flight -= 1
             if batch.in_flight == 0:

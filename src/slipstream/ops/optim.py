@@ -28,7 +28,7 @@ from slipstream.ops.optim_reference import (
     UPDATE_FROM_GRAD,
     Blocks,
     Coefficients,
-    Rule,
+    KernelRule,
     State,
     Stochastic,
 )
@@ -82,7 +82,7 @@ def adamw(
         lr=lr / correction1,
     )
     names = ("master", "grad", "exp_avg", "exp_avg_sq", "out")
-    _step("adamw", names, Rule.ADAMW, (master, grad, exp_avg, exp_avg_sq, out), c, flags, rounding)
+    _step("adamw", names, KernelRule.ADAMW, (master, grad, exp_avg, exp_avg_sq, out), c, flags, rounding)
 
 
 def lion(
@@ -103,7 +103,7 @@ def lion(
     (update_rate, update_flag), (rate, flag) = _lerp(beta1, UPDATE_FROM_GRAD), _lerp(beta2, FROM_GRAD)
     c = Coefficients(scale=scale, keep=1.0 - lr * weight_decay, rate=rate, update_rate=update_rate, lr=lr)
     names = ("master", "grad", "exp_avg", "", "out")
-    _step("lion", names, Rule.LION, (master, grad, exp_avg, None, out), c, flag | update_flag, rounding)
+    _step("lion", names, KernelRule.LION, (master, grad, exp_avg, None, out), c, flag | update_flag, rounding)
 
 
 def sgd(
@@ -130,7 +130,7 @@ def sgd(
     c = Coefficients(scale=scale, l2=weight_decay, beta=momentum, rest=1.0 - dampening, lr=lr)
     flags = first * FIRST_STEP | nesterov * NESTEROV
     names = ("master", "grad", "momentum_buffer", "", "out")
-    _step("sgd", names, Rule.SGD, (master, grad, momentum_buffer, None, out), c, flags, rounding)
+    _step("sgd", names, KernelRule.SGD, (master, grad, momentum_buffer, None, out), c, flags, rounding)
 
 
 def adagrad(
@@ -151,7 +151,7 @@ def adagrad(
     _check_step("adagrad", step)
     c = Coefficients(scale=scale, l2=weight_decay, eps=eps, lr=lr / (1 + (step - 1) * lr_decay))
     names = ("master", "grad", "", "square_sum", "out")
-    _step("adagrad", names, Rule.ADAGRAD, (master, grad, None, _plain("adagrad", square_sum), out), c, 0, rounding)
+    _step("adagrad", names, KernelRule.ADAGRAD, (master, grad, None, _plain("adagrad", square_sum), out), c, 0, rounding)
 
 
 class LambOptions(TypedDict):
@@ -175,18 +175,18 @@ def lamb_update(
     Returns the fp64 sums of squares of the weights and of the update: floats on CPU, 0-dim tensors on other devices, so that
     nothing synchronizes. They do not depend on the number of threads. Sums over the ranges of a tensor may be added.
     """
-    return _lamb("lamb_update", Rule.LAMB_UPDATE, (master, grad, exp_avg, exp_avg_sq, None), {"scale": scale}, options)
+    return _lamb("lamb_update", KernelRule.LAMB_UPDATE, (master, grad, exp_avg, exp_avg_sq, None), {"scale": scale}, options)
 
 
 def lamb_apply(
     master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, *, lr: float | Tensor, **options: Unpack[LambOptions]
 ) -> None:
     """LAMB's second pass: master -= lr * update. `lr` includes the trust ratio; a tensor stays on its device."""
-    _lamb("lamb_apply", Rule.LAMB_APPLY, (master, None, exp_avg, exp_avg_sq, out), {"lr": lr}, options)
+    _lamb("lamb_apply", KernelRule.LAMB_APPLY, (master, None, exp_avg, exp_avg_sq, out), {"lr": lr}, options)
 
 
 def _lamb(
-    op: str, rule: Rule, arrays: Arrays, factors: Mapping[str, Any], options: LambOptions
+    op: str, rule: KernelRule, arrays: Arrays, factors: Mapping[str, Any], options: LambOptions
 ) -> tuple[float | Tensor, float | Tensor]:
     beta1, beta2, step = options["beta1"], options["beta2"], options["step"]
     _check_step(op, step)
@@ -239,7 +239,7 @@ def _plain(op: str, state: State) -> State:
 
 
 def _step(
-    op: str, names: tuple[str, ...], rule: Rule, arrays: Arrays, c: Coefficients, flags: int, rounding: Stochastic | None
+    op: str, names: tuple[str, ...], rule: KernelRule, arrays: Arrays, c: Coefficients, flags: int, rounding: Stochastic | None
 ) -> tuple[float | Tensor, float | Tensor]:
     """The first state is signed, the second is a sum of squares."""
     master, grad, first, second, out = arrays
@@ -270,7 +270,7 @@ def _step(
     if out is not None and out.data_ptr() % 64 == 0 and numel * WIDTHS[packed[-1]] >= STREAM_BYTES:
         flags |= STREAM
     record = _RECORD.pack(*packed, offset, *keys, *c, flags)
-    sums = (ctypes.c_double * (2 * -(-numel // BLOCK)))() if rule is Rule.LAMB_UPDATE else None
+    sums = (ctypes.c_double * (2 * -(-numel // BLOCK)))() if rule is KernelRule.LAMB_UPDATE else None
     if numel < 2 * THREAD_NUMEL or (threads := torch.get_num_threads()) == 1:
         kernels.step(rule, record, 0, numel, sums)
     else:

@@ -20,7 +20,7 @@ FULL = {torch.int8: 127.0, torch.uint8: 255.0}  # the largest code
 _LOW = 0xFFFFFFFF
 
 
-class Rule(IntEnum):
+class KernelRule(IntEnum):
     """Numbered as in csrc/optim.h, as are the flags below."""
 
     ADAMW = 0
@@ -110,7 +110,7 @@ State = Tensor | Blocks | None
 
 @torch.no_grad()
 def step(
-    rule: Rule,
+    rule: KernelRule,
     master: Tensor,
     grad: Tensor | None,
     first: State,
@@ -124,30 +124,30 @@ def step(
     squares: tuple[list[Tensor], list[Tensor]] = ([], [])
     for span in spans(master):
         p = master[span].float()
-        if rule is Rule.ADAMW:  # a state in codes is decayed as it is decoded
+        if rule is KernelRule.ADAMW:  # a state in codes is decayed as it is decoded
             m, v = _read(first, span, c.beta1), _read(second, span, c.beta)
         else:
             m, v = _read(first, span), _read(second, span)
         g = p if grad is None else grad[span].float() * c.scale
-        if c.l2 != 0.0 and rule in (Rule.ADAMW, Rule.SGD, Rule.ADAGRAD):
+        if c.l2 != 0.0 and rule in (KernelRule.ADAMW, KernelRule.SGD, KernelRule.ADAGRAD):
             g.add_(p * c.l2)
-        if rule is Rule.ADAMW:
+        if rule is KernelRule.ADAMW:
             _adamw(p, g, m, v, c, flags, isinstance(first, Blocks), isinstance(second, Blocks))
-        elif rule is Rule.LION:
+        elif rule is KernelRule.LION:
             _lion(p, g, m, c, flags)
-        elif rule is Rule.SGD:
+        elif rule is KernelRule.SGD:
             _sgd(p, g, m if first is not None else None, c, flags)
-        elif rule is Rule.ADAGRAD:
+        elif rule is KernelRule.ADAGRAD:
             v.add_(g * g)
             p.sub_((g * c.lr).div_(sqrt(v).add_(c.eps)))
-        elif rule is Rule.LAMB_UPDATE:
+        elif rule is KernelRule.LAMB_UPDATE:
             _average(g, m, v, c, flags)
         else:
             p.sub_(_lamb_update(p, m, v, c, flags).mul_(c.lr))
         bits, state_bits = (None, None) if rounding is None else _random_bits(rounding, span.start, len(p), p.device)
-        if rule is not Rule.LAMB_APPLY:
+        if rule is not KernelRule.LAMB_APPLY:
             m, v = _write(first, span, m, state_bits), _write(second, span, v, state_bits)
-        if rule is Rule.LAMB_UPDATE:
+        if rule is KernelRule.LAMB_UPDATE:
             for sums, x in zip(squares, (p, _lamb_update(p, m, v, c, flags)), strict=True):
                 square = x.double().square_()
                 sums += [part.sum() for part in square.split(CPU_SUM)] if x.is_cpu else [square.sum()]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from slipstream.config.plan import Plan
-from slipstream.config.refusals import Row, matching
+from slipstream.config.refusals import Refusal, matching
 from slipstream.optim.onebit import rounds_of
 from slipstream.optim.rules import Rule
 
 
-class Case:
+class OptimizerCase:
     """A plan and the optimizer that updates its states, for the rows below. rule: its native kernel, if it has one."""
 
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
@@ -27,48 +27,48 @@ class Case:
         self.weights_are_split = self.offload.param == "nvme" and self.offload.max_in_cpu > 0
 
 
-REFUSALS: tuple[Row, ...] = (
-    Row(
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
         lambda c: c.rule is None and c.offload.optimizer == "nvme",
         "offload_optimizer to disk needs a native kernel, and {c.name} with these options has none; use AdamW, Adam, Lion, LAMB, "
         "Adagrad or SGD, or keep the states in memory",
     ),
-    Row(
+    Refusal(
         lambda c: c.rule is None and c.offload.param == "nvme" and c.in_place,
         "offload_param to disk needs a native kernel for {c.precision.param_dtype} weights, which are their own masters, and "
         "{c.name} with these options has none; use AdamW, Adam, Lion, Adagrad or SGD, or train in bf16 with fp32 masters, which "
         "stay in memory",
     ),
-    Row(
+    Refusal(
         lambda c: c.rule is not None and c.rule.is_whole and (c.optimizer_is_split or c.weights_are_split),
         "{c.name} computes norms of whole parameters, which cannot be split between memory and disk: set "
         "offload_optimizer.ratio to 1 and offload_param.max_in_cpu to 0",
     ),
-    Row(
+    Refusal(
         lambda c: c.precision.state_dtype is torch.int8 and (c.rule is None or not c.rule.may_be_blocks),
         '"slipstream": {{"optimizer_states": "int8"}} supports AdamW, Adam, Lion and SGD, not {c.name}',
     ),
-    Row(
+    Refusal(
         lambda c: c.is_late and c.is_offloaded,
         "{c.name} exchanges what it makes of each rank's gradients in device memory; drop offload_optimizer and offload_param, or "
         "use AdamW",
     ),
-    Row(
+    Refusal(
         lambda c: c.is_late and (c.precision.master_dtype is not torch.float32 or c.precision.state_dtype is not torch.float32),
         "{c.name} needs masters and states in fp32, not {c.precision.master_dtype} and {c.precision.state_dtype}; drop the options "
         "that make them smaller, or use AdamW",
     ),
-    Row(
+    Refusal(
         lambda c: c.is_late and c.shard_size is not None,
         "{c.name} exchanges signs over all data-parallel ranks, not within groups: drop zero_optimization.mics_shard_size, or use "
         "AdamW",
     ),
-    Row(
+    Refusal(
         lambda c: c.steps_locally and c.stage > 0,
         "{c.name} takes local steps, for which each rank needs its own masters of all parameters, but stage {c.stage} shards them: "
         "set optimizer.params.local_step_clipper to 1, or zero_optimization.stage to 0",
     ),
-    Row(
+    Refusal(
         lambda c: c.rule is None and c.precision.stochastic_rounding,
         '"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, SGD), '
         "and {c.name} with these options has none",
@@ -78,5 +78,5 @@ REFUSALS: tuple[Row, ...] = (
 
 def refuse(plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
     """Raise ValueError if the optimizer does not support a setting of the plan."""
-    for text in matching(REFUSALS, Case(plan, optimizer, rule)):
+    for text in matching(REFUSALS, OptimizerCase(plan, optimizer, rule)):
         raise ValueError(text)

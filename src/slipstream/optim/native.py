@@ -18,13 +18,13 @@ from torch import Tensor
 from slipstream.ops import Blocks, Stochastic
 from slipstream.optim import rules
 from slipstream.optim.rules import Rule
-from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.optim.sharded import ShardedSteps, UpdatePiece
 from slipstream.zero.layout import ALIGN
 from slipstream.zero.leaves import is_stack
 from slipstream.zero.placement import Tier
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Section, Store, section, write
-from slipstream.zero.storage.stream import Chunk, Use, chunks
+from slipstream.zero.storage.stream import StateChunk, StateUse, chunks
 from slipstream.zero.unit import Unit
 
 _CODED = 256  # elements that share a scale if states are in 8 bits (ops.Blocks)
@@ -58,8 +58,8 @@ class Form:
 class Moments:
     """One unit's states, and how a step walks them."""
 
-    states: dict[str, Store]  # the rule's; in 8 bits, `CodedStore`s
-    chunks: list[Chunk]
+    states: dict[str, Store]  # the rule's; in 8 bits, `MomentStore`s
+    chunks: list[StateChunk]
     slot_nbytes: int  # of a ring's buffer that the largest chunk needs
     runs: list[Run]  # of the current step
 
@@ -83,12 +83,12 @@ class NativeSteps(ShardedSteps):
         del self.members[unit]
         moments = self._moments.pop(unit, None)
         for store in moments.states.values() if moments is not None else ():
-            self.homes.drop(store.codes if isinstance(store, CodedStore) else store)
+            self.homes.drop(store.codes if isinstance(store, MomentStore) else store)
 
     def memory(self) -> Iterator[Tensor | Store]:
         for moments in self._moments.values():
             for store in moments.states.values():
-                yield from (store.codes, store.scales) if isinstance(store, CodedStore) else (store,)
+                yield from (store.codes, store.scales) if isinstance(store, MomentStore) else (store,)
 
     def moments(self, unit: Unit) -> Moments:
         """The unit's states; made on first use, with the optimizer's initial state."""
@@ -112,7 +112,7 @@ class NativeSteps(ShardedSteps):
         most = unit.master.numel if self.rule.is_whole else self.chunk_numel
         pieces = cut(self.homes, states, unit.master, unit.grads, unit.out, most)
         if self.form.coded:
-            states = {name: CodedStore(store) for name, store in states.items()}
+            states = {name: MomentStore(store) for name, store in states.items()}
         return Moments(states=states, chunks=pieces, slot_nbytes=max((chunk.nbytes() for chunk in pieces), default=0), runs=[])
 
     def begin(self, units: Sequence[Unit]) -> None:
@@ -129,7 +129,7 @@ class NativeSteps(ShardedSteps):
                 piece.step += 1
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check that the optimizer stepped first
 
-    def chunks(self, unit: Unit) -> Sequence[Chunk]:
+    def chunks(self, unit: Unit) -> Sequence[StateChunk]:
         return self.moments(unit).chunks
 
     def _runs_of(self, unit: Unit) -> Iterator[Run]:
@@ -164,7 +164,7 @@ class NativeSteps(ShardedSteps):
         if run is not None:
             yield run
 
-    def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
+    def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")
         is_buffer = chunk.slot is not None  # `weights` is then a ring buffer that holds other chunks' weights
         done = 0
@@ -188,10 +188,10 @@ class NativeSteps(ShardedSteps):
         """The options of a group for its step number `step`."""
         return self._options[index]
 
-    def _states(self, unit: Unit, chunk: Chunk, a: int, b: int) -> list[Tensor | Blocks]:
+    def _states(self, unit: Unit, chunk: StateChunk, a: int, b: int) -> list[Tensor | Blocks]:
         span = slice((chunk.start + a) // _CODED, -(-(chunk.start + b) // _CODED))
         tensors = ((chunk.tensors[name][a:b], store) for name, store in self._moments[unit].states.items())
-        return [Blocks(tensor, store.scales[span]) if isinstance(store, CodedStore) else tensor for tensor, store in tensors]
+        return [Blocks(tensor, store.scales[span]) if isinstance(store, MomentStore) else tensor for tensor, store in tensors]
 
     def _rounding(self, unit: Unit, step: int, start: int) -> Stochastic | None:
         if self.form.stochastic_seed is None:
@@ -199,30 +199,30 @@ class NativeSteps(ShardedSteps):
         # An element's number depends on its position in its unit, not on tiers, chunks or (except for padding) ranks
         return Stochastic(self.form.stochastic_seed, step, (unit.index << 40) + unit.optim_span[0] + start)
 
-    def states(self, piece: Piece) -> dict[str, Tensor | Section]:
+    def states(self, piece: UpdatePiece) -> dict[str, Tensor | Section]:
         return {name: section(store, piece.start, piece.stop) for name, store in self.moments(piece.unit).states.items()}
 
-    def scalars(self, piece: Piece) -> dict[str, Any]:
+    def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
         return {"step": piece.step}
 
-    def make_states(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+    def make_states(self, piece: UpdatePiece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
         return lambda: None  # `moments` makes them on first use, as zeros
 
-    def load_scalars(self, piece: Piece, values: dict[str, Any]) -> None:
+    def load_scalars(self, piece: UpdatePiece, values: dict[str, Any]) -> None:
         piece.step = int(values.get("step", 1))
 
 
-def cut(homes: Homes, states: Mapping[str, Store], master: Store, grads: Store, out: Store | None, most: int) -> list[Chunk]:
+def cut(homes: Homes, states: Mapping[str, Store], master: Store, grads: Store, out: Store | None, most: int) -> list[StateChunk]:
     """Cut a unit's optimizer span into chunks of at most `most` elements. `out`: its weights, if they are not their own masters."""
-    uses = {name: Use(store, read=True, write=True) for name, store in states.items()}
-    uses["master"] = Use(master, read=True, write=True, lane=homes.lane_from(master))
-    uses["grads"] = Use(grads, read=True, write=False, lane=homes.lane_from(grads))
+    uses = {name: StateUse(store, read=True, write=True) for name, store in states.items()}
+    uses["master"] = StateUse(master, read=True, write=True, lane=homes.lane_from(master))
+    uses["grads"] = StateUse(grads, read=True, write=False, lane=homes.lane_from(grads))
     if out is not None:
-        uses["out"] = Use(out, read=False, write=True, lane=homes.lane_from(out))
+        uses["out"] = StateUse(out, read=False, write=True, lane=homes.lane_from(out))
     return chunks(master.numel, uses, most)
 
 
-class CodedStore(Store):
+class MomentStore(Store):
     """An 8-bit state; for checkpoints and `optimizer_state` in fp32: decodes reads and encodes writes.
 
     The scales are always in memory, with the codes or on the host: 1/64 byte per element.

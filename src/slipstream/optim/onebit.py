@@ -50,11 +50,11 @@ from slipstream.optim import rules
 from slipstream.optim.loop import step_each
 from slipstream.optim.native import NativeSteps
 from slipstream.optim.rounds import Round, Rounds
-from slipstream.optim.sharded import Piece
+from slipstream.optim.sharded import UpdatePiece
 from slipstream.zero.comm import Buffer, Comm, Pending, reduce_into, sum_over
 from slipstream.zero.leaves import keep_apart, kind_of, mark_rows
 from slipstream.zero.storage.store import Section, Store, read, section, write
-from slipstream.zero.storage.stream import Chunk
+from slipstream.zero.storage.stream import StateChunk
 from slipstream.zero.unit import Unit
 
 log = logging.getLogger(__name__)
@@ -270,12 +270,12 @@ class OneBitSteps(NativeSteps):
         self.frozen.pop(unit, None)
         self.local.pop(unit, None)
 
-    def states(self, piece: Piece) -> dict[str, Tensor | Section]:
+    def states(self, piece: UpdatePiece) -> dict[str, Tensor | Section]:
         errors = self.errors.get(piece.unit)
         own = {} if errors is None else {"error": section(errors, piece.start, piece.stop)}
         return super().states(piece) | own
 
-    def make_states(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+    def make_states(self, piece: UpdatePiece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
         before = self.errors.pop(piece.unit, None)
         if "error" in dtypes:
             self.errors[piece.unit] = before or piece.unit.homes.state(piece.unit.master.numel, torch.float32)
@@ -523,7 +523,7 @@ class OneBitSteps(NativeSteps):
         }
         return {**group, **scaled, "bias_correction": False}
 
-    def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
+    def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         if unit in self._late:
             self._land(unit, chunk.tensors["master"], chunk.tensors.get("out"), is_exchanged=self._round is Round.SIGNS)
             return

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from slipstream.optim.rules import Rule, unsupported_option
 from slipstream.zero.storage.store import Section, Store
-from slipstream.zero.storage.stream import Chunk, Ring
+from slipstream.zero.storage.stream import Ring, StateChunk
 from slipstream.zero.unit import Unit
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class UpdatePiece:
     """The part of one parameter that this rank's optimizer owns; `start`, `stop` count from the optimizer span's start."""
 
     unit: Unit
@@ -55,7 +55,7 @@ class Piece:
 class Membership(NamedTuple):
     """A unit's parameters in an optimizer."""
 
-    pieces: list[Piece]  # this rank's non-empty ones, in span order
+    pieces: list[UpdatePiece]  # this rank's non-empty ones, in span order
     groups: list[int | None]  # the group of each of the unit's parameters, on every rank
 
 
@@ -65,7 +65,7 @@ def membership(unit: Unit, group_of: Mapping[int, int]) -> Membership:
     for i, (group, slot) in enumerate(zip(groups, unit.layout.slots, strict=True)):
         inside, of_param = slot.common(unit.optim_span)
         if group is not None and inside.start < inside.stop:
-            pieces.append(Piece(unit, i, of_param.start, inside.start, inside.stop, group))
+            pieces.append(UpdatePiece(unit, i, of_param.start, inside.start, inside.stop, group))
     return Membership(sorted(pieces, key=lambda piece: piece.start), groups)
 
 
@@ -110,12 +110,12 @@ class ShardedSteps(ABC):
                 first = torch.tensor(groups[piece.group]["initial_accumulator_value"], dtype=unit.dtypes.master)
                 self._initial.setdefault(piece.param, {"step": torch.tensor(0.0), "sum": first.expand(piece.shape)})
 
-    def pieces(self, units: Iterable[Unit] | None = None) -> Iterator[Piece]:
+    def pieces(self, units: Iterable[Unit] | None = None) -> Iterator[UpdatePiece]:
         """This rank's pieces of the units (None: of all), in unit and span order; frozen units have none."""
         trained = (unit for unit in (self.members if units is None else units) if unit.grads is not None)
         return (piece for unit in trained for piece in self.members[unit].pieces)
 
-    def piece(self, unit: Unit, i: int) -> Piece | None:
+    def piece(self, unit: Unit, i: int) -> UpdatePiece | None:
         """This rank's piece of the unit's parameter i, if it owns one."""
         return next((piece for piece in self.pieces([unit]) if piece.i == i), None)
 
@@ -130,7 +130,7 @@ class ShardedSteps(ABC):
     def drop(self, unit: Unit) -> None:
         """Forget a removed unit, and free the memory of its states."""
 
-    def _initial_state(self, piece: Piece, flat: bool) -> dict[str, Any]:
+    def _initial_state(self, piece: UpdatePiece, flat: bool) -> dict[str, Any]:
         """The piece's part of the optimizer's initial state."""
         result: dict[str, Any] = {}
         for name, value in self._initial.get(piece.param, {}).items():
@@ -180,11 +180,11 @@ class ShardedSteps(ABC):
         """Start a step of the engine over these units."""
 
     @abstractmethod
-    def chunks(self, unit: Unit) -> Sequence[Chunk]:
+    def chunks(self, unit: Unit) -> Sequence[StateChunk]:
         """The unit's span, cut into the chunks that `step` processes."""
 
     @abstractmethod
-    def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
+    def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         """Update the chunk's masters, and its weights if they are separate, with its gradients times `scale`."""
 
     @abstractmethod
@@ -192,19 +192,19 @@ class ShardedSteps(ABC):
         """Everything that holds per-element state on this rank, in any storage; only what exists (it is made on first use)."""
 
     @abstractmethod
-    def states(self, piece: Piece) -> dict[str, Tensor | Section]:
+    def states(self, piece: UpdatePiece) -> dict[str, Tensor | Section]:
         """Per-element optimizer state of a piece, 1D, in its storage; made on first use."""
 
     @abstractmethod
-    def scalars(self, piece: Piece) -> dict[str, Any]:
+    def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
         """All other optimizer state of the piece's parameter (step counts, whole small tensors)."""
 
     @abstractmethod
-    def make_states(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+    def make_states(self, piece: UpdatePiece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
         """Allocate the named per-element states for a checkpoint to fill. Returns the function that undoes it."""
 
     @abstractmethod
-    def load_scalars(self, piece: Piece, values: dict[str, Any]) -> None:
+    def load_scalars(self, piece: UpdatePiece, values: dict[str, Any]) -> None:
         """Set the values that `scalars` returned."""
 
 
@@ -241,7 +241,7 @@ class TorchSteps(ShardedSteps):
                 f"{type(optimizer).__name__}.step() was called on an optimizer that an engine owns; call engine.step()"
             )
 
-    def _leaf(self, piece: Piece) -> Tensor:
+    def _leaf(self, piece: UpdatePiece) -> Tensor:
         if piece.leaf is None:
             view = piece.unit.master.view(piece.start, piece.stop)
             assert view is not None, "train/initialize.py refuses torch optimizers with a disk tier"
@@ -250,10 +250,10 @@ class TorchSteps(ShardedSteps):
                 self.inner.state[piece.leaf] = initial
         return piece.leaf
 
-    def chunks(self, unit: Unit) -> Sequence[Chunk]:
-        return [Chunk(0, unit.master.numel, {})]
+    def chunks(self, unit: Unit) -> Sequence[StateChunk]:
+        return [StateChunk(0, unit.master.numel, {})]
 
-    def step(self, unit: Unit, chunk: Chunk, scale: float) -> None:
+    def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         assert unit.grads is not None
         grads = unit.grads.whole()
         groups = self.inner.param_groups
@@ -300,10 +300,10 @@ class TorchSteps(ShardedSteps):
         values = (value for state in self.inner.state.values() for value in state.values())
         return (value for value in values if isinstance(value, Tensor) and value.dim() > 0)
 
-    def _state(self, piece: Piece) -> dict[str, Any]:
+    def _state(self, piece: UpdatePiece) -> dict[str, Any]:
         return self.inner.state.get(self._leaf(piece), {})
 
-    def states(self, piece: Piece) -> dict[str, Tensor | Section]:
+    def states(self, piece: UpdatePiece) -> dict[str, Tensor | Section]:
         shape = self._leaf(piece).shape
         return {
             name: value.view(-1)
@@ -311,7 +311,7 @@ class TorchSteps(ShardedSteps):
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
         }
 
-    def make_states(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
+    def make_states(self, piece: UpdatePiece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
         leaf = self._leaf(piece)
         before = self.inner.state.pop(leaf, None)
         if dtypes:
@@ -324,11 +324,11 @@ class TorchSteps(ShardedSteps):
 
         return undo
 
-    def scalars(self, piece: Piece) -> dict[str, Any]:
+    def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
         per_element = self.states(piece)
         return {name: value for name, value in self._state(piece).items() if name not in per_element}
 
-    def load_scalars(self, piece: Piece, values: dict[str, Any]) -> None:
+    def load_scalars(self, piece: UpdatePiece, values: dict[str, Any]) -> None:
         self.inner.state[self._leaf(piece)].update(values)
 
 

@@ -81,7 +81,7 @@ class Cluster:
         return min(self.inside, self.between / min(stride, self.per_host))
 
 
-class Layout(NamedTuple):
+class MeshLayout(NamedTuple):
     """Sizes of the axes, ZeRO stage, schedule and micro-batch."""
 
     pp: int
@@ -98,7 +98,7 @@ class Layout(NamedTuple):
         return " x ".join(axes) or "one rank"
 
 
-class Cost(NamedTuple):
+class LayoutCost(NamedTuple):
     """Seconds of a step by part, and bytes of a rank."""
 
     compute: float
@@ -146,7 +146,7 @@ def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | Non
     )
 
 
-def cost_of(model: Model, cluster: Cluster, layout: Layout) -> Cost:
+def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
     """The time and memory of a step."""
     p, d, s, t, zero, schedule, b, recompute = layout
     micros = model.batch // (d * b)
@@ -176,7 +176,7 @@ def cost_of(model: Model, cluster: Cluster, layout: Layout) -> Cost:
     kept = min(p, micros)
     elements, whole = hidden / cluster.element, 10 + 24 / t  # bytes of a block's activations per element
     activations = elements * (kept * blocks * 2 + whole if recompute else kept * blocks * whole)
-    return Cost(stage * micros, step - busy * micros, sums * micros, swaps * micros, dp, states + activations)
+    return LayoutCost(stage * micros, step - busy * micros, sums * micros, swaps * micros, dp, states + activations)
 
 
 def _makespan(p: int, micros: int, schedule: str, busy: float, hop: float) -> float:
@@ -192,7 +192,7 @@ def _turns(p: int, micros: int, schedule: str) -> float:
     return simulate(p, micros, schedule, costs=Costs(1 / 3, 1 / 3, 1 / 3)).makespan
 
 
-def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", "zero_bubble")) -> Iterator[Layout]:
+def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", "zero_bubble")) -> Iterator[MeshLayout]:
     """All layouts that the model's blocks, heads and batch allow."""
     for p, t, s in itertools.product(_divisors(model.blocks), _divisors(model.heads), _divisors(model.heads)):
         if cluster.ranks % (p * t * s) or model.length % s or model.heads % (s * t):
@@ -203,12 +203,12 @@ def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", 
         for b in (size for size in _divisors(model.batch // d) if size <= 16):
             for zero, schedule, recompute in itertools.product((1, 3), schedules if p > 1 else ("1f1b",), (False, True)):
                 if zero == 1 or d * s > 1:
-                    yield Layout(p, d, s, t, zero, schedule, b, recompute)
+                    yield MeshLayout(p, d, s, t, zero, schedule, b, recompute)
 
 
-def ranked(model: Model, cluster: Cluster) -> list[tuple[Layout, Cost]]:
+def ranked(model: Model, cluster: Cluster) -> list[tuple[MeshLayout, LayoutCost]]:
     """The layouts that fit the memory, fastest first; of each set of axes and ZeRO stage the best one."""
-    best: dict[tuple[int, ...], tuple[Layout, Cost]] = {}
+    best: dict[tuple[int, ...], tuple[MeshLayout, LayoutCost]] = {}
     for layout in layouts(model, cluster):
         cost = cost_of(model, cluster, layout)
         key = layout[:5]
@@ -217,14 +217,14 @@ def ranked(model: Model, cluster: Cluster) -> list[tuple[Layout, Cost]]:
     return sorted(best.values(), key=lambda pair: pair[1].seconds)
 
 
-def efficiency(model: Model, cluster: Cluster, cost: Cost) -> float:
+def efficiency(model: Model, cluster: Cluster, cost: LayoutCost) -> float:
     """The share of the ranks' arithmetic that the model's products need (without recomputation)."""
     tokens = model.batch * model.length
     needed = 6 * tokens * (model.num_params - model.other_params / 2 + model.blocks * model.length * model.width)
     return needed / (cluster.flops * cluster.ranks * cost.seconds)
 
 
-def weak_scaling(model: Model, cluster: Cluster, ranks: Sequence[int]) -> list[tuple[Cluster, Layout, Cost]]:
+def weak_scaling(model: Model, cluster: Cluster, ranks: Sequence[int]) -> list[tuple[Cluster, MeshLayout, LayoutCost]]:
     """The best layout at each number of ranks, with as many sequences per rank and ranks per host as given."""
     rows = []
     for count in ranks:
@@ -235,7 +235,7 @@ def weak_scaling(model: Model, cluster: Cluster, ranks: Sequence[int]) -> list[t
     return rows
 
 
-def scaling_table(model: Model, cluster: Cluster, rows: Sequence[tuple[Cluster, Layout, Cost]]) -> str:
+def scaling_table(model: Model, cluster: Cluster, rows: Sequence[tuple[Cluster, MeshLayout, LayoutCost]]) -> str:
     """The best layout for each number of ranks, at equal sequences per rank."""
     lines = [("ranks", "hosts", "layout", "ZeRO", "step", "GB/rank", "of peak")]
     for larger, layout, cost in rows:
@@ -246,7 +246,7 @@ def scaling_table(model: Model, cluster: Cluster, rows: Sequence[tuple[Cluster, 
     return _aligned(lines)
 
 
-def table(model: Model, cluster: Cluster, ranking: Sequence[tuple[Layout, Cost]], most: int = 8) -> str:
+def table(model: Model, cluster: Cluster, ranking: Sequence[tuple[MeshLayout, LayoutCost]], most: int = 8) -> str:
     """The best layouts with the parts of their time."""
     if not ranking:
         return (
@@ -278,7 +278,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def settings(layout: Layout) -> dict[str, object]:
+def settings(layout: MeshLayout) -> dict[str, object]:
     """The config keys of a layout."""
     mesh = {name: size for name, size in (("pp", layout.pp), ("sp", layout.sp), ("tp", layout.tp)) if size > 1}
     own: dict[str, object] = {"mesh": mesh} if mesh else {}

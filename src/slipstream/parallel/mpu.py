@@ -20,7 +20,7 @@ _STAGES = ("pipeline_model_parallel", "pipe_parallel")
 MARKS = ("tensor_model_parallel", "model_parallel")
 
 
-class Layout(NamedTuple):
+class MpuLayout(NamedTuple):
     """The ranks of an engine: its process group (None: all), and the places of its ranks on the axes if an mpu says them."""
 
     group: Any
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     places: Mapping[int, Place] | None
 
 
-def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> Layout:
+def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
     """The layout of an mpu, or of DeepSpeed's mesh_param; without model parallelism, an engine for each data-parallel group.
 
     Collective if the mpu has model-parallel groups. Raises ValueError for pipeline stages, for groups that are no grid, and for
@@ -40,9 +40,9 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> Layout:
             raise ValueError(
                 f"mesh_param {tuple(mesh_param)} must be (data-parallel, sequence-parallel size) of {ranks} ranks, without mpu"
             )
-        return Layout(None, {"sp": mesh_param[1]}, None)
+        return MpuLayout(None, {"sp": mesh_param[1]}, None)
     if mpu is None:
-        return Layout(None, {}, None)
+        return MpuLayout(None, {}, None)
     if (stages := _ask(mpu, _STAGES, "world_size", 1)) > 1:
         raise ValueError(
             f"mpu has {stages} pipeline stages: an engine does not run a schedule that is not its own. Pass a PipelineModule, or a "
@@ -52,9 +52,9 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> Layout:
     if shared > 1:
         if size > 1:
             raise ValueError(f"mpu has {shared} sequence and {size} tensor ranks: pass sizes in slipstream.mesh instead of an mpu")
-        return Layout(None, {"sp": shared}, None)  # of consecutive ranks, as on the mesh
+        return MpuLayout(None, {"sp": shared}, None)  # of consecutive ranks, as on the mesh
     if size == 1:
-        return Layout(mpu.get_data_parallel_group(), {}, None)
+        return MpuLayout(mpu.get_data_parallel_group(), {}, None)
     own = (mpu.get_data_parallel_rank(), _ask(mpu, _TENSOR, "rank", 0), size)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
@@ -69,7 +69,7 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> Layout:
             f"mpu: the data-parallel and model-parallel ranks of the {len(every)} ranks are no grid: "
             + ", ".join(f"rank {rank}: data {data} model {tensor} of {of}" for rank, (data, tensor, of) in enumerate(every))
         )
-    return Layout(None, {"tp": size}, dict(sorted(places.items(), key=lambda item: item[1])))
+    return MpuLayout(None, {"tp": size}, dict(sorted(places.items(), key=lambda item: item[1])))
 
 
 def mark_marked(model: nn.Module, axis: Axis) -> None:

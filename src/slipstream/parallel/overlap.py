@@ -70,7 +70,7 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, region: Regio
     left: list[Tensor] = []  # by the product's backward to that of the weight: input and gradient, both 2D
     token = _Weight.apply(weight, bias, left)
     token.grad_fn._set_sequence_nr(region.number)
-    y: Tensor = _Product.apply(x, weight, bias, token, left)
+    y: Tensor = _OverlappedProduct.apply(x, weight, bias, token, left)
     return y
 
 
@@ -125,7 +125,7 @@ def _weight_gradient(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
     return (x.t() @ grad).t() if transposed else grad.t() @ x
 
 
-class _Product(torch.autograd.Function):
+class _OverlappedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: list[Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight)

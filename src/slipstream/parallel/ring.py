@@ -78,7 +78,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, exchange: Exchange
     default 1 / sqrt(d).
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    out: Tensor = _Ring.apply(query, key, value, exchange, mask, scale)
+    out: Tensor = _RingAttention.apply(query, key, value, exchange, mask, scale)
     return out
 
 
@@ -107,7 +107,7 @@ def _tiles(mask: Mask, own: int, visitor: int, heads: int, device: torch.device)
         first += stop - start
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, mask: Mask, scale: float) -> Tensor:
         b, h, _, _ = query.shape

@@ -84,7 +84,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.chunk}.{self.micro}"
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """The input of `stage` (FORWARD), or the gradient of its output (BACKWARD), for one micro-batch."""
 
     kind: Kind
@@ -155,27 +155,27 @@ class Schedule:
     def rank_of(self, stage: int) -> int:
         return rank_of(self.num_ranks, self.style, stage)
 
-    def receives(self, rank: int, action: Action) -> Message | None:
+    def receives(self, rank: int, action: Action) -> StageMessage | None:
         """The message that an action waits for. Its source is `rank` itself between two stages of one rank."""
         stage = self.stage_of(rank, action.chunk)
         return self._message(Kind.FORWARD if action.kind == Kind.FORWARD else Kind.BACKWARD, stage, action)
 
-    def sends(self, rank: int, action: Action) -> Message | None:
+    def sends(self, rank: int, action: Action) -> StageMessage | None:
         """The message that an action's result is."""
         stage = self.stage_of(rank, action.chunk)
         if action.kind == Kind.FORWARD:
             return self._message(Kind.FORWARD, stage + 1, action)
         return self._message(Kind.BACKWARD, stage - 1, action)
 
-    def _message(self, kind: Kind, stage: int, action: Action) -> Message | None:
+    def _message(self, kind: Kind, stage: int, action: Action) -> StageMessage | None:
         source = stage - 1 if kind == Kind.FORWARD else stage + 1
         last = self.num_ranks * self.num_chunks - 1
         if action.kind == Kind.WEIGHT or not (0 <= source <= last and 0 <= stage <= last):
             return None
-        return Message(kind, stage, action.micro, self.rank_of(source), self.rank_of(stage))
+        return StageMessage(kind, stage, action.micro, self.rank_of(source), self.rank_of(stage))
 
     @cached_property
-    def _transfers(self) -> list[tuple[float, float, Message]]:
+    def _transfers(self) -> list[tuple[float, float, StageMessage]]:
         """(sent, received, message) of all messages between ranks, by the time of sending."""
         spans = [span for row in self.spans for span in row]
         received = {self.receives(span.rank, span.action): span.start for span in spans}
@@ -200,7 +200,7 @@ class Schedule:
             slots[ring] = most
         return slots
 
-    def posts(self, rank: int) -> list[list[Message]]:
+    def posts(self, rank: int) -> list[list[StageMessage]]:
         """For each action of a rank, the sends and receives to post just before it, in order; and those to post after the last.
 
         All ranks post in one order, that of the simulated sends: no two ranks wait for each other, whether messages are matched in
@@ -209,7 +209,7 @@ class Schedule:
         """
         starts = [span.start for span in self.spans[rank]]
         after = {self.sends(rank, action): i + 1 for i, action in enumerate(self.actions[rank])}
-        posts: list[list[Message]] = [[] for _ in range(len(starts) + 1)]
+        posts: list[list[StageMessage]] = [[] for _ in range(len(starts) + 1)]
         place = running = 0
         for sent, _, message in self._transfers:
             while running < len(starts) and starts[running] < sent:
@@ -268,7 +268,7 @@ def simulate(
     splits = style in _SPLIT and not forward_only
     schedules = []
     for rule in _WEIGHT_RULES if splits else _WEIGHT_RULES[:1]:
-        schedules.append(Schedule(style, num_ranks, num_micro, v, _Step(orders, style, v, seconds, hop, *rule).run()))
+        schedules.append(Schedule(style, num_ranks, num_micro, v, _TimedStep(orders, style, v, seconds, hop, *rule).run()))
         if schedules[-1].never_waits:
             break
     return min(schedules, key=lambda schedule: schedule.makespan)
@@ -297,7 +297,7 @@ def _checked(num_ranks: int, num_micro: int, style: Style | str, chunks: int | N
 
 
 def _order(rank: int, p: int, m: int, style: Style, v: int, forward_only: bool) -> list[Action]:
-    """A rank's forwards and backwards, in order. A W is not in the order: `_Step` puts them into gaps.
+    """A rank's forwards and backwards, in order. A W is not in the order: `_TimedStep` puts them into gaps.
 
     Two styles are built for m rounded up and without the actions of the additional micro-batches, on which no others depend.
     """
@@ -346,7 +346,7 @@ def _v_order(rank: int, p: int, m: int, forward_only: bool) -> list[Action]:
     return order
 
 
-class _Step:
+class _TimedStep:
     """A simulated step: each rank's order, and the gradients of weights between its actions."""
 
     def __init__(

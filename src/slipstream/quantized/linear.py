@@ -39,7 +39,7 @@ class QuantizedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        product: Tensor = _Product.apply(x, self.weight, self.form)
+        product: Tensor = _QuantizedProduct.apply(x, self.weight, self.form)
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
     def dequantized(self) -> Tensor:
@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, bits={self.form.bits}, block={self.form.block}"
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedProduct(torch.autograd.Function):
     """x @ W.T, which saves only the quantized W for the backward."""
 
     @staticmethod

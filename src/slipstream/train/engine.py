@@ -29,7 +29,7 @@ from slipstream.config.plan import BatchPlan
 from slipstream.ops.disk import DiskError
 from slipstream.train import compiled, window
 from slipstream.train.deepspeed_names import explain_missing
-from slipstream.train.gate import IGNORED_BLOCKS, Block
+from slipstream.train.gate import IGNORED_BLOCKS, Obstacle
 from slipstream.train.precision import Precision
 from slipstream.train.progress import Progress
 from slipstream.train.saving import optimizer_state
@@ -339,7 +339,7 @@ class Engine(nn.Module):
         with access.gathered_units(self._all_params(), None, write=False):
             state = self.module.state_dict(*args, **kwargs)
         copies = self._joined_parts(state)
-        if Block.DESTROYED not in self.gate:
+        if Obstacle.DESTROYED not in self.gate:
             for states in self.states:
                 firsts = entries.first_buffers(states)
                 copies |= {identity(buffer): firsts[name] for name, buffer in entries.buffers(states).items()}
@@ -512,13 +512,13 @@ class Engine(nn.Module):
 
     def _settle_before(self, method: str) -> None:
         """Wait for updates and disk transfers; a failure is only logged if `method` needs none of the lost states."""
-        if Block.BROKEN in self.gate:
+        if Obstacle.BROKEN in self.gate:
             return
         try:
             for states in self.states:
                 states.settle()
         except (DiskError, RuntimeError) as failure:
-            if Block.BROKEN not in self.gate or Block.BROKEN not in IGNORED_BLOCKS.get(method, ()):
+            if Obstacle.BROKEN not in self.gate or Obstacle.BROKEN not in IGNORED_BLOCKS.get(method, ()):
                 raise
             logger.error("%s: %s", method, failure)
 
@@ -650,7 +650,7 @@ class Engine(nn.Module):
         Weights on disk (offload_param) are not loaded, as they may not fit into memory: their parameters are on meta afterwards.
         Save them before.
         """
-        if Block.DESTROYED in self.gate:
+        if Obstacle.DESTROYED in self.gate:
             return
         try:
             if self.saves.in_flight:
@@ -659,7 +659,7 @@ class Engine(nn.Module):
             self._tear_down()
 
     def _tear_down(self) -> None:
-        self.gate.shut(Block.DESTROYED, "this engine was destroyed; call slipstream.initialize() for a new one")
+        self.gate.shut(Obstacle.DESTROYED, "this engine was destroyed; call slipstream.initialize() for a new one")
         on_disk = sum(len(unit.params) for unit in self.units if isinstance(unit.weights, DiskStore))
         if on_disk and self.mesh.is_first:
             logger.info(

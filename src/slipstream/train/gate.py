@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 
 
-class Block(Enum):
+class Obstacle(Enum):
     """A condition of an engine that blocks calls. If several apply, the error reports the first."""
 
     DESTROYED = auto()
@@ -20,16 +20,16 @@ class Block(Enum):
 
 
 # The blocks that each call ignores; all others block it. An asynchronous save in flight needs none of the states.
-IGNORED_BLOCKS: Mapping[str, frozenset[Block]] = {
-    "destroy": frozenset(Block),
-    "finish_save": frozenset(Block) - {Block.DESTROYED},
-    "explain": frozenset({Block.AVERAGED}),
-    "forward": frozenset({Block.BROKEN, Block.AVERAGED, Block.ASLEEP}),  # sleeping units raise their own error
-    "gathered": frozenset({Block.DESTROYED, Block.CHANGING, Block.AVERAGED, Block.ASLEEP}),
-    "named_weights": frozenset({Block.AVERAGED}),
-    "save_pretrained": frozenset({Block.AVERAGED}),
-    "surgery": frozenset({Block.CHANGING}),
-    "wake": frozenset({Block.DESTROYED, Block.BROKEN, Block.ASLEEP}),  # destroy() calls wake()
+IGNORED_BLOCKS: Mapping[str, frozenset[Obstacle]] = {
+    "destroy": frozenset(Obstacle),
+    "finish_save": frozenset(Obstacle) - {Obstacle.DESTROYED},
+    "explain": frozenset({Obstacle.AVERAGED}),
+    "forward": frozenset({Obstacle.BROKEN, Obstacle.AVERAGED, Obstacle.ASLEEP}),  # sleeping units raise their own error
+    "gathered": frozenset({Obstacle.DESTROYED, Obstacle.CHANGING, Obstacle.AVERAGED, Obstacle.ASLEEP}),
+    "named_weights": frozenset({Obstacle.AVERAGED}),
+    "save_pretrained": frozenset({Obstacle.AVERAGED}),
+    "surgery": frozenset({Obstacle.CHANGING}),
+    "wake": frozenset({Obstacle.DESTROYED, Obstacle.BROKEN, Obstacle.ASLEEP}),  # destroy() calls wake()
 }
 
 
@@ -37,20 +37,20 @@ class Gate:
     """The current blocks of one engine, each with its reason."""
 
     def __init__(self) -> None:
-        self.reasons: dict[Block, str] = {}
+        self.reasons: dict[Obstacle, str] = {}
 
-    def __contains__(self, block: Block) -> bool:
+    def __contains__(self, block: Obstacle) -> bool:
         return block in self.reasons
 
-    def shut(self, block: Block, reason: str) -> None:
+    def shut(self, block: Obstacle, reason: str) -> None:
         assert reason, f"{block} needs a reason: it is the user's error message"
         self.reasons[block] = reason
 
-    def open(self, block: Block) -> None:
+    def open(self, block: Obstacle) -> None:
         self.reasons.pop(block, None)
 
     def check(self, call: str) -> None:
         """Raise RuntimeError if a block refuses `call`, a method's name or "gathered"."""
-        for block in Block if self.reasons else ():
+        for block in Obstacle if self.reasons else ():
             if block in self.reasons and block not in IGNORED_BLOCKS.get(call, ()):
                 raise RuntimeError(self.reasons[block])

@@ -32,7 +32,7 @@ PREFIX = "base_model.model."  # before every name of a model that PEFT has wrapp
 _ADDED = ("lora", "adalora", "loha", "lokr", "vera")  # PEFT's tuners whose get_delta_weight() is added to the weight
 
 
-class _Source(NamedTuple):
+class _HandoverSource(NamedTuple):
     """The model's parameters by their role in the stream."""
 
     adapted: dict[str, Any]  # PEFT's layers, by the name of the weight that they adapt
@@ -121,7 +121,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
+def _of_unit(unit: Unit, source: _HandoverSource) -> Iterator[tuple[str, Tensor]]:
     kept = source.kept(unit)
     if not kept:
         return
@@ -140,7 +140,7 @@ def _of_unit(unit: Unit, source: _Source) -> Iterator[tuple[str, Tensor]]:
             unit.release()
 
 
-def _source(states: States) -> _Source:
+def _source(states: States) -> _HandoverSource:
     """Classify the parameters. Raises ValueError for a model that cannot be streamed."""
     for unit in states.units:
         for name, param, whole in zip(unit.names, unit.params, unit.model_params, strict=True):
@@ -151,7 +151,7 @@ def _source(states: States) -> _Source:
                 )
     adapted = _adapted(states)
     adapters = {id(param) for module in adapted.values() for name, param in module.named_parameters() if "base_layer" not in name}
-    return _Source(adapted, adapters, _unused(states.model), row_forms(states.model))
+    return _HandoverSource(adapted, adapters, _unused(states.model), row_forms(states.model))
 
 
 class _Copy(NamedTuple):

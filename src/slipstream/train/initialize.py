@@ -16,11 +16,11 @@ from slipstream import brief
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
-from slipstream.config.arguments import ConfigError, Loaded, read_config
+from slipstream.config.arguments import ConfigError, LoadedConfig, read_config
 from slipstream.moe.balance import balancing
 from slipstream.moe.layer import MoE
 from slipstream.moe.load import KeptLosses, meters
-from slipstream.moe.place import ExpertParallel, draws, split_experts
+from slipstream.moe.place import ExpertRanks, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.onebit import OneBitSteps, mark_uncompressed
@@ -165,7 +165,7 @@ class _Cut(NamedTuple):
 
     slices: Slices | None
     sequences: Sequences | None
-    experts: ExpertParallel
+    experts: ExpertRanks
 
     def connect(self, engine: Engine) -> None:
         """Collective over the axes."""
@@ -220,7 +220,7 @@ def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, 
     return model, model_parameters
 
 
-def _log_config(plan: Plan, loaded: Loaded, overrides: Mapping[str, Any], optimizer: Any, mesh: Mesh) -> None:
+def _log_config(plan: Plan, loaded: LoadedConfig, overrides: Mapping[str, Any], optimizer: Any, mesh: Mesh) -> None:
     if not mesh.is_first:
         return
     keys.say(loaded.notes)
@@ -241,7 +241,7 @@ def _first_values(model: nn.Module, mesh: Mesh, device: torch.device) -> FirstVa
     return values
 
 
-def _resolve(loaded: Loaded, facts: ModelFacts, group: Any, has_optimizer: bool) -> tuple[Plan, dict[str, Any]]:
+def _resolve(loaded: LoadedConfig, facts: ModelFacts, group: Any, has_optimizer: bool) -> tuple[Plan, dict[str, Any]]:
     """The plan, and what an engine for inference overrides. Collective; raises ConfigError on every rank."""
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     try:
@@ -257,8 +257,8 @@ def _resolve(loaded: Loaded, facts: ModelFacts, group: Any, has_optimizer: bool)
 
 
 def read_together(
-    read: Callable[[], Loaded], distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None
-) -> Loaded:
+    read: Callable[[], LoadedConfig], distributed_port: int | None = None, mpu: Any = None, dist_init_required: bool | None = None
+) -> LoadedConfig:
     """Read a config and join the process group. Collective: if a rank cannot read its config, all raise and name that rank."""
     refusal: ConfigError | None = None
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.optim.sharded import ShardedSteps, UpdatePiece
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.storage.store import read, write
 from slipstream.zero.unit import Unit
@@ -113,7 +113,7 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
 
 def _wanted(
     steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], known: Mapping[str, Any]
-) -> Iterator[tuple[Piece, Origin]]:
+) -> Iterator[tuple[UpdatePiece, Origin]]:
     """This rank's pieces that continue the old unit's. Tensor states that are not per element are dropped if the shape changed."""
     for piece in steps.pieces(units):
         origin = origins.get(piece.name)

@@ -27,7 +27,7 @@ from slipstream.parallel.deferred import Deferred
 from slipstream.parallel.drawing import draw_svg, draw_text
 from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
-from slipstream.parallel.schedule import Action, Kind, Message, Schedule, Span, Style, rank_of, simulate, stage_of
+from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stage_of
 from slipstream.parallel.topology import PipelineParallelGrid
 from slipstream.train.engine import Engine
 from slipstream.train.precision import Precision, map_tensors
@@ -41,7 +41,7 @@ _ONLY = "Only train_batch() is accessible in pipeline mode."  # DeepSpeed's text
 _REDUCTIONS = ("avg", None)
 
 
-class Run(NamedTuple):
+class ActionRun(NamedTuple):
     """One micro-batch in one stage, between its forward and its backward."""
 
     inputs: Any
@@ -213,7 +213,7 @@ class PipelineEngine(Engine):
         return self.pipe.schedule
 
 
-Kept = dict[Message, Any]  # what one stage of a rank has for another one of it
+Kept = dict[StageMessage, Any]  # what one stage of a rank has for another one of it
 
 
 class Pipe:
@@ -275,7 +275,7 @@ class Pipe:
         batches = self._read(micro_batches)
         engine.window.divide(True)
         engine._set_alpha()
-        runs: dict[tuple[int, int], Run] = {}
+        runs: dict[tuple[int, int], ActionRun] = {}
         kept: Kept = {}
         losses: list[Tensor] = []
         weights: dict[tuple[int, int], Any] = {}  # that wait
@@ -313,7 +313,7 @@ class Pipe:
     def _first_inputs(self, batch: Any) -> Any:
         return self.engine.precision.enter(self.module.inputs(batch))
 
-    def _forward(self, action: Action, batch: Any, kept: Kept, losses: list[Tensor]) -> Run:
+    def _forward(self, action: Action, batch: Any, kept: Kept, losses: list[Tensor]) -> ActionRun:
         engine = self.engine
         received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
         inputs = self._first_inputs(batch) if received is None else self._receive(received, kept)
@@ -326,9 +326,9 @@ class Pipe:
             losses.append(outputs.detach())
         else:
             self._send(sent, outputs, kept)
-        return Run(inputs, outputs)
+        return ActionRun(inputs, outputs)
 
-    def _backward(self, action: Action, run: Run, kept: Kept) -> None:
+    def _backward(self, action: Action, run: ActionRun, kept: Kept) -> None:
         engine = self.engine
         received, sent = self.schedule.receives(self.index, action), self.schedule.sends(self.index, action)
         roots = [tensor for tensor in tensors_in(run.outputs) if tensor.requires_grad]
@@ -350,13 +350,13 @@ class Pipe:
         self.began = time.time()
         self.engine.watch.unit = f"{action.kind} of stage {self.module.stages[action.chunk]}, micro-batch {action.micro}"
 
-    def _send(self, message: Message, tree: Any, kept: Kept) -> None:
+    def _send(self, message: StageMessage, tree: Any, kept: Kept) -> None:
         if message.target == self.index:
             kept[message] = tree
         else:
             self.mail.send(message[:2], message.target, tree)
 
-    def _receive(self, message: Message, kept: Kept) -> Any:
+    def _receive(self, message: StageMessage, kept: Kept) -> Any:
         if message.source != self.index:
             return self.mail.receive(message[:2], message.source)
         tree = kept.pop(message)
@@ -376,7 +376,7 @@ class Pipe:
     # -- evaluation --
 
     def evaluate(self, count: int, return_logits: bool, compute_loss: bool, reduce_output: str | None, bcast_loss: bool) -> Any:
-        batches, kept = self._read(count), dict[Message, Any]()
+        batches, kept = self._read(count), dict[StageMessage, Any]()
         schedule = simulate(self.schedule.num_ranks, count, self.schedule.style, len(self.module.stages), forward_only=True)
         outputs: list[Any] = []
         losses: list[Tensor] = []

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 PerGroup = float | Sequence[float]
 
 
-class Schedule(ABC):
+class RateSchedule(ABC):
     """The base of the five schedules: a rate is `low + (high - low) * height(i)`."""
 
     optimizer: Any  # anything with param_groups
@@ -127,7 +127,7 @@ class Schedule(ABC):
 
 
 @dataclass(eq=False, repr=False)
-class LRRangeTest(Schedule):
+class LRRangeTest(RateSchedule):
     """The range test (Smith 2018, arXiv 1803.09820): the rate grows without bound, to find where training diverges."""
 
     rates = ("lr_range_test_min_lr",)
@@ -148,7 +148,7 @@ class LRRangeTest(Schedule):
 
 
 @dataclass(eq=False, repr=False)
-class OneCycle(Schedule):
+class OneCycle(RateSchedule):
     """The 1-cycle policy (Smith 2018, arXiv 1803.09820) with a decay phase after the cycle.
 
     Momentum is beta1 of the groups that have `betas`. As in DeepSpeed, beta2 then becomes 0.99, and beta1 is `cycle_min_mom` before
@@ -226,7 +226,7 @@ class OneCycle(Schedule):
         return math.floor(part * stairs / size) / stairs if stairs > 0 else part / size
 
 
-class _Warmup(Schedule):
+class _Warmup(RateSchedule):
     """A schedule that begins with a ramp over `warmup_num_steps` (at least 2), linear or logarithmic (steep first)."""
 
     warmup_num_steps: int
@@ -328,7 +328,7 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-_SCHEDULES: dict[str, type[Schedule]] = {
+_SCHEDULES: dict[str, type[RateSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID: tuple[str, ...] = tuple(_SCHEDULES)
@@ -402,13 +402,13 @@ def add_group(scheduler: Any, rate: float | None) -> Callable[[], None]:
     """
     parts = _parts_of(scheduler)
     for part in parts:
-        if not isinstance(part, Schedule) and type(part) not in (*_OF_OTHERS, *_FROM_RATES):
+        if not isinstance(part, RateSchedule) and type(part) not in (*_OF_OTHERS, *_FROM_RATES):
             raise ValueError(
                 f"add_param_group(): a {type(part).__name__} cannot be extended by another group. Set engine.lr_scheduler = None "
                 f"before, and to a new scheduler of engine.optimizer after; or pass an empty group to initialize()"
             )
     before = [(part, dict(vars(part))) for part in parts]
-    if isinstance(scheduler, Schedule):
+    if isinstance(scheduler, RateSchedule):
         scheduler.add_group(rate)
     else:
         _add_to_torch(parts)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
-from slipstream.train.gate import Block
+from slipstream.train.gate import Obstacle
 from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.zero.comm import gather_objects
@@ -61,7 +61,7 @@ def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
         rank, first = next(iter(errors.items()))
         raise RuntimeError(f"engine.sleep(): no states were moved, because rank {rank} failed: {first}")
     states.asleep = asleep
-    states.gate.shut(Block.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
+    states.gate.shut(Obstacle.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
         for unit in states.units:
             unit.sleep()
@@ -90,11 +90,11 @@ def wake(states: States) -> None:
         for unit in states.units:
             unit.wake_up()
     states.asleep = None
-    states.gate.open(Block.ASLEEP)
+    states.gate.open(Obstacle.ASLEEP)
     for rank, why in zip(states.mesh.world.ranks, errors, strict=True):
         if why:
             lost = f"rank {rank} could not read its sleeping states back from disk: {why}"
-            states.gate.shut(Block.BROKEN, f"{lost}. Repair or replace the disk, and resume from the last checkpoint")
+            states.gate.shut(Obstacle.BROKEN, f"{lost}. Repair or replace the disk, and resume from the last checkpoint")
             raise DiskError(errno.EIO, lost)
 
 

@@ -19,7 +19,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.ops.wire import Feedback
 from slipstream.optim.sharded import ShardedSteps
 from slipstream.parallel.exchange import Exchange, connect_activations
-from slipstream.train.gate import Block, Gate
+from slipstream.train.gate import Gate, Obstacle
 from slipstream.train.updater import Updater
 from slipstream.world.mesh import Axis, Differs, Mesh
 from slipstream.world.watch import Watch
@@ -112,7 +112,7 @@ class States:
         fix = "repair or replace the disk, then resume" if part.startswith("the disk") else "resume"
         lost = f"{part} failed in step {self.watch.step}: {why}. The states of this engine are lost"
         reason = f"{lost}: {fix} from the last checkpoint"
-        self.gate.shut(Block.BROKEN, reason)
+        self.gate.shut(Obstacle.BROKEN, reason)
         return reason
 
     def check_disk(self) -> None:

@@ -27,7 +27,7 @@ from slipstream.optim import muon_groups
 from slipstream.parallel.adapters import slice_adapters, whole_features
 from slipstream.train import schedules
 from slipstream.train.agreement import options
-from slipstream.train.gate import Block
+from slipstream.train.gate import Obstacle
 from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.train.states import States
 from slipstream.world.watch import PeerError
@@ -68,7 +68,7 @@ class Surgery:
         self.undo = ExitStack()  # restores the parameter groups if the surgery fails
         self.model = states.model
         self.features = ExitStack()  # sliced layers have the features of the whole, for adapters
-        self.was_half_changed = Block.CHANGING in states.gate
+        self.was_half_changed = Obstacle.CHANGING in states.gate
 
     # -- begin and end --
 
@@ -95,7 +95,7 @@ class Surgery:
         for group in groups:
             self.undo.callback(group.__setitem__, "params", list(group["params"]))
         self.features.enter_context(whole_features(states.model))
-        states.gate.shut(Block.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
+        states.gate.shut(Obstacle.CHANGING, "the engine's model is in surgery: leave `with engine.surgery():` before anything else")
 
     def _show_copy(self, unit: Unit) -> None:
         if unit not in self.copies:
@@ -143,9 +143,9 @@ class Surgery:
         except Exception as error:
             self._close(f"{type(error).__name__}: {error}", is_changed=True)
             raise
-        states.gate.shut(Block.BROKEN, "engine.surgery() failed: the engine's states are lost, resume from the last checkpoint")
+        states.gate.shut(Obstacle.BROKEN, "engine.surgery() failed: the engine's states are lost, resume from the last checkpoint")
         change.make()
-        states.gate.open(Block.BROKEN)
+        states.gate.open(Obstacle.BROKEN)
         self.undo.pop_all()
         self._close("", is_changed=False)
 
@@ -218,9 +218,9 @@ class Surgery:
                         param.data = view
         self.copies = {}
         if is_changed or (why and self.was_half_changed):
-            states.gate.shut(Block.CHANGING, _HALF_CHANGED.format(why=why))
+            states.gate.shut(Obstacle.CHANGING, _HALF_CHANGED.format(why=why))
         else:
-            states.gate.open(Block.CHANGING)
+            states.gate.open(Obstacle.CHANGING)
             self.rewire()
 
 

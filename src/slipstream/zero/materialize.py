@@ -74,7 +74,7 @@ class NoReader:
     def close(self) -> None: ...
 
 
-class Values:
+class InitialValues:
     """The initial values of one unit's flat buffer: in memory (`flat`), or read a range at a time (`reader`)."""
 
     def __init__(self, layout: Layout, flat: Tensor | None, reader: Reader, leaves: Mapping[str, Leaf]) -> None:
@@ -180,7 +180,7 @@ class FirstValues:
                 elif buffer.device != self.device:
                     setattr(module, leaf, buffer.to(self.device))
 
-    def of_block(self, block: str, units: Sequence[tuple[Group, Layout, Comm]]) -> list[Values]:
+    def of_block(self, block: str, units: Sequence[tuple[Group, Layout, Comm]]) -> list[InitialValues]:
         """The initial values of one block's units: those of the first rank of each unit's transport.
 
         Collective; the root (`""`) must come first."""
@@ -215,7 +215,7 @@ class FirstValues:
             if made is not None:
                 comm.broadcast(made)
         self.reader.fetch([slot.name for _, layout, _ in units for slot in layout.slots if slot.name in self.reader])
-        return [Values(layout, flat, self.reader, self.leaves) for (_, layout, _), flat in zip(units, flats, strict=True)]
+        return [InitialValues(layout, flat, self.reader, self.leaves) for (_, layout, _), flat in zip(units, flats, strict=True)]
 
     def _initialize(self, block: str, fresh: Mapping[int, str]) -> None:
         turn = self._turns.get(block, [])

@@ -35,7 +35,7 @@ from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
 from slipstream.zero.gather import Gather
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
-from slipstream.zero.materialize import Values
+from slipstream.zero.materialize import InitialValues
 from slipstream.zero.parameter import drop_grad
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.reduction import Coded, CodedTwice, Dense, Reduction
@@ -137,7 +137,7 @@ class Unit:
         comms: Comms,
         memory: Memory,
         homes: Homes,
-        values: Values,
+        values: InitialValues,
     ) -> None:
         self.name, self.index = name, index
         self.block = block  # the module whose forward gathers it; None for the root's units
@@ -160,7 +160,7 @@ class Unit:
 
     # -- memory --
 
-    def _place_weights(self, values: Values) -> None:
+    def _place_weights(self, values: InitialValues) -> None:
         numel, dtype, device = self.layout.numel, self.dtypes.weights, self.homes.device
         start, stop = self.span
         shard: Store | None = None
@@ -186,7 +186,7 @@ class Unit:
             self.master = self.homes.state(self.optim_span[1] - self.optim_span[0], self.dtypes.master)
         self._fill(values)
 
-    def _fill(self, values: Values) -> None:
+    def _fill(self, values: InitialValues) -> None:
         """Store the initial values, a bounded piece at a time. Masters start from the unrounded values."""
         weights = self.weights if self.placement.weights else MemoryStore(self.full)
         first, last = self.span if self.placement.weights else (0, self.layout.numel)

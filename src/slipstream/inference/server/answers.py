@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Logprob, Output, Usage
-from slipstream.inference.server.backend import Tokenizer
+from slipstream.inference.server.backend import ServedTokenizer
 from slipstream.inference.server.calls import CallFinder
 from slipstream.inference.server.protocol import ChatChoice, ChatLogprobs, CompletionChoice, CompletionLogprobs, UsageBody
 
@@ -64,7 +64,7 @@ class Format(ABC):
     response_object: str  # the `object` field of a non-streaming response
     chunk_object: str  # the `object` field of a stream's chunks
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+    def __init__(self, model: str, tokenizer: ServedTokenizer, *, logprobs: bool) -> None:
         self.tokenizer = tokenizer
         self.logprobs = logprobs
         self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -81,7 +81,7 @@ class Format(ABC):
 class CompletionFormat(Format):
     prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool) -> None:
+    def __init__(self, model: str, tokenizer: ServedTokenizer, *, logprobs: bool) -> None:
         super().__init__(model, tokenizer, logprobs=logprobs)
         self._offsets: dict[int, int] = {}  # choice -> offset of its next token in its text
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # choice -> decoder; counts a character once it is complete
@@ -134,7 +134,7 @@ class ChatFormat(Format):
     def __init__(
         self,
         model: str,
-        tokenizer: Tokenizer,
+        tokenizer: ServedTokenizer,
         *,
         logprobs: bool,
         forced: Sequence[str],

@@ -22,8 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from slipstream.inference.server.backend import Engine
-from slipstream.inference.server.gate import JSON, Gate, refusal
+from slipstream.inference.server.backend import ServedEngine
+from slipstream.inference.server.gate import JSON, AdmissionGate, refusal
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines
 from slipstream.inference.server.metrics import CONTENT_TYPE, Traffic, render
 from slipstream.inference.server.prepare import Bodies, Body, Desk, Limits, Prepared
@@ -59,7 +59,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    engine: Engine,
+    engine: ServedEngine,
     *,
     api_keys: Sequence[str] = (),
     share_prefixes: bool = False,
@@ -85,21 +85,21 @@ def create_app(
         body_timeout_s=body_timeout_s,
         schema_timeout_s=schema_timeout_s,
     )
-    routes = Routes(engine, limits, share_prefixes)
+    routes = HttpRoutes(engine, limits, share_prefixes)
     # No /docs: FastAPI's pages load scripts from a CDN.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, responses={status: _ERRORS[status] for status in (401, 500)})
     app.state.traffic, app.state.deadlines = routes.traffic, routes.deadlines
-    app.add_middleware(Gate, api_keys=tuple(api_keys), traffic=routes.traffic)
+    app.add_middleware(AdmissionGate, api_keys=tuple(api_keys), traffic=routes.traffic)
     routes.add_to(app)
     _add_errors(app)
     app.openapi = partial(_document, app, bool(api_keys))  # type: ignore[method-assign] # FastAPI's documented way
     return app
 
 
-class Routes:
+class HttpRoutes:
     """The handlers of all paths, over one engine."""
 
-    def __init__(self, engine: Engine, limits: Limits, share_prefixes: bool) -> None:
+    def __init__(self, engine: ServedEngine, limits: Limits, share_prefixes: bool) -> None:
         if engine.tokenizer is None:
             raise ValueError(f"{engine.model_name} has no tokenizer, which the server needs; add --tokenizer FOLDER")
         self.engine = engine

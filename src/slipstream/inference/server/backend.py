@@ -10,7 +10,7 @@ from slipstream.inference.engine import Output
 from slipstream.inference.stats import Stats
 
 
-class Tokenizer(Protocol):
+class ServedTokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
         """May raise text.TooLongError if the text has more than `max_tokens` tokens, and should if encoding is slow."""
         ...
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int, /) -> bytes: ...
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     @property
     def model_name(self) -> str: ...
     @property
@@ -41,7 +41,7 @@ class Engine(Protocol):
     @property
     def healthy(self) -> bool: ...
     @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def tokenizer(self) -> ServedTokenizer | None: ...
 
     def prepare(self) -> None:
         """Called before the first request, to do the work that request would otherwise wait for."""

@@ -34,7 +34,7 @@ def refusal(error: RequestError) -> Response:
     return JSON(error.body(), status_code=error.status, headers=error.headers)
 
 
-class Gate:
+class AdmissionGate:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], traffic: Traffic) -> None:

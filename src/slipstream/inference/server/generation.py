@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import Output, Usage
 from slipstream.inference.server.answers import Format, Joined, join, usage_body
-from slipstream.inference.server.backend import Engine
+from slipstream.inference.server.backend import ServedEngine
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.protocol import RequestError
@@ -105,7 +105,7 @@ class Compiling:
 
 
 @asynccontextmanager
-async def running(engine: Engine, work: Work, receive: Receive, compiling: Compiling) -> AsyncIterator[Batches]:
+async def running(engine: ServedEngine, work: Work, receive: Receive, compiling: Compiling) -> AsyncIterator[Batches]:
     """Submit `work` and yield its outputs; on exit, cancel the unfinished sequences. Raises RequestError if the engine rejects it
     or fails."""
     loop = asyncio.get_running_loop()
@@ -181,7 +181,7 @@ class Answer(Response):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServedEngine,
         work: Work,
         form: Format,
         *,

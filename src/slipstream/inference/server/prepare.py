@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from slipstream.inference.server.answers import ChatFormat, CompletionFormat, Format
-from slipstream.inference.server.backend import Engine, Tokenizer
+from slipstream.inference.server.backend import ServedEngine, ServedTokenizer
 from slipstream.inference.server.generation import Work
 from slipstream.inference.server.protocol import (
     MAX_MESSAGES,
@@ -125,7 +125,7 @@ class Bodies:
 class Desk:
     """Parses and tokenizes bodies into work for one engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, max_output_tokens: int | None) -> None:
+    def __init__(self, engine: ServedEngine, tokenizer: ServedTokenizer, max_output_tokens: int | None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_output_tokens = max_output_tokens

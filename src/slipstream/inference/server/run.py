@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from slipstream.inference.server.app import create_app
-from slipstream.inference.server.backend import Engine
+from slipstream.inference.server.backend import ServedEngine
 from slipstream.inference.server.gate import refusal
 from slipstream.inference.server.generation import Deadlines
 from slipstream.inference.server.metrics import Traffic
@@ -41,7 +41,7 @@ class _Server(uvicorn.Server):
     """Keeps listening while it drains, so that new requests get a 503 with Retry-After instead of a refused connection."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: Engine, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
+        self, config: uvicorn.Config, engine: ServedEngine, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
     ) -> None:
         super().__init__(config)
         self.engine = engine
@@ -132,7 +132,7 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
 
 
 def serve(
-    engine: Engine,
+    engine: ServedEngine,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,

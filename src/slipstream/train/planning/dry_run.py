@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from slipstream.config.plan import Plan
-from slipstream.train.planning.predict import Moment, Profile, Work
+from slipstream.train.planning.predict import ComputeWork, Moment, Profile
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.zero.build import buffer_dtypes
 from slipstream.zero.hooks import tensors_in
@@ -111,7 +111,7 @@ def between(small: Profile, at_small: int, large: Profile, at_large: int, size: 
         for a, b in zip(small.moments, large.moments, strict=True)
     ]
     forward, backward = (
-        Work(*(line(a, b) for a, b in zip(*pair, strict=True)))
+        ComputeWork(*(line(a, b) for a, b in zip(*pair, strict=True)))
         for pair in ((small.forward, large.forward), (small.backward, large.backward))
     )
     return Profile(tuple(moments), forward, backward, large.dtype)
@@ -258,7 +258,7 @@ class _Meter(TorchDispatchMode):
 
     def profile(self) -> Profile:
         dtype = max(self.products, key=lambda name: self.products[name])
-        return Profile(tuple(self.moments), Work(*self.work["forward"]), Work(*self.work["backward"]), dtype)
+        return Profile(tuple(self.moments), ComputeWork(*self.work["forward"]), ComputeWork(*self.work["backward"]), dtype)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

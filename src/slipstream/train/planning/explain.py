@@ -18,7 +18,7 @@ import torch.nn as nn
 from slipstream.config.plan import OptimizerPlan, Plan
 from slipstream.optim.rules import Rule
 from slipstream.train.planning import predict
-from slipstream.train.planning.predict import Counted, Flow, Line, Part, Peak, Profile, Rates, Setting, Times
+from slipstream.train.planning.predict import Counted, Flow, Line, Peak, PredictedPart, Profile, Rates, Setting, Times
 from slipstream.train.recipe import CODE_BITS, recipe_of, rehearse
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
@@ -54,7 +54,7 @@ def optimizer_of(plan: Plan) -> Optimizer:
     return inner, rule
 
 
-def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[Part]:
+def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[PredictedPart]:
     """The units that `initialize` would build for the model, by its own plans (zero/build.py)."""
     groups = wrap(model)
     families = {differs: _comms(plan, world, differs) for differs in {(), *(group.differs for group in groups)}}
@@ -69,8 +69,8 @@ def _longest_span(unit: UnitPlan) -> int:
     return max(stop - start for start, stop in itertools.pairwise(unit.layout.shards(unit.comms.dp.size)))
 
 
-def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: int) -> Part:
-    return Part(
+def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: int) -> PredictedPart:
+    return PredictedPart(
         name=name,
         block=block,
         trainable=trainable,
@@ -126,7 +126,7 @@ class Forecast:
         return self.counted.setting
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[PredictedPart]:
         return [stored.part for stored in self.counted.parts]
 
     @property
@@ -165,7 +165,7 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
     return Forecast(counted=predict.count([part_of(unit) for unit in states.units], setting), profile=profile)
 
 
-def part_of(unit: Unit) -> Part:
+def part_of(unit: Unit) -> PredictedPart:
     """The sizes of a unit."""
     block = "" if unit.block is None else unit.name.partition(" (")[0]
     return _part(unit.name, block, unit.trainable, unit, unit.span[1] - unit.span[0])

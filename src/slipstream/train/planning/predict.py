@@ -38,7 +38,7 @@ from slipstream.zero.storage.store import (
     disk_nbytes,
     range_nbytes,
 )
-from slipstream.zero.storage.stream import Chunk
+from slipstream.zero.storage.stream import StateChunk
 from slipstream.zero.unit import Dtypes
 
 META = torch.device("meta")
@@ -46,7 +46,7 @@ _GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class PredictedPart:
     """A unit's sizes and dtypes."""
 
     name: str
@@ -93,24 +93,24 @@ class Setting:
     def host(self) -> Tier:
         return Tier.DEVICE if self.on_host else Tier.HOST
 
-    def owned(self, part: Part) -> int:
+    def owned(self, part: PredictedPart) -> int:
         """Elements that this rank's optimizer updates."""
         return part.span if self.recipe.placement.optim else part.numel
 
-    def sends(self, part: Part) -> bool:
+    def sends(self, part: PredictedPart) -> bool:
         return part.ranks > 1 and not self.shared
 
-    def num_groups(self, part: Part) -> int:
+    def num_groups(self, part: PredictedPart) -> int:
         """Groups of the ranks that share a part's states (ZeRO++)."""
         size = self.plan.zero.group_size or part.ranks
         return part.ranks // size if self.sends(part) and part.ranks % size == 0 else 1
 
-    def gathered_nbytes(self, part: Part, numel: int) -> int:
+    def gathered_nbytes(self, part: PredictedPart, numel: int) -> int:
         """Bytes of so many weights as they are gathered."""
         bits = part.dtypes.gathered_bits
         return numel * part.dtypes.weights.itemsize if bits is None else wire_codes.nbytes(numel, bits)
 
-    def kept_nbytes(self, part: Part) -> int:
+    def kept_nbytes(self, part: PredictedPart) -> int:
         """Bytes of the weights of other groups that a rank keeps (hpZ)."""
         groups = self.num_groups(part)
         return self.gathered_nbytes(part, part.numel * groups // part.ranks) if groups > 1 and self.recipe.placement.weights else 0
@@ -125,7 +125,7 @@ class Moment(NamedTuple):
     with_grads: int  # the same plus `.grad` of parts whose gradients are incomplete
 
 
-class Work(NamedTuple):
+class ComputeWork(NamedTuple):
     """The compute of one phase of one micro-batch."""
 
     flops: int
@@ -136,19 +136,19 @@ class Profile(NamedTuple):
     """One micro-batch of a model, by `dry_run`."""
 
     moments: tuple[Moment, ...]  # in time order
-    forward: Work
-    backward: Work
+    forward: ComputeWork
+    backward: ComputeWork
     dtype: str  # torch's name of the dtype of most matrix products; its speed differs between processors by up to 100 times
 
 
-def stated(parts: Sequence[Part], activations: int) -> Profile:
+def stated(parts: Sequence[PredictedPart], activations: int) -> Profile:
     """The profile of a model that cannot be dry-run, from the user's bytes of activations per micro-batch; compute is unknown."""
     own = {part.name: part.weights_nbytes if part.trainable else 0 for part in parts}
     root = sum(own[part.name] for part in parts if not part.block)
     moments = [
         Moment("backward", part.block, activations, activations + root + (own[part.name] if part.block else 0)) for part in parts
     ]
-    return Profile(tuple(moments), Work(0, 0), Work(0, 0), "float32")
+    return Profile(tuple(moments), ComputeWork(0, 0), ComputeWork(0, 0), "float32")
 
 
 # -- where states are stored --
@@ -166,14 +166,14 @@ class CountingLane(Lane):
     close: Any = None
 
 
-class Stored(NamedTuple):
+class PredictedStates(NamedTuple):
     """A part's states in stores without memory."""
 
-    part: Part
+    part: PredictedPart
     weights: Store
     grads: Store | None  # None: the part is frozen
     optim: Mapping[str, Store]  # masters, if the weights are not their own, and moments
-    chunks: Sequence[Chunk]  # of the optimizer
+    chunks: Sequence[StateChunk]  # of the optimizer
 
     @property
     def states(self) -> Iterator[tuple[str, str, Store]]:
@@ -189,11 +189,11 @@ class Counted(NamedTuple):
     """All parts' states, in the stores that an engine would make."""
 
     setting: Setting
-    parts: Sequence[Stored]
+    parts: Sequence[PredictedStates]
     homes: Homes
 
 
-def count(parts: Sequence[Part], setting: Setting) -> Counted:
+def count(parts: Sequence[PredictedPart], setting: Setting) -> Counted:
     """Allocate the states of the parts as an engine does, on meta and in files that are not there."""
     space = Space(_no_file, 1 << 62)
     homes = Homes(setting.recipe.tiers, META, Spaces(space, space), None if setting.on_host else CountingLane())
@@ -205,7 +205,7 @@ def _no_file(nbytes: int) -> Any:
     return None
 
 
-def _store(part: Part, setting: Setting, homes: Homes) -> Stored:
+def _store(part: PredictedPart, setting: Setting, homes: Homes) -> PredictedStates:
     """Allocate one part's states, as zero/unit.py and optim/native.py do."""
     place, dtypes, owned, plan = setting.recipe.placement, part.dtypes, setting.owned(part), setting.plan
 
@@ -216,7 +216,7 @@ def _store(part: Part, setting: Setting, homes: Homes) -> Stored:
     sharded = homes.weights(part.span, dtypes.weights, trainable=part.trainable, codes=codes) if place.weights else None
     weights = sharded or memory(part.numel, dtypes.weights)
     if not part.trainable:
-        return Stored(part, weights, None, {}, ())
+        return PredictedStates(part, weights, None, {}, ())
     if place.grads and part.copies == 1:
         grads = homes.gradients(part.span, dtypes.grads)
     else:
@@ -226,7 +226,7 @@ def _store(part: Part, setting: Setting, homes: Homes) -> Stored:
     own = sharded or memory(owned, dtypes.weights)
     most = owned if setting.recipe.whole else plan.offload.chunk_numel
     chunks = cut(homes, moments, masters.get("master", own), grads, own if masters else None, most)
-    return Stored(part, weights, grads, {**masters, **moments}, chunks)
+    return PredictedStates(part, weights, grads, {**masters, **moments}, chunks)
 
 
 def _on_disk(store: Store) -> int:
@@ -384,7 +384,7 @@ def traffic(counted: Counted) -> Flows:
     return Flows(*(functools.reduce(Flow.plus, phase, Flow()) for phase in zip(Flows(), *flows, strict=True)))
 
 
-def _flows(stored: Stored, counted: Counted) -> Flows:
+def _flows(stored: PredictedStates, counted: Counted) -> Flows:
     part, weights, setting = stored.part, stored.weights, counted.setting
     place, sent, gather, crossing = setting.recipe.placement, _ring(part.numel, part.ranks, setting), Flow(), 0
     groups = setting.num_groups(part)
@@ -409,7 +409,7 @@ def _flows(stored: Stored, counted: Counted) -> Flows:
     return Flows(gather, gather, Flow(), update.plus(Flow(wire=both)))
 
 
-def _update(stored: Stored, counted: Counted) -> Flow:
+def _update(stored: PredictedStates, counted: Counted) -> Flow:
     """Once a step, except for gradients that are reduced then."""
     part, setting = stored.part, counted.setting
     place = setting.recipe.placement

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.checkpoint import FlatSlice
 from slipstream.checkpoint.flat_slice import Box, Shape, places_of
-from slipstream.optim.sharded import Piece, ShardedSteps
+from slipstream.optim.sharded import ShardedSteps, UpdatePiece
 from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
@@ -156,7 +156,7 @@ def first_buffers(states: States) -> dict[str, Tensor]:
     return dict(zip(own, first_values(list(own.values()), states.comms.data), strict=True))
 
 
-def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, Piece]]:
+def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, UpdatePiece]]:
     """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
     for piece in states.steps.pieces(states.units):
         if not is_excluded(f"model.{piece.name}", exclude):

@@ -28,7 +28,7 @@ _COMPUTED = (
 )
 
 
-class Adapter(NamedTuple):
+class PeftAdapter(NamedTuple):
     """The contents of one adapter's folder."""
 
     name: str
@@ -36,7 +36,7 @@ class Adapter(NamedTuple):
     config: str  # the text of adapter_config.json
 
 
-def of(states: States, buffers: Mapping[str, Any]) -> list[Adapter]:
+def of(states: States, buffers: Mapping[str, Any]) -> list[PeftAdapter]:
     """All adapters of the model, with the tensors of this pipeline stage. Collective; all ranks raise the ValueError of one whose
     folders would lack trained parameters or hold other values."""
     module: Any = states.model
@@ -61,7 +61,7 @@ def of(states: States, buffers: Mapping[str, Any]) -> list[Adapter]:
     return adapters
 
 
-def _refusal(states: States, adapters: Sequence[Adapter]) -> str:
+def _refusal(states: States, adapters: Sequence[PeftAdapter]) -> str:
     """Why this rank's part of the folders would lack trained parameters or hold other values; "" if it is right."""
     written = {name for adapter in adapters for name in adapter.tensors.values()}
     if computed := [adapter.name for adapter in adapters if "" in adapter.tensors.values()]:
@@ -91,7 +91,7 @@ def _shown(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> Iterator[
             parameters[name] = param
 
 
-def _of_one(module: Any, name: str, config: Any, stand_ins: dict[str, torch.Tensor], meant: dict[int, str]) -> Adapter:
+def _of_one(module: Any, name: str, config: Any, stand_ins: dict[str, torch.Tensor], meant: dict[int, str]) -> PeftAdapter:
     from peft import get_peft_model_state_dict
 
     values: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def _of_one(module: Any, name: str, config: Any, stand_ins: dict[str, torch.Tens
         values = get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=name)
     # adapters that were injected into a model without a PeftModel wrapper have no prefix
     tensors = {PREFIX + key.removeprefix(PREFIX): meant.get(id(value), "") for key, value in values.items()}
-    return Adapter(name, tensors, _config(module, config))
+    return PeftAdapter(name, tensors, _config(module, config))
 
 
 def _config(module: Any, config: Any) -> str:

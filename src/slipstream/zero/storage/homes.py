@@ -35,7 +35,7 @@ from slipstream.zero.storage.store import (
     range_nbytes,
     round_up,
 )
-from slipstream.zero.storage.stream import Ring, Slot
+from slipstream.zero.storage.stream import Ring, RingBuffer
 
 _GRADIENT_BUFFERS = 2  # one is filled while the other is written to disk
 
@@ -68,7 +68,7 @@ class Homes:
         self._staging: defaultdict[int, list[HostStore]] = defaultdict(list)  # size -> idle staging buffers, disk to device
         self.to_keep = tiers.weights_kept  # further elements of weights to keep in memory
         self.check: Callable[[], None] = _nothing  # set by the engine: raises if stored states are lost
-        self._writing: dict[int, Slot] = {}  # id(store) -> the slot of its last write
+        self._writing: dict[int, RingBuffer] = {}  # id(store) -> the slot of its last write
 
     @property
     def _grads_tier(self) -> Tier:

@@ -23,7 +23,7 @@ from slipstream.zero.storage.store import GRAIN, DiskStore, MemoryStore, Store, 
 Parts = list[tuple[int, Tensor]]  # (byte offset in the file, memory)
 
 
-class Use(NamedTuple):
+class StateUse(NamedTuple):
     """A chunk's access to one state."""
 
     store: Store
@@ -37,7 +37,7 @@ class Use(NamedTuple):
 
 
 @dataclass(slots=True)
-class Slot:
+class RingBuffer:
     """One buffer of the ring and its transfers in flight."""
 
     memory: Tensor  # uint8, aligned
@@ -60,11 +60,11 @@ class Ring:
     """Buffers of `nbytes` each, used round-robin. Copies between them and the device start after `since`."""
 
     def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor] = aligned) -> None:
-        self.slots = [Slot(make(nbytes)) for _ in range(count)]
+        self.slots = [RingBuffer(make(nbytes)) for _ in range(count)]
         self.since: Event | None = None
         self._turn = 0
 
-    def next(self) -> Slot:
+    def next(self) -> RingBuffer:
         """Return the least recently used buffer, after its transfers have ended."""
         slot = self.upcoming
         self._turn = (self._turn + 1) % len(self.slots)
@@ -73,12 +73,12 @@ class Ring:
         return slot
 
     @property
-    def upcoming(self) -> Slot:
+    def upcoming(self) -> RingBuffer:
         return self.slots[self._turn]
 
     def drain(self) -> None:
         """Wait for all transfers, then raise the first error."""
-        combined = Slot(self.slots[0].memory, [transfer for slot in self.slots for transfer in slot.moving])
+        combined = RingBuffer(self.slots[0].memory, [transfer for slot in self.slots for transfer in slot.moving])
         for slot in self.slots:
             slot.moving = []
         combined.settle()
@@ -89,15 +89,15 @@ class Ring:
 
 
 @dataclass(slots=True)
-class Chunk:
+class StateChunk:
     """Elements [start, stop) of a unit's span, and the states that a step uses."""
 
     start: int
     stop: int
-    uses: Mapping[str, Use]
+    uses: Mapping[str, StateUse]
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the states, while in memory
-    slot: Slot | None = None
-    moved: list[tuple[str, Use]] = field(init=False)  # the uses that pass through a slot
+    slot: RingBuffer | None = None
+    moved: list[tuple[str, StateUse]] = field(init=False)  # the uses that pass through a slot
 
     def __post_init__(self) -> None:
         self.moved = [(name, use) for name, use in self.uses.items() if use.passes(self.start, self.stop)]
@@ -106,7 +106,7 @@ class Chunk:
         """Bytes of a ring's buffer that the chunk needs."""
         return sum(range_nbytes(self.stop - self.start, use.store.dtype.itemsize) for _, use in self.moved)
 
-    def fetch(self, next_slot: Callable[[], Slot]) -> None:
+    def fetch(self, next_slot: Callable[[], RingBuffer]) -> None:
         """Start reading the states that pass through a slot."""
         if self.moved:
             self.slot = next_slot()
@@ -123,10 +123,10 @@ class Chunk:
                 assert view is not None, f"{name} is in memory or passes through the slot"
                 self.tensors[name] = view
 
-    def _in_slot(self, use: Use, memory: Tensor) -> Tensor:
+    def _in_slot(self, use: StateUse, memory: Tensor) -> Tensor:
         return memory.view(use.store.dtype)[: self.stop - self.start]
 
-    def _placed(self, slot: Slot) -> dict[str, tuple[Use, Tensor]]:
+    def _placed(self, slot: RingBuffer) -> dict[str, tuple[StateUse, Tensor]]:
         """The memory of each moved state in the slot, in whole pages."""
         result, at = {}, 0
         for name, use in self.moved:
@@ -143,7 +143,7 @@ class Chunk:
         self.tensors, self.slot = {}, None
         return [transfer for transfer in moving if isinstance(transfer, Transfer)]
 
-    def _move(self, slot: Slot, move: Callable[[Disk, Parts], Transfer]) -> list[Transfer | Event]:
+    def _move(self, slot: RingBuffer, move: Callable[[Disk, Parts], Transfer]) -> list[Transfer | Event]:
         """Start one transfer per file, and one copy per state on the device."""
         reads = move is Disk.read
         moving: list[Transfer | Event] = []
@@ -158,7 +158,7 @@ class Chunk:
                 parts.setdefault(use.store.disk, []).append(use.store.part(self.start, memory))
         return [*moving, *(move(disk, of_disk) for disk, of_disk in parts.items())]
 
-    def _carry(self, use: Use, lane: Lane, host: Tensor, since: Event | None, reads: bool) -> Event:
+    def _carry(self, use: StateUse, lane: Lane, host: Tensor, since: Event | None, reads: bool) -> Event:
         assert isinstance(use.store, MemoryStore), "a state on the device passes through a slot"
         device = use.store.tensor[self.start : self.stop]
         target, source = (host, device) if reads else (device, host)
@@ -166,26 +166,26 @@ class Chunk:
         return use.store.moving
 
 
-def chunks(numel: int, uses: Mapping[str, Use], most: int) -> list[Chunk]:
+def chunks(numel: int, uses: Mapping[str, StateUse], most: int) -> list[StateChunk]:
     """Cut a span into chunks of at most `most` elements; into one chunk if no state passes through a ring."""
     if not any(use.passes(0, numel) for use in uses.values()):
-        return [Chunk(0, numel, uses)]
+        return [StateChunk(0, numel, uses)]
     heads = {use.store.head.numel() for use in uses.values() if isinstance(use.store, DiskStore)}
     result, start = [], 0
     for edge in sorted({*(head for head in heads if 0 < head < numel), numel}):
         while start < edge:
             stop = min(start + round_up(most, GRAIN), edge)
-            result.append(Chunk(start, stop, uses))
+            result.append(StateChunk(start, stop, uses))
             start = stop
     return result
 
 
-def stream(upcoming: Iterator[Chunk], ring: Ring | None) -> Generator[Chunk, None, None]:
+def stream(upcoming: Iterator[StateChunk], ring: Ring | None) -> Generator[StateChunk, None, None]:
     """Yield each chunk with its states in `tensors`, in order, while the next are read and the previous one is written.
 
     The caller calls `write_back`. When the stream ends, also by an exception, all transfers have ended.
     """
-    ahead: deque[Chunk] = deque()
+    ahead: deque[StateChunk] = deque()
     depth = max(1, len(ring.slots) - 1) if ring else 1  # one slot is being written
     try:
         while True:
@@ -202,5 +202,5 @@ def stream(upcoming: Iterator[Chunk], ring: Ring | None) -> Generator[Chunk, Non
             ring.drain()
 
 
-def _no_slot() -> Slot:
+def _no_slot() -> RingBuffer:
     raise AssertionError("a state on disk and no ring to read it into")
