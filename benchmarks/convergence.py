@@ -44,11 +44,14 @@ def _onebit(freeze: int) -> dict[str, Any]:
     return {"type": "OneBitAdam", "params": {**ADAMW["params"], "freeze_step": freeze}}  # type: ignore[dict-item]
 
 
+PERIOD = 25  # local steps of a round
+LOCAL = {"slipstream": {"local_steps": {"every": PERIOD, "outer_lr": 0.7, "outer_momentum": 0.9, "exchange": "int8"}}}
 # A kind of step: blocks of the JSON, steps before the first turn, steps of a turn
 KINDS: Mapping[str, tuple[dict[str, Any], int, int]] = {
     "bf16": ({"optimizer": ADAMW}, 2, 3),
     "int4": ({"optimizer": ADAMW, **INT4}, 2, 3),
     "signs": ({"optimizer": _onebit(2)}, 4, 6),
+    "local": ({"optimizer": ADAMW, **LOCAL}, PERIOD, PERIOD),
 }
 
 
@@ -79,6 +82,7 @@ CONTENDERS = (
     Contender(label="AdamW, int4", kinds=[(0, "int4")]),
     Contender(label="1-bit Adam", kinds=[(0, "bf16"), (FREEZE, "signs")]),
     Contender(label="1-bit Adam, int4 before", kinds=[(0, "int4"), (FREEZE, "signs")]),
+    Contender(label="DiLoCo, int8", kinds=[(0, "local")]),
 )
 
 
@@ -218,7 +222,7 @@ def run(options: Options) -> str:
     ]
     judged = [
         (f"{label}: faster to the loss, 100 Mbit/s", faster[label, LINKS[0]].median, target)
-        for label, target in (("1-bit Adam", 3.3), ("1-bit Adam, int4 before", 3.3))
+        for label, target in (("1-bit Adam", 3.3), ("1-bit Adam, int4 before", 3.3), ("DiLoCo, int8", 10))
     ]
     heads = [cell for link in LINKS for cell in (f"s, {link}", "faster")]
     model = f"width {SIZES['dim']}, {SIZES['layers']} layers, MLPs of {SIZES['hidden']} features, {VOCAB:,} tokens"
@@ -226,7 +230,7 @@ def run(options: Options) -> str:
         (
             f"A Llama ({model}), bf16, stage 0, {WORLD} ranks of {BATCH * CONTEXT} tokens, {steps} steps of the text of "
             f"`make train`, cosine schedule, {seeds} seeds. `1-bit Adam` freezes its variance after {100 * FREEZE:.0f} % of the "
-            "steps. Last loss: mean of the seeds over "
+            f"steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps. Last loss: mean of the seeds over "
             f"`{base.label}`'s, on {VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of "
             f"`{base.label}`; steps, seconds and how many times faster than `{base.label}` are medians of the seeds. Losses are of "
             "runs without a limit.",

@@ -417,7 +417,7 @@ def test_auto_asks_the_arguments_of_initialize() -> None:
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.25), training_data=loader, config=config
     )
     assert engine.plan.batch.micro_batch_size == 4 and [tuple(batch.shape) for batch in batches] == [(4, 8)] * 2
-    assert all(bool((batch > 50).all()) for batch in batches) and scheduler.max_lr == 0.25
+    assert all(bool((batch > 50).all()) for batch in batches) and scheduler.warmup_max_lr == 0.25
     engine.destroy()
 
 

@@ -456,6 +456,7 @@ FULL = {
         "zero_quantized_gradients": True,
         "zeropp_loco_param": {"err_beta": 0.5},
     },
+    "slipstream": {"local_steps": {"every": 8}},
 }
 
 
@@ -645,6 +646,10 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "zero_optimization.zero_quantized_gradients": flags,
     "zero_optimization.zeropp_loco_param.err_beta": st.floats(0, 1),
     "zero_optimization.zeropp_loco_param.reset_T": st.sampled_from([0, 1, 1024]),
+    "slipstream.local_steps.every": st.sampled_from([0, 1, 64]),
+    "slipstream.local_steps.outer_lr": st.sampled_from([0, 0.7]),
+    "slipstream.local_steps.outer_momentum": st.floats(0, 1),
+    "slipstream.local_steps.exchange": st.sampled_from(["fp32", "bf16", "int8", "int4", "int2"]),
     "zero_optimization.mics_shard_size": st.sampled_from([-1, 1, 2, 3]),
     "zero_optimization.zero_hpz_partition_size": st.sampled_from([0, 1, 2, 3]),
     "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu", "NVMe"]),

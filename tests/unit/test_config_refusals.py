@@ -96,6 +96,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"zero_optimization.zero_quantized_nontrainable_weights": True},
         {"zero_optimization.zero_quantized_weights": True, "zero_optimization.zeropp_loco_param.err_beta": 0.5},
     ),
+    "replicas": ({}, {"slipstream.local_steps.every": 4}),
     "transport": tuple({"slipstream.transport": transport} for transport in ("auto", "shared", "gloo")),
     "activations": ({}, *({"slipstream.activations": way} for way in ("keep", "recompute", "offload"))),
     "recomputed": (
@@ -114,7 +115,7 @@ OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
         {"optimizer.type": "AdamW", "optimizer.params": {"amsgrad": True}},
     ),
     "rounding": ({}, half("bf16") | {"slipstream.stochastic_rounding": True}),
-    **{axis: PLANS[axis] for axis in ("weights", "states", "groups", "optimizer states", "weights' home")},
+    **{axis: PLANS[axis] for axis in ("replicas", "weights", "states", "groups", "optimizer states", "weights' home")},
 }
 STAGE_3 = {"zero_optimization.stage": 3}
 

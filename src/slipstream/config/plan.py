@@ -148,6 +148,20 @@ class ZeroPlan:
     ignore_unused: bool = key("zero_optimization.ignore_unused_parameters")
 
 
+def _has_rounds(plan: LocalStepsPlan) -> bool:
+    return plan.every > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStepsPlan:
+    """Replicas that exchange weights after `every` steps; 0: gradients in every step."""
+
+    every: int = key("slipstream.local_steps.every")
+    lr: float = key("slipstream.local_steps.outer_lr", when=_has_rounds)
+    momentum: float = key("slipstream.local_steps.outer_momentum", when=_has_rounds)
+    exchange: Literal["fp32", "bf16", "int8", "int4"] = key("slipstream.local_steps.exchange", when=_has_rounds)
+
+
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
@@ -308,6 +322,7 @@ class Plan:
     experts: ExpertPlan
     batch: BatchPlan
     zero: ZeroPlan
+    local_steps: LocalStepsPlan
     offload: OffloadPlan
     precision: PrecisionPlan
     optimizer: OptimizerPlan | None

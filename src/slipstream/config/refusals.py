@@ -160,6 +160,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "one of {c.divisors}",
     ),
     Refusal(
+        lambda c: c.plan.local_steps.every and (c.plan.mesh.model_size > 1 or c.plan.experts.size > 1),
+        "slipstream.local_steps is built for data parallelism alone, but parts of the model are on several ranks (pp "
+        "{c.plan.mesh.pp}, sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp}, experts over {c.plan.experts.size}); drop one of the two",
+    ),
+    Refusal(
         lambda c: c.values["zero_optimization.zero_quantized_gradients"] and c.precision.comm_dtype is not INT4,
         "zero_optimization.zero_quantized_gradients communicates gradients in codes of 4 bits, but communication_data_type is "
         "{c.values[communication_data_type]}; drop one of the two",

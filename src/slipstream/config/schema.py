@@ -295,6 +295,23 @@ class PipelineOptions(Block):
     )
 
 
+class LocalSteps(Block):
+    """Replicas that exchange weights every few hundred steps in place of gradients in every step (DiLoCo, arXiv 2311.08105)."""
+
+    every: Size = honored(
+        0,
+        "Steps that each replica makes on its own before all exchange how far their weights have moved. 0: none.",
+        "test_local_steps",
+    )
+    outer_lr: Annotated[Real, Field(gt=0)] = honored(0.7, "The outer optimizer's learning rate.", "test_local_steps")
+    outer_momentum: Annotated[Real, Field(ge=0, lt=1)] = honored(
+        0.9, "The outer optimizer's Nesterov momentum.", "test_local_steps"
+    )
+    exchange: Word[Literal["fp32", "bf16", "int8", "int4"]] = honored(
+        "fp32", "What is exchanged; `int8`, `int4`: codes, with error feedback.", "test_local_steps"
+    )
+
+
 class Slipstream(Block):
     """Slipstream's own options."""
 
@@ -310,6 +327,7 @@ class Slipstream(Block):
     check_grad_overflow: bool = honored(True, "In fp32, skip steps whose gradients are not finite.")
     seed: Seed = honored(0, "Seed of the data loader's shuffle.")
     mesh: MeshSizes = MeshSizes()
+    local_steps: LocalSteps = LocalSteps()
     pipeline: PipelineOptions = PipelineOptions()
     tensor: TensorOptions = TensorOptions()
     unknown_keys: Word[Literal["error", "warn"]] = honored(

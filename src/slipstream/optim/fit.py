@@ -17,6 +17,7 @@ class OptimizerCase:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
+        self.has_rounds = plan.local_steps.every > 0
         on_cpu = not any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
         self.is_offloaded = any(
             tier == "nvme" or (tier == "cpu" and not on_cpu) for tier in (plan.offload.optimizer, plan.offload.param)
@@ -67,6 +68,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.steps_locally and c.stage > 0,
         "{c.name} takes local steps, for which each rank needs its own masters of all parameters, but stage {c.stage} shards them: "
         "set optimizer.params.local_step_clipper to 1, or zero_optimization.stage to 0",
+    ),
+    Refusal(
+        lambda c: c.is_late and c.has_rounds,
+        "{c.name} exchanges signs in every step, and slipstream.local_steps lets replicas train on their own; drop local_steps, or "
+        "use AdamW",
     ),
     Refusal(
         lambda c: c.rule is None and c.precision.stochastic_rounding,

@@ -228,7 +228,7 @@ class Engine(nn.Module):
         for states in self.states:
             self.window.check_loop(states.hooks.backwards, logs=self.mesh.is_first)
             window.finish(states, self.alpha)
-        return judge(self.states, self.states[0].world, self.precision.loss_scale, self.plan.gradient_clipping)
+        return judge(self.states, self.states[0].replica, self.precision.loss_scale, self.plan.gradient_clipping)
 
     def _count(self, verdict: Verdict) -> None:
         self.global_grad_norm = verdict.norm
@@ -508,6 +508,9 @@ class Engine(nn.Module):
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while other ranks called another method; call it on all ranks")
             self._settle_before(method)
+            for states in self.states:
+                if states.outer is not None:
+                    states.outer.before(method)
             yield
 
     def _settle_before(self, method: str) -> None:

@@ -47,6 +47,7 @@ from slipstream.train.data import StatefulLoader
 from slipstream.train.disk_space import open_spaces, warn_of_resident_weights
 from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
+from slipstream.train.local_steps import LocalSteps
 from slipstream.train.pipeline import kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_layout, log_plan
@@ -138,7 +139,9 @@ def initialize(
 def _mesh(plan: Plan, model: nn.Module, group: Any, places: Any) -> Mesh:
     """Collective. Raises PeerError on every rank if the ranks that share states have different models."""
     axes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp}
-    mesh = build_mesh(**axes, shard_size=plan.zero.shard_size, group_size=plan.zero.group_size, group=group, places=places)
+    is_apart = plan.local_steps.every > 0
+    shards, size = plan.zero.shard_size or (1 if is_apart else None), plan.zero.group_size
+    mesh = build_mesh(**axes, shard_size=shards, group_size=size, is_apart=is_apart, group=group, places=places)
     check_alike_on(facts_of_model(model), mesh.batch)
     return mesh
 
@@ -385,6 +388,7 @@ def _engine(
         plan=plan,
         mesh=mesh,
         world=world,
+        replica=families[()].dp if mesh.is_apart else world,
         families=families,
         units=units,
         slots=slots,
@@ -401,6 +405,9 @@ def _engine(
         errors = ErrorFeedback(states.feedback, plan.zero.error_steps)
         states.after_update.append(errors.end_step)
         casts.scaler.changed.append(errors.rescale)
+    if mesh.is_apart:
+        states.outer = states.resources["local steps"] = LocalSteps(states, plan.local_steps, transport)
+        states.after_step.append(states.outer.end_step)
     return pipeline_engine(states, casts, transport) if in_stages else Engine(states, casts)
 
 

@@ -33,6 +33,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
     placement = stage_placement(plan.zero.stage)
     coded = plan.zero.coded_weights or plan.zero.coded_frozen or precision.comm_dtype in CODE_BITS
     is_late = rule is not None and rule.late
+    beside = (4, 4) if plan.local_steps.every else ()  # the weights of the last round, and their momentum
     if is_late and placement.grads:
         logger.info(
             "%s needs the gradients of each rank until the step, so stage %d keeps them whole",
@@ -54,7 +55,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
         feedback=plan.zero.error_beta,
         coded_weights=plan.zero.coded_weights,
         coded_frozen=plan.zero.coded_frozen,
-        state_itemsizes=() if rule is None else (precision.state_dtype.itemsize,) * len(rule.states),
+        state_itemsizes=beside if rule is None else (*beside, *(precision.state_dtype.itemsize for _ in rule.states)),
     )
 
 

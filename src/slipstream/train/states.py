@@ -33,7 +33,7 @@ from slipstream.zero.unit import Comms, Unit
 if TYPE_CHECKING:
     import weakref
 
-    from slipstream.train.saving.entries import Average
+    from slipstream.train.saving.entries import Average, Outer
     from slipstream.train.sleep import Asleep
 
 
@@ -45,6 +45,7 @@ class States:
     plan: Plan
     mesh: Mesh
     world: Comm  # all ranks of the engine: agreements go over it
+    replica: Comm  # the ranks that step together: all, but for replicas that train on their own
     families: Mapping[Differs, Comms]
     device: torch.device
     units: list[Unit]
@@ -62,6 +63,7 @@ class States:
     resources: dict[str, Any] = field(default_factory=dict)  # by name; closed with the engine: mail, exchanges of activations
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
+    outer: Outer | None = None  # train/local_steps.py
     average: weakref.ref[Average] | None = None  # the slipstream.ema.Ema of these states; the user owns it
 
     def __post_init__(self) -> None:

@@ -114,6 +114,7 @@ class Mesh:
     families: Mapping[Differs, Family]
     shard_size: int | None
     group_size: int | None
+    is_apart: bool  # replicas of the shards have gradients and weights of their own (train/local_steps.py)
     groups: _Groups = field(repr=False, compare=False)
 
     @property
@@ -125,7 +126,7 @@ class Mesh:
     @property
     def num_means(self) -> int:
         """The number of ranks over which gradients are averaged: each has a sample or a part of one of its own."""
-        return self.batch.size * self.sp.size
+        return self.dense.shards.size if self.is_apart else self.batch.size * self.sp.size
 
     @property
     def dense(self) -> Family:
@@ -233,6 +234,7 @@ def build_mesh(
     tp: int = 1,
     shard_size: int | None = None,
     group_size: int | None = None,
+    is_apart: bool = False,
     group: Any = None,
     places: Mapping[int, Place] | None = None,
 ) -> Mesh:
@@ -241,6 +243,7 @@ def build_mesh(
     pp, sp, tp  the sizes of these axes. The ranks of an axis are consecutive, tp innermost; or they stand at `places`
     shard_size  (MiCS) shards over so many consecutive ranks only
     group_size  (ZeRO++) so many consecutive shards are a group
+    is_apart    replicas train on their own
 
     Collective over the whole world if an axis has several ranks but not all, because it creates process groups. Raises ValueError
     if a size does not divide the number of ranks.
@@ -272,7 +275,17 @@ def build_mesh(
                 raise ValueError(f"the mpu orders ranks {line} along {name}; along an axis, ranks must ascend")
         axes[name] = groups.axis(name, list(lines.values()))
     world = groups.axis("world", [list(places)])
-    mesh = Mesh(rank, world, **axes, places=places, families={}, shard_size=shard_size, group_size=group_size, groups=groups)
+    mesh = Mesh(
+        rank,
+        world,
+        **axes,
+        places=places,
+        families={},
+        shard_size=shard_size,
+        group_size=group_size,
+        is_apart=is_apart,
+        groups=groups,
+    )
     return replace(mesh, families={(): mesh._family(())})
 
 

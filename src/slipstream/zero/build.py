@@ -88,7 +88,7 @@ def connect(
     families: dict[Differs, Comms] = {}
     for key, family in sorted(mesh.families.items()):
         dp = comm(family.shards)
-        replicate = comm(family.copies)
+        replicate = LocalComm(_alone(family.copies), device) if mesh.is_apart else comm(family.copies)
         both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
         group = across = coded = None
         far = family.across
@@ -102,6 +102,11 @@ def connect(
         )
     dense = families[()].data
     return dense if dense.axis.ranks == mesh.world.ranks else comm(mesh.world), families
+
+
+def _alone(axis: Axis) -> Axis:
+    """The axis of this rank alone."""
+    return Axis(axis.name, None, (axis.ranks[axis.index],), 0, 1)
 
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequence[int]]) -> Dtypes:

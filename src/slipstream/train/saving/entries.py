@@ -30,6 +30,7 @@ from slipstream.zero.unit import Unit
 
 T = TypeVar("T")
 AVERAGE = "ema."
+OUTER = "outer."  # momentum of local steps
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 
 
@@ -89,6 +90,19 @@ class Average(Protocol):
         """Restart the averages of these parameters from their current values."""
 
 
+class Outer(Protocol):
+    """The interface of train/local_steps.py that an engine uses."""
+
+    def before(self, method: str) -> None:
+        """Make the replicas' weights equal before a call that reads them. Collective."""
+
+    def tensors(self) -> dict[str, FlatSlice]:
+        """This rank's ranges of the outer optimizer's momentum, by their names in a checkpoint."""
+
+    def restart(self, loaded: Collection[str]) -> None:
+        """Go on from masters that were loaded, and from the momentum under these names."""
+
+
 def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
     """The tensors of a checkpoint with these contents. Collective."""
     states.steps.synchronize(states.units)
@@ -100,6 +114,7 @@ def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dic
     if contents == "all":
         states.steps.expose(states.units)
         tensors |= optimizer_tensors(states)
+        tensors |= outer(states)
     return tensors
 
 
@@ -124,6 +139,11 @@ def average_values(parts: Sequence[States]) -> dict[str, Any] | None:
 
 def average_of(states: States) -> Average | None:
     return states.average() if states.average is not None else None
+
+
+def outer(states: States) -> dict[str, FlatSlice | Tensor]:
+    """The ranges of the outer optimizer's momentum that this rank owns, if there is one."""
+    return dict(states.outer.tensors()) if states.outer is not None else {}
 
 
 def averages(states: States) -> dict[str, FlatSlice | Tensor]:

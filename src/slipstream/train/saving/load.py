@@ -189,7 +189,7 @@ def _request(
     of_stages = {name for names in gather_objects(list(present), parts[0].mesh.pp) for name in names}
     surplus = [name for name in saved if name not in of_stages and not entries.is_excluded(name, exclude)]
     if optimizer:
-        wanted |= included(entries.over(parts, entries.optimizer_tensors))
+        wanted |= included(entries.over(parts, entries.optimizer_tensors) | entries.over(parts, entries.outer))
     if averages:
         wanted |= included(entries.over(parts, entries.averages))
     lacking = [name for name in wanted if name.startswith("optim.") and name not in metadata.tensors]
@@ -202,7 +202,7 @@ def _check_shapes(step: str, metadata: checkpoint.Metadata, tensors: Mapping[str
     wrong = [
         f"{name.partition('.')[2]!r} has shape {saved} in the checkpoint and {present} in the model"
         for name, (saved, present) in shapes.items()
-        if saved != present and not name.startswith(("optim.", entries.AVERAGE))
+        if saved != present and not name.startswith(("optim.", entries.AVERAGE, entries.OUTER))
     ]
     if wrong:
         raise CheckpointError(
@@ -212,7 +212,9 @@ def _check_shapes(step: str, metadata: checkpoint.Metadata, tensors: Mapping[str
 
 
 def _restart_averages(states: States, metadata: checkpoint.Metadata, loaded: AbstractSet[str], exclude: Sequence[str]) -> None:
-    """Restart averages that were not loaded from the loaded weights: the old averages are of other weights."""
+    """Restart local steps and averages that were not loaded from the loaded weights: the old averages are of other weights."""
+    if states.outer is not None:
+        states.outer.restart(loaded)
     average = entries.average_of(states)
     names = {name for name in average.tensors().keys() - loaded if not entries.is_excluded(name, exclude)} if average else set()
     if average is not None and names:

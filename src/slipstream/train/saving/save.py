@@ -120,7 +120,10 @@ class Saves:
             return
         nbytes, replicated = 0, False
         for states in self.parts:
-            kinds = (entries.weights(states), entries.buffers(states), entries.optimizer_tensors(states), entries.averages(states))
+            kinds = [
+                kind(states)
+                for kind in (entries.weights, entries.buffers, entries.optimizer_tensors, entries.outer, entries.averages)
+            ]
             tensors = [part.data if isinstance(part, FlatSlice) else part for kind in kinds for part in kind.values()]
             nbytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
             replicated |= not all(unit.placement.optim for unit in states.units)  # every rank holds all states and saves a part

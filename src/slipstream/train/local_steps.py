@@ -1,0 +1,163 @@
+"""Local steps with an outer optimizer (DiLoCo, Douillard et al. 2023, arXiv 2311.08105): replicas that meet now and then.
+
+The replicas of the sharded states train on their own, each with its own optimizer states and gradient norm; nothing travels between
+them. After `every` steps, all replicas take a round:
+
+    mean     = the mean over replicas of anchor - master
+    momentum = outer_momentum * momentum + mean
+    anchor   = anchor - outer_lr * (mean + outer_momentum * momentum)           Nesterov's, on the weights of the last round
+    master   = anchor
+
+A rank does so for the elements of its optimizer span, with the ranks that have the same span in the other replicas. Calls that
+read the weights of the whole engine (a checkpoint, `save_pretrained`, ...) end a period early with a round, so that all replicas
+have the same weights. A checkpoint has the momentum under each parameter's name, and the mean of the replicas' optimizer states,
+which all of them go on from: ranks write parts of them, and a momentum of one replica over the variance of another, which may be
+0, would explode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint import FlatSlice
+from slipstream.config.plan import LocalStepsPlan
+from slipstream.ops import wire
+from slipstream.ops.wire import WIRE_BLOCK, Feedback
+from slipstream.train.saving import entries
+from slipstream.train.saving.load import spread_weights
+from slipstream.train.states import States
+from slipstream.zero.build import connect_axis
+from slipstream.zero.comm import Comm, sum_over
+from slipstream.zero.reduction import Coded, Dense, Reduction, wire_numel
+from slipstream.zero.storage.store import Store, copy_store, read, write
+from slipstream.zero.unit import Unit
+
+_CODES = {"int8": 8, "int4": 4}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+READING = frozenset(
+    {"save_checkpoint", "save_pretrained", "named_weights", "consolidated_state_dict", "ema", "optimizer.state_dict"}
+)
+
+
+@dataclass(slots=True)
+class _Outer:
+    """The outer optimizer of one unit, over this rank's optimizer span; fp32, in the tier of the masters."""
+
+    anchor: Store
+    momentum: Store
+    sent: Feedback | None  # what the codes of this rank's differences have lost
+    served: Feedback | None  # what the codes of this rank's part of the mean have lost
+
+
+class LocalSteps:
+    """Counts the steps of an engine's states, and takes the rounds."""
+
+    def __init__(self, states: States, plan: LocalStepsPlan, transport: str) -> None:
+        """Collective."""
+        self.states, self.plan = states, plan
+        self.comm: Comm = connect_axis(states.mesh.dense.copies, states.device, transport, states.watch)
+        self.since = self.rounds = 0  # steps since the last round; rounds
+        self.bits = _CODES.get(plan.exchange)
+        self._outer = {unit: self._start(unit) for unit in states.units if unit.grads is not None}
+        longest = max((self._cuts(unit.master.numel)[-1] for unit in self._outer), default=0)
+        dtype, nbytes = _DTYPES.get(plan.exchange, torch.float32), 0 if self.bits is None else wire_numel(longest, self.bits)
+        self._full = self.comm.allocate([(longest, dtype)])[0]  # differences, and their mean
+        self._wire = self.comm.allocate([(nbytes, torch.uint8)])[0] if nbytes else self._full
+
+    def end_step(self, is_applied: bool) -> None:
+        """Count a step, also one that this replica has skipped: the others do not know of it."""
+        self.since += 1
+        if self.since >= self.plan.every:
+            self.take_round()
+
+    def before(self, method: str) -> None:
+        """Make the replicas' weights equal before a call that reads them. Collective."""
+        if method == "surgery":
+            raise ValueError("engine.surgery() is not built with slipstream.local_steps: change the model before initialize()")
+        if self.since and method in READING:
+            self.take_round()
+        if method in ("save_checkpoint", "optimizer.state_dict"):
+            self._average_states()
+
+    @torch.no_grad()
+    def take_round(self) -> None:
+        """Exchange the differences and step the anchors. Collective over all replicas."""
+        self.since, self.rounds = 0, self.rounds + 1
+        self.states.settle()
+        reduction, mu = self._reduction(), self.plan.momentum
+        for unit, outer in self._outer.items():
+            anchor = outer.anchor.whole()
+            mean = self._mean(reduction, outer, anchor - unit.master.whole().float())
+            momentum = outer.momentum.whole() * mu + mean
+            outer.momentum.put(0, momentum)
+            outer.anchor.put(0, anchor - (mean + momentum * mu) * self.plan.lr)
+            copy_store(unit.master, outer.anchor)
+        spread_weights(self.states)
+
+    @torch.no_grad()
+    def _average_states(self) -> None:
+        """Give all replicas the mean of their optimizer states. Collective."""
+        steps = self.states.steps
+        for piece in steps.pieces():
+            for part in steps.states(piece).values():
+                values = read(part).float()
+                sum_over(values, self.comm.axis)
+                write(part, values / self.comm.size)
+
+    def _reduction(self) -> Reduction:
+        return Dense(self.comm) if self.bits is None else Coded(self.comm, 1.0, self.bits)
+
+    def _mean(self, reduction: Reduction, outer: _Outer, difference: Tensor) -> Tensor:
+        cuts = self._cuts(difference.numel())
+        values = torch.cat([difference, difference.new_zeros(cuts[-1] - difference.numel())])
+        sums = self._full.tensor[: cuts[-1]]
+        self.comm.reusable(self._wire)
+        own = sums[cuts[self.comm.index] : cuts[self.comm.index + 1]]
+        reduction.scatter(values, self._wire, cuts, own, outer.sent, alpha=1 / self.comm.size, accumulate=False).wait()
+        reduction.spread(self._full, self._wire, cuts, outer.served)
+        return sums[: difference.numel()].float()
+
+    def _cuts(self, numel: int) -> list[int]:
+        """The parts of `numel` elements that each replica averages: equal, of whole blocks of codes."""
+        part = -(-numel // (self.comm.size * WIRE_BLOCK)) * WIRE_BLOCK
+        return [part * i for i in range(self.comm.size + 1)]
+
+    def _start(self, unit: Unit) -> _Outer:
+        anchor, momentum = (unit.homes.state(unit.master.numel, torch.float32) for _ in range(2))
+        copy_store(anchor, unit.master)
+        cuts = self._cuts(unit.master.numel)
+
+        def lost(numel: int) -> Feedback | None:
+            coded = torch.zeros(wire.nbytes(numel, 8), dtype=torch.uint8, device=self.states.device)
+            return Feedback(coded) if self.bits is not None else None
+
+        return _Outer(anchor, momentum, lost(cuts[-1]), lost(cuts[1]))
+
+    # -- checkpoints --
+
+    def tensors(self) -> dict[str, FlatSlice]:
+        """This rank's ranges of the momentum."""
+        return {
+            f"{entries.OUTER}{name}": part
+            for unit, outer in self._outer.items()
+            for name, _, part in entries.slices(unit, outer.momentum)
+        }
+
+    def restart(self, loaded: Collection[str]) -> None:
+        """Go on from masters that were loaded, and from the momentum under these names; other momentum starts anew."""
+        names, self.since = set(loaded), 0
+        for unit, outer in self._outer.items():
+            copy_store(outer.anchor, unit.master)
+            if not names & {f"{entries.OUTER}{name}" for name in unit.names}:
+                outer.momentum.put(0, torch.zeros(outer.momentum.numel, device=self.states.device))
+            for feedback in (outer.sent, outer.served):
+                if feedback is not None:
+                    feedback.error.zero_()
+
+    def close(self) -> None:
+        """Free the transport."""
+        self.comm.close()

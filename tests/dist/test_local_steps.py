@@ -1,0 +1,200 @@
+"""Local steps with an outer optimizer: each replica is a plain model, and the rounds are Nesterov's on their differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import toy
+from tests.pool import distributed
+
+EVERY = 3
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def local(exchange: str = "fp32", **others: Any) -> dict[str, Any]:
+    return {"local_steps": {"every": EVERY, "outer_lr": 0.7, "outer_momentum": 0.9, "exchange": exchange, **others}}
+
+
+class Twin:
+    """Plain models, one for each replica of some ranks, and torch's SGD with Nesterov momentum on the mean of their differences."""
+
+    def __init__(self, replicas: list[list[int]]) -> None:
+        self.replicas, self.models = replicas, [toy.seeded(toy.Lm) for _ in replicas]
+        self.adams = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) for model in self.models]
+        self.anchor = toy.seeded(toy.Lm)
+        self.outer = torch.optim.SGD(self.anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        self.count = 0
+
+    def step(self, step: int, clip: float = 0.5) -> None:
+        for ranks, model, adam in zip(self.replicas, self.models, self.adams, strict=True):
+            adam.zero_grad()
+            for rank in ranks:
+                (model(toy.tokens(rank, step)) / len(ranks)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            adam.step()
+        self.count += 1
+        if self.count % EVERY == 0:
+            self.take_round()
+
+    @torch.no_grad()
+    def take_round(self) -> None:
+        for i, anchor in enumerate(self.anchor.parameters()):
+            each = [list(model.parameters())[i] for model in self.models]
+            anchor.grad = torch.stack([anchor - param for param in each]).mean(0)
+        self.outer.step()
+        for model in self.models:
+            model.load_state_dict(self.anchor.state_dict())
+
+
+def compare(engine: Any, expected: dict[str, Tensor], atol: float = 1e-5) -> None:
+    weights = {name: value.clone() for name, value in engine.named_weights()}
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_local_steps(transport: str) -> None:
+    """Every rank is a replica; at every stage."""
+    twin = Twin([[0], [1]])
+    for step in range(2 * EVERY):
+        twin.step(step)
+    for stage in range(4):
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ADAMW, gradient_clipping=0.5, slipstream=local())
+        for step in range(2 * EVERY):
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+        compare(engine, twin.anchor.state_dict())
+        engine.destroy()
+
+
+@pytest.mark.disk
+@distributed(world_size=2)
+def test_rounds_with_states_on_disk(tmp_path: Path) -> None:
+    twin = Twin([[0], [1]])
+    for step in range(EVERY):
+        twin.step(step)
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    options: dict[str, Any] = {"optimizer": ADAMW, "gradient_clipping": 0.5, "zero_optimization": zero}
+    engine = toy.make(toy.seeded(toy.Lm), 3, slipstream=local(), **options)
+    for step in range(EVERY):
+        toy.step(engine, toy.tokens(dist.get_rank(), step))
+    compare(engine, twin.anchor.state_dict())
+    engine.destroy()
+
+
+@distributed(world_size=4, transports=("gloo",))
+def test_replicas_of_sharded_states(transport: str) -> None:
+    """With mics_shard_size 2, two replicas of two ranks each; accumulation and codes with error feedback."""
+    twin = Twin([[0, 1], [2, 3]])
+    for step in range(2 * EVERY):
+        twin.step(step)
+    zero = {"stage": 3, "mics_shard_size": 2}
+    for exchange, atol in (("fp32", 1e-5), ("bf16", 2e-3), ("int8", 2e-3)):
+        options: dict[str, Any] = {"optimizer": ADAMW, "gradient_clipping": 0.5, "zero_optimization": zero}
+        engine = toy.make(toy.seeded(toy.Lm), 3, transport, slipstream=local(exchange), **options)
+        for step in range(2 * EVERY):
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+        compare(engine, twin.anchor.state_dict(), atol)
+        engine.destroy()
+
+
+@contextmanager
+def sent() -> Iterator[list[str]]:
+    """The names of torch's collectives that this rank has called."""
+    calls: list[str] = []
+    names = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "all_gather_single", "broadcast", "isend")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            if (function := getattr(dist, name, None)) is not None:
+
+                def counting(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
+                    calls.append(_name)
+                    return _function(*args, **kwargs)
+
+                patch.setattr(dist, name, counting)
+        yield calls
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_nothing_travels_between_rounds(transport: str) -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1, transport, optimizer=ADAMW, slipstream=local())
+    toy.step(engine, toy.tokens(dist.get_rank(), 0))  # the first forward and step compare what ranks do
+    for step in range(1, 2 * EVERY):
+        with sent() as calls:
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+        assert bool(calls) == ((step + 1) % EVERY == 0), (step, calls)
+    engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_checkpoint_ends_a_period(transport: str, tmp_path: Path) -> None:
+    """All replicas then have the anchor and the mean of their optimizer states, and a run goes on from it as the one that saved."""
+    engine = toy.make(toy.seeded(toy.Lm), 0, transport, optimizer=ADAMW, slipstream=local())
+    for step in range(EVERY + 1):
+        toy.step(engine, toy.tokens(dist.get_rank(), step))
+    rounds = engine.single.outer.rounds
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    assert engine.single.outer.rounds == rounds + 1 and engine.single.outer.since == 0
+    for _ in range(EVERY):
+        toy.step(engine, toy.tokens(dist.get_rank(), 10))
+    expected = {name: value.clone() for name, value in engine.named_weights()}
+    engine.destroy()
+    for stage in (0, 2):
+        other = toy.make(toy.seeded(toy.Lm, 7), stage, transport, optimizer=ADAMW, slipstream=local())
+        toy.step(other, toy.tokens(dist.get_rank(), 30))  # in the middle of a period of its own
+        other.load_checkpoint(str(tmp_path), tag="t")
+        for _ in range(EVERY):
+            toy.step(other, toy.tokens(dist.get_rank(), 10))
+        compare(other, expected, 0.0 if stage == 0 else 1e-5)
+        other.destroy()
+    plain = toy.make(toy.seeded(toy.Lm, 7), 1, transport, optimizer=ADAMW)
+    plain.load_checkpoint(str(tmp_path), tag="t")
+    plain.save_checkpoint(str(tmp_path), tag="plain")
+    plain.destroy()
+    again = toy.make(toy.seeded(toy.Lm, 7), 1, transport, optimizer=ADAMW, slipstream=local())
+    again.load_checkpoint(str(tmp_path), tag="plain")  # without momentum: it starts anew
+    assert not any(tensor.data.any() for tensor in again.single.outer.tensors().values())
+    again.destroy()
+
+
+@distributed(world_size=2)
+def test_a_replica_that_skips_a_step_stays_in_the_round() -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1, optimizer=ADAMW, slipstream=local())
+    for step in range(2 * EVERY):
+        loss = engine(toy.tokens(dist.get_rank(), step))
+        engine.backward(loss * (float("inf") if (dist.get_rank(), step) == (1, 1) else 1.0))
+        engine.step()
+    assert engine.skipped_steps == dist.get_rank()
+    sums = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(sums, toy.checksum(engine))
+    assert sums[0] == sums[1]
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}}}, "drop local_steps, or use AdamW"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "data parallelism alone"),
+        ({"slipstream": local(outer_momentum=1.0)}, "outer_momentum"),
+    ],
+)
+def test_settings_that_replicas_apart_cannot_share(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        toy.make(toy.seeded(toy.Lm), 1, **({"slipstream": local()} | keys))
+
+
+@distributed(world_size=2)
+def test_a_surgery_is_refused() -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1, optimizer=ADAMW, slipstream=local())
+    with pytest.raises(ValueError, match="not built with slipstream"), engine.surgery():
+        pass
+    toy.step(engine, toy.tokens(dist.get_rank(), 0))
+    engine.destroy()
