@@ -19,9 +19,16 @@ from tests.dist.test_whole_states import LAYOUTS, assert_equal, step
 from tests.pool import distributed
 
 pytest.importorskip("transformers")
-TARGETS = ("q_proj", "o_proj", "up_proj", "down_proj")
-LORA = {ranks: [each for each in layouts if each[0] != "gpt2"] for ranks, layouts in LAYOUTS.items()}
+TARGETS = ("q_proj", "o_proj", "up_proj", "down_proj", "c_attn", "c_proj", "c_fc")
+LORA = {ranks: [each for each in layouts if each[0] != "gpt2" or ranks == 2] for ranks, layouts in LAYOUTS.items()}
+TOKENS = {"slipstream": {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}}}
+LORA[2] += [("llama", 1, TOKENS), ("gpt2", 2, TOKENS)]
 LORA[4].append(("qwen2", 1, {"slipstream": {"mesh": {"pp": 2, "tp": 2}}}))
+
+
+def _sizes(weight: Any) -> Any:
+    """Of a Conv1D layer, as PEFT reads them."""
+    return getattr(weight, "ds_shape", weight.shape)
 
 
 class Adapted(nn.Module):
@@ -30,8 +37,9 @@ class Adapted(nn.Module):
     def __init__(self, base: Any, generator: torch.Generator) -> None:
         super().__init__()
         self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False)})
+        inputs, outputs = (base.in_features, base.out_features) if hasattr(base, "in_features") else _sizes(base.weight)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, outputs, bias=False)})
         with torch.no_grad():
             for param in (*self.lora_A.parameters(), *self.lora_B.parameters()):
                 param.normal_(std=0.1, generator=generator)
@@ -141,6 +149,25 @@ def changed(kind: str, stage: int, blocks: dict[str, Any], folder: Path) -> None
 @pytest.mark.parametrize("i", range(len(LORA[2])))
 def test_adapters_are_added_and_removed_on_two_ranks(i: int, tmp_path: Path) -> None:
     changed(*LORA[2][i], tmp_path)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_adapters_that_are_there_before_with_shares_of_the_tokens(kind: str) -> None:
+    results = []
+    for alone in (True, False):
+        model: Any = build(kind)
+        for name, module in list(model.named_modules()):
+            if name.endswith(TARGETS):
+                parent, _, leaf = name.rpartition(".")
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                setattr(model.get_submodule(parent), leaf, Adapted(module, generator))
+        config = settings(1, **({} if alone else TOKENS))
+        engine: Any = slipstream.initialize(model=model, config=config, mpu=Group(1) if alone else None)[0]
+        step(engine, 0)
+        results.append((loss_of(engine, 1), float(engine.global_grad_norm)))
+        engine.destroy()
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
 
 
 @distributed(world_size=4)

@@ -551,7 +551,8 @@ class _Slicing:
                 if columns and vars(module).get("_slipstream_heads"):
                     module.register_forward_pre_hook(_all_tokens(self.slices), with_kwargs=True)
                     for column in columns:
-                        getattr(column, "base_layer", column).enters = False
+                        for each in (getattr(column, "base_layer", column), *adapters_of(column, "lora_B")):
+                            each.enters = False
         scatter_before(blocks[0], self.slices)
         gather_behind(blocks[-1], self.slices)
         getattr(self.model, "base_model", self.model).register_forward_hook(_all_router_logits(self.slices))
