@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from slipstream.optim.rounds import Round
 from slipstream.train.planning import explain
 from tests import cases, probe, toy
+from tests.dist.test_codes_on_the_wire import sent as sending
 from tests.pool import distributed
 
 WHAT = ("weights", "gradients", "masters", "moments")
@@ -59,3 +61,24 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
             assert gathered <= (2 * NUMEL * weight_bytes if stage == 3 and transport == "gloo" else 0), case
             assert explain.parts_of(engine.module, engine.plan, world_size) == list(results.parts), case
             engine.destroy()
+
+
+@distributed(world_size=(2, 4), transports=("gloo",))
+def test_bytes_of_signs_are_those_that_torch_sends(world_size: int, transport: str) -> None:
+    """A dense step of 1-bit Adam, then one of signs."""
+    for stage in range(4):
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
+        optimizer = {"type": "OneBitAdam", "params": {"freeze_step": 2}}
+        engine = toy.make(model, stage, transport, optimizer=optimizer)
+        forecast, batch = explain.of_states(engine.single), torch.ones(2, 64)
+        assert explain.parts_of(engine.module, engine.plan, world_size) == list(forecast.parts)
+        for step in range(4):
+            with sending() as counted:
+                engine.backward(engine(batch).square().mean())
+                engine.step()
+            # the third step freezes, and sends moments once more; the verdict and the levels send a few numbers
+            moved = forecast.flow if step < 2 else forecast.later[Round.SIGNS]
+            if step != 2:
+                assert 0 <= sum(counted) - moved.wire < 200 * world_size, (stage, step, counted, moved.wire)
+        assert "sent, step of signs" in explain.table(forecast)
+        engine.destroy()

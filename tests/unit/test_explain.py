@@ -9,7 +9,10 @@ import torch
 import torch.nn as nn
 
 import slipstream
-from slipstream.train.planning import explain
+from slipstream.config import DataWorld, ModelFacts, resolve
+from slipstream.optim.rounds import Round
+from slipstream.train.planning import explain, predict
+from slipstream.train.recipe import mark_kinds
 from tests import probe, toy
 from tests.pool import distributed
 
@@ -57,3 +60,19 @@ def test_copies_are_all_reduced_on_the_wire() -> None:
     numel = sum(unit.layout.numel for unit in probe.units(engine))
     assert explain.of_states(engine.single).flow.wire == 2 * numel * 4 // 2
     engine.destroy()
+
+
+def test_a_plan_counts_signs_and_rows_of_a_model_on_meta() -> None:
+    """The linear layer as signs, 66 bytes per 512 elements each way; the embedding, half of it sent each way, as rows of fp32."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64, bias=False))
+    optimizer = {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}
+    raw = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "slipstream": {"transport": "gloo"}}
+    plan = resolve(raw, world=DataWorld(ranks=2), facts=ModelFacts(device_type="cpu", supports_bf16=True))
+    mark_kinds(model, plan, *explain.optimizer_of(plan))
+    counted = predict.count(explain.parts_of(model, plan, 2), explain.setting_of(plan, 2, "cpu"))
+    forecast, rows = explain.Forecast(counted=counted), 4096 * 64 * 4
+    assert forecast.flow.wire == rows + 64 * 64 * 4
+    assert forecast.later[Round.SIGNS].wire == rows + 64 * 64 // 512 * 66
+    assert forecast.later[Round.LOCAL].wire == 0
+    assert "Rows are counted as if all have values" in explain.table(forecast)

@@ -23,7 +23,7 @@ from slipstream.moe.load import KeptLosses, meters
 from slipstream.moe.place import ExpertRanks, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
-from slipstream.optim.onebit import OneBitSteps, mark_uncompressed
+from slipstream.optim.onebit import OneBitSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder
@@ -51,7 +51,7 @@ from slipstream.train.local_steps import LocalSteps
 from slipstream.train.pipeline import kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_layout, log_plan
-from slipstream.train.recipe import CODE_BITS, build_optimizer, recipe_of, scheduler_of, warn_of_frozen
+from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, warn_of_frozen
 from slipstream.train.states import States
 from slipstream.world.join import init_distributed, local_device, local_world_size
 from slipstream.world.mesh import Mesh, build_mesh
@@ -60,7 +60,7 @@ from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import build_units, connect, convert_buffers
 from slipstream.zero.init import Load, asked, forget
-from slipstream.zero.leaves import differs_of, forget_kinds, mark_rows, parts_of
+from slipstream.zero.leaves import differs_of, parts_of
 from slipstream.zero.materialize import FirstValues, Reader
 from slipstream.zero.placement import Tier
 from slipstream.zero.reduction import ErrorFeedback
@@ -127,7 +127,7 @@ def initialize(
     inner, rule = build_optimizer(named, model, optimizer, model_parameters)
     scheduler = scheduler_of(plan, lr_scheduler, inner)
     _check_optimizer(model, inner, scheduler, mesh)
-    _keep_apart(model, plan, inner, rule)
+    mark_kinds(model, plan, inner, rule)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     cut.connect(engine)
     forget(model)  # a later engine starts from the weights that this one has trained
@@ -340,15 +340,6 @@ def _facts(
         brings_schedule=lr_scheduler is not None,
         mesh={"pp": model.num_ranks} if isinstance(model, PipelineModule | PipelinedDecoder) else {**wanted_size(model), **sizes},
     )
-
-
-def _keep_apart(model: nn.Module, plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> None:
-    """Mark parameters whose gradients are communicated in another way than the others'."""
-    forget_kinds(model)
-    if plan.zero.sends_rows:
-        mark_rows(model)
-    if inner is not None and rule is not None and rule.late:
-        mark_uncompressed(model, inner)
 
 
 def _engine(

@@ -15,11 +15,13 @@ from slipstream.config.plan import INT4
 from slipstream.ops import onebit, wire
 from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
 from slipstream.optim.native import Form
+from slipstream.optim.onebit import mark_uncompressed
 from slipstream.optim.rules import Rule
 from slipstream.train import compiled
 from slipstream.train.disk_space import tiers_of
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.zero.build import Recipe
+from slipstream.zero.leaves import forget_kinds, mark_rows
 from slipstream.zero.placement import stage_placement
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,15 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
         coded_frozen=plan.zero.coded_frozen,
         state_itemsizes=beside if rule is None else (*beside, *(precision.state_dtype.itemsize for _ in rule.states)),
     )
+
+
+def mark_kinds(model: nn.Module, plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> None:
+    """Mark parameters whose gradients are communicated in another way than the others'."""
+    forget_kinds(model)
+    if plan.zero.sends_rows:
+        mark_rows(model)
+    if inner is not None and rule is not None and rule.late:
+        mark_uncompressed(model, inner)
 
 
 def build_optimizer(

@@ -16,6 +16,8 @@ import torch
 import torch.nn as nn
 
 from slipstream.config.plan import OptimizerPlan, Plan
+from slipstream.optim.onebit import rounds_of
+from slipstream.optim.rounds import Round
 from slipstream.optim.rules import Rule
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Counted, Flow, Line, Peak, PredictedPart, Profile, Rates, Setting, Times
@@ -24,6 +26,7 @@ from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
 from slipstream.zero.build import Recipe, UnitPlan, plan_units
 from slipstream.zero.comm import LocalComm
+from slipstream.zero.leaves import kind_of
 from slipstream.zero.placement import Tier
 from slipstream.zero.reduction import Coded
 from slipstream.zero.shared import SharedComm
@@ -59,7 +62,7 @@ def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | No
     groups = wrap(model)
     families = {differs: _comms(plan, world, differs) for differs in {(), *(group.differs for group in groups)}}
     return [
-        _part(unit.group.name, unit.group.module_name, unit.group.trainable, unit, _longest_span(unit))
+        _part(unit.group.name, unit.group.module_name, unit.group.trainable, unit, _longest_span(unit), unit.group.kind)
         for unit in plan_units(groups, model, recipe_of(plan, *(optimizer or optimizer_of(plan))), families)
     ]
 
@@ -69,7 +72,7 @@ def _longest_span(unit: UnitPlan) -> int:
     return max(stop - start for start, stop in itertools.pairwise(unit.layout.shards(unit.comms.dp.size)))
 
 
-def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: int) -> PredictedPart:
+def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: int, kind: str) -> PredictedPart:
     return PredictedPart(
         name=name,
         block=block,
@@ -79,6 +82,7 @@ def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: i
         ranks=unit.comms.dp.size,
         copies=unit.comms.dp_replicate.size,
         dtypes=unit.dtypes,
+        kind=kind,
     )
 
 
@@ -109,8 +113,15 @@ def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | No
 def _setting(
     plan: Plan, recipe: Recipe, inner: torch.optim.Optimizer, rule: Rule | None, *, on_host: bool, shared: bool
 ) -> Setting:
-    moments, streams = _num_moments(inner, rule), rule is not None
-    return Setting(plan=plan, recipe=recipe, on_host=on_host, shared=shared, num_moments=moments, streams=streams)
+    return Setting(
+        plan=plan,
+        recipe=recipe,
+        on_host=on_host,
+        shared=shared,
+        num_moments=_num_moments(inner, rule),
+        streams=rule is not None,
+        rounds=rounds_of(inner) if rule is not None and rule.late else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +150,18 @@ class Forecast:
 
     @property
     def flow(self) -> Flow:
-        """Of one step."""
-        return predict.traffic(self.counted).step(self.setting.plan.batch.accumulation)
+        """Of one step; of a dense one, if the optimizer exchanges signs in others."""
+        return self.flow_of(Round.DENSE)
+
+    def flow_of(self, kind: Round) -> Flow:
+        return predict.traffic(self.counted, kind).step(self.setting.plan.batch.accumulation)
+
+    @property
+    def later(self) -> dict[Round, Flow]:
+        """Of the other kinds of steps that the optimizer takes."""
+        rounds = self.setting.rounds
+        kinds = () if rounds is None else (Round.SIGNS, Round.LOCAL) if rounds.longest > 1 else (Round.SIGNS,)
+        return {kind: self.flow_of(kind) for kind in kinds}
 
     @cached_property
     def times(self) -> Times | None:
@@ -168,7 +189,7 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
 def part_of(unit: Unit) -> PredictedPart:
     """The sizes of a unit."""
     block = "" if unit.block is None else unit.name.partition(" (")[0]
-    return _part(unit.name, block, unit.trainable, unit, unit.span[1] - unit.span[0])
+    return _part(unit.name, block, unit.trainable, unit, unit.span[1] - unit.span[0], kind_of(unit.model_params[0]))
 
 
 # -- as text --
@@ -191,6 +212,7 @@ _LINKS = {
     "disk_read": "read from disk",
     "disk_written": "written to disk",
 }
+_KINDS = {Round.SIGNS: "step of signs", Round.LOCAL: "local step"}
 
 
 def table(forecast: Forecast) -> str:
@@ -214,12 +236,16 @@ def table(forecast: Forecast) -> str:
         row(state, chosen, details)
     total = f"{sum(line.nbytes for line in lines) / num_parameters:.2f} B per parameter"
     row("idle" if peak is None else "peak", lines, total if peak is None else f"in {peak.when}; {total}")
-    return "\n".join([*text, *_traffic_rows(forecast.flow), *_time_rows(forecast.times)])
+    return "\n".join([*text, *_traffic_rows(forecast), *_time_rows(forecast.times)])
 
 
-def _traffic_rows(flow: Flow) -> list[str]:
+def _traffic_rows(forecast: Forecast) -> list[str]:
+    flow = forecast.flow
     moved = [(what, getattr(flow, link)) for link, what in _LINKS.items() if getattr(flow, link)]
-    return ["", "per step and rank", *(f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)])]
+    text = ["", "per step and rank", *(f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)])]
+    text += [f"  {f'sent, {_KINDS[kind]}':<22}{size(later.wire):>12}" for kind, later in forecast.later.items() if flow.wire]
+    rows = sum(part.sent_nbytes(part.numel) for part in forecast.parts if part.dtypes.row)
+    return [*text, "  Rows are counted as if all have values; only those that have are sent."] if rows and flow.wire else text
 
 
 def _time_rows(times: Times | None) -> list[str]:
@@ -243,6 +269,7 @@ def as_dict(forecast: Forecast) -> dict[str, Any]:
         "memory": [line._asdict() | {"tier": line.tier.value} for line in (forecast.rest if peak is None else peak.lines)],
         "peak": None if peak is None else {"memory_bytes": peak.memory, "disk_bytes": peak.total(Tier.DISK), "when": peak.when},
         "traffic_per_step": forecast.flow._asdict(),
+        "traffic_per_later_step": {kind.value: flow._asdict() for kind, flow in forecast.later.items()},
         "busy_per_step": None if times is None else [cost._asdict() for cost in times.costs],
         "step_seconds": None if times is None else times.seconds,
         "limited_by": None if times is None else times.limit,

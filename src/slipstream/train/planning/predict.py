@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.config.plan import Plan
+from slipstream.ops import onebit
 from slipstream.ops import wire as wire_codes
 from slipstream.optim.native import Form, cut
+from slipstream.optim.rounds import Round, Rounds
+from slipstream.zero import rows
 from slipstream.zero.build import Recipe
 from slipstream.zero.placement import Tier
 from slipstream.zero.reduction import wire_numel
@@ -57,6 +60,7 @@ class PredictedPart:
     ranks: int  # that share one copy of the states
     copies: int  # of the states (MiCS)
     dtypes: Dtypes
+    kind: str = ""  # of zero.leaves.keep_apart: optimizers that exchange signs reduce its gradients as they are
 
     @property
     def has_master(self) -> bool:
@@ -70,12 +74,14 @@ class PredictedPart:
     @property
     def wire_nbytes(self) -> int:
         """Bytes of a buffer for the gradients that are reduced."""
+        if self.dtypes.row:
+            return rows.wire_nbytes(self.numel, self.dtypes.row, self.dtypes.row_dtype.itemsize, self.ranks)
         return wire_numel(self.numel, self.dtypes.wire_bits) * self.dtypes.wire.itemsize
 
     def sent_nbytes(self, numel: int) -> int:
-        """Bytes on the wire of so many gradients."""
-        bits = self.dtypes.wire_bits
-        return numel * self.dtypes.wire.itemsize if bits is None else wire_codes.nbytes(numel, bits)
+        """Bytes on the wire of so many gradients; of rows: if all of them have values."""
+        bits, dtype = self.dtypes.wire_bits, self.dtypes.row_dtype if self.dtypes.row else self.dtypes.wire
+        return numel * dtype.itemsize if bits is None else wire_codes.nbytes(numel, bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +94,7 @@ class Setting:
     shared: bool  # shared memory between ranks: nothing is sent, and sharded weights are one mapping
     num_moments: int
     streams: bool  # the optimizer has a native kernel, which works on chunks
+    rounds: Rounds | None = None  # of an optimizer that exchanges signs
 
     @property
     def host(self) -> Tier:
@@ -378,13 +385,16 @@ class Flows(NamedTuple):
         return self.update.plus(micro, accumulation).plus(self.again, accumulation - 1)
 
 
-def traffic(counted: Counted) -> Flows:
-    """Exact bytes over each link: a part's weights move twice a micro-batch, its gradients once, its states once a step."""
-    flows = [_flows(stored, counted) for stored in counted.parts]
+def traffic(counted: Counted, kind: Round = Round.DENSE) -> Flows:
+    """Exact bytes over each link: a part's weights move twice a micro-batch, its gradients once, its states once a step.
+
+    Rows count as if all have values. kind: of a step, if the optimizer exchanges signs.
+    """
+    flows = [_flows(stored, counted, kind) for stored in counted.parts]
     return Flows(*(functools.reduce(Flow.plus, phase, Flow()) for phase in zip(Flows(), *flows, strict=True)))
 
 
-def _flows(stored: PredictedStates, counted: Counted) -> Flows:
+def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
     part, weights, setting = stored.part, stored.weights, counted.setting
     place, sent, gather, crossing = setting.recipe.placement, _ring(part.numel, part.ranks, setting), Flow(), 0
     groups = setting.num_groups(part)
@@ -396,6 +406,9 @@ def _flows(stored: PredictedStates, counted: Counted) -> Flows:
     if stored.grads is None:
         return Flows(gather, gather)
     update = _update(stored, counted).plus(Flow(wire=crossing))
+    if kind is Round.LOCAL or (kind is Round.SIGNS and not part.kind):
+        signs = 0 if kind is Round.LOCAL else 2 * _ring(onebit.nbytes(part.numel), part.ranks, setting)  # there and back
+        return Flows(gather, gather, Flow(), update.plus(Flow(wire=signs)))
     wire = part.sent_nbytes(sent if groups == 1 or part.dtypes.wire_bits is None else within + across)
     if place.grads:
         away, on_disk = _on_host(stored.grads), _on_disk(stored.grads)
