@@ -236,8 +236,9 @@ def run(options: Options) -> str:
             f"A Llama ({model}), bf16, stage 0, {WORLD} ranks of {BATCH * CONTEXT} tokens, {steps} steps of the text of "
             f"`make train`, cosine schedule, {seeds} seeds. `1-bit Adam` freezes its variance after {100 * FREEZE:.0f} % of the "
             f"steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps. They run 5 % and 15 % more "
-            f"steps, and have schedules of that length. Last loss: mean of the seeds over `{base.label}`'s, on {VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of "
-            f"`{base.label}`; steps, seconds and how many times faster than `{base.label}` are medians of the seeds. Losses are of "
+            f"steps, and have schedules of that length. Last loss: mean of the seeds over `{base.label}`'s, on "
+            f"{VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of `{base.label}`; steps, seconds "
+            f"and how many times faster than `{base.label}` are medians of the seeds. Losses are of "
             "runs without a limit.",
             table(["optimizer, reduction", "last loss", "steps", *heads], rows),
             "Seconds per step of each kind (network namespaces, tbf), and MB that a rank sends in it:",
