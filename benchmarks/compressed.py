@@ -29,6 +29,7 @@ CONTENDERS = (
     "slipstream:0:gloo:feedback",
     "slipstream:0:gloo:onebit",
     "slipstream:1:gloo:onebit",
+    "slipstream:0:gloo:onebitlamb",
     ZERO3,
     "slipstream:3:gloo:zeropp",
 )
@@ -74,7 +75,7 @@ def run(options: Options) -> str:
             f"{WORK.describe()}, bf16, {WORLD} ranks, 1 Gbit/s per rank (network namespaces, tbf). Seconds per step of the "
             f"slowest rank, median (min-max) of {rounds * COUNT} steps after {FIRST}; `faster`: than the same stage in bf16; MB "
             "sent per step by the rank that sends most, packet headers included; `fewer`: than an fp32 all-reduce by the formula. "
-            "1-bit Adam is in its second phase.",
+            "1-bit Adam and 1-bit LAMB are in their second phase.",
             table(["contender", "s", "faster", "sent, MB", "fewer"], rows),
             verdicts([verdict(text, value, target, at_least=True) for text, value, target in _judged(whole, sent, seconds)]),
         )
@@ -90,5 +91,9 @@ def _judged(whole: float, sent: dict[str, float], seconds: dict[str, list[float]
     for text, before, target in (("", PLAIN, 4.8), (", int4 before", warm, 9.5)):
         mean = WARMUP * sent[before] + (1 - WARMUP) * sent[one_bit]
         yield f"1-bit Adam{text}: times fewer bytes than bf16, {WARMUP:.0%} of the steps before", sent[PLAIN] / mean, target
+    if "slipstream:0:gloo:onebitlamb" in sent:
+        lamb = sent["slipstream:0:gloo:onebitlamb"]
+        yield "1-bit LAMB: times fewer bytes than an fp32 all-reduce", whole / lamb, 30.0
+        yield "1-bit LAMB: times fewer bytes than bf16", sent[PLAIN] / lamb, 15.0
     if zeropp in sent:
         yield "ZeRO++: times fewer bytes than ZeRO-3", sent[ZERO3] / sent[zeropp], 3.8

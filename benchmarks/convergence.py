@@ -40,8 +40,11 @@ ADAMW = {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.99], "weight_d
 INT4 = {"communication_data_type": "int4", "zero_optimization": {"stage": 0, "zeropp_loco_param": {}}}
 
 
-def _onebit(freeze: int) -> dict[str, Any]:
-    return {"type": "OneBitAdam", "params": {**ADAMW["params"], "freeze_step": freeze}}  # type: ignore[dict-item]
+LAMB = {"type": "Lamb", "params": {**ADAMW["params"], "lr": 2e-2}}  # type: ignore[dict-item]
+
+
+def _onebit(freeze: int, of: dict[str, Any] = ADAMW) -> dict[str, Any]:
+    return {"type": "OneBitLamb" if of is LAMB else "OneBitAdam", "params": {**of["params"], "freeze_step": freeze}}
 
 
 PERIOD = 25  # local steps of a round
@@ -51,6 +54,8 @@ KINDS: Mapping[str, tuple[dict[str, Any], int, int]] = {
     "bf16": ({"optimizer": ADAMW}, 2, 3),
     "int4": ({"optimizer": ADAMW, **INT4}, 2, 3),
     "signs": ({"optimizer": _onebit(2)}, 4, 6),
+    "LAMB": ({"optimizer": LAMB}, 2, 3),
+    "LAMB's signs": ({"optimizer": _onebit(2, LAMB)}, 4, 6),
     "local": ({"optimizer": ADAMW, **LOCAL}, PERIOD, PERIOD),
 }
 
@@ -66,8 +71,8 @@ class Contender:
     def blocks(self, steps: int) -> dict[str, Any]:
         kinds = [kind for _, kind in self.kinds]
         first = dict(KINDS[kinds[0]][0])
-        if kinds[-1] == "signs":
-            first["optimizer"] = _onebit(int(FREEZE * steps))
+        if kinds[-1].endswith("signs"):
+            first["optimizer"] = _onebit(int(FREEZE * steps), LAMB if kinds[0] == "LAMB" else ADAMW)
         return first
 
     def steps(self, usual: int) -> int:
@@ -86,6 +91,8 @@ CONTENDERS = (
     Contender(label="AdamW, int4", kinds=[(0, "int4")]),
     Contender(label="1-bit Adam", kinds=[(0, "bf16"), (FREEZE, "signs")], longer=1.05),
     Contender(label="1-bit Adam, int4 before", kinds=[(0, "int4"), (FREEZE, "signs")], longer=1.05),
+    Contender(label="LAMB, bf16", kinds=[(0, "LAMB")]),
+    Contender(label="1-bit LAMB", kinds=[(0, "LAMB"), (FREEZE, "LAMB's signs")], longer=1.05),
     Contender(label="DiLoCo, int8", kinds=[(0, "local")], longer=1.15),
 )
 
@@ -233,13 +240,13 @@ def run(options: Options) -> str:
     model = f"width {SIZES['dim']}, {SIZES['layers']} layers, MLPs of {SIZES['hidden']} features, {VOCAB:,} tokens"
     return "\n\n".join(
         (
-            f"A Llama ({model}), bf16, stage 0, {WORLD} ranks of {BATCH * CONTEXT} tokens, {steps} steps of the text of "
-            f"`make train`, cosine schedule, {seeds} seeds. `1-bit Adam` freezes its variance after {100 * FREEZE:.0f} % of the "
-            f"steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps. They run 5 % and 15 % more "
-            f"steps, and have schedules of that length. Last loss: mean of the seeds over `{base.label}`'s, on "
-            f"{VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of `{base.label}`; steps, seconds "
-            f"and how many times faster than `{base.label}` are medians of the seeds. Losses are of "
-            "runs without a limit.",
+            f"A Llama ({model}), bf16, stage 0, {WORLD} ranks of {BATCH * CONTEXT} tokens, {steps} steps of the text of `make "
+            f"train`, cosine schedule, {seeds} seeds. `1-bit Adam` and `1-bit LAMB` freeze variances after {100 * FREEZE:.0f} "
+            f"% of the steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps. They run 5 % and 15 % "
+            f"more steps, and have schedules of that length. Last loss: mean of the seeds over `{base.label}`'s, on "
+            f"{VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of `{base.label}`; steps, "
+            f"seconds and how many times faster than `{base.label}` are medians of the seeds. Losses are of runs without a "
+            f"limit.",
             table(["optimizer, reduction", "last loss", "steps", *heads], rows),
             "Seconds per step of each kind (network namespaces, tbf), and MB that a rank sends in it:",
             table(["step", *(cell for link in LINKS for cell in (f"s, {link}", "MB"))], kinds),

@@ -43,6 +43,7 @@ COMPRESSED: dict[str, dict[str, Any]] = {  # keys that make ours send less
     "int4": {"communication_data_type": "int4"},
     "feedback": {"communication_data_type": "int4", "zero_optimization": {"stage": 0, "zeropp_loco_param": {}}},
     "onebit": {"optimizer": {"type": "OneBitAdam", "params": {**ADAMW, "freeze_step": 2}}},
+    "onebitlamb": {"optimizer": {"type": "OneBitLamb", "params": {**ADAMW, "freeze_step": 2}}},
     "zeropp": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zero_quantized_weights": True}},
     "hpz": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
     "groups": {
@@ -59,6 +60,7 @@ COMPRESSED_LABELS = {
     "int4": ", int4 gradients",
     "feedback": ", int4 gradients with error feedback",
     "onebit": ", 1-bit Adam",
+    "onebitlamb": ", 1-bit LAMB",
     "zeropp": ", int4 gradients and int8 weights",
     "hpz": ", groups of two ranks",
     "groups": ", int4 gradients, int8 weights, groups of two ranks",

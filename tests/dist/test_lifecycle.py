@@ -391,7 +391,7 @@ def test_a_refusal_leaves_the_model_unchanged() -> None:
         ({"optimizer": None}, {"optimizer": optimizer, "lr_scheduler": plateau(optimizer)}, "whose step"),
         ({}, {"lr_scheduler": 3}, r"is a int, which has no step\(\)"),
         ({"optimizer": None, "scheduler": {"type": "WarmupLR"}}, {}, r"the config's scheduler \(WarmupLR\) has no optimizer"),
-        ({"optimizer": {"type": "OneBitLamb"}}, {}, "not built yet"),
+        ({"optimizer": {"type": "MuAdam"}}, {}, "scales learning rates by the model's base shapes"),
         (uncorrected, {"model": toy.seeded(toy.Net).double()}, "bias_correction=false.*float64"),
     ]
     for blocks, arguments, message in cases:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.ops import onebit
-from slipstream.optim import OneBitAdam
+from slipstream.optim import Lamb, OneBitAdam, OneBitLamb
 from slipstream.optim import onebit as optim_onebit
 from slipstream.optim.onebit import Levels, preconditioner
 from slipstream.train.saving import optimizer_state
@@ -22,6 +22,7 @@ from tests.pool import distributed
 FREEZE = 2
 PARAMS: dict[str, Any] = {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.1, "freeze_step": FREEZE}
 ONE_BIT = {"type": "OneBitAdam", "params": PARAMS}
+ONE_BIT_LAMB = {"type": "OneBitLamb", "params": PARAMS}
 
 
 def padded(x: Tensor) -> Tensor:
@@ -38,6 +39,10 @@ class Twin:
         self.adam = torch.optim.AdamW(params.values(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
         self.count = 0
         self.states: dict[str, Any] = {}
+        self.limits: dict[str, float] = {}
+
+    def coefficient(self, param: Tensor) -> float:
+        return 1.0
 
     def grads(self, step: int) -> dict[str, list[Tensor]]:
         params = dict(self.model.named_parameters())
@@ -81,7 +86,7 @@ class Twin:
             "workers": [(first.clone(), torch.zeros(numel // onebit.BLOCK)) for _ in range(self.ranks)],
             "server": (torch.zeros(numel), torch.zeros(numel // onebit.BLOCK)),
             "p": records,
-            "levels": Levels.of(1),
+            "levels": Levels.of([self.limits]),
         }
 
     def _exchange(self, state: dict[str, Any], param: Tensor, grads: list[Tensor], scale: float) -> None:
@@ -95,12 +100,44 @@ class Twin:
         onebit.server(sent, state["inverse"], *state["server"], state["p"], alpha=1 / self.ranks)
         p = torch.where(state["inverse"] > 0, onebit.decode(state["p"]), 0.0)[: param.numel()].view(param.shape)
         with torch.no_grad():
-            param.mul_(1 - 1e-2 * 0.1).sub_(p * (float(state["levels"].rates()) * 1e-2 / (1 - 0.9**self.count)))
+            lr = 1e-2 * self.coefficient(param)
+            param.mul_(1 - lr * 0.1).sub_(p * (float(state["levels"].rates()) * lr / (1 - 0.9**self.count)))
+
+
+class LambTwin(Twin):
+    """LAMB, whose trust ratios are averaged, then signs."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.adam = Lamb(self.model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)  # type: ignore[assignment]
+        self.limits = {"factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1}
+        self.norms: dict[Tensor, float] = {}  # averages of 1 / (the norm of the update)
+
+    def coefficient(self, param: Tensor) -> float:
+        return min(max(float(param.detach().norm()) * self.norms[param], 0.01), 10.0)
+
+    def step(self, step: int, clip: float = 0.0) -> None:
+        before = {param: param.detach().clone() for param in self.model.parameters()}
+        super().step(step, clip)
+        for param, weight in before.items() if self.count <= FREEZE else ():
+            state = self.adam.state[param]
+            m, v = (state[name] / (1 - beta**self.count) for name, beta in (("exp_avg", 0.9), ("exp_avg_sq", 0.99)))
+            norm = float((m / (v.sqrt() + 1e-8) + 0.1 * weight).norm())
+            if weight.any():
+                self.norms[param] = 0.9 * self.norms[param] + 0.1 / norm if param in self.norms else 1 / norm
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_one_bit_adam_is_that_of_simulated_workers(transport: str) -> None:
-    twin = Twin(2)
+    _compare_with_twin(Twin(2), ONE_BIT, transport)
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_one_bit_lamb_is_that_of_simulated_workers(transport: str) -> None:
+    _compare_with_twin(LambTwin(2), ONE_BIT_LAMB, transport)
+
+
+def _compare_with_twin(twin: Twin, optimizer: dict[str, Any], transport: str) -> None:
     sums = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim_onebit, "WINDOW", 2)
@@ -109,7 +146,7 @@ def test_one_bit_adam_is_that_of_simulated_workers(transport: str) -> None:
         assert all(state["levels"].rates() != 1 for state in twin.states.values())
         expected = twin.model.state_dict()
         for stage in cases.stages(transport):
-            engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ONE_BIT, gradient_clipping=0.5)
+            engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=optimizer, gradient_clipping=0.5)
             for step in range(7):
                 toy.step(engine, toy.tokens(dist.get_rank(), step))
             compare(engine, expected, stage)
@@ -205,10 +242,46 @@ def test_without_an_engine_it_is_momentum_with_a_frozen_variance() -> None:
     assert torch.equal(optimizer.state[model.weight]["exp_avg_sq"], variance)
 
 
+def test_without_an_engine_one_bit_lamb_is_lamb_then_momentum() -> None:
+    model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    ours, plain = OneBitLamb(model.parameters(), freeze_step=3, **options), Lamb(twin.parameters(), **options)
+    for step in range(5):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        for each, one in ((model, ours), (twin, plain)):
+            one.zero_grad()
+            each(x).square().sum().backward()
+        state, weight = ours.state[model.weight], model.weight.detach().clone()
+        before = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+        ours.step()
+        if step < 3:
+            plain.step()
+            assert torch.equal(model.weight, twin.weight)
+            continue
+        assert model.weight.grad is not None
+        assert torch.equal(state["exp_avg_sq"], before["exp_avg_sq"])
+        m = 0.9 * before["exp_avg"] + 0.1 * model.weight.grad
+        update = m / ((state["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8) / (1 - 0.9 ** (step + 1))
+        ratio = min(float(weight.norm()) * state["mean_inverse_norm"], 10.0)
+        expected = weight - 1e-2 * ratio * (float(state["last_factor"]) * update + 0.1 * weight)
+        torch.testing.assert_close(model.weight.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"coeff_beta": 1.0}, "coeff_beta"), ({"factor_min": 2.0}, "factor_min"), ({"freeze_step": 0}, "freeze_step is 0")],
+)
+def test_options_of_one_bit_lamb_that_cannot_be(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OneBitLamb(nn.Linear(2, 2).parameters(), **option)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "freeze_step is 0"),
+        ({"optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 0}}}, "freeze_step is 0"),
         ({"optimizer": ONE_BIT, "slipstream": {"optimizer_states": "int8"}}, "int8"),
         (
             {"optimizer": ONE_BIT, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
@@ -232,7 +305,16 @@ def optimizer_states(engine: Any) -> dict[str, dict[str, Tensor]]:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_checkpoints_keep_momentum_variance_and_the_mean_error(transport: str, tmp_path: Path) -> None:
     """A run goes on at any stage with equal bits; all ranks then have the mean of their errors."""
-    engine = toy.make(toy.seeded(toy.Lm), 1, transport, optimizer=ONE_BIT)
+    _save_and_go_on(ONE_BIT, transport, tmp_path)
+
+
+@distributed(world_size=2)
+def test_checkpoints_of_one_bit_lamb(tmp_path: Path) -> None:
+    _save_and_go_on(ONE_BIT_LAMB, "shared", tmp_path)
+
+
+def _save_and_go_on(optimizer: dict[str, Any], transport: str, tmp_path: Path) -> None:
+    engine = toy.make(toy.seeded(toy.Lm), 1, transport, optimizer=optimizer)
     for step in range(FREEZE + 2):
         toy.step(engine, toy.tokens(dist.get_rank(), step))
     engine.save_checkpoint(str(tmp_path), tag="late")
@@ -241,7 +323,7 @@ def test_checkpoints_keep_momentum_variance_and_the_mean_error(transport: str, t
     engine.destroy()
     sums = set()
     for stage in cases.stages(transport):
-        other = toy.make(toy.seeded(toy.Lm, 5), stage, transport, optimizer=ONE_BIT)
+        other = toy.make(toy.seeded(toy.Lm, 5), stage, transport, optimizer=optimizer)
         if stage == 0:  # it is late itself, and has to forget its own errors
             for step in range(FREEZE + 1):
                 toy.step(other, toy.tokens(dist.get_rank(), 20 + step))

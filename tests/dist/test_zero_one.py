@@ -62,7 +62,7 @@ class Twin:
         self.p: dict[str, list[Tensor]] = {}
         self.u: dict[str, list[Tensor]] = {}
         self.w: dict[str, Tensor] = {}
-        self.levels, self.kept, self.rates = {name: Levels.of(1) for name in params}, 1.0, dict.fromkeys(params, 0.0)
+        self.levels, self.kept, self.rates = {name: Levels.of([{}]) for name in params}, 1.0, dict.fromkeys(params, 0.0)
 
     def step(self, t: int) -> None:
         each = [torch.autograd.grad(model(toy.tokens(rank, t)), list(model.parameters())) for rank, model in enumerate(self.models)]

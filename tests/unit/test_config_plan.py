@@ -599,7 +599,7 @@ def test_comments_among_the_arguments_of_an_optimizer() -> None:
 flags = st.booleans()
 dtypes = st.sampled_from(["fp32", "fp16", "bf16", "torch.float16", "half"])
 names = st.sampled_from(
-    ["Adam", "AdamW", "SGD", "Lion", "Lamb", "Muon", "Adagrad", "Adafactor", "RMSprop", "OneBitAdam", "ZeroOneAdam"]
+    ["Adam", "AdamW", "SGD", "Lion", "Lamb", "Muon", "Adagrad", "Adafactor", "RMSprop", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"]
 )
 schedules = st.sampled_from(["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR"])
 rates = st.floats(0, 1) | st.sampled_from(["1e-3", "auto"])

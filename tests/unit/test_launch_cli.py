@@ -199,7 +199,7 @@ def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], t
     [
         ('"optimizer": {"type": "AdamW", "params": {"betas": [1.5, 0.9]}}', "refuses optimizer.params .*Invalid beta"),
         ('"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}', "betas must be 2 numbers, like .* not 0.9"),
-        ('"optimizer": {"type": "OneBitLamb"}', "OneBitLamb"),
+        ('"optimizer": {"type": "LBFGS"}', "LBFGS"),
         ('"scheduler": {"type": "WarmupLR", "params": {}}', "has no optimizer"),
         (
             '"optimizer": {"type": "AdamW"}, '

@@ -167,7 +167,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.lamb": {"slipstream.compat.optimizers": "FusedLamb"},
     "deepspeed.runtime.fp16.onebit.adam": {"slipstream.compat.optimizers": "OnebitAdam"},
     "deepspeed.runtime.fp16.onebit.zoadam": {"slipstream.compat.optimizers": "ZeroOneAdam"},
-    "deepspeed.runtime.fp16.onebit": {"slipstream.compat.optimizers": "OnebitAdam ZeroOneAdam"},
+    "deepspeed.runtime.fp16.onebit.lamb": {"slipstream.compat.optimizers": "OnebitLamb"},
+    "deepspeed.runtime.fp16.onebit": {"slipstream.compat.optimizers": "OnebitAdam OnebitLamb ZeroOneAdam"},
     "deepspeed.ops": {"slipstream.compat.op_builders": "__compatible_ops__"},
     "deepspeed.ops.op_builder": {
         "slipstream.compat.op_builders": "ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
@@ -258,7 +259,7 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
     "deepspeed.utils.safe_get_full_grad": "returns the mean fp32 gradient without the loss scale; DeepSpeed's includes it",
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's optimizer; Slipstream's kernels step it",
-    "deepspeed.ops.lamb.FusedLamb, OnebitAdam": "correct biases: LAMB before it computes the norm, as in the paper",
+    "deepspeed.ops.lamb.FusedLamb, OnebitAdam, OnebitLamb": "correct biases: LAMB before it computes the norm, as in the paper",
     "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` raises",
     "deepspeed.utils.set_z3_leaf_modules": "only marks modules: blocks are gathered as a unit, so their modules are leaves",
     "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
@@ -305,7 +306,7 @@ _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
 _COMPRESSION = "compression; remove the call"
-_ONE_BIT = "compressed LAMB; use 1-bit Adam (OnebitAdam)"
+_ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
 _ATTENTION = "block-sparse attention; use torch's FlexAttention with a block mask"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"

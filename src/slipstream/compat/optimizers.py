@@ -33,6 +33,11 @@ class _IsZeroOneAdam(type):
         return isinstance(instance, optim.ZeroOneAdam)
 
 
+class _IsOneBitLamb(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, optim.OneBitLamb)
+
+
 class DeepSpeedCPUAdam(metaclass=_IsAdam):
     """AdamW, or Adam if `adamw_mode=False`. It runs on the device on which the engine keeps the states."""
 
@@ -183,6 +188,37 @@ class ZeroOneAdam(metaclass=_IsZeroOneAdam):
         variance = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         local = {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
         return optim.ZeroOneAdam(params, lr, betas, eps, weight_decay, bias_correction, **variance, **local)
+
+
+class OnebitLamb(metaclass=_IsOneBitLamb):
+    """Slipstream's 1-bit LAMB. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`."""
+
+    def __new__(
+        cls,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> Any:
+        _refuse_variants(cls.__name__, amsgrad, max_grad_norm, eps_inside_sqrt)
+        ratios = {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
+        factors = {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
+        return optim.OneBitLamb(params, lr, betas, eps, weight_decay, bias_correction, freeze_step, **ratios, **factors)
 
 
 def _refuse_variants(name: str, amsgrad: bool, max_grad_norm: float, eps_inside_sqrt: bool) -> None:

@@ -288,12 +288,11 @@ def _drawn(form: str, ranking: Sequence[Any], batch: int) -> str:
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     """Print the forecast of a model and, with a memory budget, the configurations that fit it."""
     from slipstream.train.planning import calibrate, explain, predict, propose
-    from slipstream.train.recipe import mark_kinds
 
     model = build_on_meta(options.model)
     device = options.device or facts(None).device_type
     folder = options.disk or plan.offload.optimizer_path or plan.offload.param_path
-    mark_kinds(model, plan, *explain.optimizer_of(plan))
+    explain.mark(model, plan)
     parts = explain.parts_of(model, plan, options.world)
     profile_of = _profiles(options, plan, model, parts)
     rates = profile = None

@@ -8,6 +8,7 @@ from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon, muon_groups
 from slipstream.optim.onebit import OneBitAdam, ZeroOneAdam
+from slipstream.optim.onebit_lamb import OneBitLamb
 from slipstream.optim.resolve import Resolved, is_elementwise, optimizer_class, refuse_unshardable, resolve_optimizer, rule_of
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Lion",
     "Muon",
     "OneBitAdam",
+    "OneBitLamb",
     "Resolved",
     "ZeroOneAdam",
     "is_elementwise",

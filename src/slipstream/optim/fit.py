@@ -8,6 +8,7 @@ from slipstream.config.plan import Plan
 from slipstream.config.refusals import Refusal, matching
 from slipstream.optim.onebit import rounds_of
 from slipstream.optim.rules import Rule
+from slipstream.zero.leaves import is_stack
 
 
 class OptimizerCase:
@@ -17,8 +18,11 @@ class OptimizerCase:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self.keeps_ratios = self.is_late and rule is not None and rule.is_whole
+        self.has_stacks = any(map(is_stack, params))
         self.has_rounds = plan.local_steps.every > 0
-        on_cpu = not any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
+        on_cpu = not any(param.is_cuda for param in params)
         self.is_offloaded = any(
             tier == "nvme" or (tier == "cpu" and not on_cpu) for tier in (plan.offload.optimizer, plan.offload.param)
         )
@@ -68,6 +72,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.steps_locally and c.stage > 0,
         "{c.name} takes local steps, for which each rank needs its own masters of all parameters, but stage {c.stage} shards them: "
         "set optimizer.params.local_step_clipper to 1, or zero_optimization.stage to 0",
+    ),
+    Refusal(
+        lambda c: c.keeps_ratios and c.has_stacks,
+        "{c.name} keeps one trust ratio for each parameter, and a stack of experts needs one for each expert: use Lamb or "
+        "OneBitAdam",
     ),
     Refusal(
         lambda c: c.is_late and c.has_rounds,

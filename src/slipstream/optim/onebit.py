@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 
 WINDOW = 20  # steps after which a parameter's level is the one that others are compared with
 SAMPLE = 65536  # elements of a parameter whose gradients are measured in a step
+_LEVELS = {"value": "level", "reference": "reference", "last": "last_factor"}  # names of a parameter's levels in its state
 
 
 class OneBitAdam(Optimizer):
@@ -83,14 +84,14 @@ class OneBitAdam(Optimizer):
         freeze_step: int = 100_000,
     ) -> None:
         common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
-        super().__init__(params, _defaults("OneBitAdam", common, {"freeze_step": freeze_step}))
+        super().__init__(params, defaults("OneBitAdam", common, {"freeze_step": freeze_step}))
 
     @staticmethod
     def rounds(group: Mapping[str, Any]) -> Rounds:
         return Rounds(freeze=group["freeze_step"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(_step, rounds=self.rounds(self.param_groups[0])))
+        return step_each(self, closure, partial(step_alone, rounds=self.rounds(self.param_groups[0])))
 
 
 class ZeroOneAdam(Optimizer):
@@ -119,7 +120,7 @@ class ZeroOneAdam(Optimizer):
         common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
         counts = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
         counts |= {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
-        super().__init__(params, _defaults("ZeroOneAdam", common, counts))
+        super().__init__(params, defaults("ZeroOneAdam", common, counts))
 
     @staticmethod
     def rounds(group: Mapping[str, Any]) -> Rounds:
@@ -131,10 +132,10 @@ class ZeroOneAdam(Optimizer):
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(_step, rounds=self.rounds(self.param_groups[0])))
+        return step_each(self, closure, partial(step_alone, rounds=self.rounds(self.param_groups[0])))
 
 
-def _defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+def defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
     """The options of a group. Raises ValueError for values that cannot be."""
     lr, eps, decay = common["lr"], common["eps"], common["weight_decay"]
     if lr < 0 or decay < 0 or eps < 0:
@@ -155,7 +156,7 @@ def rounds_of(optimizer: Optimizer) -> Rounds:
     return rounds
 
 
-def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
+def step_alone(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
     """One parameter on one rank, whose exchange is exact."""
     if not state:
         zeros = torch.zeros_like(param, dtype=torch.float32)
@@ -170,8 +171,10 @@ def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, A
     inverse = preconditioner(state["exp_avg_sq"], group, count if group["non_freeze"] else rounds.dense(count), frozen=frozen)
     rate = group["lr"] / (1 - beta1**count if group["bias_correction"] else 1)
     if frozen:
-        level, reference = (state.setdefault(name, torch.zeros(1, dtype=torch.float64)) for name in ("level", "reference"))
-        levels = Levels(level, reference, count - rounds.dense(count) - 1)
+        levels = Levels.of([group])
+        for name in ("value", "reference", "last"):
+            setattr(levels, name, state.setdefault(_LEVELS[name], getattr(levels, name)))
+        levels.count = count - rounds.dense(count) - 1
         levels.add((grad * inverse).square().mean().double().view(1).cpu(), torch.tensor([beta2], dtype=torch.float64))
         rate *= float(levels.rates())
     param.copy_(param.float() * (1 - group["lr"] * group["weight_decay"]) - state["exp_avg"] * inverse * rate)
@@ -195,11 +198,17 @@ class Levels:
 
     value: Tensor
     reference: Tensor  # after WINDOW steps
+    last: Tensor  # the rates of the last step
+    limits: tuple[Tensor, Tensor, Tensor] | None  # of rates: the least, the largest, and the largest change, as a share
     count: int = 0
 
     @classmethod
-    def of(cls, numel: int) -> Levels:
-        return cls(torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64))
+    def of(cls, groups: Sequence[Mapping[str, Any]]) -> Levels:
+        """groups: of each parameter; `factor_min`, `factor_max` and `factor_threshold` limit its rates (1-bit LAMB)."""
+        zeros = torch.zeros(len(groups), dtype=torch.float64)
+        limited, names = bool(groups) and "factor_min" in groups[0], ("factor_min", "factor_max", "factor_threshold")
+        limits = [torch.tensor([group[name] for group in groups], dtype=torch.float64) for name in names] if limited else None
+        return cls(zeros, zeros.clone(), torch.ones_like(zeros), None if limits is None else (limits[0], limits[1], limits[2]))
 
     def add(self, now: Tensor, beta: Tensor) -> None:
         """Count a step's mean squares; the first steps are averaged evenly."""
@@ -207,11 +216,16 @@ class Levels:
         self.value += (now - self.value) * (1 - beta).clamp_min(1 / self.count)
         if self.count <= WINDOW:
             self.reference.copy_(self.value)
+        known = (self.value > 0) & (self.reference > 0)
+        rates = torch.where(known, self.reference / self.value.where(known, 1.0), 1.0).sqrt()
+        if self.limits is not None:
+            least, largest, change = self.limits
+            rates = rates.clamp(least, largest).clamp(self.last * (1 - change), self.last * (1 + change))
+        self.last.copy_(rates)
 
     def rates(self) -> Tensor:
         """The factors of the learning rates."""
-        known = (self.value > 0) & (self.reference > 0)
-        return torch.where(known, self.reference / self.value.where(known, 1.0), 1.0).sqrt()
+        return self.last.clone()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -428,7 +442,7 @@ class OneBitSteps(NativeSteps):
             server=server,
             server_scales=torch.zeros(server.numel() // onebit.BLOCK, device=device),
             own=torch.zeros(onebit.nbytes(server.numel()), dtype=torch.uint8, device=device),
-            levels=Levels.of(len(unit.params)) if before is None else before.levels,
+            levels=Levels.of(self._groups_of(unit)) if before is None else before.levels,
             folded=torch.ones(len(unit.params), dtype=torch.float64),
         )
         return m * inverse
@@ -460,9 +474,12 @@ class OneBitSteps(NativeSteps):
             means = [self._mean_squares(unit, scale) for unit in members]
             now = comm.exchange(torch.cat(means)).mean(0).split([len(mean) for mean in means])
             for unit, mean in zip(members, now, strict=True):
-                groups = [self.inner.param_groups[index or 0] for index in self.members[unit].groups]
-                beta = torch.tensor([group["betas"][1] ** interval for group in groups], dtype=torch.float64)
+                beta = torch.tensor([group["betas"][1] ** interval for group in self._groups_of(unit)], dtype=torch.float64)
                 self.frozen[unit].levels.add(mean, beta)
+
+    def _groups_of(self, unit: Unit) -> list[dict[str, Any]]:
+        """The group of each parameter; the first one for a parameter without."""
+        return [self.inner.param_groups[index or 0] for index in self.members[unit].groups]
 
     def _mean_squares(self, unit: Unit, scale: float) -> Tensor:
         """fp64 [parameters], of this rank's preconditioned gradients; another sample in each step."""
@@ -540,7 +557,7 @@ class OneBitSteps(NativeSteps):
                 continue
             start, stop = piece.start, min(-(-piece.stop // onebit.BLOCK) * onebit.BLOCK, master.numel())
             own, w, weights = slice(start + first, stop + first), master[start:stop], None if out is None else out[start:stop]
-            keep, rate = _rates(self._options[piece.group], piece.step, rates[piece.i])
+            keep, rate = _rates(self.group_of(piece), piece.step, rates[piece.i])
             if local is not None:
                 keep, rate = local.sums[piece.i]
                 w.copy_(local.w[own])
@@ -554,6 +571,10 @@ class OneBitSteps(NativeSteps):
                     weights.copy_(w)
         if is_exchanged:
             self.local.pop(unit, None)
+
+    def group_of(self, piece: UpdatePiece) -> Mapping[str, Any]:
+        """The options of a tensor in this rank's span, in a step that is exchanged."""
+        return self._options[piece.group]
 
 
 def _rates(group: Mapping[str, Any], step: int, factor: float) -> tuple[float, float]:

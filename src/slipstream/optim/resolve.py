@@ -23,16 +23,15 @@ from slipstream.optim.lamb import Lamb
 from slipstream.optim.lion import Lion
 from slipstream.optim.muon import Muon
 from slipstream.optim.onebit import OneBitAdam, ZeroOneAdam
+from slipstream.optim.onebit_lamb import OneBitLamb
 
 log = logging.getLogger(__name__)
 
-_OURS: dict[str, type[Optimizer]] = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon, OneBitAdam, ZeroOneAdam)}
+_OURS: dict[str, type[Optimizer]] = {cls.__name__.lower(): cls for cls in (Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam)}
 
-_ONE_BIT = "is not built yet (compressed communication); use Adam or Lamb until then"
 _MUP = "scales learning rates by the model's base shapes: build it with the mup package and pass it as optimizer="
 _REFUSED: dict[str, str] = {
     "lbfgs": "needs a closure that evaluates the model inside step(), and all gradients in one place",
-    "onebitlamb": _ONE_BIT,
     "muadam": _MUP,
     "muadamw": _MUP,
     "musgd": _MUP,
@@ -155,6 +154,8 @@ def rule_of(optimizer: Optimizer) -> rules.Rule | None:
         return rules.adamw(decoupled=kind is torch.optim.AdamW)
     if kind in (OneBitAdam, ZeroOneAdam):
         return replace(rules.adamw(decoupled=True), late=True, may_be_blocks=False)
+    if kind is OneBitLamb:
+        return replace(rules.LAMB, late=True)
     if kind is Lion:
         return rules.LION
     if kind is Lamb and not any(param.is_cuda for group in groups for param in group["params"]):  # reading norms synchronizes

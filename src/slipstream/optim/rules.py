@@ -91,7 +91,7 @@ def _sgd(master: Tensor, grad: Tensor, *others: Any, step: int, **options: Any) 
     ops.sgd(master, grad, momentum, out, first=step == 1, **options)
 
 
-def _lamb(
+def lamb(
     master: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -102,10 +102,15 @@ def _lamb(
     lr: float,
     min_coeff: float,
     max_coeff: float,
+    record: Callable[[tuple[float | Tensor, float | Tensor]], None] | None = None,
     **options: Any,
 ) -> None:
+    """Both passes over one tensor. record: takes its trust ratio and the square of its weights' norm."""
     squares = ops.lamb_update(master, grad, exp_avg, exp_avg_sq, scale=scale, **options)
-    ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=lr * trust_ratio(*squares, min_coeff, max_coeff), **options)
+    ratio = trust_ratio(*squares, min_coeff, max_coeff)
+    ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=lr * ratio, **options)
+    if record is not None:
+        record((ratio, squares[0]))
 
 
 def trust_ratio(weights: float | Tensor, update: float | Tensor, minimum: float, maximum: float) -> float | Tensor:
@@ -124,7 +129,7 @@ ADAGRAD = Rule(
 )
 # slipstream.optim.Lamb
 LAMB = Rule(
-    kernel=_lamb,
+    kernel=lamb,
     options=("lr", "betas", "eps", "eps_inside_sqrt", "weight_decay", "bias_correction", "min_coeff", "max_coeff"),
     states=("exp_avg", "exp_avg_sq"),
     signed=(True, False),

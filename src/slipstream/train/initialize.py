@@ -24,6 +24,7 @@ from slipstream.moe.place import ExpertRanks, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.onebit import OneBitSteps
+from slipstream.optim.onebit_lamb import OneBitLambSteps
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder
@@ -406,7 +407,8 @@ def _steps(
     plan: Plan, units: list[Unit], inner: torch.optim.Optimizer | None, rule: Rule | None, form: Form, *, whole: bool
 ) -> ShardedSteps:
     if inner is not None and rule is not None:
-        kind, numel = (OneBitSteps, 1 << 62) if rule.late else (NativeSteps, plan.offload.chunk_numel)
+        late = OneBitLambSteps if rule.is_whole else OneBitSteps
+        kind, numel = (late, 1 << 62) if rule.late else (NativeSteps, plan.offload.chunk_numel)
         return kind(inner, units, rule, form, chunk_numel=numel, num_buffers=plan.offload.num_buffers)
     return TorchSteps(inner or NoOptimizer(), units, whole=whole, state_dtype=plan.precision.state_dtype)
 

@@ -21,7 +21,7 @@ from slipstream.optim.rounds import Round
 from slipstream.optim.rules import Rule
 from slipstream.train.planning import predict
 from slipstream.train.planning.predict import Counted, Flow, Line, Peak, PredictedPart, Profile, Rates, Setting, Times
-from slipstream.train.recipe import CODE_BITS, recipe_of, rehearse
+from slipstream.train.recipe import CODE_BITS, mark_kinds, recipe_of, rehearse
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Differs, Family
 from slipstream.zero.build import Recipe, UnitPlan, plan_units
@@ -55,6 +55,11 @@ def optimizer_of(plan: Plan) -> Optimizer:
     inner, rule = rehearse(plan if plan.optimizer else replace(plan, optimizer=OptimizerPlan(type="AdamW", params={})))
     assert inner is not None, "the plan names an optimizer"
     return inner, rule
+
+
+def mark(model: nn.Module, plan: Plan) -> None:
+    """Mark parameters as `initialize` does, before `parts_of` a model that has no engine."""
+    mark_kinds(model, plan, *optimizer_of(plan))
 
 
 def parts_of(model: nn.Module, plan: Plan, world: int, optimizer: Optimizer | None = None) -> list[PredictedPart]:

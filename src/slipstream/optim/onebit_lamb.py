@@ -1,0 +1,157 @@
+"""1-bit LAMB (Li et al. 2021, arXiv 2104.06069): LAMB until `freeze_step`, then exchanged signs and frozen norms of updates.
+
+    n = coeff_beta * n + (1 - coeff_beta) / |u|                     until `freeze_step`, u: LAMB's update of a tensor
+    w = w - lr * c * (f * p / (1 - beta1^t) + weight_decay * w)     after it, with c = clamp(|w| * n, min_coeff, max_coeff)
+
+p is that of optim/onebit.py, and f the factor of its levels, the root of what the mean squares of preconditioned gradients have
+become since the freeze: clamped to [factor_min, factor_max], and changed by at most `factor_threshold` of itself in a step. The
+paper takes the largest ratio of any element's variances, and reconstructs the new one from the difference of exchanged momenta,
+in which the error of the signs is 1 / (1 - beta1) times larger; levels are measured on the ranks' own gradients. And it freezes
+the whole trust ratio |w| / |u|; |w| is known in each step.
+
+The paper scales tensors before it exchanges signs of all of them with one scale. Here 512 elements have one, and p one order of
+magnitude, so the scaling would cancel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from slipstream.optim import rules
+from slipstream.optim.loop import step_by_rule, step_each
+from slipstream.optim.onebit import OneBitSteps, defaults, step_alone
+from slipstream.optim.rounds import Rounds
+from slipstream.optim.rules import Rule
+from slipstream.optim.sharded import UpdatePiece
+from slipstream.zero.storage.stream import StateChunk
+from slipstream.zero.unit import Unit
+
+NORM = "mean_inverse_norm"  # the state n
+
+
+_Recorded = tuple[float | Tensor, float | Tensor]  # a trust ratio, the square of the weights' norm
+
+
+class OneBitLamb(Optimizer):
+    """LAMB until `freeze_step`, then momentum with the variances, and the norms of updates, of the steps before. Inside an engine,
+    ranks then exchange signs. Groups have the options of `OneBitAdam`'s.
+
+    max_coeff, min_coeff    bounds of a trust ratio
+    coeff_beta              of the average of 1 / (the norm of an update)
+    factor_max, factor_min  bounds of the factor of a tensor's step, which follows the size of its gradients after `freeze_step`
+    factor_threshold        by which share the factor changes in a step, at most
+    """
+
+    script_options = ("exp_avg_mask",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        freeze_step: int = 100_000,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        ratios = {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
+        factors = {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
+        if not 0 <= min_coeff <= max_coeff or not 0 <= coeff_beta < 1:
+            raise ValueError(
+                f"OneBitLamb: must have 0 <= min_coeff ({min_coeff}) <= max_coeff ({max_coeff}), 0 <= coeff_beta ({coeff_beta}) < 1"
+            )
+        if not 0 < factor_min <= 1 <= factor_max or not 0 < factor_threshold < 1:
+            raise ValueError(
+                f"OneBitLamb: must have 0 < factor_min ({factor_min}) <= 1 <= factor_max ({factor_max}), and 0 < factor_threshold "
+                f"({factor_threshold}) < 1"
+            )
+        options = defaults("OneBitLamb", common, {"freeze_step": freeze_step})
+        super().__init__(params, options | ratios | factors | {"eps_inside_sqrt": False})
+
+    @staticmethod
+    def rounds(group: Mapping[str, Any]) -> Rounds:
+        return Rounds(freeze=group["freeze_step"])
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        return step_each(self, closure, partial(_step, rounds=self.rounds(self.param_groups[0])))
+
+
+def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
+    """One parameter on one rank, whose exchange is exact."""
+    if not group["non_freeze"] and int(state.get("step", 0)) >= rounds.freeze:
+        ratio = _ratio(state[NORM], float(param.float().norm()), group)
+        step_alone(state, param, grad, group | {"lr": group["lr"] * ratio}, rounds)
+        return
+    ratios: list[_Recorded] = []
+    step_by_rule(_recording(rules.LAMB, ratios), state, param, grad, group)
+    state[NORM] = _averaged(state.get(NORM, 0.0), ratios[-1], group)
+
+
+def _recording(rule: Rule, ratios: list[_Recorded]) -> Rule:
+    """The rule, which appends the trust ratio of each tensor."""
+    return replace(rule, kernel=partial(rules.lamb, record=ratios.append))
+
+
+def _averaged(before: float, recorded: tuple[float | Tensor, float | Tensor], group: Mapping[str, Any]) -> float:
+    """The average of 1 / |u| with one more step; 0 as long as a tensor is 0, such as a bias in the first step."""
+    ratio, square = map(float, recorded)
+    if not square:
+        return before
+    beta = group["coeff_beta"] if before else 0.0
+    return float(beta * before + (1 - beta) * ratio / math.sqrt(square))
+
+
+def _ratio(inverse: float, norm: float, group: Mapping[str, Any]) -> float:
+    return float(min(max(norm * inverse, group["min_coeff"]), group["max_coeff"])) if norm and inverse else 1.0
+
+
+class OneBitLambSteps(OneBitSteps):
+    """Steps by LAMB, then by exchanged signs."""
+
+    def __init__(self, inner: Optimizer, units: Sequence[Unit], rule: Rule, *others: Any, **options: Any) -> None:
+        self.ratios: list[_Recorded] = []  # of the tensors of the unit that was stepped last
+        self.norms: dict[tuple[Unit, int], float] = {}  # n of this rank's tensors, by their number in the unit
+        super().__init__(inner, units, _recording(rule, self.ratios), *others, **options)
+
+    def drop(self, unit: Unit) -> None:
+        super().drop(unit)
+        self.norms = {place: value for place, value in self.norms.items() if place[0] is not unit}
+
+    def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
+        self.ratios.clear()
+        super().step(unit, chunk, scale)
+        if unit not in self._late:
+            for piece, ratio in zip(self._stepped(unit), self.ratios, strict=True):
+                before = self.norms.get((unit, piece.i), 0.0)
+                self.norms[unit, piece.i] = _averaged(before, ratio, self._options[piece.group])
+
+    def _stepped(self, unit: Unit) -> Iterator[UpdatePiece]:
+        return (piece for piece in self.pieces([unit]) if piece.param.requires_grad and piece.stop > piece.start)
+
+    def group_of(self, piece: UpdatePiece) -> Mapping[str, Any]:
+        group = super().group_of(piece)
+        master = piece.unit.master.whole()[piece.start : piece.stop]
+        return {**group, "lr": group["lr"] * _ratio(self.norms[piece.unit, piece.i], float(master.norm()), group)}
+
+    def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
+        return super().scalars(piece) | {NORM: self.norms.get((piece.unit, piece.i), 0.0)}  # 0: none yet
+
+    def load_scalars(self, piece: UpdatePiece, values: dict[str, Any]) -> None:
+        super().load_scalars(piece, values)
+        self.norms.pop((piece.unit, piece.i), None)
+        if value := values.get(NORM):
+            self.norms[piece.unit, piece.i] = float(value)
