@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,11 @@ from torch import nn
 
 from benchmarks.experts_quality import example
 from benchmarks.legs import Options
+from benchmarks.picture import Curve, draw
 from benchmarks.ranks import Ranks, Seat
 from benchmarks.report import Spread, table, verdict, verdicts
 from benchmarks.wire import NoNetwork, network
+from benchmarks.worker import ROOT
 
 if TYPE_CHECKING:
     from benchmarks.worker import Channel
@@ -35,6 +38,8 @@ VOCAB, CONTEXT, BATCH, WORLD = 1024, 128, 4, 2
 STEPS, QUICK_STEPS, EVERY, VALIDATION = 600, 24, 10, 64  # steps of a run, between validation losses; windows
 RATE, WARMUP, FREEZE = 1.4e-3, 50, 0.15  # learning rate, its warm-up in steps, and the share of steps before the variance is frozen
 LINKS = ("100mbit", "400mbit")
+PICTURE = ROOT / "docs" / "convergence.svg"
+LEGEND = ("Held-out loss over time, two ranks with 100 Mbit/s each", "seconds", "loss")
 NEAR = 1.01  # the fixed loss, over the last of `AdamW, bf16`
 ADAMW = {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.99], "weight_decay": 0.1}}
 INT4 = {"communication_data_type": "int4", "zero_optimization": {"stage": 0, "zeropp_loco_param": {}}}
@@ -200,6 +205,15 @@ def timed(folder: Path, link: str, rounds: int) -> tuple[dict[str, Spread], dict
     return {kind: Spread.of(values) for kind, values in seconds.items()}, sent
 
 
+def _over_time(curves: Mapping[str, Sequence[Sequence[float]]], steps: int, of_kind: Mapping[str, float]) -> dict[str, Curve]:
+    """The mean losses of all seeds, by the seconds of the steps before."""
+    seconds = {each.label: partial(each.seconds, total=each.steps(steps), of_kind=of_kind) for each in CONTENDERS}
+    return {
+        label: [(seconds[label]((i + 1) * EVERY), statistics.mean(each)) for i, each in enumerate(zip(*losses, strict=True))]
+        for label, losses in curves.items()
+    }
+
+
 def run(options: Options) -> str:
     steps, seeds = QUICK_STEPS if options.quick else STEPS, options.num_rounds(3)
     data = example("data")
@@ -214,6 +228,9 @@ def run(options: Options) -> str:
             for each in CONTENDERS:
                 curves[each.label].append(curve(folder, seed, each.steps(steps), each))
                 print(f"  convergence, seed {seed}: {each.label} {curves[each.label][-1][-1]:.3f}", flush=True)
+    if not options.quick:
+        of_kind = {kind: spread.median for kind, spread in links[LINKS[0]][0].items()}
+        PICTURE.write_text(draw(_over_time(curves, steps, of_kind), *LEGEND))
     base, rows, faster = CONTENDERS[0], [], {}
     goals = [NEAR * losses[-1] for losses in curves[base.label]]
     for each in CONTENDERS:

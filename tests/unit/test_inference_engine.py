@@ -574,7 +574,9 @@ def test_async_leaves_the_loop_to_others() -> None:
             await task
         gate.set()
 
-    with opened(HashRunner(says="z" * 190)) as engine:
+    runner = HashRunner(says="z" * 190)
+    runner.before = lambda batch: time.sleep(0.01)  # no answer ends before it is cancelled
+    with opened(runner) as engine:
         threads, gate, encode, submit = set[threading.Thread](), threading.Event(), engine.engine.encode, engine.engine.submit
 
         def gated(*prompt: Any, **more: Any) -> Handle:
