@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from slipstream.optim.rounds import Round
-from slipstream.train.planning import explain
+from slipstream.train.planning import explain, predict
 from tests import cases, probe, toy
 from tests.dist.test_codes_on_the_wire import sent as sending
 from tests.pool import distributed
@@ -81,4 +81,23 @@ def test_bytes_of_signs_are_those_that_torch_sends(world_size: int, transport: s
             if step != 2:
                 assert 0 <= sum(counted) - moved.wire < 200 * world_size, (stage, step, counted, moved.wire)
         assert "sent, step of signs" in explain.table(forecast)
+        engine.destroy()
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_bytes_of_local_steps_are_those_that_torch_sends(transport: str) -> None:
+    """Two steps on a rank's own, then one with a round."""
+    for stage, exchange in ((0, "fp32"), (1, "int8"), (3, "bf16")):
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
+        block = {"local_steps": {"every": 3, "exchange": exchange}}
+        engine = toy.make(model, stage, transport, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, slipstream=block)
+        forecast, batch = explain.of_states(engine.single), torch.ones(2, 64)
+        assert explain.parts_of(engine.module, engine.plan, 2) == list(forecast.parts)
+        for step in range(6):
+            with sending() as counted:
+                engine.backward(engine(batch).square().mean())
+                engine.step()
+            expected = forecast.flow.wire + (predict.round_nbytes(forecast.counted) if step % 3 == 2 else 0)
+            assert 0 <= sum(counted) - expected < 200, (stage, step, counted, expected)
+        assert forecast.flow.wire == 0 and "sent, every 3 steps" in explain.table(forecast)
         engine.destroy()

@@ -94,12 +94,13 @@ def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: i
 def _comms(plan: Plan, world: int, differs: Differs) -> Comms:
     """Transports of a family in a world of so many ranks, for their sizes: nothing is sent."""
     both = world // math.prod(split.size for split in differs)
-    shards = both if differs else plan.zero.shard_size or both
+    shards = both if differs else plan.zero.shard_size or (1 if plan.local_steps.every else both)
 
     def comm(name: str, size: int) -> LocalComm:
         return LocalComm(Axis(name, None, tuple(range(size)), 0, size), predict.META)
 
-    dp, copies, data = comm("dp", shards), comm("dp_replicate", both // shards), comm("both", both)
+    together = 1 if plan.local_steps.every else both // shards  # copies that are reduced in a step
+    dp, copies, data = comm("dp", shards), comm("dp_replicate", together), comm("both", both)
     parts = tuple(comm(split.axis, split.size).axis for split in differs)
     family, bits = Family(differs, parts, data.axis, copies.axis, dp.axis), CODE_BITS.get(plan.precision.comm_dtype)
     coded = Coded(dp, family.weight, bits) if bits and shards > 1 else None
@@ -112,17 +113,19 @@ def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | No
     recipe, on_host = recipe_of(plan, inner, rule), device == "cpu"
     private = recipe.poison or recipe.tiers.weights is Tier.DISK  # as _transport in train/initialize.py
     shared = world == 1 or (on_host and not private and plan.zero.transport != "gloo")
-    return _setting(plan, recipe, inner, rule, on_host=on_host, shared=shared)
+    replicas = world // (plan.zero.shard_size or 1) if plan.local_steps.every else 1
+    return _setting(plan, recipe, inner, rule, on_host=on_host, shared=shared, replicas=replicas)
 
 
 def _setting(
-    plan: Plan, recipe: Recipe, inner: torch.optim.Optimizer, rule: Rule | None, *, on_host: bool, shared: bool
+    plan: Plan, recipe: Recipe, inner: torch.optim.Optimizer, rule: Rule | None, *, on_host: bool, shared: bool, replicas: int
 ) -> Setting:
     return Setting(
         plan=plan,
         recipe=recipe,
         on_host=on_host,
         shared=shared,
+        replicas=replicas,
         num_moments=_num_moments(inner, rule),
         streams=rule is not None,
         rounds=rounds_of(inner) if rule is not None and rule.late else None,
@@ -182,7 +185,8 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
     """The forecast of an engine; with a batch (the model's arguments), including its peak."""
     plan, data, steps = states.plan, states.comms.data, states.steps
     on_host, shared = states.device.type == "cpu", data.size == 1 or isinstance(data, SharedComm)
-    setting = _setting(plan, states.recipe, steps.inner, steps.rule, on_host=on_host, shared=shared)
+    replicas = states.mesh.dense.copies.size if states.mesh.is_apart else 1
+    setting = _setting(plan, states.recipe, steps.inner, steps.rule, on_host=on_host, shared=shared, replicas=replicas)
     profile = None
     if args or kwargs:
         from slipstream.train.planning.dry_run import dry_run  # torch's fake tensors are slow to import
@@ -249,6 +253,8 @@ def _traffic_rows(forecast: Forecast) -> list[str]:
     moved = [(what, getattr(flow, link)) for link, what in _LINKS.items() if getattr(flow, link)]
     text = ["", "per step and rank", *(f"  {what:<22}{size(nbytes):>12}" for what, nbytes in moved or [("sent or read", 0)])]
     text += [f"  {f'sent, {_KINDS[kind]}':<22}{size(later.wire):>12}" for kind, later in forecast.later.items() if flow.wire]
+    if every := forecast.setting.plan.local_steps.every:
+        text += [f"  {f'sent, every {every} steps':<22}{size(predict.round_nbytes(forecast.counted)):>12}"]
     rows = sum(part.sent_nbytes(part.numel) for part in forecast.parts if part.dtypes.row)
     return [*text, "  Rows are counted as if all have values; only those that have are sent."] if rows and flow.wire else text
 
@@ -274,6 +280,7 @@ def as_dict(forecast: Forecast) -> dict[str, Any]:
         "memory": [line._asdict() | {"tier": line.tier.value} for line in (forecast.rest if peak is None else peak.lines)],
         "peak": None if peak is None else {"memory_bytes": peak.memory, "disk_bytes": peak.total(Tier.DISK), "when": peak.when},
         "traffic_per_step": forecast.flow._asdict(),
+        "round_bytes": predict.round_nbytes(forecast.counted) if forecast.setting.plan.local_steps.every else 0,
         "traffic_per_later_step": {kind.value: flow._asdict() for kind, flow in forecast.later.items()},
         "busy_per_step": None if times is None else [cost._asdict() for cost in times.costs],
         "step_seconds": None if times is None else times.seconds,

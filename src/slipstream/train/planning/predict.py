@@ -94,6 +94,7 @@ class Setting:
     shared: bool  # shared memory between ranks: nothing is sent, and sharded weights are one mapping
     num_moments: int
     streams: bool  # the optimizer has a native kernel, which works on chunks
+    replicas: int = 1  # that step on their own (train/local_steps.py)
     rounds: Rounds | None = None  # of an optimizer that exchanges signs
 
     @property
@@ -392,6 +393,17 @@ def traffic(counted: Counted, kind: Round = Round.DENSE) -> Flows:
     """
     flows = [_flows(stored, counted, kind) for stored in counted.parts]
     return Flows(*(functools.reduce(Flow.plus, phase, Flow()) for phase in zip(Flows(), *flows, strict=True)))
+
+
+def round_nbytes(counted: Counted) -> int:
+    """Bytes that a rank sends in a round of local steps: the differences of its span, and its part of their mean."""
+    setting, total = counted.setting, 0
+    exchange = setting.plan.local_steps.exchange
+    bits, itemsize = {"int8": 8, "int4": 4}.get(exchange), {"bf16": 2}.get(exchange, 4)
+    for part in (stored.part for stored in counted.parts if stored.grads is not None):
+        own = -(-part.span // (setting.replicas * wire_codes.WIRE_BLOCK)) * wire_codes.WIRE_BLOCK
+        total += 2 * (setting.replicas - 1) * (own * itemsize if bits is None else wire_codes.nbytes(own, bits))
+    return 0 if setting.shared else total
 
 
 def _flows(stored: PredictedStates, counted: Counted, kind: Round) -> Flows:
