@@ -81,6 +81,7 @@ def test_bytes_of_signs_are_those_that_torch_sends(world_size: int, transport: s
             if step != 2:
                 assert 0 <= sum(counted) - moved.wire < 200 * world_size, (stage, step, counted, moved.wire)
         assert "sent, step of signs" in explain.table(forecast)
+        assert f"{explain.size(forecast.later[Round.SIGNS].wire)} per step of signs" in explain.traffic_text([forecast])
         engine.destroy()
 
 
@@ -97,7 +98,9 @@ def test_bytes_of_local_steps_are_those_that_torch_sends(transport: str) -> None
             with sending() as counted:
                 engine.backward(engine(batch).square().mean())
                 engine.step()
-            expected = forecast.flow.wire + (predict.round_nbytes(forecast.counted) if step % 3 == 2 else 0)
+            moved = predict.round_nbytes(forecast.counted)
+            expected = forecast.flow.wire + (moved if step % 3 == 2 else 0)
             assert 0 <= sum(counted) - expected < 200, (stage, step, counted, expected)
+        assert explain.traffic_text([forecast]) == f"each rank sends {explain.size(moved)} every 3 steps"
         assert forecast.flow.wire == 0 and "sent, every 3 steps" in explain.table(forecast)
         engine.destroy()

@@ -134,6 +134,7 @@ def initialize(
     forget(model)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
+    _log_traffic(engine)
     return engine, engine.optimizer, loader, scheduler
 
 
@@ -234,6 +235,14 @@ def _log_config(plan: Plan, loaded: LoadedConfig, overrides: Mapping[str, Any], 
     if overrides:
         logger.info("no optimizer: offload_param applies at any configured stage, as in stage 3 with one rank per shard group")
     log_layout(mesh, local_world_size())
+
+
+def _log_traffic(engine: Engine) -> None:
+    if engine.mesh.is_first and engine.mesh.world.size > 1 and logger.isEnabledFor(logging.INFO):
+        from slipstream.train.planning import explain  # slow to import
+
+        if text := explain.traffic_text([explain.of_states(states) for states in engine.states]):
+            logger.info("%s (engine.explain() has the parts)", text)
 
 
 def _first_values(model: nn.Module, mesh: Mesh, device: torch.device) -> FirstValues:
