@@ -269,7 +269,9 @@ def test_the_interpreter_exits_cleanly_without_destroy(nursery: Nursery, transpo
             assert all("KeyError: 'on purpose'" in text and "PeerError" not in text for text in outcome.stderr)
         else:
             # torch's own store may warn if rank 0, its server, is the first to exit
-            assert not any(text and "TCPStore.cpp" not in text for text in outcome.stderr), story(outcome)
+            assert not any(text and "TCPStore.cpp" not in text and "socket.cpp" not in text for text in outcome.stderr), story(
+                outcome
+            )
     for record in outcomes["drop"].records:
         assert not record["alive"] and record["mappings"] == [] and "slipstream-watch" not in record["threads"]
 

@@ -16,6 +16,7 @@ from slipstream.config.resolution import Values, case_of
 from slipstream.optim import fit, resolve_optimizer, rule_of
 from slipstream.optim.rules import Rule
 from slipstream.train import rehearse
+from slipstream.zero.leaves import mark_stack
 
 Config = dict[str, Any]  # by dotted key
 DEVICES = {
@@ -111,6 +112,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
 OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
     "optimizer": (
         {"optimizer.type": "ZeroOneAdam"},
+        {"optimizer.type": "OneBitLamb"},
         *({"optimizer.type": name} for name in ("AdamW", "Lion", "SGD", "Adagrad", "LAMB", "RMSprop", "Adafactor", "OneBitAdam")),
         {"optimizer.type": "AdamW", "optimizer.params": {"amsgrad": True}},
     ),
@@ -169,7 +171,9 @@ def built(config: Config) -> tuple[Plan, torch.optim.Optimizer, Rule | None]:
     plan = resolve(nested({"optimizer.type": "AdamW"} | STAGE_3 | config), world=WORLD, facts=DEVICES["a CPU"])
     assert plan.optimizer is not None
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
-    optimizer = named.build([torch.nn.Parameter(torch.zeros(4, 4))])
+    param = torch.nn.Parameter(torch.zeros(4, 4))
+    mark_stack(param)
+    optimizer = named.build([param])
     return plan, optimizer, rule_of(optimizer) if named.native else None
 
 

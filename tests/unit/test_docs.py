@@ -157,11 +157,12 @@ def get_peft_model(model, r):
 def quantized_page(folder: Path) -> list[float]:
     """The losses that its code prints."""
     scope: dict[str, Any] = {}
-    if importlib.util.find_spec("peft") is None:
-        sys.modules["peft"] = types.ModuleType("peft")
-        exec(PEFT, vars(sys.modules["peft"]))
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as output:
-        exec(QUANTIZED, scope)
+    with pytest.MonkeyPatch.context() as patch:  # later tests of this rank look whether peft is installed
+        if importlib.util.find_spec("peft") is None:
+            patch.setitem(sys.modules, "peft", types.ModuleType("peft"))
+            exec(PEFT, vars(sys.modules["peft"]))
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(QUANTIZED, scope)
     assert {module.form.bits for module in scope["engine"].module.modules() if hasattr(module, "form")} == {4}
     scope["engine"].destroy()
     return [float(line) for line in output.getvalue().split()]
