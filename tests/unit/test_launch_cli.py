@@ -237,6 +237,16 @@ def test_plan_names_the_world_that_the_batch_sizes_fit(
     assert capsys.readouterr().err.startswith("slipstream plan: train_batch_size (16) != micro batch (3)")  # no world fits
 
 
+@pytest.mark.parametrize("block", ['"slipstream": {"mesh": {"pp": 2}}', '"tensor_parallel": {"autotp_size": 2}'])
+def test_plan_does_not_predict_parts_of_a_model(block: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"train_micro_batch_size_per_gpu": 1, {block}}}')
+    assert main(["plan", str(path), "--world", "4"]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(path), "--world", "4", "--num-params", "1M"]) == 2
+    assert re.search(r"over ranks \((pp|tp) 2\).* slipstream plan --ranks 4 --model M compares", capsys.readouterr().err)
+
+
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])

@@ -214,6 +214,8 @@ def execute(options: argparse.Namespace) -> int:
         if rows not in (None, plan.batch.micro_batch_size):
             print(f"note: --batch-shape has {rows} rows; using the config's micro-batch size, {plan.batch.micro_batch_size}")
         print("".join(f"note: {note}\n" for note in loaded.notes))
+    if options.model or options.num_params:
+        _refuse_parts(plan, options.world)
     if options.model:
         return _forecast(options, plan)
     for option in ("memory", "batch_shape", "batch", "activations", "json"):
@@ -225,6 +227,17 @@ def execute(options: argparse.Namespace) -> int:
     else:
         print("for bytes per rank, give --model MODULE:FUNCTION, --model FOLDER with a config.json, or --num-params 1.3B")
     return 0
+
+
+def _refuse_parts(plan: Plan, world: int) -> None:
+    """Raise ValueError for a plan whose ranks have parts of the model or of a sample: predictions are of whole ones."""
+    sizes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp, "ep": plan.experts.size}
+    if parts := ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1):
+        raise ValueError(
+            f"the config splits the model or its samples over ranks ({parts}), and slipstream plan CONFIG predicts data "
+            f"parallelism alone: slipstream plan --ranks {world} --model M compares such layouts, and engine.explain() tells "
+            "the bytes of a rank"
+        )
 
 
 def compare_layouts(options: argparse.Namespace) -> int:
