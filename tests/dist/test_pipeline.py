@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss
 
@@ -301,6 +302,69 @@ def test_recomputed_layers() -> None:
         engine.destroy()
     assert results[0] == results[1]
     assert calls == [2 * MICRO, 4 * MICRO]
+
+
+@distributed(world_size=2)
+def test_what_an_evaluation_returns() -> None:
+    """Each option of `eval_batch`, against the layers in one process; and what sets the data of a step."""
+    engine, whole = make(module(num_stages=2), 1, "shared"), module(num_stages=1, stages=(0,)).chunk(0).eval()
+    is_last, index = engine.is_last_stage(), engine.mesh.batch.index
+    data = batches(index, 0)
+    with torch.no_grad():
+        outputs = [whole(x) for x, _ in data]
+        losses = [mse_loss(out, y) for out, (_, y) in zip(outputs, data, strict=True)]
+    close = torch.testing.assert_close
+    close(engine.eval_batch(iter(data)), torch.stack(losses).mean())
+    close(engine.eval_batch(iter(data), num_micro_batches=2), torch.stack(losses[:2]).mean())
+    each = engine.eval_batch(iter(data), reduce_output=None)
+    assert (each is not None) is is_last
+    if is_last:
+        close(torch.stack(each), torch.stack(losses))
+    loss, logits = engine.eval_batch(iter(data), return_logits=True)
+    close(loss, torch.stack(losses).mean())
+    last = engine.eval_batch(iter(data), compute_loss=False)
+    assert (logits is not None) is is_last and (last is not None) is is_last
+    if is_last:
+        close(logits, outputs[-1])
+        close(last, torch.stack(outputs).mean(0))
+    assert (engine.eval_batch(iter(data), bcast_loss=False) is not None) is is_last
+    with pytest.raises(ValueError, match="reduce_output='sum'"):
+        engine.eval_batch(iter(data), reduce_output="sum")
+    with pytest.raises(ValueError, match="num_micro_batches=0"):
+        engine.eval_batch(iter(data), num_micro_batches=0)
+    engine.set_batch_fn(lambda pair: (pair[0] * 2, pair[1]))
+    doubled = float(engine.eval_batch(iter(data)))
+    assert doubled != pytest.approx(float(loss))
+    engine.set_dataiterator(iter(data))
+    first = float(engine.train_batch())
+    assert first == pytest.approx(doubled, rel=1e-5)
+    engine.set_dataloader(data)
+    assert float(engine.train_batch()) < first and float(engine.train_batch()) < first  # again from its start
+    engine.reset_activation_shape()
+    records: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline.logger, "info", lambda text, *values: records.append(text % values))
+        engine.mem_status("after two steps", print_rank=1)
+        engine.mem_status("all", reset_max=True)
+    assert len(records) == 1 + (engine.rank == 1) and "MiB, at most" in records[0]
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_checkpoint_function_of_the_users() -> None:
+    calls: list[int] = []
+
+    def keep(function: Any, *args: Any) -> Any:
+        calls.append(len(args))
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    plain, own = (
+        make(module(num_stages=2, **extra), 1, "shared")
+        for extra in ({}, {"activation_checkpoint_interval": 2, "activation_checkpoint_func": keep})
+    )
+    assert train(own) == train(plain) and calls
+    plain.destroy()
+    own.destroy()
 
 
 @distributed(world_size=4)

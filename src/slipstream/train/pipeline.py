@@ -14,9 +14,11 @@ costs the memory of whole gradients; `slipstream.pipeline.reduce` "micro_batch" 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,8 @@ from slipstream.world.mesh import Mesh
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import tensors_in
 from slipstream.zero.leaves import mark_tied
+
+logger = logging.getLogger(__name__)
 
 _ONLY = "Only train_batch() is accessible in pipeline mode."  # DeepSpeed's text
 _REDUCTIONS = ("avg", None)
@@ -99,7 +103,7 @@ class PipelineEngine(Engine):
 
         return_logits      return (loss, outputs of the last micro-batch); outputs are None on ranks without the last stage
         compute_loss       False: return the last stage's outputs, None on other ranks
-        reduce_output      "avg": the mean over micro-batches; None: a list with one item for each
+        reduce_output      "avg": the mean over micro-batches; None: a list with one item for each, on ranks with the last stage
         bcast_loss         False: only ranks with the last stage get the loss, others None
         num_micro_batches  default: gradient_accumulation_steps
         """
@@ -194,6 +198,22 @@ class PipelineEngine(Engine):
 
     def get_pipeline_parallel_rank(self) -> int:
         return self.mesh.pp.index
+
+    def mem_status(self, msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+        """Log the memory of this rank's device, now and at most; on the CPU, that of the process.
+
+        print_rank: only of this rank; -1: of all. reset_max: forget the maximum on a CUDA device.
+        """
+        if print_rank not in (-1, self.rank):
+            return
+        if self.device.type == "cuda":
+            now, most = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+            if reset_max:
+                torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            now, most = (int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
+        logger.info("%s: rank %d, stage %d: %.1f MiB, at most %.1f MiB", msg, self.rank, self.stage_id, now / 2**20, most / 2**20)
 
     def reset_activation_shape(self) -> None:
         """A no-op: shapes may change from micro-batch to micro-batch."""
