@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -519,3 +520,38 @@ def train_step_alone(engine: Any) -> None:
 def mappings() -> list[str]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in maps if "/memfd:slipstream" in line]
+
+
+def serve_experts(folder: str, bad: int, how: str, nth: int = 20) -> None:
+    """Answer by the experts of three processes until the bad rank acts in a forward; `how` "interrupt": as Ctrl-C does."""
+    import slipstream
+    from slipstream.inference.native import NativeDecoder
+
+    run, calls = NativeDecoder._run, 0
+
+    def running(self: Any, *numbers: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if _rank == bad and calls == nth:
+            if how == "interrupt":
+                note(acted=time.monotonic())
+                for pid in (Path(folder) / "pids").iterdir():
+                    os.kill(int(pid.name), signal.SIGINT)
+            elif how == "kill when idle":
+                threading.Timer(0.5, act, ["kill"]).start()
+            else:
+                act(how)
+        run(self, *numbers)
+
+    NativeDecoder._run = running  # type: ignore[method-assign]
+    (Path(folder) / "pids").mkdir(exist_ok=True)
+    (Path(folder) / "pids" / str(os.getpid())).touch()
+    with noting_errors(), slipstream.init_inference(folder, ep_size=3, token_budget=64, max_running=4, device="cpu") as engine:
+        answered = 0
+        while engine.leads and (how != "kill when idle" or answered < 12):
+            engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True)
+            answered += 1
+        while engine.leads and engine.engine.healthy:
+            time.sleep(0.01)
+        if engine.leads:
+            engine.generate([1])

@@ -6,7 +6,9 @@ that it cannot describe run in transformers (`generic`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+COLUMNS = 16  # experts are cut at multiples of this many columns: a panel of csrc/decoder.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,43 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsPart:
+    """What one of several processes computes of the experts: of an `ep_size`-th of them, a `tp_size`-th of the columns of each of
+    the three products; of a shared expert, a part of the columns over all processes. The whole, by default."""
+
+    index: int = 0  # ranks that cut the same experts are neighbors
+    ep_size: int = 1
+    tp_size: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.ep_size * self.tp_size
+
+    def experts(self, num: int) -> range:
+        place = self.index // self.tp_size
+        return range(num * place // self.ep_size, num * (place + 1) // self.ep_size)
+
+    def columns(self, num: int, *, shared: bool = False) -> slice:
+        """The columns, of `num`, of one expert."""
+        return _cut(num, self.index, self.size) if shared else _cut(num, self.index % self.tp_size, self.tp_size)
+
+    def of(self, config: DecoderConfig) -> DecoderConfig:
+        """The configuration with this part. Raises ValueError if a process would have nothing to compute."""
+        routed = [layer.experts for layer in config.layers if layer.experts is not None]
+        shares = [(experts.num, self.ep_size, experts.intermediate_size, self.tp_size) for experts in routed]
+        shares += [(1, 1, experts.shared_size, self.size) for experts in routed if experts.shared_size]
+        if not routed or any(num < ep or min(inner, config.hidden_size) < tp * COLUMNS for num, ep, inner, tp in shares):
+            split = f"ep_size {self.ep_size} x moe_tp_size {self.tp_size} do not split {routed[:1] or 'a model without experts'}"
+            raise ValueError(f"{split}: each process computes {COLUMNS} columns or more of an expert; give fewer")
+        return replace(config, part=self)
+
+
+def _cut(num: int, place: int, size: int) -> slice:
+    ends = [num if end == size else num * end // size // COLUMNS * COLUMNS for end in (place, place + 1)]
+    return slice(*ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     vocab_size: int
     hidden_size: int
@@ -62,3 +101,4 @@ class DecoderConfig:
     attn_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: off
     logit_softcap: float = 0.0
     end_ids: tuple[int, ...] = ()
+    part: ExpertsPart = ExpertsPart()

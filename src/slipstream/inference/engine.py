@@ -306,6 +306,14 @@ class Engine:
         elif self._thread is not threading.current_thread():
             self._thread.join()
 
+    def fail(self, why: str) -> None:
+        """Make the engine dead: running and waiting requests end with the error `why`. It returns at once."""
+        with self._lock:
+            if self._state is _EngineState.SERVING:
+                self._state, self._why = _EngineState.DEAD, why
+                logger.error("the engine of %s fails: %s", self.model_name, why)
+            self._work.notify_all()
+
     def stats(self) -> Stats:
         with self._lock:
             scheduler, meters = self._scheduler, self._meters
@@ -427,7 +435,7 @@ class Engine:
         try:
             while self._wait():
                 self.step()
-            self._shut(Finish.CANCELLED)
+            self._shut(Finish.ERROR if self._why else Finish.CANCELLED, self._why or None)
         except BaseException as error:  # a bug in the engine; every waiting client must get an answer
             logger.exception("the engine's loop failed")
             self._shut(Finish.ERROR, f"the engine's loop failed: {_text(error)}")

@@ -23,6 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Integral
@@ -34,6 +35,7 @@ from torch import Tensor
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
 from slipstream.inference.native import NativeDecoder
+from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.update import Target
 
 __all__ = ["Completion", "Delta", "GenerationError", "InferenceEngine"]
@@ -105,10 +107,12 @@ class InferenceEngine:
         description: str,
         target: Target | str = "it does not know their names and shapes",
         open_module: Callable[[], torch.nn.Module] | str = "it has no transformers model",
+        ranks: ServingRanks | None = None,
     ) -> None:
         """
         target       where `update_weights` writes; or a text that says why it cannot
         open_module  creates the model of `module`; or a text that says why there is none
+        ranks        the processes that compute the model together
         """
         self.engine = engine  # the loop itself: submit, cancel, stats
         self._target = target
@@ -119,10 +123,20 @@ class InferenceEngine:
         self.tokenizer = engine.tokenizer
         engine.start()
         # The thread references the loop, not this object, so that this object can be collected.
-        self._finalizer = weakref.finalize(self, engine.close)
+        self._ranks = ranks
+        closing = ExitStack()
+        if ranks is not None:
+            closing.callback(ranks.close)
+        closing.callback(engine.close)
+        self._finalizer = weakref.finalize(self, closing.close)
 
     def __repr__(self) -> str:
         return f"<InferenceEngine {self.description}>"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process answers: False on ranks above 0 of an engine with `ep_size`, whose `close` waits for rank 0's."""
+        return self._ranks is None or self._ranks.index == 0
 
     def close(self) -> None:
         self._forget_module("the engine is closed")
@@ -138,11 +152,10 @@ class InferenceEngine:
         if not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
             return self.generate(*args, **kwargs)
         module = self.module
-        settings = sorted(_settings() & kwargs.keys() - inspect.signature(module.forward).parameters.keys())
+        known = {*(field.name for field in fields(SamplingParams)), *_SAMPLING_ALIASES, *_SAMPLING_NEUTRAL, "do_sample"}
+        settings = sorted(known & kwargs.keys() - inspect.signature(module.forward).parameters.keys())
         if settings:
-            raise ValueError(
-                f"engine(tensor, {settings[0]}=) would compute outputs; engine.generate(tensor, {settings[0]}=) generates"
-            )
+            raise ValueError(f"engine(tensor, {settings[0]}=) computes outputs; engine.generate(tensor, {settings[0]}=) generates")
         with torch.no_grad():
             return module(*args, **kwargs)
 
@@ -155,9 +168,7 @@ class InferenceEngine:
         with self._opening:
             if self._module is None:
                 if isinstance(self._open_module, str):
-                    raise ValueError(
-                        f"this engine computes no outputs of tensors: {self._open_module}. engine.generate() answers prompts"
-                    )
+                    raise ValueError(f"this engine computes no outputs of tensors: {self._open_module}. engine.generate() answers")
                 self._module = self._open_module().eval()
             return self._module
 
@@ -378,12 +389,6 @@ class _Feed:
         if self.live:
             for handle in self.handles:
                 self.engine.cancel(handle)
-
-
-def _settings() -> set[str]:
-    """All names of the settings of `generate`."""
-    names = {field.name for field in fields(SamplingParams)}
-    return names | _SAMPLING_ALIASES.keys() | _SAMPLING_NEUTRAL.keys() | {"do_sample"}
 
 
 def _as_list(prompts: Any) -> tuple[list[str | TokenIds], bool]:

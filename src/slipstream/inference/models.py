@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
+from slipstream.inference.config import DecoderConfig, ExpertsPart, Layer, Rope, RoutedExperts
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
 
@@ -326,12 +326,16 @@ def shape_of(m: Matrix) -> tuple[int, ...]:
             return tuple(m.shape)
 
 
+_ALL, _DENSE = slice(None), "gate_proj up_proj down_proj"
+_WHOLE = (_ALL, _ALL)
+
+
 class _Source(Protocol):
     """Returns weights by name and checks the shape, which the configuration determines."""
 
     def __contains__(self, name: str) -> bool: ...
 
-    def matrix(self, name: str, *shape: int) -> Matrix: ...
+    def matrix(self, name: str, *shape: int, rows: slice = _ALL) -> Matrix: ...
 
     def tensor(self, name: str, *shape: int) -> Tensor: ...
 
@@ -346,9 +350,9 @@ class _Outline:
     def __contains__(self, name: str) -> bool:
         return name.endswith(self.layout)
 
-    def tensor(self, name: str, *shape: int) -> Tensor:
+    def tensor(self, name: str, *shape: int, rows: slice = _ALL) -> Tensor:
         self.named[name] = torch.empty(shape, device="meta")
-        return self.named[name]
+        return self.named[name][rows]
 
     matrix = tensor
 
@@ -364,8 +368,9 @@ class _State:
     def __contains__(self, name: str) -> bool:
         return name in self.state
 
-    def matrix(self, name: str, *shape: int) -> Matrix:
-        return self.convert(name, self._checked(name, shape))
+    def matrix(self, name: str, *shape: int, rows: slice = _ALL) -> Matrix:
+        m = self._checked(name, shape)
+        return self.convert(name, m[rows] if isinstance(m, Tensor) else type(m)(*(part[rows] for part in m)))
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> Matrix:
         if name not in self.state:
@@ -399,8 +404,9 @@ def from_state(
 
 
 def is_surplus(config: DecoderConfig, name: str) -> bool:
-    """Whether a weight may be ignored: a tied head, or the rope frequencies of old checkpoints, which the config determines."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+    """Whether a weight may be ignored: a tied head, old checkpoints' rope frequencies (config has them), others' parts."""
+    elsewhere = config.part.size > 1 and (name == "lm_head.weight" or ".experts." in name)
+    return elsewhere or name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
 def outline(config: DecoderConfig) -> DecoderWeights:
@@ -435,10 +441,11 @@ def layer_weights(config: DecoderConfig, index: int, state: Mapping[str, Matrix]
 
 def _weights(config: DecoderConfig, source: _Source) -> DecoderWeights:
     hidden = config.hidden_size
+    has_head = not config.tied and config.part.index == 0
     return DecoderWeights(
         embed=source.tensor("model.embed_tokens.weight", config.vocab_size, hidden),
         final_norm=source.tensor("model.norm.weight", hidden),
-        head=None if config.tied else source.matrix("lm_head.weight", config.vocab_size, hidden),
+        head=source.matrix("lm_head.weight", config.vocab_size, hidden) if has_head else None,
         layers=[_layer(config, layer, source, f"model.layers.{i}.") for i, layer in enumerate(config.layers)],
     )
 
@@ -473,21 +480,22 @@ def _layer(c: DecoderConfig, layer: Layer, source: _Source, at: str) -> LayerWei
         return weights
     moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in source else "mlp.")
     weights.router = source.tensor(moe + "gate.weight", layer.experts.num, hidden)
-    weights.experts = _expert_mlps(source, moe + "experts.", layer.experts, hidden)
-    if layer.experts.shared_size:
-        weights.shared = _mlp(source, moe + "shared_expert.", layer.experts.shared_size, hidden)
+    weights.experts = _expert_mlps(source, moe + "experts.", layer.experts, hidden, c.part)
+    if size := layer.experts.shared_size:
+        own = c.part.columns(size, shared=True), c.part.columns(hidden, shared=True)
+        weights.shared = _mlp(source, moe + "shared_expert.", size, hidden, own=own)
         weights.shared_gate = source.tensor(moe + "shared_expert_gate.weight", 1, hidden)
     return weights
 
 
 def _mlp(
-    source: _Source, at: str, size: int, hidden: int, *, bias: bool = False, names: str = "gate_proj up_proj down_proj"
+    source: _Source, at: str, size: int, hidden: int, *, bias: bool = False, names: str = _DENSE, own: tuple[slice, slice] = _WHOLE
 ) -> Mlp:
     gate, up, down = names.split()
     mlp = Mlp(
-        gate=source.matrix(f"{at}{gate}.weight", size, hidden),
-        up=source.matrix(f"{at}{up}.weight", size, hidden),
-        down=source.matrix(f"{at}{down}.weight", hidden, size),
+        gate=source.matrix(f"{at}{gate}.weight", size, hidden, rows=own[0]),
+        up=source.matrix(f"{at}{up}.weight", size, hidden, rows=own[0]),
+        down=source.matrix(f"{at}{down}.weight", hidden, size, rows=own[1]),
     )
     if bias:
         mlp.gate_bias = source.tensor(f"{at}{gate}.bias", size)
@@ -496,12 +504,13 @@ def _mlp(
     return mlp
 
 
-def _expert_mlps(source: _Source, at: str, experts: RoutedExperts, hidden: int) -> list[Mlp]:
+def _expert_mlps(source: _Source, at: str, experts: RoutedExperts, hidden: int, part: ExpertsPart) -> list[Mlp]:
     """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and a dense MLP's names for each expert."""
-    size = experts.intermediate_size
+    size, mine = experts.intermediate_size, part.experts(experts.num)
+    own = inner, out = part.columns(size), part.columns(hidden)
     if at + "gate_up_proj" in source:
         gate_up = source.tensor(at + "gate_up_proj", experts.num, 2 * size, hidden)
         down = source.tensor(at + "down_proj", experts.num, hidden, size)
-        return [Mlp(gate=gate_up[e, :size], up=gate_up[e, size:], down=down[e]) for e in range(experts.num)]
-    names = "w1 w3 w2" if at + "0.w1.weight" in source else "gate_proj up_proj down_proj"
-    return [_mlp(source, f"{at}{e}.", size, hidden, names=names) for e in range(experts.num)]
+        return [Mlp(gate=gate_up[e, :size][inner], up=gate_up[e, size:][inner], down=down[e, out]) for e in mine]
+    names = "w1 w3 w2" if at + "0.w1.weight" in source else _DENSE
+    return [_mlp(source, f"{at}{e}.", size, hidden, names=names, own=own) for e in mine]

@@ -26,6 +26,7 @@ from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
 from slipstream.inference.models import shape_of
 from slipstream.inference.quantize import dequantize
+from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 from slipstream.ops.pages import Pool
@@ -52,8 +53,9 @@ class _Matrix(ctypes.Structure):
 
 class _Experts(ctypes.Structure):
     _fields_ = (
-        *((name, _int) for name in ("num", "top_k", "normalize", "has_shared")),
-        ("widest", _long),
+        *((name, _int) for name in ("num", "top_k", "normalize", "has_shared", "is_cut")),
+        *((name, _long) for name in ("inner_size", "shared_size", "widest")),
+        *((name, ctypes.POINTER(_int)) for name in ("first_inner", "first_out")),
         *((name, ctypes.POINTER(_Matrix)) for name in ("gate_up", "down")),
         ("store", _pointer),
         ("stored", ctypes.POINTER(_Matrix)),
@@ -84,6 +86,7 @@ class _Decoder(ctypes.Structure):
         *((name, _pointer) for name in ("embed", "final_norm")),
         ("head", _Matrix),
         ("layers", ctypes.POINTER(_LayerRecord)),
+        ("ranks", _pointer),
     )
 
 
@@ -224,14 +227,16 @@ class NativeDecoder:
         cache_dtype: torch.dtype = torch.bfloat16,
         threads: int | None = None,
         expert_nbytes: int | None = None,
+        ranks: ServingRanks | None = None,
     ) -> None:
-        """`expert_nbytes`: memory for experts, the others are on disk (`expert_store`); None: all are in memory."""
+        """`expert_nbytes`: memory for experts, the others are on disk (`expert_store`); None: all are in memory. `ranks`: the
+        processes that compute the parts of the experts (`config.part`); creating it is collective then."""
         reason = why_not(config)
         if reason is not None:
             raise ValueError(f"the native forward cannot run this model: {reason}")
         if cache_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"cache_dtype is {cache_dtype}; the native cache holds torch.float32 or torch.bfloat16")
-        self.config, self.num_blocks, self.block_size = config, num_blocks, PANEL
+        self.config, self.num_blocks, self.block_size, self.ranks = config, num_blocks, PANEL, ranks
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
         shape = (len(config.layers), num_blocks, config.num_kv_heads, config.head_dim, PANEL)
@@ -254,11 +259,15 @@ class NativeDecoder:
         self._pack.restype = None
         self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
         with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
-            head = pool.submit(self._matrix, weights.embed if weights.head is None else weights.head)
+            pack = self._matrix if config.part.index == 0 else lambda _: _Matrix()  # the others compute no logits
+            head = pool.submit(pack, weights.embed if weights.head is None else weights.head)
             layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
             self._layers = (_LayerRecord * len(layers))(*layers)
             self._model = self._decoder(weights, head.result())
         self._widths = _scratch_widths(config)
+        self._shared: dict[str, int] = {}
+        if ranks is not None:
+            self._shared = ranks.share(*(self._widths.pop(name)[0] for name in ("expert_act", "expert_out")))
         self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
         self._rows, self._batch, self._logits = 0, _Batch(), np.empty((0, config.vocab_size), np.float32)
         self._team = self._library.slipstream_team_new(self.threads)
@@ -295,8 +304,7 @@ class NativeDecoder:
         biases: Sequence[Tensor | None] | None = None,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> _Matrix:
-        """Pack one matrix, or two of the same shape and type with alternating panels (gate and up). `allocate`: a number of bytes;
-        by default memory that is kept."""
+        """Pack one matrix, or two of one shape and type with alternating panels (gate and up). `allocate`: default: kept memory."""
         sizes = [shape_of(part) for part in parts]
         kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
         assert len(kind) == 1 and len(set(sizes)) == 1, "matrices that are packed together have one shape and type"
@@ -389,10 +397,19 @@ class NativeDecoder:
         assert weights.router is not None, "a layer with experts has a router"
         if not 1 <= experts.top_k <= experts.num:
             raise ValueError(f"{experts.top_k} experts per token of {experts.num}; it must be between 1 and all of them")
-        lists = [*weights.experts, *([] if weights.shared is None else [weights.shared])]
-        first, store = self._first_stored[index], self.store
+        part, hidden = self.config.part, self.config.hidden_size
+        mine, num = part.experts(experts.num), experts.num + (weights.shared is not None)
+        lists: list[Mlp | None] = [None] * num
+        lists[mine.start : mine.stop] = weights.experts
+        inner, out = ([part.columns(size).start] * num for size in (experts.intermediate_size, hidden))
+        if weights.shared is not None:
+            lists[-1] = weights.shared
+            inner[-1], out[-1] = (part.columns(size, shared=True).start for size in (experts.shared_size, hidden))
+        first, store = self._first_stored[index] - mine.start, self.store
         pairs = [
-            (self._gate_up(mlp), self._matrix(mlp.down, mlp.down_bias))
+            (_Matrix(), _Matrix())
+            if mlp is None
+            else (self._gate_up(mlp), self._matrix(mlp.down, mlp.down_bias))
             if store is None or mlp is weights.shared
             else self._stored(store, first + e, mlp)
             for e, mlp in enumerate(lists)
@@ -402,15 +419,20 @@ class NativeDecoder:
             top_k=experts.top_k,
             normalize=experts.normalize,
             has_shared=weights.shared is not None,
+            is_cut=part.tp_size > 1 or (weights.shared is not None and part.size > 1),
+            inner_size=experts.intermediate_size,
+            shared_size=experts.shared_size,
             widest=max(experts.intermediate_size, experts.shared_size),
+            first_inner=(_int * num)(*inner),
+            first_out=(_int * num)(*out),
             router=self._vector(weights.router),
-            gate_up=(_Matrix * len(lists))(*(gate_up for gate_up, _ in pairs)),
-            down=(_Matrix * len(lists))(*(down for _, down in pairs)),
+            gate_up=(_Matrix * num)(*(gate_up for gate_up, _ in pairs)),
+            down=(_Matrix * num)(*(down for _, down in pairs)),
             first_stored=first,
         )
         if store is not None:
             record.store = ctypes.addressof(store.record)
-            record.stored = (_Matrix * (2 * len(lists)))(*(matrix for pair in pairs for matrix in pair))
+            record.stored = (_Matrix * (2 * num))(*(matrix for pair in pairs for matrix in pair))
         if weights.shared_gate is not None:
             record.shared_gate = self._vector(weights.shared_gate.flatten())
         return record
@@ -445,6 +467,7 @@ class NativeDecoder:
             final_norm=self._vector(weights.final_norm, config.norm_offset),
             head=head,
             layers=self._layers,
+            ranks=None if self.ranks is None else ctypes.addressof(self.ranks.record),
         )
 
     # -- new weights --
@@ -516,8 +539,10 @@ class NativeDecoder:
     def _allocate(self, rows: int, num_logits: int) -> None:
         """Grow the scratch memory to batches of `rows` rows, and the logits to `num_logits`."""
         if rows > self._rows:
+            assert self.ranks is None or rows <= self.ranks.max_rows, "batches are within the token budget"
             scratch = {name: torch.empty(rows * width, dtype=dtype) for name, (width, dtype) in self._widths.items()}
-            self._batch = _Batch(logits=self._logits.ctypes.data, **{name: part.data_ptr() for name, part in scratch.items()})
+            addresses = {name: part.data_ptr() for name, part in scratch.items()}
+            self._batch = _Batch(logits=self._logits.ctypes.data, **addresses, **self._shared)
             self._scratch, self._rows = scratch, rows
         if num_logits > len(self._logits):
             self._logits = np.empty((num_logits, self.vocab_size), np.float32)
@@ -578,8 +603,19 @@ class NativeDecoder:
             tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft)) // PANEL)])
             first_row.append(len(ids))
             logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
-        self._run(ids, first_row, start, tables, table_at, logit_rows)
+        numbers = (ids, first_row, start, tables, table_at, logit_rows)
+        if self.ranks is None:
+            self._run(*numbers)
+        else:
+            self._allocate(len(ids), len(logit_rows))  # an error after the others have begun would be final
+            with self.ranks.forward(batch.copies, numbers[:-1]):
+                self._run(*numbers)
         return self._logits[: len(logit_rows)]
+
+    def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
+        """Compute this process's part of a forward of rank 0: `numbers` are `_NUMBERS` without the rows of logits."""
+        self.copy(copies)
+        self._run(*numbers, array("i"))
 
     def _run(self, *numbers: array[int]) -> None:
         """Run one forward, with the values of `_NUMBERS`."""
@@ -589,7 +625,10 @@ class NativeDecoder:
         record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
         for name, values in zip(_NUMBERS, numbers, strict=True):
             setattr(record, name, values.buffer_info()[0])
-        if self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record)):
+        failure = self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record))
+        if failure == -2 and self.ranks is not None:
+            raise self.ranks.error()
+        if failure:
             raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
         if self.store is not None:
             self.store.check()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from slipstream.inference.config import ExpertsPart
 from slipstream.inference.runner import free_memory
 from slipstream.ops import cpu
 
@@ -29,6 +30,7 @@ class Opening(NamedTuple):
 
     kind: str  # of DTYPES, but not "auto"
     why: str = ""  # for the log; "" if it was requested
+    part: ExpertsPart | None = None  # of the experts, that this process opens; None: all
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> str:

@@ -21,20 +21,25 @@ from slipstream.inference.stats import Use
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from slipstream.inference.ranks import ServingRanks
     from slipstream.inference.weights import DecoderWeights
 
 BLOCK_SIZE = 16  # tokens; the native cache supports no other
 _SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free after the weights are loaded
+ON_NATIVE = "expert_cache_bytes, ep_size and moe_tp_size"
 _MAX_ON_CPU = 1 << 30  # bytes; other processes need host memory too
 _GENERIC_CONTEXT = 2048  # sizes the cache when the model's context is known only later; a single request may be longer
 
 
 class Sizes(NamedTuple):
-    """Limits of the cache."""
+    """Limits of the cache, and what computes."""
 
     kv_cache_bytes: int | None  # None: a share of the free memory
     max_running: int
     max_context: int | None  # None: the model's
+    threads: int | None = None  # of the native forward
+    expert_nbytes: int | None = None  # memory for experts, see `expert_store`
+    ranks: ServingRanks | None = None  # the processes of the parts of the experts
 
 
 class Opened(NamedTuple):
@@ -44,8 +49,7 @@ class Opened(NamedTuple):
 
 
 def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, available: int) -> int:
-    """As many blocks as `max_running` full contexts need, within kv_cache_bytes, or within `available` bytes if that is None.
-    Raises ValueError if fewer than 2 fit."""
+    """As many blocks as `max_running` contexts need, within kv_cache_bytes or `available`. Raises ValueError if 2 do not fit."""
     block_bytes = bytes_per_block(shapes, BLOCK_SIZE, dtype)
     limit = available if sizes.kv_cache_bytes is None else sizes.kv_cache_bytes
     blocks = min(limit // block_bytes, sizes.max_running * -(-context // BLOCK_SIZE))
@@ -57,17 +61,8 @@ def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, contex
     return blocks
 
 
-def open_decoder(
-    config: DecoderConfig,
-    weights: DecoderWeights,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: Sizes,
-    threads: int | None = None,
-    expert_nbytes: int | None = None,
-) -> Opened:
-    """`dtype`: of the arithmetic, and of the cache if the forward supports it there. `threads`: of the native forward.
-    `expert_nbytes`: memory for experts, see `expert_store`. Raises ValueError if the forward is another than the native one."""
+def open_decoder(config: DecoderConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Opened:
+    """`dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native one."""
     from slipstream.inference import native
     from slipstream.inference.decoder import Decoder, head_shapes
 
@@ -77,15 +72,17 @@ def open_decoder(
     cache_dtype = torch.bfloat16 if on_cpu and reason is None and dtype == torch.float16 else dtype
     blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
     if on_cpu and reason is None:
-        runner = native.NativeDecoder(
-            config, weights, num_blocks=blocks, cache_dtype=cache_dtype, threads=threads, expert_nbytes=expert_nbytes
-        )
+        ranks = sizes.ranks
+        blocks = blocks if ranks is None else min(ranks.gather(blocks))
+        more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "ranks": ranks}
+        runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **more)
         forward = f"native kernels, {runner.threads} threads"
+        forward += "" if ranks is None else f" in each of {ranks.size} processes"
         if runner.store is None:
             return Opened(runner, forward)
         return Opened(runner, f"{forward}, {runner.store.describe()}", runner.store.use)
-    if expert_nbytes is not None:
-        raise ValueError(f"expert_cache_bytes needs the native kernels on a CPU, and {reason or f'the model is on {device}'}")
+    if sizes.ranks or sizes.expert_nbytes is not None:
+        raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, and {reason or f'the model is on {device}'}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
     if reason is None:
         from slipstream.inference.cuda import CudaDecoder

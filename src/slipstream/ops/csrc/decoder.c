@@ -86,6 +86,24 @@ int64_t team_next(struct team *team, int stage, int thread, int64_t total)
 
 int team_size(const struct team *team) { return team->size; }
 
+/* Arrivals are released and acquired, so that all of a process's writes before a meeting are visible after it. */
+void ranks_meet(struct ranks *ranks, struct ahead *ahead)
+{
+    const uint32_t meeting = ++ranks->meetings;
+    __atomic_store_n(ranks->arrived + ranks->index * 16, meeting, __ATOMIC_RELEASE);
+    for (int i = 0; i < ranks->size; ++i)
+        for (int spins = 0; (int32_t)(__atomic_load_n(ranks->arrived + i * 16, __ATOMIC_ACQUIRE) - meeting) < 0; ++spins) {
+            if (__atomic_load_n(&ranks->lost, __ATOMIC_RELAXED))
+                return;
+            if (ahead->from < ahead->until) {
+                __builtin_prefetch(ahead->from, 0, 2);
+                ahead->from += 64;
+            } else {
+                relax(spins % (1 << 30));
+            }
+        }
+}
+
 static void *work(void *argument)
 {
     struct seat seat = *(struct seat *)argument;
@@ -194,7 +212,7 @@ SLIPSTREAM_API int64_t slipstream_choose(const float *logits, const struct sampl
     return isa_in_use()->choose(logits, sampling);
 }
 
-/* Run one forward; returns -1 if memory is short. One call at a time per team. */
+/* Run one forward; returns -1 if memory is short, -2 if another process is lost. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
 {
     if (prepare(team, model))
@@ -210,7 +228,7 @@ SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct de
     team->isa->run(model, batch, team, 0, team->scratch[0]);
     for (int spins = 0; atomic_load_explicit(&team->done, memory_order_acquire) < team->size; ++spins)
         relax(spins % (1 << 30));
-    return 0;
+    return model->ranks && __atomic_load_n(&model->ranks->lost, __ATOMIC_RELAXED) ? -2 : 0;
 }
 
 /* The nibbles of 8 features, first feature lowest -> 4 bytes, the first four features in the low halves. */

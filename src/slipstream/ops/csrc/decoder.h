@@ -43,10 +43,25 @@ struct expert_store {
     int32_t file, num_slots, num_loads, error; /* error: errno of a failed read */
 };
 
-/* A routed MLP. The shared expert, if there is one, is the last list, which contains every row. */
+/* The processes that compute a model's experts, each some columns of each product: a column is computed by one process, so results
+ * are those of one process. inference/ranks.py fills it. */
+struct ranks {
+    int32_t size, index;
+    int32_t lost;      /* set by another thread: waits end, and the forward fails */
+    uint32_t meetings; /* so far, equal in all processes */
+    uint32_t turn;     /* routed layers so far: they take the two buffers of outputs in turn */
+    int64_t turn_size; /* elements from one to the other; see struct routing */
+    uint32_t *arrived; /* [size] meetings, 64 bytes apart, in memory that all processes share; NULL between hosts */
+    int (*exchange)(float *rows, int64_t count); /* adds those of all processes. Returns nonzero after an error */
+};
+
+/* A routed MLP. The shared expert, if there is one, is the last list, which contains every row. With ranks, a matrix has the columns
+ * that this process computes, maybe none. */
 struct experts {
     int32_t num, top_k, normalize, has_shared;
-    int64_t widest; /* the largest inner size of any */
+    int32_t is_cut;                         /* processes compute parts of one expert */
+    int64_t inner_size, shared_size, widest; /* inner features of an expert, of the shared one, the larger of both */
+    const int32_t *first_inner, *first_out; /* [num + has_shared] the first column of gate and of up, and of down */
     struct matrix *gate_up, *down; /* [num + has_shared] */
     struct expert_store *store;    /* NULL: all experts are in memory */
     const struct matrix *stored;   /* [num][gate_up, down] with offsets in the file in place of pointers; data comes first */
@@ -79,6 +94,7 @@ struct decoder {
     const float *final_norm; /* NULL: no norm before the head */
     struct matrix head;
     const struct layer *layers;
+    struct ranks *ranks; /* NULL: one process */
 };
 
 /* The rows of each expert's list. A row is copied to its place on each of its lists; [places] is num_rows *
@@ -89,7 +105,8 @@ struct routing {
     int32_t *chosen; /* [num_rows][top_k] */
     int32_t *place; /* [num_rows][top_k + 1] */
     int32_t *first; /* [num + has_shared + 1] first place of each list */
-    float *gathered, *act, *out; /* [places][hidden], [places][widest], [places][hidden] */
+    float *gathered, *act, *out; /* [places][hidden], [places][widest], [places][hidden]; with ranks, all processes share two of
+                                    `out`, and `act` if an expert is cut */
 };
 
 /* One forward. Rows are tokens; a sequence's rows are adjacent, at consecutive positions. */
@@ -141,6 +158,7 @@ struct ahead {
 void team_wait(struct team *, struct ahead *); /* a barrier; prefetches `ahead` while waiting */
 int64_t team_next(struct team *, int stage, int thread, int64_t total); /* the next item, each once; `total` if none is left */
 int team_size(const struct team *);
+void ranks_meet(struct ranks *, struct ahead *); /* by one thread: a barrier of all processes; ends early if one is lost */
 
 /* expert_store.c */
 void store_claim(const struct experts *, const struct routing *); /* by one thread, once a layer's lists are made */

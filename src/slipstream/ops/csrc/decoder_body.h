@@ -127,11 +127,23 @@ TARGET static void make_lists(const struct experts *experts, const struct routin
     }
 }
 
+/* A barrier of the threads of all processes; after it, every process has all rows of the lists. Between hosts, rows are added: what a
+ * process does not compute is 0 there. */
+TARGET static void meet_ranks(struct ranks *ranks, float *rows, int64_t count, struct worker *worker)
+{
+    if (worker->thread == 0 && ranks->arrived)
+        ranks_meet(ranks, &worker->ahead);
+    else if (worker->thread == 0 && !ranks->lost && ranks->exchange(rows, count))
+        ranks->lost = 1;
+    meet(worker);
+}
+
 /* One product for each list: x and y have a row per place. Inputs are quantized first if the matrices are; `inner`: they are an
  * expert's inner features, which may be fewer than x's stride. */
 TARGET static void multiply_lists(const struct experts *experts, const struct batch *batch, const struct matrix *w, struct product form,
                                   int inner, struct worker *worker)
 {
+    const int32_t *first_column = inner ? experts->first_out : experts->first_inner;
     const int lists = experts->num + experts->has_shared;
     const int32_t *first = batch->routing.first;
     struct product jobs[MAX_EXPERTS];
@@ -140,13 +152,14 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
         jobs[e] = form;
         jobs[e].w = &w[e];
         jobs[e].x += first[e] * form.x_stride;
-        jobs[e].y += first[e] * form.y_stride;
+        jobs[e].y += first[e] * form.y_stride + first_column[e];
         jobs[e].coded = coded_at(batch, first[e], form.x_stride);
         jobs[e].num_rows = first[e + 1] - first[e];
         wanted |= wants(&w[e]);
     }
     for (int e = 0; e < lists && wanted; ++e) {
-        const int64_t size = inner ? experts->gate_up[e].num_columns / 2 : form.x_stride, rows = jobs[e].num_rows, threads = team_size(worker->team);
+        const int64_t rows = w[e].num_columns ? jobs[e].num_rows : 0, threads = team_size(worker->team);
+        const int64_t size = !inner ? form.x_stride : e < experts->num ? experts->inner_size : experts->shared_size;
         for (int64_t row = rows * worker->thread / threads; row < rows * (worker->thread + 1) / threads; ++row) {
             const struct coded to = coded_at(batch, first[e] + row, form.x_stride);
             code_row(jobs[e].x + row * form.x_stride, size, wanted, &to);
@@ -158,14 +171,28 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
     meet(worker);
 }
 
-/* x += the weighted outputs of the experts, whose inputs are the normalized rows. */
-TARGET static void routed(const struct decoder *model, const struct experts *experts, const struct batch *batch, struct worker *worker)
+/* Announce the products that follow a layer. */
+TARGET static void expect_next(const struct decoder *model, int index, const struct batch *batch, struct worker *worker)
 {
+    const struct layer *next = &model->layers[index + 1];
+    if (index + 1 < model->num_layers)
+        expect((const struct matrix *const[]){&next->q, &next->k, &next->v}, 3, batch->num_rows, worker);
+    else
+        expect((const struct matrix *const[]){&model->head}, 1, batch->num_logits, worker);
+}
+
+/* x += the weighted outputs of the experts, whose inputs are the normalized rows. */
+TARGET static void routed(const struct decoder *model, int layer, const struct batch *batch, struct worker *worker)
+{
+    const struct experts *experts = model->layers[layer].experts;
+    struct ranks *ranks = model->ranks;
     const int64_t hidden = model->hidden_size, top_k = experts->top_k, copies = top_k + experts->has_shared;
     const struct routing *routing = &batch->routing;
+    const int64_t places = batch->num_rows * copies;
+    float *out = routing->out + (ranks ? ranks->turn % 2 * ranks->turn_size : 0);
     const struct product gated = {.x = routing->gathered, .y = routing->act, .x_stride = hidden, .y_stride = experts->widest,
                                   .epilogue = GATED, .activation = model->activation};
-    const struct product down = {.x = routing->act, .y = routing->out, .x_stride = experts->widest, .y_stride = hidden};
+    const struct product down = {.x = routing->act, .y = out, .x_stride = experts->widest, .y_stride = hidden};
     score_experts(experts, batch, hidden, worker);
     meet(worker);
     for (int64_t row = worker->from; row < worker->until; ++row)
@@ -180,11 +207,25 @@ TARGET static void routed(const struct decoder *model, const struct experts *exp
         store_read(experts, worker->thread, team_size(worker->team));
     for (int64_t row = worker->from; row < worker->until; ++row)
         for (int64_t i = 0; i < copies; ++i)
-            memcpy(routing->gathered + routing->place[row * (top_k + 1) + i] * hidden, batch->normed + row * hidden,
-                   (size_t)hidden * sizeof(float));
+            if (experts->gate_up[i < top_k ? routing->chosen[row * top_k + i] : experts->num].num_columns)
+                memcpy(routing->gathered + routing->place[row * (top_k + 1) + i] * hidden, batch->normed + row * hidden,
+                       (size_t)hidden * sizeof(float));
+    if (ranks && !ranks->arrived) {
+        memset(routing->act + worker->from * copies * experts->widest, 0,
+               (size_t)((worker->until - worker->from) * copies * experts->widest) * sizeof(float));
+        memset(out + worker->from * copies * hidden, 0, (size_t)((worker->until - worker->from) * copies * hidden) * sizeof(float));
+    }
     meet(worker);
     multiply_lists(experts, batch, experts->gate_up, gated, 0, worker);
+    if (ranks && experts->is_cut)
+        meet_ranks(ranks, routing->act, places * experts->widest, worker);
     multiply_lists(experts, batch, experts->down, down, 1, worker);
+    expect_next(model, layer, batch, worker);
+    if (ranks) {
+        meet_ranks(ranks, out, places * hidden, worker);
+        if (worker->thread == 0)
+            ++ranks->turn; /* read by all threads in the next routed layer, after barriers */
+    }
     for (int64_t row = worker->from; row < worker->until; ++row) {
         float *x = batch->x + row * hidden;
         const int32_t *place = routing->place + row * (top_k + 1);
@@ -195,25 +236,15 @@ TARGET static void routed(const struct decoder *model, const struct experts *exp
             open = 1.0f / (1.0f + expf(-open));
         }
         for (int64_t d = 0; d < hidden; ++d) {
-            float sum = experts->has_shared ? open * routing->out[place[top_k] * hidden + d] : 0.0f;
+            float sum = experts->has_shared ? open * out[place[top_k] * hidden + d] : 0.0f;
             for (int64_t i = 0; i < top_k; ++i)
-                sum += routing->shares[row * top_k + i] * routing->out[place[i] * hidden + d];
+                sum += routing->shares[row * top_k + i] * out[place[i] * hidden + d];
             x[d] += sum;
         }
     }
 }
 
 /* ---- the model ---- */
-
-/* Announce the products that follow a layer. */
-TARGET static void expect_next(const struct decoder *model, int index, const struct batch *batch, struct worker *worker)
-{
-    const struct layer *next = &model->layers[index + 1];
-    if (index + 1 < model->num_layers)
-        expect((const struct matrix *const[]){&next->q, &next->k, &next->v}, 3, batch->num_rows, worker);
-    else
-        expect((const struct matrix *const[]){&model->head}, 1, batch->num_logits, worker);
-}
 
 TARGET static void run(const struct decoder *model, const struct batch *batch, struct team *team, int thread, float *scratch)
 {
@@ -264,8 +295,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         norm_rows(model, batch->normed, batch->x, layer->mlp_norm, worker, 0);
         if (layer->experts) {
             meet(worker);
-            routed(model, layer->experts, batch, worker);
-            expect_next(model, index, batch, worker);
+            routed(model, index, batch, worker);
             continue;
         }
         struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,

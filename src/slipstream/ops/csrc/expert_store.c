@@ -15,12 +15,12 @@ void store_claim(const struct experts *experts, const struct routing *routing)
     ++store->clock;
     store->num_loads = 0;
     for (int32_t e = 0; e < experts->num; ++e)
-        if (routing->first[e] < routing->first[e + 1] && slot[e] >= 0) {
+        if (routing->first[e] < routing->first[e + 1] && experts->stored[2 * e].num_columns && slot[e] >= 0) {
             store->last_used[slot[e]] = store->clock;
             ++store->hits;
         }
     for (int32_t e = 0; e < experts->num; ++e) {
-        if (routing->first[e] == routing->first[e + 1] || slot[e] >= 0)
+        if (routing->first[e] == routing->first[e + 1] || !experts->stored[2 * e].num_columns || slot[e] >= 0)
             continue;
         int32_t oldest = 0;
         for (int32_t i = 1; i < store->num_slots; ++i)

@@ -1,0 +1,128 @@
+"""Tokens per second of a random Mixtral, most of whose weights are experts, on one process and on several that split these:
+
+    python -m benchmarks.serve_ranks [--dtype int4] [--processes 2]
+
+One process has as many threads as the others have processes, so that all use the same cores. A median of interleaved rounds.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INNER, LAYERS, EXPERTS, VOCAB = 1024, 3584, 4, 8, 4096
+BATCHES = (1, 8)  # sequences
+NEW = 48  # tokens of each
+CONFIG: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(folder: Path) -> None:
+    """A file for each layer, so that no more than one is in memory."""
+    torch.manual_seed(0)
+    kv = HIDDEN // 4
+    index: dict[str, str] = {}
+
+    def save(file: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        tensors = {f"{name}.weight": torch.randn(shape).mul_(0.02).bfloat16() for name, shape in shapes.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+
+    save("ends.safetensors", {"model.embed_tokens": (VOCAB, HIDDEN), "model.norm": (HIDDEN,), "lm_head": (VOCAB, HIDDEN)})
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        shapes: dict[str, tuple[int, ...]] = {f"{at}{norm}": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        for name, rows in {"q_proj": HIDDEN, "k_proj": kv, "v_proj": kv, "o_proj": HIDDEN}.items():
+            shapes[f"{at}self_attn.{name}"] = (rows, HIDDEN)
+        shapes[f"{at}block_sparse_moe.gate"] = (EXPERTS, HIDDEN)
+        for expert in range(EXPERTS):
+            for name, shape in {"w1": (INNER, HIDDEN), "w2": (HIDDEN, INNER), "w3": (INNER, HIDDEN)}.items():
+                shapes[f"{at}block_sparse_moe.experts.{expert}.{name}"] = shape
+        save(f"layer{layer}.safetensors", shapes)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def measure(folder: str, dtype: str, split: dict[str, Any], threads: int) -> None:
+    """One process: print tokens per second by batch, of rank 0."""
+    import slipstream
+
+    options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "threads": threads, "kv_cache_bytes": "64M", "max_running": 16}
+    with slipstream.init_inference(folder, **split, **options, prefix_caching=False) as engine:
+        for batch in (BATCHES[0], *BATCHES) if engine.leads else ():  # the first is not counted
+            began = time.perf_counter()
+            engine.generate([[i + 1, 7, 9] for i in range(batch)], max_new_tokens=NEW, ignore_eos=True)
+            print(batch, batch * NEW / (time.perf_counter() - began), flush=True)
+
+
+def rates(folder: Path, dtype: str, kind: str, processes: int) -> dict[int, float]:
+    """Tokens per second by batch: `kind` is "one process", "ep_size" or "moe_tp_size"."""
+    one = kind == "one process"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.serve_ranks",
+        "--measure",
+        str(folder),
+        "--dtype",
+        dtype,
+        "--threads",
+        str(processes if one else 1),
+    ]
+    if not one:
+        launch = [sys.executable, "-m", "slipstream", "run", "--quiet", "--nproc", str(processes)]
+        command = [*launch, *command[1:], "--split", kind, "--processes", str(processes)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
+    return {int(batch): float(rate) for batch, rate in (line.split() for line in lines if line)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", default="int4")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--split", help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        split = {options.split: options.processes} if options.split else {}
+        measure(options.measure, options.dtype, split, options.threads)
+        return
+    kinds = ("one process", "ep_size", "moe_tp_size")
+    found: dict[str, list[dict[int, float]]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        for _ in range(options.rounds):
+            for kind in kinds:
+                found[kind].append(rates(Path(folder), options.dtype, kind, options.processes))
+    for batch in BATCHES:
+        base = statistics.median(one[batch] for one in found["one process"])
+        for kind, rounds in found.items():
+            values = [one[batch] for one in rounds]
+            middle, spread = statistics.median(values), max(values) / min(values)
+            line = f"{options.dtype}, {batch} sequences, {kind:11}: {middle:7.1f} tokens/s"
+            print(f"{line}, {middle / base:.2f} of one, spread {spread:.2f}")
+
+
+if __name__ == "__main__":
+    main()
