@@ -44,6 +44,7 @@ from slipstream.train.agreement import (
     facts_of_optimizer,
     facts_of_plan,
 )
+from slipstream.train.changes import change_model
 from slipstream.train.data import StatefulLoader
 from slipstream.train.disk_space import open_spaces, warn_of_resident_weights
 from slipstream.train.engine import Engine
@@ -117,6 +118,7 @@ def initialize(
     facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)
+    connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
     mesh, cut = _cut(model, plan, mesh, is_users=places is not None)
     model, model_parameters = _in_stages(model, plan, mesh, model_parameters, cut)
@@ -131,6 +133,7 @@ def initialize(
     mark_kinds(model, plan, inner, rule)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     cut.connect(engine)
+    connect_changes(engine)
     forget(model)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
