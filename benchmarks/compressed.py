@@ -22,16 +22,9 @@ WORK = dataclasses.replace(WORKLOADS["moving"], name="compressed", batch=1, leng
 WORLD = 4
 RATE = "1gbit"
 PLAIN, ZERO3 = "slipstream:0:gloo", "slipstream:3:gloo"
-CONTENDERS = (
-    PLAIN,
-    "slipstream:0:gloo:int8",
-    "slipstream:0:gloo:int4",
-    "slipstream:0:gloo:feedback",
-    "slipstream:0:gloo:onebit",
-    "slipstream:1:gloo:onebit",
-    "slipstream:0:gloo:onebitlamb",
-    ZERO3,
-    "slipstream:3:gloo:zeropp",
+TOGETHER = (  # contenders that are alive at once; all nine need more than 24 GiB
+    (PLAIN, "slipstream:0:gloo:int8", "slipstream:0:gloo:int4", "slipstream:0:gloo:feedback", "slipstream:0:gloo:onebit"),
+    (PLAIN, "slipstream:1:gloo:onebit", "slipstream:0:gloo:onebitlamb", ZERO3, "slipstream:3:gloo:zeropp"),
 )
 WARMUP = 0.15  # share of the steps before 1-bit Adam freezes its variance
 FIRST, COUNT = 4, 3  # steps before the first turn, in which 1-bit Adam freezes its variance, and steps of a turn
@@ -39,37 +32,22 @@ FIRST, COUNT = 4, 3  # steps before the first turn, in which 1-bit Adam freezes 
 
 def run(options: Options) -> str:
     rounds = options.num_rounds(2)
-    contenders = CONTENDERS[:5] if options.quick else CONTENDERS
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    sent: dict[str, float] = {}
-    try:
-        with ExitStack() as stack:
-            running = {}
-            for name in contenders:
-                seat, counters = stack.enter_context(network(WORLD, RATE))
-                running[name] = (stack.enter_context(start(name, WORK, "bf16", WORLD, None, seat)), counters)
-                running[name][0].call("steps", count=FIRST)
-            for turn in range(rounds):
-                for name, (ranks, counters) in running.items():
-                    before = [int(counter.read_text()) for counter in counters]
-                    done = ranks.call("steps", count=COUNT)
-                    after = [int(counter.read_text()) for counter in counters]
-                    seconds[name] += [max(rank["times"][i] for rank in done) for i in range(COUNT)]
-                    sent[name] = max(b - a for a, b in zip(before, after, strict=True)) / COUNT
-                    print(
-                        f"  compressed {turn + 1}/{rounds} {name}: {seconds[name][-1]:.3f} s, {sent[name] / 1e6:.2f} MB", flush=True
-                    )
-    except NoNetwork as error:
-        return f"Not measured: {error}."
-    except Failed as error:
-        return f"Not measured: {error.reason}."
     whole = 2 * (WORLD - 1) / WORLD * WORK.num_params * 4
-    rows = []
-    for name in contenders:
-        base = ZERO3 if name.startswith("slipstream:3") else PLAIN
-        faster = Spread.ratio(seconds[base], seconds[name])
-        figures = f"{sent[name] / 1e6:.2f}", f"{whole / sent[name]:.1f}"
-        rows.append([systems.label(name), Spread.of(seconds[name]).show(), faster.show(), *figures])
+    rows, judged, sent = [], dict[str, list[float]](), dict[str, float]()
+    for contenders in TOGETHER[: 1 if options.quick else None]:
+        try:
+            seconds, nbytes = _take_turns(contenders, rounds)
+        except NoNetwork as error:
+            return f"Not measured: {error}."
+        except Failed as error:
+            return f"Not measured: {error.reason}."
+        for name in contenders:
+            if name in sent:
+                continue
+            sent[name], judged[name] = nbytes[name], seconds[name]
+            faster = Spread.ratio(seconds[ZERO3 if name.startswith("slipstream:3") else PLAIN], seconds[name])
+            figures = f"{sent[name] / 1e6:.2f}", f"{whole / sent[name]:.1f}"
+            rows.append([systems.label(name), Spread.of(seconds[name]).show(), faster.show(), *figures])
     return "\n\n".join(
         (
             f"{WORK.describe()}, bf16, {WORLD} ranks, 1 Gbit/s per rank (network namespaces, tbf). Seconds per step of the "
@@ -77,9 +55,31 @@ def run(options: Options) -> str:
             "sent per step by the rank that sends most, packet headers included; `fewer`: than an fp32 all-reduce by the formula. "
             "1-bit Adam and 1-bit LAMB are in their second phase.",
             table(["contender", "s", "faster", "sent, MB", "fewer"], rows),
-            verdicts([verdict(text, value, target, at_least=True) for text, value, target in _judged(whole, sent, seconds)]),
+            verdicts([verdict(text, value, target, at_least=True) for text, value, target in _judged(whole, sent, judged)]),
         )
     )
+
+
+def _take_turns(contenders: tuple[str, ...], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each step, and bytes that the rank sends that sends most."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    sent: dict[str, float] = {}
+    with ExitStack() as stack:
+        running = {}
+        for name in contenders:
+            seat, counters = stack.enter_context(network(WORLD, RATE))
+            running[name] = (stack.enter_context(start(name, WORK, "bf16", WORLD, None, seat)), counters)
+            running[name][0].call("steps", count=FIRST)
+        for turn in range(rounds):
+            for name, (ranks, counters) in running.items():
+                before = [int(counter.read_text()) for counter in counters]
+                done = ranks.call("steps", count=COUNT)
+                after = [int(counter.read_text()) for counter in counters]
+                seconds[name] += [max(rank["times"][i] for rank in done) for i in range(COUNT)]
+                sent[name] = max(b - a for a, b in zip(before, after, strict=True)) / COUNT
+                figures = f"{seconds[name][-1]:.3f} s, {sent[name] / 1e6:.2f} MB"
+                print(f"  compressed {turn + 1}/{rounds} {name}: {figures}", flush=True)
+    return seconds, sent
 
 
 def _judged(whole: float, sent: dict[str, float], seconds: dict[str, list[float]]) -> Iterator[tuple[str, float, float]]:

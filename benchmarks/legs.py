@@ -114,6 +114,13 @@ LEGS = (
         "the time to a fixed loss of 1-bit Adam and local steps over links of 100 and 400 Mbit/s",
         "convergence:run",
     ),
+    Leg(
+        "sparse",
+        2,
+        8,
+        "block-sparse attention over dense attention, and the longest sequence under a limit of memory",
+        "sparse:run",
+    ),
     Leg("states", 2, 3, "bytes per parameter over the formula, on pp, tp and both", "layouts:states"),
     Leg("predicted", 2, 3, "the time model of `slipstream plan --ranks` over measured steps of six layouts", "layouts:predicted"),
     Leg("sequences", 2, 8, "the longest sequence of a step under a limit of memory", "sequences:run"),

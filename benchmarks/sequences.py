@@ -33,11 +33,11 @@ def run(options: Options) -> str:
                 seat = Seat(env=memory.MALLOC, enter=gauge.enter)
                 with Ranks("benchmarks.sequences_worker:train", {"system": system}, world, name=name, seat=seat) as ranks:
                     ranks.call("step", length=lengths[0])  # creates the optimizer's states
-                    low, high = (_peak(ranks, gauge, world, length) for length in lengths)
+                    low, high = (peak_of(ranks, gauge, world, length) for length in lengths)
                     per_token = (high - low) / (lengths[1] - lengths[0])
                     length = min(int((LIMIT - low) / per_token + lengths[0]) // STEP * STEP, MOST * world)
                     while True:
-                        peak = _peak(ranks, gauge, world, length)
+                        peak = peak_of(ranks, gauge, world, length)
                         print(f"  sequences {name}: {length:,} tokens, {peak / 1e9:.3f} GB a rank", flush=True)
                         if peak <= LIMIT or length <= lengths[1]:
                             break
@@ -68,7 +68,7 @@ def run(options: Options) -> str:
     )
 
 
-def _peak(ranks: Ranks, gauge: Cgroup, world: int, length: int) -> float:
+def peak_of(ranks: Ranks, gauge: Cgroup, world: int, length: int) -> float:
     """Bytes of a rank during a step."""
     sampler = Sampler(gauge)
     sampler.start()

@@ -93,7 +93,6 @@ def asking(switch: Key) -> Any:
         "zero_optimization.zeropp_loco_param.err_beta": 0.5,
         "data_types.buffer_dtype": "bf16",
         "data_types.keep_in_fp32_modules": ["lm_head"],
-        "sparse_attention.mode": "bigbird",
         "weight_quantization.enabled": True,
         **{f"expert_parallel.{name}": "x" for name in ("score_apply", "score_func", "expert_activation")},
         "expert_parallel.route_norm": True,
@@ -114,15 +113,13 @@ def test_a_feature_that_is_not_built_is_refused(switch: Key) -> None:
 
 @pytest.mark.parametrize("switch", [name for name, key in SWITCHES.items() if key.off])
 def test_a_feature_that_is_off_parses(switch: str) -> None:
-    raw = nest(switch, "dense" if switch == "sparse_attention.mode" else table()[switch].default)
+    raw = nest(switch, table()[switch].default)
     if "weight_quantization" in raw:  # on by being there
         raw["weight_quantization"]["enabled"] = False
     assert resolved(raw).notes == ()
 
 
 def test_a_block_that_asks_by_being_there() -> None:
-    with pytest.raises(ValueError, match="block-sparse attention"):
-        resolved({"sparse_attention": {"block": 16}})
     with pytest.raises(ValueError, match="ZenFlow"):
         resolved({"zero_optimization": {"stage": 2, "zenflow": {}}})
     with pytest.raises(ValueError, match=r"weight_quantization\.enabled = True asks for weight quantization"):

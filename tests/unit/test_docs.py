@@ -35,6 +35,7 @@ FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
 (QUANTIZED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "QUANTIZED.md").read_text(), re.S)
 (EXPERTS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "EXPERTS.md").read_text(), re.S)
 (ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
+(SPARSE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SPARSE_ATTENTION.md").read_text(), re.S)
 PARAMETERS = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S))
 
 
@@ -102,6 +103,12 @@ for line in {lines!r}:
     run(script)
     assert (work / "folder" / "config.json").is_file() and (work / "exported" / "latest_universal").is_file()
     assert (work / "checkpoints" / "base-model" / "metadata.json").is_file()
+
+
+def test_sparse_attention_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPARSE + "\nassert model.config._attn_implementation == 'slipstream_sparse' and loss.isfinite()\n")
+    run(script)
 
 
 def test_experts_run(tmp_path: Path) -> None:

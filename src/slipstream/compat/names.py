@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_PATTERNS = (
+    "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig LocalSlidingWindowSparsityConfig "
+    "SparsityConfig VariableSparsityConfig"
+)
+
 # module of DeepSpeed -> {module of Slipstream: names in it}
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
@@ -41,6 +46,15 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.sequence": "TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
         "sequence_tiled_compute"
     },
+    "deepspeed.ops.sparse_attention": {
+        "slipstream.attention": "BertSparseSelfAttention MatMul Softmax SparseAttentionUtils SparseSelfAttention " + _PATTERNS
+    },
+    "deepspeed.ops.sparse_attention.sparsity_config": {"slipstream.attention": _PATTERNS},
+    "deepspeed.ops.sparse_attention.sparse_self_attention": {"slipstream.attention": "SparseSelfAttention"},
+    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": {"slipstream.attention": "BertSparseSelfAttention"},
+    "deepspeed.ops.sparse_attention.sparse_attention_utils": {"slipstream.attention": "SparseAttentionUtils"},
+    "deepspeed.ops.sparse_attention.matmul": {"slipstream.attention": "MatMul"},
+    "deepspeed.ops.sparse_attention.softmax": {"slipstream.attention": "Softmax"},
     "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {
         "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject ScientificNotationEncoder "
@@ -307,7 +321,6 @@ _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelin
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
 _COMPRESSION = "compression; remove the call"
 _ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
-_ATTENTION = "block-sparse attention; use torch's FlexAttention with a block mask"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
 _DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has removed too; drop layers in the model's own forward"
@@ -361,7 +374,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.pipe": {"*": _PIPELINE},
     "deepspeed.moe": {"*": _EXPERTS},
     "deepspeed.compression": {"*": _COMPRESSION},
-    "deepspeed.ops.sparse_attention": {"*": _ATTENTION},
     "deepspeed.ops.transformer": {"*": _TRANSFORMER},
     "deepspeed.ops.op_builder": {"*": _BUILDERS},
     "deepspeed.ops.aio": {"*": "the asynchronous file handle; offload_optimizer and offload_param use the disk"},

@@ -192,23 +192,31 @@ class ActivationCheckpointing(Block):
     profile: bool = honored(False, "Log the time of recomputation, in seconds.")
 
 
+_PATTERN = "test_each_mode_of_the_json"
+
+
 class SparseAttention(Block):
-    feature = Feature(
-        "block-sparse attention", 'drop the block or set its mode to "dense"; FlexAttention of torch supports block masks'
+    """Which blocks of attention's scores are computed. Each mode reads its own keys (`slipstream.attention.layouts`)."""
+
+    mode: Word[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"]] = honored(
+        "fixed", 'The pattern of blocks; "dense": all of them, as without this block.', _PATTERN
     )
-    mode: Word[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"]] = switch("fixed", off=("dense",))
-    block: Count = 16
-    different_layout_per_head: bool = False
-    num_local_blocks: Size = 4
-    num_global_blocks: Size = 1
-    attention: str = "bidirectional"
-    horizontal_global_attention: bool = False
-    num_different_global_patterns: Size = 1
-    num_random_blocks: Size = 0
-    local_window_blocks: list[Size] = [4]
-    global_block_indices: list[Size] = [0]
-    global_block_end_indices: list[Size] | None = None
-    num_sliding_window_blocks: Size = 3
+    block: Count = honored(16, "Tokens of a block, a multiple of 16.", _PATTERN)
+    different_layout_per_head: bool = honored(False, "Each head has a layout of its own.", _PATTERN)
+    num_local_blocks: Count = honored(4, "Blocks of a window, in mode fixed.", _PATTERN)
+    num_global_blocks: Size = honored(1, "Global blocks: of each window (fixed), or at the beginning (bigbird).", _PATTERN)
+    attention: Word[Literal["unidirectional", "bidirectional"]] = honored(
+        "bidirectional", "unidirectional: no block of later keys. Decoders are causal inside blocks, too.", _PATTERN
+    )
+    horizontal_global_attention: bool = honored(False, "Global blocks attend to all (fixed, variable).", _PATTERN)
+    num_different_global_patterns: Count = honored(1, "Global blocks that heads take in turn (fixed).", _PATTERN)
+    num_random_blocks: Size = honored(0, "Random blocks of each row (variable, bigbird).", _PATTERN)
+    local_window_blocks: list[Count] = honored([4], "Lengths of windows in blocks, the last one repeated (variable).", _PATTERN)
+    global_block_indices: list[Size] = honored([0], "First blocks of global spans (variable, bslongformer).", _PATTERN)
+    global_block_end_indices: list[Size] | None = honored(
+        None, "Ends of global spans, exclusive; not set: spans of one block (variable, bslongformer).", _PATTERN
+    )
+    num_sliding_window_blocks: Count = honored(3, "Blocks of the sliding window (bigbird, bslongformer).", _PATTERN)
 
 
 class FlopsProfiler(Block):

@@ -296,6 +296,25 @@ class CompilePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparsePlan:
+    """A pattern of block-sparse attention, for `attention.transformers.sparsity_of`. Each mode takes some of the fields."""
+
+    mode: str = key("sparse_attention.mode")
+    block: int = key("sparse_attention.block")
+    different_layout_per_head: bool = key("sparse_attention.different_layout_per_head")
+    num_local_blocks: int = key("sparse_attention.num_local_blocks")
+    num_global_blocks: int = key("sparse_attention.num_global_blocks")
+    attention: str = key("sparse_attention.attention")
+    horizontal_global_attention: bool = key("sparse_attention.horizontal_global_attention")
+    num_different_global_patterns: int = key("sparse_attention.num_different_global_patterns")
+    num_random_blocks: int = key("sparse_attention.num_random_blocks")
+    local_window_blocks: list[int] = key("sparse_attention.local_window_blocks")
+    global_block_indices: list[int] = key("sparse_attention.global_block_indices")
+    global_block_end_indices: list[int] | None = key("sparse_attention.global_block_end_indices")
+    num_sliding_window_blocks: int = key("sparse_attention.num_sliding_window_blocks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
     drop_last: bool = key("dataloader_drop_last")
 
@@ -330,6 +349,7 @@ class Plan:
     gradient_clipping: float = key("gradient_clipping")  # 0 = off
     activations: ActivationPlan
     compile: CompilePlan | None = key("compile.enabled", shown=bool, when=lambda plan: plan.compile is not None)
+    sparse: SparsePlan | None
     data: DataPlan
     checkpoint: CheckpointPlan
     broadcast_buffers: bool = key("slipstream.broadcast_buffers")  # broadcast rank 0's before each forward

@@ -160,6 +160,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "one of {c.divisors}",
     ),
     Refusal(
+        lambda c: c.plan.sparse and c.plan.mesh.sp > 1,
+        "sparse_attention is not built with shares of sequences (sequence_parallel_size {c.plan.mesh.sp}); drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.sparse and c.plan.sparse.different_layout_per_head and c.plan.mesh.tp > 1,
+        "sparse_attention.different_layout_per_head is not built with sliced heads (tensor_parallel.autotp_size {c.plan.mesh.tp}); "
+        "drop one of the two",
+    ),
+    Refusal(
         lambda c: c.plan.local_steps.every and (c.plan.mesh.model_size > 1 or c.plan.experts.size > 1),
         "slipstream.local_steps is built for data parallelism alone, but parts of the model are on several ranks (pp "
         "{c.plan.mesh.pp}, sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp}, experts over {c.plan.experts.size}); drop one of the two",

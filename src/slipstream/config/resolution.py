@@ -39,6 +39,7 @@ from slipstream.config.plan import (
     Plan,
     PrecisionPlan,
     SchedulerPlan,
+    SparsePlan,
     TensorPlan,
     ZeroPlan,
     json_keys,
@@ -141,6 +142,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         gradient_clipping=clipping,
         activations=_activations(values),
         compile=_compile(values),
+        sparse=_sparse(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
         checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),
@@ -498,6 +500,13 @@ def _compile(values: Values) -> CompilePlan | None:
     if not values["compile.disable"] and (values["compile.enabled"] or older):
         return values.section(CompilePlan)
     values.idle("compile", "derived: compilation is disabled")
+    return None
+
+
+def _sparse(values: Values) -> SparsePlan | None:
+    if values.parsed.config.sparse_attention is not None and values["sparse_attention.mode"] != "dense":
+        return values.section(SparsePlan)
+    values.idle("sparse_attention", "derived: attention is dense")
     return None
 
 

@@ -34,7 +34,8 @@ DECODER = (
     "expert_store.c",
 )
 QUANTIZE = ("quantize_avx512.c", "quantize_avx2.c", "quantize_portable.c", "quantize.c")
-SOURCES = (*KERNELS, *DECODER, *QUANTIZE)
+SPARSE = ("sparse_avx512.c", "sparse_avx2.c", "sparse_portable.c", "sparse.c")
+SOURCES = (*KERNELS, *DECODER, *QUANTIZE, *SPARSE)
 CSRC = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.

@@ -6,10 +6,12 @@ A change replaces classes of modules in place, so that the names of parameters, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from slipstream.attention.transformers import apply_pattern
 from slipstream.config.plan import Plan
 
 if TYPE_CHECKING:
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
 # hooks by step (`states.after_step`), counters that checkpoints keep. None: nothing to connect.
 Change = Callable[[nn.Module, Plan], "Callable[[Engine], None] | None"]
 
-CHANGES: tuple[Change, ...] = ()
+
+def _sparse_attention(model: nn.Module, plan: Plan) -> None:
+    if plan.sparse is not None:
+        apply_pattern(model, asdict(plan.sparse))
+
+
+CHANGES: tuple[Change, ...] = (_sparse_attention,)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

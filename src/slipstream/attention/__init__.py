@@ -1,0 +1,33 @@
+"""Attention over some blocks of scores: patterns, modules, and unmodified models of transformers."""
+
+from slipstream.attention.layouts import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+    draw,
+)
+from slipstream.attention.modules import BertSparseSelfAttention, MatMul, Softmax, SparseSelfAttention
+from slipstream.attention.transformers import register, use_sparse_attention
+from slipstream.attention.utils import SparseAttentionUtils
+
+__all__ = [
+    "BSLongformerSparsityConfig",
+    "BertSparseSelfAttention",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "MatMul",
+    "Softmax",
+    "SparseAttentionUtils",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+    "draw",
+    "register",
+    "use_sparse_attention",
+]

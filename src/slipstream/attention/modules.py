@@ -1,0 +1,225 @@
+"""Sparse self-attention as modules, and the products and softmax of block-sparse matrices, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.attention.layouts import SparsityConfig, layouts_of
+from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
+
+MaskMode = Literal["add", "mul"]
+
+
+class SparseSelfAttention(nn.Module):
+    """Attention over the blocks of a layout: softmax(q k^T / sqrt(d) + masks) v.
+
+    sparsity_config: None: that of the engine's JSON (`sparse_attention`). A mask's mode 'mul' forbids where it is 0, 'add' is added
+    to scores. max_seq_length: sequences take the upper left part of this length's layout, the buffer `master_layout`, which an
+    engine makes that of the first rank.
+    """
+
+    master_layout: Tensor
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig | None = None,
+        key_padding_mask_mode: MaskMode = "add",
+        attn_mask_mode: MaskMode = "mul",
+        max_seq_length: int = 2048,
+    ) -> None:
+        super().__init__()
+        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+            if mode not in ("add", "mul"):
+                raise ValueError(f"{name} ({mode!r}) must be 'add' or 'mul'")
+        self.key_padding_mask_mode, self.attn_mask_mode, self.max_seq_length = key_padding_mask_mode, attn_mask_mode, max_seq_length
+        self.sparsity_config: SparsityConfig | None = None
+        self.pattern: Mapping[str, Any] | None = None  # an engine's, for a module without a config
+        self.dropout = 0.0  # of probabilities, in training
+        self._layouts: dict[tuple[int, int], BlockLayout] = {}
+        if sparsity_config is not None:
+            self.configure(sparsity_config)
+
+    def configure(self, sparsity_config: SparsityConfig) -> None:
+        """Take the pattern. Raises ValueError if its blocks do not divide `max_seq_length`."""
+        layout = sparsity_config.make_layout(self.max_seq_length)
+        self.sparsity_config = sparsity_config
+        self.register_buffer("master_layout", layout)
+        self._layouts.clear()
+
+    def get_layout(self, length: int, num_heads: int = 1) -> BlockLayout:
+        """The layout of sequences of this length. Raises ValueError if it is too long, or blocks do not divide it."""
+        config = self.sparsity_config
+        if config is None and self.pattern is not None:
+            layouts = layouts_of(self.pattern, num_heads)
+            layouts.config.setup_layout(length)
+            return layouts.of(length, causal=False)
+        if config is None:
+            raise ValueError("SparseSelfAttention has no pattern: pass sparsity_config=, or set sparse_attention in the JSON")
+        if length > self.max_seq_length or length % config.block:
+            raise ValueError(
+                f"a sequence of {length} tokens: SparseSelfAttention takes multiples of the block ({config.block}), at most "
+                f"max_seq_length ({self.max_seq_length}); SparseAttentionUtils.pad_to_block_size pads"
+            )
+        key = (length, self.master_layout._version)
+        if key not in self._layouts:
+            blocks = length // config.block
+            self._layouts = {key: BlockLayout(self.master_layout[:, :blocks, :blocks], config.block)}
+        return self._layouts[key]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rpe: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """query, value: [B, H, L, d]; key: the same, or [B, H, d, L]. Returns [B, H, L, d]. Raises ValueError.
+
+        rpe: relative positions, added to scores, broadcastable to [B, H, L, L]; it may want a gradient. key_padding_mask: [B, L],
+        or with dimensions of 1 between. attn_mask: [L, L], or broadcastable to [B, H, L, L].
+        """
+        if key.shape != value.shape and key.transpose(-1, -2).shape == value.shape:
+            key = key.transpose(-1, -2)
+        layout = self.get_layout(query.shape[2], query.shape[1])
+        keys = None
+        if key_padding_mask is not None:
+            keys = added(key_padding_mask.reshape(len(query), -1), self.key_padding_mask_mode)
+        bias = rpe
+        if attn_mask is not None:
+            mask = added(attn_mask, self.attn_mask_mode)
+            bias = mask if rpe is None else rpe + mask
+        dropout = self.dropout if self.training else 0.0
+        return block_sparse_attention(query, key, value, layout, bias=bias, key_bias=keys, dropout=dropout)
+
+
+def added(mask: Tensor, mode: MaskMode) -> Tensor:
+    """A mask as what is added to scores, fp32."""
+    return mask.float() if mode == "add" else torch.zeros_like(mask, dtype=torch.float32).masked_fill(mask == 0, float("-inf"))
+
+
+class BertSparseSelfAttention(nn.Module):
+    """BERT's self-attention (`query`, `key`, `value` of the model's config) over the blocks of a layout."""
+
+    def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None, max_seq_length: int | None = None) -> None:
+        super().__init__()
+        if config.hidden_size % config.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads ({config.num_attention_heads})"
+            )
+        self.num_attention_heads = config.num_attention_heads
+        self.attention_head_size = config.hidden_size // config.num_attention_heads
+        self.all_head_size = config.hidden_size
+        self.query, self.key, self.value = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+        length = getattr(config, "max_position_embeddings", 2048) if max_seq_length is None else max_seq_length
+        self.sparse_self_attention = SparseSelfAttention(sparsity_config, max_seq_length=length)
+        self.sparse_self_attention.dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """hidden_states: [B, L, h]. attention_mask: additive, [B, 1, 1, L] or [B, L]. Returns [B, L, h]."""
+        heads = (*hidden_states.shape[:2], self.num_attention_heads, self.attention_head_size)
+        query, key, value = (each(hidden_states).view(heads).transpose(1, 2) for each in (self.query, self.key, self.value))
+        context = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
+        return context.transpose(1, 2).reshape(hidden_states.shape)
+
+
+class _Blocks:
+    """Where the blocks of a block-sparse matrix [B, blocks, block, block] lie: in the order of the layout's nonzeros."""
+
+    def __init__(self, layout: Tensor, block: int) -> None:
+        if layout.dim() != 3:
+            raise ValueError(f"a layout has shape {tuple(layout.shape)}; it must be [heads, rows, columns]")
+        self.layout, self.block = layout, block
+        self.head, self.row, self.column = layout.nonzero().cpu().unbind(1)
+        self.heads, self.rows, self.columns = layout.shape
+
+    def check(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[1:] != (len(self.head), self.block, self.block):
+            raise ValueError(
+                f"a block-sparse matrix has shape {tuple(x.shape)}; the layout has {len(self.head)} blocks of {self.block}"
+            )
+        return x
+
+
+class MatMul:
+    """Products in which one matrix is block-sparse: 'sdd' gives the layout's blocks of dense @ dense, 'dsd' is sparse @ dense.
+
+    'dds' is dense @ sparse. Dense: [B, H, M, N]; sparse: [B, blocks, block, block]. trans_a, trans_b: transpose a or b first.
+    """
+
+    def __init__(
+        self,
+        layout: Tensor,
+        block: int,
+        mode: Literal["sdd", "dsd", "dds"],
+        trans_a: bool = False,
+        trans_b: bool = False,
+        bench: bool = False,
+    ) -> None:
+        if mode not in ("sdd", "dsd", "dds"):
+            raise ValueError(f"mode ({mode!r}) must be 'sdd', 'dsd' or 'dds'")
+        self.at, self.block, self.mode, self.trans_a, self.trans_b = _Blocks(layout, block), block, mode, trans_a, trans_b
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        at, block = self.at, self.block
+        a, b = (a.transpose(-1, -2) if self.trans_a else a), (b.transpose(-1, -2) if self.trans_b else b)
+        if self.mode == "sdd":
+            rows = a.unflatten(2, (-1, block))[:, at.head, at.row]  # [B, blocks, block, K]
+            columns = b.unflatten(3, (-1, block)).transpose(2, 3)[:, at.head, at.column]
+            return rows @ columns
+        if self.mode == "dsd":
+            row, column = (at.column, at.row) if self.trans_a else (at.row, at.column)
+            parts = at.check(a) @ b.unflatten(2, (-1, block))[:, at.head, column]
+            count = at.columns if self.trans_a else at.rows
+            return self._gather(parts, row, count).flatten(2, 3)
+        row, column = (at.column, at.row) if self.trans_b else (at.row, at.column)
+        parts = a.unflatten(3, (-1, block)).transpose(2, 3)[:, at.head, row] @ at.check(b)
+        count = at.rows if self.trans_b else at.columns
+        return self._gather(parts, column, count).transpose(2, 3).flatten(3, 4)
+
+    def _gather(self, parts: Tensor, to: Tensor, count: int) -> Tensor:
+        """Sums of the parts [B, blocks, m, n] that go to the same place, [B, H, count, m, n]."""
+        out = parts.new_zeros(len(parts), self.at.heads * count, *parts.shape[2:])
+        return out.index_add(1, (self.at.head * count + to).to(parts.device), parts).unflatten(1, (self.at.heads, count))
+
+
+class Softmax:
+    """The softmax of a block-sparse matrix over the columns of its layout."""
+
+    def __init__(self, layout: Tensor, block: int, bench: bool = False) -> None:
+        self.at, self.block = _Blocks(layout, block), block
+
+    def __call__(
+        self,
+        x: Tensor,
+        scale: float = 1.0,
+        rpe: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        key_padding_mask_mode: MaskMode = "add",
+        attn_mask_mode: MaskMode = "add",
+    ) -> Tensor:
+        """x: [B, blocks, block, block]. rpe: broadcastable to [B, H, L, L]. key_padding_mask: [B, L]. attn_mask: [L, L]."""
+        at, block = self.at, self.block
+        score = at.check(x).float() * scale
+        if rpe is not None:
+            whole = rpe.expand(len(x), at.heads, at.rows * block, at.columns * block)
+            score = score + whole.unflatten(3, (-1, block)).unflatten(2, (-1, block)).transpose(3, 4)[:, at.head, at.row, at.column]
+        if key_padding_mask is not None:
+            keys = added(key_padding_mask, key_padding_mask_mode).reshape(len(x), -1, block)
+            score = score + keys[:, at.column, None]
+        if attn_mask is not None:
+            mask = added(attn_mask, attn_mask_mode).unflatten(1, (-1, block)).unflatten(0, (-1, block)).transpose(1, 2)
+            score = score + mask[at.row, at.column]
+        place, shape = (at.head * at.rows + at.row).to(x.device), (len(x), at.heads * at.rows, block)
+        largest = torch.full(shape, -1e30, device=x.device)
+        index = place[None, :, None].expand(len(x), -1, block)
+        largest = largest.scatter_reduce(1, index, score.detach().amax(-1), "amax")
+        share = torch.exp(score - largest[:, place, :, None])
+        total = share.new_zeros(shape).index_add(1, place, share.sum(-1))
+        return (share / total.clamp_min(1e-30)[:, place, :, None]).to(x.dtype)

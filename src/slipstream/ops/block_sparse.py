@@ -1,0 +1,308 @@
+"""Attention over the blocks of scores that a layout names, forward and backward: native kernels, and a twin in torch.
+
+Time and memory are linear in the number of blocks. The kernels keep one log-sum-exp per query and compute scores again for the
+gradients (Dao et al., arXiv 2205.14135). Their arithmetic is fp32. Queries without a key get zeros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.ops import build, cpu
+
+PANEL = 16  # queries or keys; the kernels' unit, and the smallest block
+_MOST = 4  # panels of queries in a tile
+MOST_DIM = 256
+_LEAST = -1e30  # a score below it is masked: LOW in csrc/sparse_body.h
+
+
+class _Heads(ctypes.Structure):
+    """`struct heads` of csrc/sparse.h."""
+
+    _fields_ = (("at", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row")))
+
+
+class _Sparse(ctypes.Structure):
+    """`struct sparse`."""
+
+    _fields_ = (
+        *((name, _Heads) for name in ("q", "k", "v", "o", "grad", "dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("lse", "key_bias", "bias", "bias_grad", "tiles", "panels", "layouts")),
+        *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_kv_heads", "num_layouts", "length", "dim")),
+        *((name, ctypes.c_int64) for name in ("bias_batch", "bias_head")),
+        *((name, ctypes.c_float) for name in ("scale", "dropout")),
+        ("seed", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("dtype", "causal")),
+    )
+
+
+class _Tiles(NamedTuple):
+    """A layout as the kernels read it. A tile: up to 64 neighboring queries that attend to the same panels of 16 keys."""
+
+    tiles: Tensor  # int32 [tiles, 4]: first panel of queries, number of them, begin and end in `panels`
+    panels: Tensor  # int32
+    layouts: Tensor  # int64 [layouts + 1]: where the tiles of each begin
+
+
+class BlockLayout:
+    """The blocks of scores that are computed.
+
+    blocks: [H, L / block, L / block], nonzero where a block of queries attends to a block of keys; H is 1 or the number of query
+    heads. block: a multiple of 16. causal: no query sees a later key, in blocks on the diagonal too. Raises ValueError.
+    """
+
+    def __init__(self, blocks: Tensor, block: int, *, causal: bool = False) -> None:
+        if blocks.dim() != 3 or blocks.shape[1] != blocks.shape[2]:
+            raise ValueError(
+                f"a layout of blocks has shape {tuple(blocks.shape)}; it must be [heads, rows, columns], columns like rows"
+            )
+        if block < PANEL or block % PANEL:
+            raise ValueError(f"block ({block}) must be a positive multiple of {PANEL}")
+        blocks = blocks.detach().cpu() != 0
+        if causal:
+            blocks = blocks.tril()
+        if len(blocks) > 1 and bool((blocks == blocks[:1]).all()):
+            blocks = blocks[:1]
+        self.blocks, self.block, self.causal, self.length = blocks, block, causal, blocks.shape[1] * block
+
+    def __repr__(self) -> str:
+        return f"BlockLayout({len(self.blocks)} of {self.length} tokens, block {self.block}, density {self.density:.3f})"
+
+    @functools.cached_property
+    def density(self) -> float:
+        """The share of blocks that are computed."""
+        return float(self.blocks.float().mean())
+
+    def of_heads(self, begin: int, end: int) -> BlockLayout:
+        """The layout of these heads alone."""
+        return self if len(self.blocks) == 1 else BlockLayout(self.blocks[begin:end], self.block, causal=self.causal)
+
+    @functools.cached_property
+    def tiles(self) -> _Tiles:
+        per, starts, tiles, panels, at = self.block // PANEL, [0], [], [], 0
+        for rows in self.blocks:
+            for first, count, columns in _runs(rows, per):
+                keys = (columns[:, None] * per + torch.arange(per)).view(-1)
+                keys = keys[keys < first + count] if self.causal else keys
+                tiles.append((first, count, at, at + len(keys)))
+                panels.append(keys)
+                at += len(keys)
+            starts.append(len(tiles))
+        listed = torch.cat(panels).to(torch.int32)
+        return _Tiles(torch.tensor(tiles, dtype=torch.int32), listed, torch.tensor(starts))
+
+
+def _runs(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(first panel, number of panels, columns of blocks) of the tiles of one head: rows that are alike share a tile."""
+    same = [False, *(rows[1:] == rows[:-1]).all(1).tolist()]
+    at = 0
+    while at < len(rows):
+        end = at + 1
+        while end < len(rows) and same[end]:
+            end += 1
+        columns = rows[at].nonzero().view(-1)
+        for first in range(at * per, end * per, _MOST):
+            yield first, min(_MOST, end * per - first), columns
+        at = end
+
+
+@functools.cache
+def _native() -> Callable[..., int] | None:
+    library = build.load().kernels
+    if library is None:
+        return None
+    function = library.slipstream_sparse
+    function.restype, function.argtypes = ctypes.c_int, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return function
+
+
+class _Settings(NamedTuple):
+    """What stays from the forward to the backward beside tensors with gradients."""
+
+    layout: BlockLayout
+    key_bias: Tensor | None
+    scale: float
+    dropout: float
+    seed: int
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: _Settings) -> Tensor:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        _run(0, call, bias, {"q": q, "k": k, "v": v, "o": out}, lse)
+        ctx.save_for_backward(q, k, v, bias, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, lse = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        heads = {"q": q, "k": k, "v": v, "o": out, "grad": _rows(grad), "dq": dq, "dk": dk, "dv": dv}
+        bias_grad = bias.new_zeros(*q.shape[:3], q.shape[2]) if bias is not None and ctx.needs_input_grad[3] else None
+        _run(1, ctx.call, bias, heads, lse, bias_grad)
+        return dq, dk, dv, None if bias_grad is None else bias_grad, None
+
+
+def _run(
+    backward: int, call: _Settings, bias: Tensor | None, heads: dict[str, Tensor], lse: Tensor, bias_grad: Tensor | None = None
+) -> None:
+    q, k = heads["q"], heads["k"]
+    tiles = call.layout.tiles
+    s = _Sparse(**{name: _Heads(x.data_ptr(), *x.stride()[:3]) for name, x in heads.items()})
+    arrays = {"lse": lse, "key_bias": call.key_bias, "bias": bias, "bias_grad": bias_grad, **tiles._asdict()}
+    for name, x in arrays.items():
+        setattr(s, name, None if x is None else x.data_ptr())
+    s.batch, s.num_heads, s.length, s.dim = q.shape
+    s.num_kv_heads, s.num_layouts = k.shape[1], len(call.layout.blocks)
+    if bias is not None:
+        s.bias_batch, s.bias_head = bias.stride()[:2]
+    s.scale, s.dropout, s.seed = call.scale, round(call.dropout * 65536), call.seed
+    s.dtype, s.causal = cpu.DTYPES[q.dtype], call.layout.causal
+    native = _native()
+    done: list[int] = []
+
+    def items(begin: int, end: int) -> None:
+        if native is not None:
+            done.append(native(backward, ctypes.addressof(s), begin, end))
+
+    cpu.in_threads(items, len(q) * k.shape[1], torch.get_num_threads(), least=1, multiple=1)
+    if not all(done):
+        raise MemoryError(
+            f"no memory for block-sparse attention of {s.length} tokens with {s.dim} features: a few copies of a head in fp32"
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(scale q k^T + bias + key_bias) v, of the layout's blocks alone.
+
+    q: [B, H, L, D], k and v: [B, KV heads, L, D], with D of at most 256, fp32, bf16 or fp16, on one device. scale: D^-1/2 if None.
+    bias: added to scores, broadcastable to [B, H, L, L], with a gradient if it wants one. key_bias: [B, L], -inf for a key that
+    nobody sees, without a gradient. dropout: of probabilities, drawn from torch's generator (the same when recomputed with its
+    state). Returns [B, H, L, D]; zeros for a query that sees no key. Raises ValueError.
+    """
+    _check(q, k, v, layout, dropout)
+    batch, _, length, dim = q.shape
+    if key_bias is not None:
+        if key_bias.shape != (batch, length):
+            raise ValueError(f"key_bias has shape {tuple(key_bias.shape)}; it must be [batch, tokens], {(batch, length)}")
+        key_bias = key_bias.detach().float().contiguous()
+    if bias is not None:
+        bias = _expanded(bias, q)
+    scale = dim**-0.5 if scale is None else scale
+    if not q.is_cpu or _native() is None:
+        return _twin(q, k, v, layout, scale, bias, key_bias, dropout)
+    seed = int(torch.randint(1 << 32, ()).item()) if dropout else 0
+    call = _Settings(layout, key_bias, scale, dropout, seed)
+    return _Attention.apply(_rows(q), _rows(k), _rows(v), bias, call)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, dropout: float) -> None:
+    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{shapes}: they must be [batch, heads, tokens, features], alike but for heads, and k and v alike")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads do not divide into groups of {k.shape[1]} key heads")
+    if q.shape[2] != layout.length:
+        raise ValueError(f"{q.shape[2]} tokens, and the layout has {layout.length}: pad the sequence to it, or make another layout")
+    if len(layout.blocks) not in (1, q.shape[1]):
+        raise ValueError(
+            f"the layout has {len(layout.blocks)} heads, and q has {q.shape[1]}: it must have one, or one for each of them"
+        )
+    if not 1 <= q.shape[3] <= MOST_DIM:
+        raise ValueError(f"{q.shape[3]} features a head; the kernels take 1 to {MOST_DIM}")
+    if q.dtype not in cpu.DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: they must all be one of torch.float32, torch.bfloat16 and torch.float16"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout ({dropout}) must be at least 0 and less than 1")
+
+
+def _expanded(bias: Tensor, q: Tensor) -> Tensor:
+    """As the kernels read it: fp32 [B, H, L, L], the last two dimensions contiguous."""
+    batch, heads, length, _ = q.shape
+    try:
+        whole = torch.broadcast_shapes(bias.shape, (batch, heads, length, length))
+    except RuntimeError:
+        whole = None
+    if whole != (batch, heads, length, length):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must broadcast to {(batch, heads, length, length)}")
+    bias = bias.float()
+    return bias.expand(*bias.shape[:-2], length, length).contiguous().expand(whole)
+
+
+def _twin(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, bias: Tensor | None, key_bias: Tensor | None, dropout: float
+) -> Tensor:
+    """The same in torch: keys of a row's blocks are gathered, rows with as many blocks as each other together."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if len(layout.blocks) == 1:
+        return _twin_heads(q, k, v, layout.blocks[0], layout, scale, bias, key_bias, dropout)
+    each = [slice(head, head + 1) for head in range(q.shape[1])]
+    parts = [
+        _twin_heads(q[:, h], k[:, h], v[:, h], rows, layout, scale, None if bias is None else bias[:, h], key_bias, dropout)
+        for h, rows in zip(each, layout.blocks, strict=True)
+    ]
+    return torch.cat(parts, 1)
+
+
+def _twin_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    layout: BlockLayout,
+    scale: float,
+    bias: Tensor | None,
+    key_bias: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Heads with one layout `rows` [blocks, blocks]."""
+    batch, heads, length, dim = q.shape
+    blocks = (batch, heads, -1, layout.block, dim)
+    q, k, v = q.reshape(blocks), k.reshape(blocks), v.reshape(blocks)
+    tokens = torch.arange(length, device=q.device).view(-1, layout.block)
+    out = torch.zeros_like(q)
+    counts = rows.sum(1)
+    for count in counts.unique().tolist():
+        at = (counts == count).nonzero().view(-1).to(q.device)
+        if not count:
+            continue
+        columns = rows.to(q.device)[at].nonzero()[:, 1].view(-1, count)
+        keys, values = (x[:, :, columns].flatten(3, 4).float() for x in (k, v))
+        score = q[:, :, at].float() * scale @ keys.transpose(-1, -2)  # [batch, heads, rows, block, count * block]
+        queries, seen = tokens[at][:, :, None], tokens[columns].flatten(1)[:, None, :]
+        if bias is not None:
+            score = score + bias[:, :, queries, seen]
+        if key_bias is not None:
+            score = score + key_bias[:, None, seen]
+        if layout.causal:
+            score = score.masked_fill(seen > queries, float("-inf"))
+        blind = (score < _LEAST).all(-1, keepdim=True)  # the gradient of a softmax over -inf alone is NaN
+        shares = torch.softmax(score.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+        out[:, :, at] = (torch.dropout(shares, dropout, train=dropout > 0) @ values).to(out.dtype)
+    return out.reshape(batch, heads, length, dim)
