@@ -105,7 +105,6 @@ def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType)
         ("elasticity", "compute_elastic_config"),
         ("elasticity.elastic_agent", "DSElasticAgent"),
         ("runtime.quantize", "Quantizer"),
-        ("runtime.progressive_layer_drop", "ProgressiveLayerDrop"),
         ("runtime.zero.mics", "MiCS_Optimizer"),
         ("compression.compress", "init_compression"),
         ("runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd"),
@@ -585,10 +584,7 @@ def test_batch_sizes_that_disagree_say_so_in_known_words(deepspeed: Any, sizes: 
 
 @pytest.mark.parametrize(
     ("block", "message"),
-    [
-        ("progressive_layer_drop", "progressive layer dropping, which is not built yet; set progressive_layer_drop"),
-        ("curriculum_learning", "curriculum learning, which is not built yet; .* cut the sequences in the data loader"),
-    ],
+    [("curriculum_learning", "curriculum learning, which is not built yet; .* cut the sequences in the data loader")],
 )
 @pytest.mark.usefixtures("group")
 def test_what_would_pass_arguments_to_the_forward_is_refused(deepspeed: Any, block: str, message: str) -> None:

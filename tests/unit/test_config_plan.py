@@ -457,6 +457,7 @@ FULL = {
         "zeropp_loco_param": {"err_beta": 0.5},
     },
     "sparse_attention": {"mode": "fixed"},
+    "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01},
     "slipstream": {"local_steps": {"every": 8}},
 }
 
@@ -676,6 +677,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing.cpu_checkpointing": flags,
     "activation_checkpointing.synchronize_checkpoint_boundary": flags,
     "activation_checkpointing.profile": flags,
+    "progressive_layer_drop.enabled": flags,
+    "progressive_layer_drop.theta": st.floats(0, 1),
+    "progressive_layer_drop.gamma": st.sampled_from([1e-3, 1]),
     "sparse_attention.mode": st.sampled_from(["Fixed", "variable", "bigbird", "bslongformer", "dense"]),
     "sparse_attention.block": st.sampled_from([16, 64]),
     "sparse_attention.different_layout_per_head": flags,

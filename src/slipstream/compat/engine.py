@@ -33,6 +33,7 @@ from slipstream.train.data import StatefulLoader
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
 from slipstream.train.initialize import read_together
+from slipstream.train.layer_drop import ProgressiveLayerDrop
 from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
 from slipstream.zero.comm import gather_objects
@@ -195,6 +196,15 @@ class DeepSpeedEngine(Engine):
 
     def is_iterable_style_dataset(self, obj: Any) -> bool:
         return isinstance(obj, torch.utils.data.IterableDataset)
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The schedule, if the config enables it."""
+        return self.states[0].resources.get("layer drop")
+
+    def get_pld_theta(self) -> float | None:
+        drop = self.progressive_layer_drop
+        return None if drop is None else drop.get_theta()
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch size, micro-batch size, micro-batches per step)."""

@@ -55,6 +55,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.sparse_attention.sparse_attention_utils": {"slipstream.attention": "SparseAttentionUtils"},
     "deepspeed.ops.sparse_attention.matmul": {"slipstream.attention": "MatMul"},
     "deepspeed.ops.sparse_attention.softmax": {"slipstream.attention": "Softmax"},
+    "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
     "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {
         "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject ScientificNotationEncoder "
@@ -323,7 +324,6 @@ _COMPRESSION = "compression; remove the call"
 _ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
-_DROPPING = "progressive layer dropping, which DeepSpeed 0.19.8 has removed too; drop layers in the model's own forward"
 _MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has removed too; use torchao for quantization-aware training"
 _ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has removed too; every checkpoint loads at any world size"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
@@ -366,7 +366,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.data_pipeline": {
         "*": "data efficiency (curriculum sampling, random-LTD); implement the sampling in the data loader"
     },
-    "deepspeed.runtime.progressive_layer_drop": {"*": _DROPPING},
     "deepspeed.runtime.quantize": {"*": _MOQ},
     "deepspeed.runtime.weight_quantizer": {"*": _MOQ},
     "deepspeed.runtime.eigenvalue": {"*": _MOQ},
@@ -459,7 +458,6 @@ def _rows(names: str, why: str) -> dict[str, str]:
 MISSING_METHODS: Mapping[str, str] = {
     "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
     "eval_batch": f"{_LOOP} under torch.no_grad()",
-    **_rows("get_pld_theta progressive_layer_drop", _DROPPING),
     "quantizer": _MOQ,
     **_rows("random_ltd_scheduler random_ltd_initialize", "random-LTD"),
     "set_custom_curriculum_learning_schedule": "curriculum learning",

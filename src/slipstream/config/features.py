@@ -10,7 +10,22 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from slipstream.config.keys import Feature
-from slipstream.config.values import MIB, Block, Count, Fraction, Int, Names, Real, Seed, Size, Word, honored, no_effect, switch
+from slipstream.config.values import (
+    MIB,
+    Block,
+    Count,
+    Fraction,
+    Int,
+    Names,
+    Positive,
+    Real,
+    Seed,
+    Size,
+    Word,
+    honored,
+    no_effect,
+    switch,
+)
 
 # Parallelism
 
@@ -337,10 +352,9 @@ class DataEfficiency(Block):
 
 
 class ProgressiveLayerDrop(Block):
-    feature = Feature("progressive layer dropping", "set progressive_layer_drop.enabled to false")
-    enabled: bool = switch()
-    theta: Real = 1.0
-    gamma: Real = 0.001
+    enabled: bool = honored(False, "Skip residual blocks in training, more of them as it goes on.", "test_blocks_are_dropped")
+    theta: Fraction = honored(1.0, "Probability of keeping the deepest block at last; 1 keeps all.", "test_the_schedule")
+    gamma: Positive = honored(0.001, "Rate per step at which theta falls from 1.", "test_the_schedule")
 
 
 # Compression

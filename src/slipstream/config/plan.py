@@ -296,6 +296,12 @@ class CompilePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDropPlan:
+    theta: float = key("progressive_layer_drop.theta")
+    gamma: float = key("progressive_layer_drop.gamma")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SparsePlan:
     """A pattern of block-sparse attention, for `attention.transformers.sparsity_of`. Each mode takes some of the fields."""
 
@@ -349,6 +355,9 @@ class Plan:
     gradient_clipping: float = key("gradient_clipping")  # 0 = off
     activations: ActivationPlan
     compile: CompilePlan | None = key("compile.enabled", shown=bool, when=lambda plan: plan.compile is not None)
+    layer_drop: LayerDropPlan | None = key(
+        "progressive_layer_drop.enabled", shown=bool, when=lambda plan: plan.layer_drop is not None
+    )
     sparse: SparsePlan | None
     data: DataPlan
     checkpoint: CheckpointPlan

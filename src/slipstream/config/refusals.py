@@ -160,6 +160,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "one of {c.divisors}",
     ),
     Refusal(
+        lambda c: c.plan.layer_drop and c.plan.mesh.pp > 1,
+        "progressive_layer_drop is not built with pipelines (pipeline.stages {c.plan.mesh.pp}); drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.layer_drop and not c.plan.zero.ignore_unused,
+        "progressive_layer_drop skips layers, whose parameters then get no gradient, and "
+        "zero_optimization.ignore_unused_parameters is false: set it to true",
+    ),
+    Refusal(
         lambda c: c.plan.sparse and c.plan.mesh.sp > 1,
         "sparse_attention is not built with shares of sequences (sequence_parallel_size {c.plan.mesh.sp}); drop one of the two",
     ),

@@ -29,6 +29,7 @@ from slipstream.config.plan import (
     DataWorld,
     DebugPlan,
     ExpertPlan,
+    LayerDropPlan,
     LocalStepsPlan,
     LossScalePlan,
     MeshPlan,
@@ -142,6 +143,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         gradient_clipping=clipping,
         activations=_activations(values),
         compile=_compile(values),
+        layer_drop=values.section(LayerDropPlan) if values["progressive_layer_drop.enabled"] else None,
         sparse=_sparse(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.

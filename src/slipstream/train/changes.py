@@ -13,6 +13,7 @@ from torch import nn
 
 from slipstream.attention.transformers import apply_pattern
 from slipstream.config.plan import Plan
+from slipstream.train.layer_drop import drop_layers
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -27,7 +28,7 @@ def _sparse_attention(model: nn.Module, plan: Plan) -> None:
         apply_pattern(model, asdict(plan.sparse))
 
 
-CHANGES: tuple[Change, ...] = (_sparse_attention,)
+CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

@@ -155,6 +155,44 @@ class Reducer:
             unit.window.close()  # left by an abandoned backward
 
 
+class Dropped:
+    """Blocks that some forwards do not call, the same on all ranks. Their units are not prefetched, and not reduced for nothing.
+
+    A backward leaves out the units that no forward has called since every forward had its backward: with several forwards before
+    their backwards, it is not known whose backward begins. A gradient that lands all the same is reduced before the step.
+    """
+
+    def __init__(self, units: Sequence[Unit], blocks: Sequence[nn.Module], draw: Callable[[], frozenset[nn.Module]]) -> None:
+        self.draw = draw
+        self.droppable = {unit.index: unit.block for unit in units if unit.block is not None and unit.block in set(blocks)}
+        self.now: frozenset[int] = frozenset()  # units that the current forward does not call
+        self.called: set[int] = set()
+        self.open_forwards = 0  # whose backward has not ended
+
+    def begin_forward(self, training: bool) -> None:
+        blocks = self.draw() if training else frozenset[nn.Module]()
+        self.now = frozenset(index for index, block in self.droppable.items() if block in blocks)
+        if torch.is_grad_enabled():
+            self.open_forwards += 1
+            self.called |= self.droppable.keys() - self.now
+
+    def reduced(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units that may get gradients in the backward that begins."""
+        return [unit for unit in units if unit.index not in self.droppable or unit.index in self.called]
+
+    def end_backward(self, left: int = 0) -> None:
+        self.open_forwards = max(0, self.open_forwards - 1) if left else 0
+        if not self.open_forwards:
+            self.called.clear()
+
+    def follower(self, units: Sequence[Unit], here: Unit, step: int) -> list[Unit]:
+        """The units of the next block that is called, in order of units forward (step 1) or backward (-1)."""
+        at = here.index + step
+        while 0 <= at < len(units) and (units[at].index in self.now or units[at].block in (None, here.block)):
+            at += step
+        return [unit for unit in units if unit.block is units[at].block] if 0 <= at < len(units) else []
+
+
 class Hooks:
     """Connects one model to its units. `remove` undoes it."""
 
@@ -183,6 +221,7 @@ class Hooks:
         self.follows: dict[tuple[Phase, int, int], tuple[Unit, ...]] = {}
         self.last: tuple[Phase, int, int] | None = None
         self.active: dict[int, int] = {}  # unit index -> number of its block's calls inside their backward
+        self.drops: Dropped | None = None
         self.handles: list[Any] = []
         self.root_units = [unit for unit in units if unit.block is None]
         self._wire()
@@ -244,6 +283,10 @@ class Hooks:
                 users[module] = units
         return users
 
+    def droppable(self, blocks: Sequence[nn.Module], draw: Callable[[], frozenset[nn.Module]]) -> None:
+        """Let forwards leave out blocks: `draw`, called as one begins, returns those that it does not call."""
+        self.drops = Dropped(self.units, blocks, draw)
+
     def remove(self) -> None:
         for handle in reversed(self.handles):  # last in, first out: a handle may restore an attribute that an earlier one replaced
             handle.remove()
@@ -264,6 +307,8 @@ class Hooks:
         if self.phase is Phase.BACKWARD:  # the whole model is being recomputed
             return None
         self.phase = self.watch_phase(Phase.FORWARD)
+        if self.drops is not None:
+            self.drops.begin_forward(module.training)
         if self.frozen and torch.is_grad_enabled():
             self._hook_gradients()
         for unit in self.units:
@@ -302,6 +347,10 @@ class Hooks:
         for unit in units:
             self.watch.unit = unit.name
             unit.gather()
+        if self.drops is not None:
+            for follower in self.drops.follower(self.units, units[0], -1 if self.phase is Phase.BACKWARD else 1) if units else ():
+                follower.prefetch()
+            return
         place = self.last[1] + 1 if self.last is not None and self.phase is not Phase.IDLE else 0
         here = (self.phase, place, units[0].index if units else -1)
         for follower in self.follows.get(here, ()):
@@ -343,7 +392,8 @@ class Hooks:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self.lands = not transforms.is_active()
-            self.reducer.begin(self.units if self.lands else ())
+            units = self.units if self.drops is None else self.drops.reduced(self.units)
+            self.reducer.begin(units if self.lands else ())
             self.active.clear()
             for unit in self.units:
                 unit.shown.let_reads_gather(True)
@@ -411,6 +461,8 @@ class Hooks:
             with torch.no_grad():
                 self.reducer.flush()
         self.backwards += self.lands
+        if self.drops is not None:
+            self.drops.end_backward(left=1)
         self._close_backward()
 
     def _close_backward(self) -> None:
@@ -467,6 +519,8 @@ class Hooks:
     def forget_backwards(self) -> None:
         """Reset the record of backwards, whose gradients have been used or dropped."""
         self.backwards = 0
+        if self.drops is not None:
+            self.drops.end_backward()
         if self.landed is not None:
             self.landed.clear()
 

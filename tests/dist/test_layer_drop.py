@@ -1,0 +1,266 @@
+"""Progressive layer dropping: parity with a loop that drops the same blocks, bytes that fall, and resumed draws."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.compat import engine as compat
+from slipstream.train.layer_drop import LayerDrop, ProgressiveLayerDrop
+from tests.pool import distributed
+
+BLOCKS, WIDTH = 4, 16
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Pairs(Residual):
+    """As layers of transformers that return tuples."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), "kept"
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[nn.Module] = Residual) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(8, WIDTH), nn.ModuleList(block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return x.square().mean()
+
+
+def built(block: type[nn.Module] = Residual) -> Stack:
+    torch.manual_seed(0)
+    return Stack(block)
+
+
+def config(stage: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.2, "gamma": 0.3},
+        **more,
+    }
+
+
+def batch(step: int, micro: int, rank: int = 0) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 100 + micro * 10 + rank))
+
+
+def train(engine: Any, steps: range, rank: int = 0) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(2):
+            loss = engine(batch(step, micro, rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def twin(steps: int, ranks: int = 1) -> tuple[list[list[float]], list[int], Stack]:
+    """A plain loop: losses of each rank, the number of blocks that each forward keeps, the model."""
+    model, drop = built(), LayerDrop(0.2, 0.3, 0)
+    drop.count = BLOCKS
+    drop.blocks = list(model.blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[list[float]] = [[] for _ in range(ranks)]
+    kept = []
+    for step in range(steps):
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        for micro in range(2):
+            dropped = drop.draw(step, micro)
+            kept.append(BLOCKS - len(dropped))
+            for rank in range(ranks):
+                x = model.enter(batch(step, micro, rank))
+                for i, block in enumerate(model.blocks, 1):
+                    if block not in dropped:
+                        x = x + (block(x) - x) / drop.keep_probability(i)
+                loss = x.square().mean()
+                (loss / 2 / ranks).backward()
+                losses[rank].append(loss.item())
+        optimizer.step()
+    return losses, kept, model
+
+
+def test_the_schedule() -> None:
+    for theta in (0.0, 0.1, 0.9, 1.0):
+        drop = ProgressiveLayerDrop(theta, 0.001)
+        assert drop.get_state() == {"progressive_layer_drop": True, "pld_theta": 1.0}
+        for step in (0, 1, 10, 999, 10_000):
+            drop.update_state(step)
+            assert drop.get_theta() == (1.0 - theta) * numpy.exp(-0.001 * step) + theta
+    drop = LayerDrop(0.5, 1.0, 0)
+    drop.count, drop.current_theta = 12, 0.5
+    assert sum(map(drop.keep_probability, range(1, 13))) / 12 == pytest.approx(1 - 0.5 * 13 / 24)
+
+
+def test_the_engine_of_deepspeed_tells_theta() -> None:
+    engine, *_ = compat.initialize(model=built(), config=config() | {"gradient_accumulation_steps": 1})
+    for step in range(1, 4):
+        loss = engine(batch(step, 0))
+        engine.backward(loss)
+        engine.step()
+        assert engine.get_pld_theta() == 0.8 * float(numpy.exp(-0.3 * step)) + 0.2
+    assert isinstance(engine.progressive_layer_drop, ProgressiveLayerDrop)
+    engine.destroy()
+    engine, *_ = compat.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
+    assert engine.get_pld_theta() is None
+    engine.destroy()
+
+
+def test_draws_have_their_probability() -> None:
+    drop = LayerDrop(0.5, 100.0, seed=3)
+    drop.blocks = [nn.Identity() for _ in range(10)]
+    drop.count = 10
+    dropped = [drop.draw(step, 0) for step in range(1, 2001)]
+    for i, block in enumerate(drop.blocks, 1):
+        assert abs(sum(block in each for each in dropped) / 2000 - i / 20) < 0.04
+
+
+@pytest.mark.parametrize("block", [Residual, Pairs])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_are_dropped(block: type[nn.Module], recompute: bool) -> None:
+    losses, kept, model = twin(5)
+    assert min(kept) < BLOCKS
+    more: dict[str, Any] = {"slipstream": {"activations": "recompute"}} if recompute else {}
+    engine, *_ = slipstream.initialize(model=built(block), config=config(**more))
+    assert train(engine, range(5)) == pytest.approx(losses[0], rel=1e-5)
+    for mine, other in zip(engine.module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-5)
+    engine.eval()
+    with torch.no_grad():
+        assert engine(batch(9, 9)).item() == pytest.approx(model(batch(9, 9)).item(), rel=1e-5)
+    own = engine.module.blocks[0]
+    engine.destroy()
+    assert type(own) is block
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_trains_as_one_process(stage: int, transport: str) -> None:
+    rank = dist.get_rank()
+    losses, _, model = twin(5, ranks=2)
+    engine, *_ = slipstream.initialize(model=built(), config=config(stage, slipstream={"transport": transport}))
+    assert train(engine, range(5), rank) == pytest.approx(losses[rank], rel=1e-5)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], atol=1e-6, rtol=1e-5)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_dropped_blocks_are_neither_gathered_nor_reduced(stage: int) -> None:
+    _, kept, _ = twin(6)
+    engine, *_ = slipstream.initialize(model=built(), config=config(stage, slipstream={"transport": "gloo"}))
+    calls = {"_start_gather": 0, "reduce": 0}
+
+    def counted(name: str, function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for unit, name in ((unit, name) for unit in engine.units if unit.block is not None for name in calls):
+            patch.setattr(unit, name, counted(name, getattr(unit, name)))
+        train(engine, range(6), dist.get_rank())
+    assert sum(kept) < 12 * BLOCKS
+    assert calls == {"_start_gather": 2 * sum(kept) if stage == 3 else 0, "reduce": sum(kept)}
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_resumed_run_draws_the_same(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    engine, *_ = slipstream.initialize(model=built(), config=config(3))
+    train(engine, range(2), rank)
+    engine.save_checkpoint(str(tmp_path))
+    losses = train(engine, range(2, 5), rank)
+    engine.destroy()
+    engine, *_ = slipstream.initialize(model=built(), config=config(3))
+    engine.load_checkpoint(str(tmp_path))
+    assert train(engine, range(2, 5), rank) == losses
+    engine.destroy()
+
+
+def test_a_forward_that_takes_the_keywords_drops_by_itself() -> None:
+    seen: list[float] = []
+
+    class Own(Stack):
+        def forward(self, x: Tensor, progressive_layer_drop: bool = False, pld_theta: float = 1.0) -> Tensor:
+            assert progressive_layer_drop == self.training
+            seen.append(pld_theta)
+            return super().forward(x)
+
+    engine, *_ = slipstream.initialize(model=Own(), config=config())
+    train(engine, range(2))
+    assert seen == [1.0, 1.0, *[0.8 * float(numpy.exp(-0.3)) + 0.2] * 2]
+    assert type(engine.module.blocks[0]) is Residual
+    engine.destroy()
+
+
+def test_models_that_cannot_drop_are_refused() -> None:
+    with pytest.raises(TypeError, match="no repeated residual blocks"):
+        slipstream.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config=config())
+
+    class Wider(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, :8]
+
+    engine, *_ = slipstream.initialize(model=built(Wider), config=config())
+    with pytest.raises(TypeError, match="Wider is no residual block"):
+        engine(batch(0, 0))
+    engine.destroy()
+    with pytest.raises(ValueError, match="ignore_unused_parameters"):
+        slipstream.initialize(model=built(), config=config(zero_optimization={"stage": 0, "ignore_unused_parameters": False}))
+
+
+def test_transformers_decoders_drop_their_layers(tmp_path: Path) -> None:
+    import copy
+
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, **sizes))
+    engine, *_ = slipstream.initialize(model=model, config=config() | {"gradient_accumulation_steps": 1})
+    calls = [0]
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    ids = torch.randint(64, (4, 12))
+    for _ in range(6):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    assert 6 <= calls[0] < 18
+    other = copy.deepcopy(model.model.layers[0])
+    assert type(other) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    engine.destroy()
