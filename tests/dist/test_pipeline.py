@@ -512,6 +512,7 @@ def test_a_decoder_of_transformers(transport: str, kind: str, tmp_path: Path) ->
             loss = engine.train_batch(iter(samples(engine.mesh.batch.index, step)))
             assert loss.item() == pytest.approx(losses[step], rel=1e-5)
             assert engine.global_grad_norm == pytest.approx(norms[step], rel=1e-4)
+        assert engine.grid.get_pipe_parallel_rank() == engine.stage_id and engine.grid.get_data_parallel_world_size() == 2
         engine.save_checkpoint(str(tmp_path / f"{stage}"))
         engine.destroy()
         alone = make(model(), 0, transport)

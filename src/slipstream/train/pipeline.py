@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,10 +219,10 @@ class PipelineEngine(Engine):
     def reset_activation_shape(self) -> None:
         """A no-op: shapes may change from micro-batch to micro-batch."""
 
-    @property
-    def grid(self) -> PipelineParallelGrid | None:
-        """The groups of the topology, as an mpu; None for a decoder that the engine has cut itself."""
-        return self.pipe.module.mpu() if isinstance(self.module, PipelineModule) else None
+    @cached_property
+    def grid(self) -> PipelineParallelGrid:
+        """The groups of the topology, as an mpu. Collective at the first call."""
+        return self.pipe.module.mpu() if isinstance(self.module, PipelineModule) else PipelineParallelGrid(mesh=self.mesh)
 
     @property
     def agg_train_loss(self) -> Tensor | None:
