@@ -40,7 +40,7 @@ PATTERNS: dict[str, Callable[[int], attention.SparsityConfig]] = {
     "sliding window, causal": lambda block: attention.LocalSlidingWindowSparsityConfig(HEADS, block, 5),
 }
 SHARE = {64: 0.9, 16: 0.5}  # of the limit
-LIMIT = 3_000_000_000  # bytes of a process
+LIMIT = 4_000_000_000  # bytes of a process
 LAYERS = 2
 STEP = 512  # tokens by which lengths differ
 

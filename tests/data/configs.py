@@ -352,6 +352,12 @@ TEXTS["comments"] = """{
 """
 TEXTS["trailing-comma"] = TEXTS["cifar"].rstrip("}\n") + ",\n}\n"
 
+_EIGHT = {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["attention.self", "intermediate"]}
+_QUANTIZED = {"shared_parameters": {"enabled": True, "quantize_groups": 64}, "different_groups": {"wq1": _EIGHT}}
+TEXTS["compression"] = json.dumps(having(BERT, compression_training={"weight_quantization": _QUANTIZED}), indent=2)
+TEXTS["layer-drop"] = json.dumps(having(BERT, progressive_layer_drop={"enabled": True, "theta": 0.5, "gamma": 0.001}), indent=2)
+TEXTS["sparse"] = json.dumps(having(BERT, sparse_attention={"mode": "fixed", "block": 16, "num_local_blocks": 4}), indent=2)
+
 # name: (config, what the refusal names)
 REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "typo": (trainer(2) | {"train_micro_batch_size_per_gpus": 4}, "train_micro_batch_size_per_gpu"),
@@ -366,10 +372,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "curriculum": (having(MEGATRON, curriculum_learning={"enabled": True}), "curriculum_learning.enabled"),
     "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
     "data-efficiency": (having(MEGATRON, data_efficiency={"enabled": True}), "data_efficiency.enabled"),
-    "compression": (
-        having(BERT, compression_training={"weight_quantization": {"shared_parameters": {"enabled": True}}}),
-        "weight_quantization.shared_parameters.enabled",
-    ),
     "hybrid": (having(CHAT, hybrid_engine__enabled=True), "hybrid_engine.enabled"),
 }
 REFUSED: dict[str, tuple[str, str]] = {name: (json.dumps(config), named) for name, (config, named) in REFUSED_CONFIGS.items()}

@@ -106,7 +106,6 @@ def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType)
         ("elasticity.elastic_agent", "DSElasticAgent"),
         ("runtime.quantize", "Quantizer"),
         ("runtime.zero.mics", "MiCS_Optimizer"),
-        ("compression.compress", "init_compression"),
         ("runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd"),
     ):
         with pytest.raises(ImportError, match=rf"{name} is not built yet: \w"):

@@ -98,6 +98,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"zero_optimization.zero_quantized_weights": True, "zero_optimization.zeropp_loco_param.err_beta": 0.5},
     ),
     "replicas": ({}, {"slipstream.local_steps.every": 4}),
+    "compression": ({}, {"quantize_training.enabled": True}),
     "dropping": ({}, {"progressive_layer_drop.enabled": True}),
     "unused": ({}, {"zero_optimization.ignore_unused_parameters": False}),
     "attention": ({}, {"sparse_attention.mode": "fixed"}, {"sparse_attention.different_layout_per_head": True}),

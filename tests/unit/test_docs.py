@@ -36,6 +36,7 @@ FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
 (EXPERTS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "EXPERTS.md").read_text(), re.S)
 (ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
 (SPARSE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SPARSE_ATTENTION.md").read_text(), re.S)
+(COMPRESSION,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "COMPRESSION.md").read_text(), re.S)
 PARAMETERS = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S))
 
 
@@ -108,6 +109,12 @@ for line in {lines!r}:
 def test_sparse_attention_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPARSE + "\nassert model.config._attn_implementation == 'slipstream_sparse' and loss.isfinite()\n")
+    run(script)
+
+
+def test_compression_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(COMPRESSION + "\nassert BertForMaskedLM.from_pretrained('small')(ids).logits.isfinite().all()\n")
     run(script)
 
 

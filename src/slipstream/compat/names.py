@@ -55,6 +55,16 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.sparse_attention.sparse_attention_utils": {"slipstream.attention": "SparseAttentionUtils"},
     "deepspeed.ops.sparse_attention.matmul": {"slipstream.attention": "MatMul"},
     "deepspeed.ops.sparse_attention.softmax": {"slipstream.attention": "Softmax"},
+    "deepspeed.compression": {"slipstream.compression": "init_compression redundancy_clean"},
+    "deepspeed.compression.compress": {"slipstream.compression": "init_compression redundancy_clean student_initialization"},
+    "deepspeed.compression.helper": {"slipstream.compression": "convert_conv1d_to_linear"},
+    "deepspeed.compression.scheduler": {"slipstream.compression": "compression_scheduler"},
+    "deepspeed.compression.utils": {
+        "slipstream.compression": "AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer"
+    },
+    "deepspeed.compression.basic_layer": {
+        "slipstream.compression": "BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress"
+    },
     "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
     "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {
@@ -320,11 +330,10 @@ _EXPERTS = "the inside of DeepSpeed's layer; slipstream.moe has ours"
 _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps"
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
-_COMPRESSION = "compression; remove the call"
 _ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
-_MOQ = "quantization during training (MoQ), which DeepSpeed 0.19.8 has removed too; use torchao for quantization-aware training"
+_MOQ = "the classes behind MoQ, which DeepSpeed 0.19.8 has removed too; set quantize_training in the config"
 _ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has removed too; every checkpoint loads at any world size"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
 _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
@@ -372,7 +381,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.hybrid_engine": {"*": _HYBRID},
     "deepspeed.pipe": {"*": _PIPELINE},
     "deepspeed.moe": {"*": _EXPERTS},
-    "deepspeed.compression": {"*": _COMPRESSION},
     "deepspeed.ops.transformer": {"*": _TRANSFORMER},
     "deepspeed.ops.op_builder": {"*": _BUILDERS},
     "deepspeed.ops.aio": {"*": "the asynchronous file handle; offload_optimizer and offload_param use the disk"},

@@ -359,10 +359,6 @@ class ProgressiveLayerDrop(Block):
 
 # Compression
 
-_COMPRESSION = Feature(
-    "compression (quantization-aware training, pruning, layer reduction)", "set the technique's enabled to false"
-)
-
 
 class Eigenvalue(Block):
     feature = Feature("eigenvalue estimation", "set eigenvalue.enabled to false")
@@ -376,35 +372,42 @@ class Eigenvalue(Block):
     layer_num: Size = 0
 
 
+_WEIGHTS, _INPUTS, _PRUNED = "test_bits_fall_with_the_steps", "test_inputs_are_quantized", "test_masked_and_cleaned"
+_OLDER, _TAUGHT = "test_the_older_block_is_weight_quantization", "test_a_student_takes_layers"
+_PATTERNS = 'Patterns that are searched in the names of layers; "*": all.'
+_ONLY_SNIP = "only the method snip_momentum reads it, which is not built"
+_KERNEL = "there is one implementation"
+_QUIET = "the schedule is a function of the step"
+
+
 class MixedQuantize(Block):
-    enabled: bool = False
-    quantize_change_ratio: Real = 0.001
+    enabled: bool = honored(False, "After a change of bits, go to the rounded weights little by little, in every dtype.", _WEIGHTS)
+    quantize_change_ratio: Real = honored(0.001, "The exact weights' share that each step takes away.", _WEIGHTS)
 
 
 class QuantizeAlgo(Block):
-    q_type: str = "symmetric"
-    rounding: str = "nearest"
+    q_type: str = honored("symmetric", "As `quantization_type`.", _OLDER)
+    rounding: str = honored("nearest", "nearest or stochastic.", _OLDER)
 
 
 class QuantizeBits(Block):
-    start_bits: Size = 16
-    target_bits: Size = 8
+    start_bits: Count = honored(16, "Bits at the schedule's offset.", _OLDER)
+    target_bits: Count = honored(8, "Bits at last.", _OLDER)
 
 
 class QuantizeSchedule(Block):
-    quantize_period: Size = 1000
-    schedule_offset: Size = 1000
+    quantize_period: Count = honored(1000, "As `quantization_period`.", _OLDER)
+    schedule_offset: Size = honored(1000, "The step at which quantization begins.", _OLDER)
 
 
 class QuantizeTraining(Block):
-    """The older block of MoQ, before `compression_training`."""
+    """The older block of MoQ, before `compression_training`: weight quantization of every layer."""
 
-    feature = _COMPRESSION
-    enabled: bool = switch()
-    quantize_verbose: bool = False
-    quantizer_kernel: bool = False
-    quantize_groups: Size = 1
-    quantize_weight_in_forward: bool = False
+    enabled: bool = honored(False, "Quantize weights in training (MoQ).", _OLDER)
+    quantize_verbose: bool = no_effect(False, _QUIET)
+    quantizer_kernel: bool = no_effect(False, _KERNEL)
+    quantize_groups: Count = honored(1, "Groups of a weight, each with a scale.", _OLDER)
+    quantize_weight_in_forward: bool = honored(False, "Begin with the target bits.", _OLDER)
     quantize_algo: QuantizeAlgo = QuantizeAlgo()
     quantize_bits: QuantizeBits = QuantizeBits()
     quantize_schedule: QuantizeSchedule = QuantizeSchedule()
@@ -413,35 +416,37 @@ class QuantizeTraining(Block):
 
 
 class LayerReduction(Block):
-    enabled: bool = switch()
-    keep_number_layer: Size | None = None
-    module_name_prefix: str = ""
-    teacher_layer: list[Size] = []
-    other_module_name: Names = []
+    enabled: bool = honored(False, "The model takes layers of a teacher, which `init_compression` gets.", _TAUGHT)
+    keep_number_layer: Count | None = honored(None, "Layers of the student; must be as many as teacher_layer.", _TAUGHT)
+    module_name_prefix: str = honored("", "The list of layers, in both models.", _TAUGHT)
+    teacher_layer: list[Size] = honored([], "The teacher's layers, in order.", _TAUGHT)
+    other_module_name: Names = honored([], "Other modules that are copied.", _TAUGHT)
 
 
 class WeightQuantizationShared(Block):
-    enabled: bool = switch()
-    quantizer_kernel: bool = False
-    schedule_offset: Size = 0
-    quantize_groups: Size = 1
-    quantize_verbose: bool = False
-    quantization_type: str = "symmetric"
-    rounding: str = "nearest"
-    quantize_weight_in_forward: bool = False
+    enabled: bool = honored(False, "Compute with rounded weights; gradients go to the exact ones.", _WEIGHTS)
+    quantizer_kernel: bool = no_effect(False, _KERNEL)
+    schedule_offset: Size = honored(0, "The step at which it begins.", _WEIGHTS)
+    quantize_groups: Count = honored(1, "Groups of a weight, each with a scale.", _WEIGHTS)
+    quantize_verbose: bool = no_effect(False, _QUIET)
+    quantization_type: str = honored(
+        "symmetric", "symmetric, asymmetric, or served: the grids of Slipstream's inference engine (8 or 4 bits).", _WEIGHTS
+    )
+    rounding: str = honored("nearest", "nearest or stochastic.", _WEIGHTS)
+    quantize_weight_in_forward: bool = honored(False, "Begin with the target bits.", _WEIGHTS)
     fp16_mixed_quantize: MixedQuantize = MixedQuantize()
 
 
 class WeightQuantizationParams(Block):
-    start_bits: Size = 8
-    target_bits: Size = 8
-    quantization_period: Size = 1
+    start_bits: Count = honored(8, "Bits at the schedule's offset.", _WEIGHTS)
+    target_bits: Count = honored(8, "Bits at last, 1 to 16.", _WEIGHTS)
+    quantization_period: Count = honored(1, "Steps until the first bit is lost; the next ones after 2, 4, 8 ... periods.", _WEIGHTS)
 
 
 class WeightQuantizationGroup(Block):
     params: WeightQuantizationParams = WeightQuantizationParams()
-    modules: Names = ["*"]
-    related_modules: list[Any] | None = None
+    modules: Names = honored(["*"], _PATTERNS, _WEIGHTS)
+    related_modules: Any = no_effect(None, "quantization changes no other layer")
 
 
 class WeightQuantization(Block):
@@ -450,20 +455,20 @@ class WeightQuantization(Block):
 
 
 class ActivationQuantizationShared(Block):
-    enabled: bool = switch()
-    schedule_offset: Size = 1000
-    quantization_type: str = "symmetric"
-    range_calibration: str = "dynamic"
+    enabled: bool = honored(False, "Round the inputs of layers.", _INPUTS)
+    schedule_offset: Size = honored(1000, "The step at which it begins.", _INPUTS)
+    quantization_type: str = honored("symmetric", "symmetric or asymmetric.", _INPUTS)
+    range_calibration: str = honored("dynamic", "dynamic: a range for each token; static: moving averages of the ends.", _INPUTS)
 
 
 class ActivationQuantizationParams(Block):
-    bits: Size = 8
+    bits: Count = honored(8, "Bits, 1 to 16.", _INPUTS)
 
 
 class ActivationQuantizationGroup(Block):
     params: ActivationQuantizationParams = ActivationQuantizationParams()
-    modules: Names = ["*"]
-    related_modules: list[Any] | None = None
+    modules: Names = honored(["*"], _PATTERNS, _INPUTS)
+    related_modules: Any = no_effect(None, "quantization changes no other layer")
 
 
 class ActivationQuantization(Block):
@@ -472,37 +477,39 @@ class ActivationQuantization(Block):
 
 
 class SparsePruningShared(Block):
-    enabled: bool = switch()
-    method: str = "l1"
-    schedule_offset: Size = 1000
-    schedule_offset_end: Size | None = None
-    schedule_offset_stride: Size = 1
-    block_pattern: str = "4x1"
-    dense_ratio: Fraction = 0.1
-    excluded_modules: Names = []
+    enabled: bool = honored(False, "Mask single weights.", _PRUNED)
+    method: str = honored("l1", "l1: the largest weights of the beginning; topk: learned scores.", _PRUNED)
+    schedule_offset: Size = honored(1000, "The step at which it begins.", _PRUNED)
+    schedule_offset_end: Size | None = no_effect(None, _ONLY_SNIP)
+    schedule_offset_stride: Size = no_effect(1, _ONLY_SNIP)
+    block_pattern: str = no_effect("4x1", _ONLY_SNIP)
+    dense_ratio: Fraction = honored(0.1, "Share that is kept, where different_groups does not say.", _PRUNED)
+    excluded_modules: Names = honored([], "Patterns of layers that are not pruned.", _PRUNED)
 
 
 class PruningShared(Block):
-    enabled: bool = switch()
-    method: str = "l1"
-    schedule_offset: Size = 1000
+    enabled: bool = honored(False, "Mask outputs of layers (rows), or filters of convolutions (channels).", _PRUNED)
+    method: str = honored("l1", "l1: the largest of the beginning; topk: learned scores.", _PRUNED)
+    schedule_offset: Size = honored(1000, "The step at which it begins.", _PRUNED)
 
 
 class HeadPruningShared(Block):
-    enabled: bool = switch()
-    method: str = "topk"
-    schedule_offset: Size = 1000
-    num_heads: Size | None = None
+    enabled: bool = honored(False, "Mask heads: inputs of an attention's output projection, by learned scores.", _PRUNED)
+    method: str = honored("topk", "topk: learned scores.", _PRUNED)
+    schedule_offset: Size = honored(1000, "The step at which it begins.", _PRUNED)
+    num_heads: Count | None = honored(None, "Heads of the attention.", _PRUNED)
 
 
 class PruningParams(Block):
-    dense_ratio: Fraction = 0.5
+    dense_ratio: Fraction = honored(0.5, "Share that is kept.", _PRUNED)
 
 
 class PruningGroup(Block):
     params: PruningParams = PruningParams()
-    modules: Names = ["*"]
-    related_modules: list[Any] | None = None
+    modules: Names = honored(["*"], _PATTERNS, _PRUNED)
+    related_modules: list[Any] | None = honored(
+        None, "For each pattern, patterns of the layers that lose inputs with it (heads: outputs).", _PRUNED
+    )
 
 
 class SparsePruning(Block):
@@ -521,7 +528,6 @@ class HeadPruning(Block):
 
 
 class CompressionTraining(Block):
-    feature = _COMPRESSION
     layer_reduction: LayerReduction = LayerReduction()
     weight_quantization: WeightQuantization = WeightQuantization()
     activation_quantization: ActivationQuantization = ActivationQuantization()

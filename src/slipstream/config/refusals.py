@@ -160,6 +160,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "one of {c.divisors}",
     ),
     Refusal(
+        lambda c: c.plan.compression and (c.plan.mesh.pp > 1 or c.plan.mesh.tp > 1),
+        "compression_training and quantize_training are not built with pipelines and slices (pp {c.plan.mesh.pp}, tp "
+        "{c.plan.mesh.tp}); drop one of the two",
+    ),
+    Refusal(
         lambda c: c.plan.layer_drop and c.plan.mesh.pp > 1,
         "progressive_layer_drop is not built with pipelines (pipeline.stages {c.plan.mesh.pp}); drop one of the two",
     ),

@@ -145,6 +145,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         compile=_compile(values),
         layer_drop=values.section(LayerDropPlan) if values["progressive_layer_drop.enabled"] else None,
         sparse=_sparse(values),
+        compression=_compression(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
         checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),
@@ -503,6 +504,13 @@ def _compile(values: Values) -> CompilePlan | None:
         return values.section(CompilePlan)
     values.idle("compile", "derived: compilation is disabled")
     return None
+
+
+def _compression(values: Values) -> dict[str, Any] | None:
+    config = values.parsed.config
+    blocks = {name: getattr(config, name).model_dump() for name in ("compression_training", "quantize_training")}
+    parts = [part.get("shared_parameters", part) for part in blocks["compression_training"].values()]
+    return blocks if any(part["enabled"] for part in (*parts, blocks["quantize_training"])) else None
 
 
 def _sparse(values: Values) -> SparsePlan | None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from slipstream.attention.transformers import apply_pattern
+from slipstream.compression.compress import clock_of, init_compression
 from slipstream.config.plan import Plan
 from slipstream.train.layer_drop import drop_layers
+from slipstream.zero.hooks import Hooks
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -28,7 +30,29 @@ def _sparse_attention(model: nn.Module, plan: Plan) -> None:
         apply_pattern(model, asdict(plan.sparse))
 
 
-CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers)
+def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
+    """Compress the model, unless `init_compression` has done so before; the steps are the engine's from now on."""
+    if plan.compression is not None and clock_of(model) is None:
+        init_compression(model, plan.compression)
+    clock = clock_of(model)
+    if clock is None:
+        return None
+
+    def connect(engine: Engine) -> None:
+        def follow(_: bool = True) -> None:
+            clock.step = engine.global_steps
+
+        def wire(hooks: Hooks) -> None:
+            hooks.handles.append(model.register_forward_pre_hook(lambda *_: follow()))  # a loaded checkpoint sets the step
+
+        wire(engine.states[0].hooks)
+        engine.states[0].on_hooks.append(wire)
+        engine.states[0].after_step.append(follow)
+
+    return connect
+
+
+CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, _compress)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

@@ -1,0 +1,45 @@
+"""Smaller models: quantization during training, pruning, layers of a teacher (DeepSpeed's compression toolkit)."""
+
+from slipstream.compression.compress import (
+    compression_scheduler,
+    convert_conv1d_to_linear,
+    init_compression,
+    kd_loss,
+    redundancy_clean,
+    student_initialization,
+)
+from slipstream.compression.layers import (
+    BNLayer_Compress,
+    Compressed,
+    Conv2dLayer_Compress,
+    Embedding_Compress,
+    LinearLayer_Compress,
+)
+from slipstream.compression.quantize import (
+    AsymQuantizer,
+    BinaryQuantizer,
+    SymQuantizer,
+    TernaryQuantizer,
+    TopKBinarizer,
+    fake_quantize,
+)
+
+__all__ = [
+    "AsymQuantizer",
+    "BNLayer_Compress",
+    "BinaryQuantizer",
+    "Compressed",
+    "Conv2dLayer_Compress",
+    "Embedding_Compress",
+    "LinearLayer_Compress",
+    "SymQuantizer",
+    "TernaryQuantizer",
+    "TopKBinarizer",
+    "compression_scheduler",
+    "convert_conv1d_to_linear",
+    "fake_quantize",
+    "init_compression",
+    "kd_loss",
+    "redundancy_clean",
+    "student_initialization",
+]

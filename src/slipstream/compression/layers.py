@@ -1,0 +1,245 @@
+"""Layers that compute with compressed weights and inputs. Parameters keep their names; masks are buffers, scores parameters.
+
+`compress` changes a layer's class in place. Each technique begins at its step of the shared `Clock`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.compression.quantize import Kind, TopKBinarizer, fake_quantize, in_range, quantized, top_mask
+from slipstream.compression.schedule import Bits, Clock
+
+Method = Literal["l1", "topk"]
+_MOMENTUM = 0.95  # of the range of activations
+_SHADOWED = ("weight", "bias")
+
+
+class Compressed(nn.Module):
+    """What every compressed layer can do. The layer's own `forward` runs with the compressed weight in place of its own."""
+
+    weight: Any  # a parameter
+    clock: Clock
+    bits: Bits | None = None
+    activation_bits = 0  # 0: not quantized
+
+    def set_up(self, clock: Clock) -> None:
+        self.clock = clock
+        self._since: dict[str, int] = {}  # technique -> the step at which it begins
+        self._kinds: dict[str, Any] = {}
+
+    def is_on(self, technique: str) -> bool:
+        return technique in self._since and self.clock.step >= self._since[technique]
+
+    # -- techniques --
+
+    def enable_weight_quantization(self, bits: Bits, kind: Kind = "symmetric", groups: int = 1, stochastic: bool = False) -> None:
+        """Raises ValueError if groups do not divide the weight."""
+        if kind != "served" and self.weight.numel() % groups:
+            raise ValueError(f"quantize_groups ({groups}) do not divide a weight of shape {tuple(self.weight.shape)}")
+        self.bits = bits
+        self._since["weight"] = bits.offset
+        self._kinds["weight"] = (groups, kind, stochastic)
+
+    def enable_activation_quantization(
+        self, bits: int, kind: Kind = "symmetric", calibration: Literal["dynamic", "static"] = "dynamic", offset: int = 0
+    ) -> None:
+        """dynamic: a range for each token; static: moving averages of the least and the largest input."""
+        self.activation_bits = bits
+        self._since["activation"] = offset
+        self._kinds["activation"] = (kind, calibration)
+        if calibration == "static":
+            self.register_buffer("input_range", torch.zeros(2, device=self.weight.device))
+
+    def enable_sparse_pruning(self, share: float, method: Method = "l1", offset: int = 0) -> None:
+        """Keep this share of the weights."""
+        self._prune("sparse", self.weight.abs(), self.weight.shape, share, method, offset)
+
+    def enable_row_pruning(self, share: float, method: Method = "l1", offset: int = 0) -> None:
+        """Keep this share of the outputs."""
+        norms = self.weight.detach().flatten(1).abs().sum(1)
+        self._prune("row", norms, norms.shape, share, method, offset)
+
+    def enable_head_pruning(self, share: float, num_heads: int, offset: int = 0) -> None:
+        """Keep this share of the heads whose outputs are the inputs of this layer, an attention's projection; by learned scores."""
+        if self.weight.shape[1] % num_heads:
+            raise ValueError(f"num_heads ({num_heads}) does not divide the {self.weight.shape[1]} inputs of the layer")
+        self._prune("head", torch.ones(num_heads), (num_heads,), share, "topk", offset)
+
+    def _prune(self, technique: str, sizes: Tensor, shape: Any, share: float, method: Method, offset: int) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"dense_ratio ({share}) must be above 0 and at most 1")
+        self._since[technique] = offset
+        self._kinds[technique] = share
+        if method == "l1":
+            if self.weight.is_meta:
+                raise ValueError("l1 pruning takes its masks from the weights, and the layer is on meta: load the weights first")
+            self.register_buffer(f"{technique}_mask", top_mask(sizes, share))
+            return
+        scores = torch.empty(shape if len(shape) > 1 else (*shape, 1), dtype=self.weight.dtype, device=self.weight.device)
+        nn.init.kaiming_uniform_(scores, a=5**0.5)
+        self.register_parameter(f"{technique}_scores", nn.Parameter(scores.view(shape)))
+
+    # -- what the forward computes with --
+
+    def mask_of(self, technique: str) -> Tensor:
+        """The mask of a technique, in the weight's dtype; of learned scores with their gradient."""
+        scores = self._parameters.get(f"{technique}_scores")
+        if scores is None:
+            return self.get_buffer(f"{technique}_mask").to(self.weight.dtype)
+        return TopKBinarizer.apply(scores, self._kinds[technique], False)
+
+    def compressed(self) -> dict[str, Tensor]:
+        """The weight and bias of this step's forward."""
+        weight = self.weight
+        bias: Tensor | None = self._parameters.get("bias")
+        ones = (1,) * (weight.dim() - 1)
+        if self.is_on("sparse"):
+            weight = weight * self.mask_of("sparse")
+        if self.is_on("row"):
+            rows = self.mask_of("row")
+            weight, bias = weight * rows.view(-1, *ones), None if bias is None else bias * rows
+        if self.is_on("head"):
+            heads = self.mask_of("head")
+            weight = weight * heads.repeat_interleave(weight.shape[1] // len(heads))
+        now = self.bits.at(self.clock.step) if self.bits is not None else None
+        if now is not None:
+            groups, kind, stochastic = self._kinds["weight"]
+            rounded = fake_quantize(weight, now[0], groups, kind, stochastic and self.training)
+            weight = rounded if not now[1] else now[1] * weight + (1 - now[1]) * rounded
+        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+    def compressed_input(self, x: Tensor) -> Tensor:
+        kind, calibration = self._kinds["activation"]
+        if calibration == "dynamic":
+            return fake_quantize(x, self.activation_bits, x.numel() // x.shape[-1], kind)
+        ends = self.get_buffer("input_range")
+        if self.training:
+            seen = torch.stack([x.detach().amin(), x.detach().amax()]).to(ends.dtype)
+            ends.copy_(seen if not ends.any() else ends * _MOMENTUM + seen * (1 - _MOMENTUM))
+        rounded = in_range(x.detach(), self.activation_bits, ends[0], ends[1], kind)
+        return x + (rounded - x).detach()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, *rest = args
+        if self.activation_bits and self.is_on("activation"):
+            x = self.compressed_input(x)
+        # an entry of the instance hides the parameter from the layer's own forward, whichever class it has
+        vars(self).update(self.compressed())
+        try:
+            return super().forward(x, *rest, **kwargs)
+        finally:
+            for name in _SHADOWED:
+                vars(self).pop(name, None)
+
+    # -- cleaning --
+
+    def fix(self, technique: str) -> Tensor | None:
+        """Make a technique's result the layer's parameters, and end it. Returns the mask of rows, heads or weights, if any."""
+        mask = None
+        with torch.no_grad():
+            if technique == "weight" and self.bits is not None:
+                groups, kind, _ = self._kinds["weight"]
+                self.weight.copy_(quantized(self.weight, self.bits.target, groups, kind))
+                self.bits = None
+            elif technique in self._since and technique != "activation":
+                mask = self.mask_of(technique).detach().bool()
+                shape = (-1, *(1,) * (self.weight.dim() - 1))
+                bias = self._parameters.get("bias")
+                if technique == "row":
+                    self.weight.mul_(mask.view(shape))
+                    if bias is not None:
+                        bias.mul_(mask)
+                else:
+                    self.weight.mul_(mask if technique == "sparse" else mask.repeat_interleave(self.weight.shape[1] // len(mask)))
+                self._parameters.pop(f"{technique}_scores", None)
+                self._buffers.pop(f"{technique}_mask", None)
+        if technique != "activation":
+            self._since.pop(technique, None)
+        return mask
+
+    def keep_outputs(self, kept: Tensor) -> None:
+        """Drop the outputs where `kept` [outputs] is False."""
+        for name in _SHADOWED:
+            param = self._parameters.get(name)
+            if param is not None:
+                self._parameters[name] = nn.Parameter(param.detach()[kept].clone(), requires_grad=param.requires_grad)
+        self._count(0)
+
+    def keep_inputs(self, kept: Tensor) -> None:
+        """Drop the inputs where `kept` [inputs] is False."""
+        kept_weight = self.weight.detach()[:, kept].clone()
+        self._parameters["weight"] = nn.Parameter(kept_weight, requires_grad=self.weight.requires_grad)
+        self._count(1)
+
+    def _count(self, dim: int) -> None:
+        for name in (("out_features", "out_channels"), ("in_features", "in_channels"))[dim]:
+            if hasattr(self, name):
+                setattr(self, name, self.weight.shape[dim])
+
+
+class LinearLayer_Compress(Compressed, nn.Linear):
+    """A compressed nn.Linear."""
+
+
+class Conv2dLayer_Compress(Compressed, nn.Conv2d):
+    """A compressed nn.Conv2d: a row is a filter, a token an image."""
+
+    def compressed_input(self, x: Tensor) -> Tensor:
+        flat = super().compressed_input(x.flatten(1))
+        return flat.view_as(x)
+
+
+class Embedding_Compress(Compressed, nn.Embedding):
+    """A compressed nn.Embedding; each row is a group."""
+
+    def enable_weight_quantization(self, bits: Bits, kind: Kind = "symmetric", groups: int = 1, stochastic: bool = False) -> None:
+        super().enable_weight_quantization(bits, kind, len(self.weight), stochastic)
+
+
+class BNLayer_Compress(Compressed, nn.BatchNorm2d):
+    """A batch norm whose channels are dropped with those of a convolution before it."""
+
+    def keep_outputs(self, kept: Tensor) -> None:
+        super().keep_outputs(kept)
+        for name in ("running_mean", "running_var"):
+            self._buffers[name] = self.get_buffer(name)[kept].clone()
+        self.num_features = int(kept.sum())
+
+
+KINDS: dict[type[nn.Module], type[Compressed]] = {
+    nn.Linear: LinearLayer_Compress,
+    nn.Conv2d: Conv2dLayer_Compress,
+    nn.Embedding: Embedding_Compress,
+    nn.BatchNorm2d: BNLayer_Compress,
+}
+
+
+def can_compress(module: nn.Module) -> bool:
+    """Whether `compress` can change the module."""
+    return isinstance(module, tuple(KINDS))
+
+
+def compress(module: nn.Module, clock: Clock) -> Compressed:
+    """Change the module's class to a compressed one, with the same parameters; of a subclass, to one of both. Returns it."""
+    if isinstance(module, Compressed):
+        return module
+    base = next(kind for kind in KINDS if isinstance(module, kind))
+    own = type(module)
+    module.__class__ = KINDS[base] if own is base else type(KINDS[base].__name__, (KINDS[base], own), {"own_class": own})
+    assert isinstance(module, Compressed)
+    module.set_up(clock)
+    return module
+
+
+def release(module: Compressed) -> None:
+    """Give a layer without techniques left its own class again."""
+    if module._since:
+        return
+    base = next(kind for kind, compressed in KINDS.items() if isinstance(module, compressed))
+    for name in ("clock", "_since", "_kinds", "bits"):
+        vars(module).pop(name, None)
+    module.__class__ = vars(type(module)).get("own_class", base)

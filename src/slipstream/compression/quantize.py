@@ -1,0 +1,163 @@
+"""Fake quantization: a tensor rounded to few bits in the forward, whose gradient passes as it is (straight-through).
+
+A group is a row of the tensor flattened to [groups, -1]; q = 2^bits. The formulas are DeepSpeed's:
+
+symmetric    s = 2 max|w| / q;            Q = clamp(round(w / s + u), -q/2, q/2 - 1) s
+asymmetric   s = (max - min) / q, z = round(min / s) s;  Q = clamp(round((w - z) / s + u), 0, q - 1) s + z
+2 bits       t = 0.7 mean|w|; a = the mean of those |w| above t;  Q = a where w > t, -a where w < -t, else 0
+1 bit        Q = mean|w| sign(w)
+
+u is 0, or uniform in [-1/2, 1/2) with stochastic rounding. `served` has the grids of Slipstream's inference engine instead: int8
+with a scale per row, int4 with a scale and a least value per group of columns. Loading such weights there loses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from slipstream import ops
+
+Kind = Literal["symmetric", "asymmetric", "served"]
+SERVED_GROUP = 32  # columns of a group in int4, the engine's default
+
+
+def fake_quantize(w: Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", stochastic: bool = False) -> Tensor:
+    """w rounded to `bits`, in its shape and dtype. Raises ValueError if groups do not divide it, or bits are not served."""
+    return _Through.apply(w, quantized(w.detach(), bits, groups, kind, stochastic))
+
+
+class _Through(torch.autograd.Function):
+    """The second tensor, with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def quantized(w: Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", stochastic: bool = False) -> Tensor:
+    """As `fake_quantize`, without a gradient."""
+    if kind == "served":
+        return _served(w, bits)
+    if w.numel() % groups:
+        raise ValueError(f"{groups} groups do not divide the {w.numel()} elements of a tensor of shape {tuple(w.shape)}")
+    flat = w.reshape(groups, -1).float()
+    if kind == "symmetric" and bits <= 2:
+        out = _binary(flat) if bits == 1 else _ternary(flat)
+    else:
+        out = _rounded(flat, bits, kind == "symmetric", torch.rand_like(flat) - 0.5 if stochastic else None)
+    return out.reshape(w.shape).to(w.dtype)
+
+
+def _rounded(flat: Tensor, bits: int, symmetric: bool, noise: Tensor | None) -> Tensor:
+    levels = 2**bits
+    if symmetric:
+        scale = 2 * flat.abs().amax(1, keepdim=True) / levels
+        zero, low, high = torch.zeros_like(scale), -levels // 2, levels // 2 - 1
+    else:
+        least = flat.amin(1, keepdim=True)
+        scale = (flat.amax(1, keepdim=True) - least) / levels
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        zero, low, high = torch.round(least / scale) * scale, 0, levels - 1
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # a group of zeros
+    steps = (flat - zero) / scale
+    return torch.round(steps if noise is None else steps + noise).clamp_(low, high) * scale + zero
+
+
+def _ternary(flat: Tensor) -> Tensor:
+    size = flat.abs()
+    threshold = 0.7 * size.mean(1, keepdim=True)
+    above = size > threshold
+    height = (size * above).sum(1, keepdim=True) / above.sum(1, keepdim=True).clamp_min(1)
+    return height * torch.sign(flat) * above
+
+
+def _binary(flat: Tensor) -> Tensor:
+    return flat.abs().mean(1, keepdim=True) * torch.sign(flat)
+
+
+def _served(w: Tensor, bits: int) -> Tensor:
+    rows = w.reshape(len(w), -1)
+    if bits == 8:
+        return ops.dequantize_int8(*ops.quantize_int8(rows)).view_as(w).to(w.dtype)
+    if bits == 4:
+        return ops.dequantize_int4(*ops.quantize_int4(rows, SERVED_GROUP)).view_as(w).to(w.dtype)
+    raise ValueError(f'quantization_type "served" has 8 or 4 bits, as the inference engine, not {bits}')
+
+
+class _Quantizer:
+    """DeepSpeed's call of a formula: `apply(input, num_bits, min_value, max_value, num_groups)`."""
+
+    kind: Kind = "symmetric"
+    bits: int | None = None
+
+    @classmethod
+    def apply(cls, input: Tensor, num_bits: int = 8, min_value: Any = None, max_value: Any = None, num_groups: int = 1) -> Tensor:
+        """min_value and max_value: fixed ranges, of one group; None: those of the input."""
+        bits = num_bits if cls.bits is None else cls.bits
+        if min_value is None:
+            return fake_quantize(input, bits, num_groups, cls.kind)
+        if num_groups != 1:
+            raise ValueError(f"a fixed range is of one group, and num_groups is {num_groups}")
+        return _Through.apply(input, in_range(input.detach(), bits, min_value, max_value, cls.kind))
+
+
+def in_range(x: Tensor, bits: int, least: Any, most: Any, kind: Kind) -> Tensor:
+    """x rounded on the grid of the range [least, most] (scalars or tensors of one element), without a gradient."""
+    ends = torch.stack([torch.as_tensor(end, dtype=torch.float32, device=x.device).reshape(()) for end in (least, most)])
+    levels = 2**bits
+    if kind == "symmetric":
+        scale, zero, low, high = 2 * ends.abs().amax() / levels, torch.zeros(()), -levels // 2, levels // 2 - 1
+    else:
+        scale = (ends[1] - ends[0]) / levels
+        zero, low, high = torch.round(ends[0] / scale) * scale, 0, levels - 1
+    return (torch.round((x.float() - zero) / scale).clamp_(low, high) * scale + zero).to(x.dtype)
+
+
+class SymQuantizer(_Quantizer):
+    """Symmetric."""
+
+
+class AsymQuantizer(_Quantizer):
+    """Asymmetric."""
+
+    kind = "asymmetric"
+
+
+class TernaryQuantizer(_Quantizer):
+    """2 bits."""
+
+    bits = 2
+
+
+class BinaryQuantizer(_Quantizer):
+    """1 bit."""
+
+    bits = 1
+
+
+class TopKBinarizer(torch.autograd.Function):
+    """A mask of the largest scores, whose gradient passes to the scores (Sanh et al., arXiv 2005.07683)."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, threshold: float, sigmoid: bool = False) -> Tensor:
+        """inputs: scores. threshold: the share that is kept, 0 to 1. Returns 1 for these, else 0, in the scores' shape."""
+        return top_mask(inputs, threshold).to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def top_mask(scores: Tensor, share: float) -> Tensor:
+    """True for the largest ceil(share of all) scores, at least one; of equal ones the first."""
+    count = max(1, -int(-share * scores.numel() // 1))
+    mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
+    mask[scores.detach().reshape(-1).sort(descending=True, stable=True).indices[:count]] = True
+    return mask.view(scores.shape)
