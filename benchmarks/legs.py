@@ -114,6 +114,7 @@ LEGS = (
         "the time to a fixed loss of 1-bit Adam and local steps over links of 100 and 400 Mbit/s",
         "convergence:run",
     ),
+    Leg("dropping", 2, 9, "time, bytes and loss of progressive layer dropping over training all blocks", "dropping:run"),
     Leg(
         "sparse",
         2,

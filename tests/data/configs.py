@@ -356,6 +356,8 @@ _EIGHT = {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["attention.
 _QUANTIZED = {"shared_parameters": {"enabled": True, "quantize_groups": 64}, "different_groups": {"wq1": _EIGHT}}
 TEXTS["compression"] = json.dumps(having(BERT, compression_training={"weight_quantization": _QUANTIZED}), indent=2)
 TEXTS["layer-drop"] = json.dumps(having(BERT, progressive_layer_drop={"enabled": True, "theta": 0.5, "gamma": 0.001}), indent=2)
+TEXTS["tensorboard"] = json.dumps(having(CHAT, tensorboard__enabled=True), indent=2)
+TEXTS["wandb"] = json.dumps(trainer(2, wandb={"enabled": True, "project": "p"}), indent=2)
 TEXTS["sparse"] = json.dumps(having(BERT, sparse_attention={"mode": "fixed", "block": 16, "num_local_blocks": 4}), indent=2)
 
 # name: (config, what the refusal names)
@@ -365,8 +367,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "unknown-in-block": (trainer(2, zero_optimization__sharding_strategy="full"), "sharding_strategy"),
     "both-halves": (trainer(2, fp16__enabled=True, bf16__enabled=True), "bf16.enabled"),
     "batch-triad": (having(MEGATRON, gradient_accumulation_steps=7), "train_batch_size"),
-    "tensorboard": (having(CHAT, tensorboard__enabled=True), "tensorboard.enabled"),
-    "wandb": (trainer(2, wandb={"enabled": True, "project": "p"}), "wandb.enabled"),
     "comms-log": (having(LITTLE, comms_logger={"enabled": True, "verbose": True}), "comms_logger.enabled"),
     "flops": (having(LITTLE, flops_profiler={"enabled": True, "profile_step": 5}), "flops_profiler.enabled"),
     "curriculum": (having(MEGATRON, curriculum_learning={"enabled": True}), "curriculum_learning.enabled"),

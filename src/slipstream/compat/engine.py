@@ -28,6 +28,7 @@ from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
+from slipstream.observe.monitors import Monitors
 from slipstream.train import pipeline
 from slipstream.train.data import StatefulLoader
 from slipstream.train.deepspeed_names import RENAMED
@@ -196,6 +197,11 @@ class DeepSpeedEngine(Engine):
 
     def is_iterable_style_dataset(self, obj: Any) -> bool:
         return isinstance(obj, torch.utils.data.IterableDataset)
+
+    @property
+    def monitor(self) -> Monitors:
+        """Takes `write_events([(tag, value, samples)])` of the script; without an enabled block it writes nothing."""
+        return self.states[0].resources.get("monitors") or Monitors({})
 
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:

@@ -88,6 +88,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.monitor.config": {
         "slipstream.compat.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config"
     },
+    "deepspeed.monitor.monitor": {"slipstream.observe.monitors": "MonitorMaster"},
     "deepspeed.utils.config": {"slipstream.compat.config": "DeepSpeedThroughputTimerConfig get_timers_config"},
     "deepspeed.runtime.engine": {
         "slipstream.compat.engine": "DeepSpeedEngine",
@@ -387,7 +388,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.inference": {"*": _SERVING},
     "deepspeed.module_inject": {"*": _INJECTION},
     "deepspeed.profiling.flops_profiler": {"*": "the flops profiler; torch.utils.flop_counter counts a forward and backward"},
-    "deepspeed.monitor.monitor": {"*": "monitoring; log the loss and engine.get_global_grad_norm() from the script"},
     "deepspeed.elasticity": {"*": _ELASTIC},
     "deepspeed.linear": {"*": "DeepSpeed's quantized LoRA layers; use PEFT"},
     "deepspeed.autotuning": {"*": _TUNING},

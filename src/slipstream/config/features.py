@@ -542,38 +542,36 @@ class CompressionTraining(Block):
 _WRITER = "each rank writes its shards to its own file with direct I/O and without pickle"
 
 
-class Monitor(Block):
-    feature = Feature(
-        "monitoring by TensorBoard, Weights & Biases, Comet or CSV",
-        "set it to false and log the loss and engine.global_grad_norm from the script",
-    )
-    enabled: bool = switch()
+_FILES, _SERVICES = "test_files_have_the_figures_of_each_step", "test_services_get_the_figures"
 
 
-class Tensorboard(Monitor):
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
+class Tensorboard(Block):
+    enabled: bool = honored(False, "Rank 0 writes the figures of each step there.", _FILES)
+    output_path: str = honored("", "Folder of the job's folder.", _FILES)
+    job_name: str = honored("DeepSpeedJobName", "Name of the job's folder.", _FILES)
 
 
-class Wandb(Monitor):
-    group: str | None = None
-    team: str | None = None
-    project: str = "deepspeed"
+class Wandb(Block):
+    enabled: bool = honored(False, "Rank 0 sends the figures of each step to Weights & Biases.", _SERVICES)
+    group: str | None = honored(None, "Group of the run.", _SERVICES)
+    team: str | None = honored(None, "Entity of the run.", _SERVICES)
+    project: str = honored("deepspeed", "Project of the run.", _SERVICES)
 
 
 class CsvMonitor(Tensorboard):
     pass
 
 
-class Comet(Monitor):
-    samples_log_interval: Count = 100
-    project: str | None = None
-    workspace: str | None = None
-    api_key: str | None = None
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: str | None = None
+class Comet(Block):
+    enabled: bool = honored(False, "Rank 0 sends the figures of each step to Comet.", _SERVICES)
+    samples_log_interval: Count = honored(100, "Samples between two values of a tag.", _SERVICES)
+    project: str | None = honored(None, "Project of the experiment.", _SERVICES)
+    workspace: str | None = honored(None, "Workspace of the experiment.", _SERVICES)
+    api_key: str | None = honored(None, "Key of the service.", _SERVICES)
+    experiment_name: str | None = honored(None, "Name of the experiment.", _SERVICES)
+    experiment_key: str | None = honored(None, "Key of an experiment to go on with.", _SERVICES)
+    online: bool | None = honored(None, "false: write to disk, to be uploaded later.", _SERVICES)
+    mode: str | None = honored(None, "get, create or get_or_create the experiment.", _SERVICES)
 
 
 class CommsLogger(Block):

@@ -146,6 +146,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         layer_drop=values.section(LayerDropPlan) if values["progressive_layer_drop.enabled"] else None,
         sparse=_sparse(values),
         compression=_compression(values),
+        monitors=_monitors(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
         checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),
@@ -504,6 +505,11 @@ def _compile(values: Values) -> CompilePlan | None:
         return values.section(CompilePlan)
     values.idle("compile", "derived: compilation is disabled")
     return None
+
+
+def _monitors(values: Values) -> dict[str, dict[str, Any]]:
+    blocks = {name: getattr(values.parsed.config, name).model_dump() for name in ("tensorboard", "wandb", "comet", "csv_monitor")}
+    return {name: block for name, block in blocks.items() if block.pop("enabled")}
 
 
 def _compression(values: Values) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What the config changes in the model itself, before its layers are cut and its states are built: a row for each feature.
+"""What the config changes in a model before it is cut and wired, or adds to its engine: a row for each feature.
 
 A change replaces classes of modules in place, so that the names of parameters, and with them checkpoints, stay what they are.
 """
@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from slipstream.attention.transformers import apply_pattern
 from slipstream.compression.compress import clock_of, init_compression
 from slipstream.config.plan import Plan
+from slipstream.observe.monitors import check_packages, open_monitors
 from slipstream.train.layer_drop import drop_layers
 from slipstream.zero.hooks import Hooks
 
@@ -52,7 +54,34 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     return connect
 
 
-CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, _compress)
+def _monitor(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
+    if not plan.monitors:
+        return None
+    check_packages(plan.monitors)
+
+    def connect(engine: Engine) -> None:
+        if engine.mesh.is_first:
+            engine.progress.losses = []
+            monitors = engine.states[0].resources["monitors"] = open_monitors(plan.monitors)
+            engine.states[0].after_step.append(lambda _: monitors.write_events(_figures(engine)))
+
+    return connect
+
+
+def _figures(engine: Engine) -> list[tuple[str, float, int]]:
+    """The events of a step, by DeepSpeed's tags."""
+    figures = {"lr": engine.optimizer.param_groups[0]["lr"]} if engine.optimizer is not None else {}
+    figures |= {"grad_norm": engine.global_grad_norm, **engine.progress.figures()}
+    if (loss := getattr(engine, "agg_train_loss", None)) is not None:  # of a pipeline
+        figures["train_loss"] = float(loss)
+    if engine.plan.precision.param_dtype is torch.float16:
+        figures["loss_scale"] = engine.precision.loss_scale
+    if engine.plan.wall_clock_breakdown:
+        figures |= {f"elapsed_time_ms_{part}": 1e3 * seconds for part, seconds in engine.progress.seconds.items()}
+    return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in figures.items() if value is not None]
+
+
+CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, _compress, _monitor)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

@@ -180,6 +180,7 @@ class Engine(nn.Module):
         accumulation = self.plan.batch.accumulation if self.plan.batch.managed else 1
         self.window.divide(scale_wrt_gas)
         self._set_alpha()
+        self.progress.saw(loss, 1 if scale_wrt_gas else accumulation)
         with self.progress.timing("backward"):
             loss.backward(retain_graph=retain_graph, **kwargs)
         return loss.detach() / accumulation if scale_wrt_gas else loss.detach()

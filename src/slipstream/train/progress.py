@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
 from slipstream.config import Plan, describe, keys
 from slipstream.world.mesh import Mesh
 
@@ -74,7 +77,19 @@ class Progress:
         self.every = plan.steps_per_print if logs else None
         self.times = (plan.wall_clock_breakdown or plan.activations.profile) and logs
         self.seconds: dict[str, float] = {}
-        self.since = time.perf_counter()
+        self.since = self.last = time.perf_counter()
+        self.losses: list[Tensor] | None = None  # of this rank's micro-batches in this window, for monitors
+        self.samples = plan.batch.train_batch_size
+
+    def saw(self, loss: Tensor, factor: float) -> None:
+        if self.losses is not None:
+            self.losses.append(loss.detach().float().mean() * factor)
+
+    def figures(self) -> dict[str, float]:
+        """The mean loss of this rank's window, and the samples per second of all ranks in its step."""
+        elapsed, self.last = time.perf_counter() - self.last, time.perf_counter()
+        loss = {"train_loss": float(torch.stack(self.losses).mean())} if self.losses else {}
+        return loss | {"samples_per_s": self.samples / elapsed}
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -102,3 +117,5 @@ class Progress:
             parts = ", ".join(f"{part} {1e3 * seconds:.2f} ms" for part, seconds in self.seconds.items())
             logger.info("step %d: %s", step, parts)
         self.seconds.clear()
+        if self.losses:
+            self.losses.clear()

@@ -1,0 +1,191 @@
+"""Monitors: files and services get the figures of each step; slow, failing and missing ones hold nothing."""
+
+import csv
+import logging
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.compat import config as configs
+from slipstream.compat import engine as compat
+from slipstream.observe import monitors
+from slipstream.observe.monitors import Figure, MonitorMaster, Monitors
+
+
+def trained(steps: int = 3, **blocks: Any) -> tuple[list[dict[str, float]], Any]:
+    """What each step should tell, and the engine after them."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **blocks,
+    }
+    engine, *_ = compat.initialize(model=nn.Linear(4, 1), config=config)
+    told = []
+    for _ in range(steps):
+        losses = []
+        for _ in range(2):
+            loss = engine(torch.randn(2, 4)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        told.append({"train_loss": sum(losses) / 2, "lr": 1e-3, "grad_norm": engine.get_global_grad_norm()})
+    return told, engine
+
+
+def rows(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_files_have_the_figures_of_each_step(tmp_path: Path) -> None:
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    told, engine = trained(csv_monitor=block, wall_clock_breakdown=True)
+    engine.monitor.write_events([("Own/accuracy", 0.5, 7)])
+    engine.destroy()
+    for name in ("train_loss", "lr", "grad_norm"):
+        head, *found = rows(tmp_path / "run" / f"Train_Samples_{name}.csv")
+        assert head == ["step", name]
+        assert [int(samples) for samples, _ in found] == [4, 8, 12]
+        assert [float(value) for _, value in found] == pytest.approx([figures[name] for figures in told], rel=1e-5)
+    assert rows(tmp_path / "run" / "Own_accuracy.csv") == [["step", "accuracy"], ["7", "0.5"]]
+    for name in ("samples_per_s", "elapsed_time_ms_forward", "elapsed_time_ms_backward", "elapsed_time_ms_step"):
+        assert all(float(value) > 0 for _, value in rows(tmp_path / "run" / f"Train_Samples_{name}.csv")[1:])
+    _, engine = trained(1, csv_monitor=block)
+    engine.destroy()
+    assert len(rows(tmp_path / "run" / "Train_Samples_lr.csv")) == 5, "a later run appends"
+
+
+def test_services_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: calls.append((name, args, kwargs))
+
+    def started(**options: Any) -> Recorder:
+        calls.append(("start", (), options))
+        return Recorder()
+
+    wandb, comet = types.ModuleType("wandb"), types.ModuleType("comet_ml")
+    wandb.init = comet.start = started  # type: ignore[attr-defined]
+    for module in (wandb, comet):
+        module.__spec__ = types.SimpleNamespace(name=module.__name__)  # type: ignore[assignment]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    told, engine = trained(wandb={"enabled": True, "group": "g", "team": "t", "project": "p"})
+    engine.destroy()
+    assert calls[0] == ("start", (), {"project": "p", "group": "g", "entity": "t"})
+    logged = [(kwargs["step"], args[0]["Train/Samples/train_loss"]) for name, args, kwargs in calls if name == "log"]
+    assert logged == [(4 * (i + 1), pytest.approx(figures["train_loss"], rel=1e-5)) for i, figures in enumerate(told)]
+    assert calls[-1][0] == "finish"
+    calls.clear()
+    block = {"enabled": True, "samples_log_interval": 8, "project": "p", "workspace": "w", "experiment_name": "n", "online": False}
+    _, engine = trained(comet=block | {"api_key": "k", "experiment_key": "e", "mode": "create"})
+    engine.destroy()
+    options = {"project_name": "p", "workspace": "w", "online": False, "api_key": "k", "experiment_key": "e", "mode": "create"}
+    assert calls[:2] == [("start", (), options), ("set_name", ("n",), {})]
+    assert [kwargs["step"] for name, args, kwargs in calls if name == "log_metric" and args[0] == "Train/Samples/lr"] == [4, 12]
+    assert calls[-1][0] == "end"
+
+
+def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Through torch's writer, which needs the package tensorboard: a stand-in takes its place."""
+    calls: list[Any] = []
+
+    class Writer:
+        def __init__(self, log_dir: str) -> None:
+            calls.append(log_dir)
+
+        def add_scalar(self, tag: str, value: float, samples: int) -> None:
+            calls.append((tag, value, samples))
+
+        def flush(self) -> None:
+            pass
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    package, module = types.ModuleType("tensorboard"), types.ModuleType("torch.utils.tensorboard.writer")
+    package.__spec__ = types.SimpleNamespace(name="tensorboard")  # type: ignore[assignment]
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorboard", package)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.ModuleType("torch.utils.tensorboard"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", module)
+    told, engine = trained(tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "run"})
+    engine.destroy()
+    assert calls[0] == str(tmp_path / "run") and calls[-1] == "closed"
+    found = [(samples, value) for tag, value, samples in calls[1:-1] if tag == "Train/Samples/train_loss"]
+    assert found == [(4 * (i + 1), pytest.approx(figures["train_loss"], rel=1e-5)) for i, figures in enumerate(told)]
+
+
+def test_a_missing_package_is_named() -> None:
+    for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
+        with pytest.raises(ValueError, match=f"{name}.enabled needs the package {package}: pip install {package}"):
+            trained(**{name: {"enabled": True}})
+
+
+class Slow:
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate, self.seen = gate, list[Figure]()
+
+    def write(self, events: Sequence[Figure]) -> None:
+        self.gate.wait(5)
+        self.seen += events
+
+    def close(self) -> None:
+        self.seen.append(Figure("end", 0.0, 0))
+
+
+class Failing(Slow):
+    def write(self, events: Sequence[Figure]) -> None:
+        raise OSError("no network")
+
+
+def test_a_hanging_backend_holds_no_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(monitors, "MOST_WAITING", 4)
+    gate = threading.Event()
+    slow = Slow(gate)
+    written = Monitors({"slow": slow})
+    began = time.perf_counter()
+    for i in range(100):
+        written.write_events([("a", i, i)])
+    assert time.perf_counter() - began < 1.0
+    gate.set()
+    with caplog.at_level(logging.WARNING):
+        written.close()
+    values = [event.value for event in slow.seen[:-1]]
+    assert values == sorted(values) and values[-4:] == [96.0, 97.0, 98.0, 99.0], "the newest win"
+    assert len(values) + written.dropped == 100 and f"{written.dropped} steps were dropped" in caplog.text
+    assert slow.seen[-1].tag == "end"
+
+
+def test_a_backend_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    gate.set()
+    good = Slow(gate)
+    written = Monitors({"bad": Failing(gate), "good": good})
+    with caplog.at_level(logging.WARNING):
+        written.write_events([("a", 1, 1)])
+        written.write_events([("a", 2, 2)])
+        written.close()
+    assert [event.value for event in good.seen] == [1.0, 2.0, 0.0]
+    assert caplog.text.count("bad failed and gets no more figures: OSError: no network") == 1
+
+
+def test_deepspeeds_master(tmp_path: Path) -> None:
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "j"}
+    master = MonitorMaster(configs.get_monitor_config({"csv_monitor": block}))
+    assert master.enabled
+    master.write_events([("Train/Samples/lr", 0.25, 3)])
+    master.close()
+    assert rows(tmp_path / "j" / "Train_Samples_lr.csv") == [["step", "lr"], ["3", "0.25"]]
+    assert not MonitorMaster(configs.get_monitor_config({})).enabled
