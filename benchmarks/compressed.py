@@ -86,7 +86,7 @@ def _take_turns(contenders: tuple[str, ...], rounds: int) -> tuple[dict[str, lis
 
 def _judged(whole: float, sent: dict[str, float], gains: dict[str, float]) -> Iterator[tuple[str, float, float]]:
     """Each figure with its target."""
-    one_bit, zeropp, warm = "slipstream:0:gloo:onebit", "slipstream:3:gloo:zeropp", "slipstream:0:gloo:feedback"
+    one_bit, warm = "slipstream:0:gloo:onebit", "slipstream:0:gloo:feedback"
     yield "1-bit Adam: times fewer bytes than an fp32 all-reduce", whole / sent[one_bit], 30.0
     yield "1-bit Adam: times fewer bytes than bf16", sent[PLAIN] / sent[one_bit], 15.0
     yield "1-bit Adam: times faster than bf16", gains[one_bit], 3.5
@@ -97,5 +97,3 @@ def _judged(whole: float, sent: dict[str, float], gains: dict[str, float]) -> It
         lamb = sent["slipstream:0:gloo:onebitlamb"]
         yield "1-bit LAMB: times fewer bytes than an fp32 all-reduce", whole / lamb, 30.0
         yield "1-bit LAMB: times fewer bytes than bf16", sent[PLAIN] / lamb, 15.0
-    if zeropp in sent:
-        yield "ZeRO++: times fewer bytes than ZeRO-3", sent[ZERO3] / sent[zeropp], 3.8

@@ -356,6 +356,11 @@ _EIGHT = {"params": {"start_bits": 8, "target_bits": 8}, "modules": ["attention.
 _QUANTIZED = {"shared_parameters": {"enabled": True, "quantize_groups": 64}, "different_groups": {"wq1": _EIGHT}}
 TEXTS["compression"] = json.dumps(having(BERT, compression_training={"weight_quantization": _QUANTIZED}), indent=2)
 TEXTS["layer-drop"] = json.dumps(having(BERT, progressive_layer_drop={"enabled": True, "theta": 0.5, "gamma": 0.001}), indent=2)
+_LINEAR = {"total_curriculum_step": 15000, "difficulty_step": 8}
+_SHORT_FIRST = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 1024, "schedule_type": "fixed_linear"}
+TEXTS["curriculum"] = json.dumps(
+    having(MEGATRON, curriculum_learning={"enabled": True, **_SHORT_FIRST, "schedule_config": _LINEAR}), indent=2
+)
 TEXTS["tensorboard"] = json.dumps(having(CHAT, tensorboard__enabled=True), indent=2)
 TEXTS["wandb"] = json.dumps(trainer(2, wandb={"enabled": True, "project": "p"}), indent=2)
 TEXTS["sparse"] = json.dumps(having(BERT, sparse_attention={"mode": "fixed", "block": 16, "num_local_blocks": 4}), indent=2)
@@ -369,7 +374,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "batch-triad": (having(MEGATRON, gradient_accumulation_steps=7), "train_batch_size"),
     "comms-log": (having(LITTLE, comms_logger={"enabled": True, "verbose": True}), "comms_logger.enabled"),
     "flops": (having(LITTLE, flops_profiler={"enabled": True, "profile_step": 5}), "flops_profiler.enabled"),
-    "curriculum": (having(MEGATRON, curriculum_learning={"enabled": True}), "curriculum_learning.enabled"),
     "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
     "data-efficiency": (having(MEGATRON, data_efficiency={"enabled": True}), "data_efficiency.enabled"),
     "hybrid": (having(CHAT, hybrid_engine__enabled=True), "hybrid_engine.enabled"),

@@ -581,17 +581,6 @@ def test_batch_sizes_that_disagree_say_so_in_known_words(deepspeed: Any, sizes: 
         make(deepspeed, **sizes)
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [("curriculum_learning", "curriculum learning, which is not built yet; .* cut the sequences in the data loader")],
-)
-@pytest.mark.usefixtures("group")
-def test_what_would_pass_arguments_to_the_forward_is_refused(deepspeed: Any, block: str, message: str) -> None:
-    """`pld_theta`, `curriculum_seqlen`: DeepSpeed's engine adds them to the caller's only with these switched on."""
-    with pytest.raises(ValueError, match=message):
-        make(deepspeed, **{block: {"enabled": True}})
-
-
 @pytest.mark.usefixtures("group")
 def test_the_engine_says_what_the_config_says(deepspeed: Any) -> None:
     offload = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 7, "prefetch_bucket_size": 5}

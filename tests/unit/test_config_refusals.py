@@ -99,6 +99,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     ),
     "replicas": ({}, {"slipstream.local_steps.every": 4}),
     "compression": ({}, {"quantize_training.enabled": True}),
+    "curriculum": ({}, {"curriculum_learning.enabled": True}),
     "dropping": ({}, {"progressive_layer_drop.enabled": True}),
     "unused": ({}, {"zero_optimization.ignore_unused_parameters": False}),
     "attention": ({}, {"sparse_attention.mode": "fixed"}, {"sparse_attention.different_layout_per_head": True}),

@@ -30,6 +30,7 @@ from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.observe.monitors import Monitors
 from slipstream.train import pipeline
+from slipstream.train.curriculum import CurriculumScheduler
 from slipstream.train.data import StatefulLoader
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
@@ -197,6 +198,11 @@ class DeepSpeedEngine(Engine):
 
     def is_iterable_style_dataset(self, obj: Any) -> bool:
         return isinstance(obj, torch.utils.data.IterableDataset)
+
+    @property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
+        """The schedule of `curriculum_learning`, if the config enables it; `set_custom_get_difficulty` sets a custom one."""
+        return self.states[0].resources.get("curriculum")
 
     @property
     def monitor(self) -> Monitors:

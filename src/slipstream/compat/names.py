@@ -65,6 +65,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.compression.basic_layer": {
         "slipstream.compression": "BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress"
     },
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"slipstream.train.curriculum": "CurriculumScheduler"},
     "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
     "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {

@@ -256,16 +256,26 @@ class CurriculumSchedule(Block):
     max_step: list[Size] | None = None
 
 
+_LENGTHS, _SCHEDULE = "test_sequences_grow", "test_difficulties_are_those_of_the_formulas"
+
+
+class LengthSchedule(Block):
+    total_curriculum_step: Count | None = honored(None, "Steps until max_difficulty (fixed_linear, fixed_root).", _SCHEDULE)
+    difficulty_step: Count | None = honored(None, "Lengths are multiples of it (fixed_linear, fixed_root).", _SCHEDULE)
+    root_degree: Positive | None = honored(None, "Degree of the root (fixed_root).", _SCHEDULE)
+    difficulty: list[Count] | None = honored(None, "Lengths, in order (fixed_discrete).", _SCHEDULE)
+    max_step: list[Count] | None = honored(None, "The last step of each length but the last one (fixed_discrete).", _SCHEDULE)
+
+
 class Curriculum(Block):
     """The older, top-level block, whose difficulty is the sequence length."""
 
-    feature = Feature("curriculum learning", "set curriculum_learning.enabled to false and cut the sequences in the data loader")
-    enabled: bool = switch()
-    curriculum_type: str = "seqlen"
-    min_difficulty: Size = 1
-    max_difficulty: Size | None = None
-    schedule_type: str = "fixed_linear"
-    schedule_config: CurriculumSchedule = CurriculumSchedule()
+    enabled: bool = honored(False, "Train on the first tokens of each sequence, more of them as training goes on.", _LENGTHS)
+    curriculum_type: Word[Literal["seqlen"]] = honored("seqlen", "What becomes more difficult: the sequences' length.", _LENGTHS)
+    min_difficulty: Count = honored(1, "Tokens at the beginning.", _LENGTHS)
+    max_difficulty: Count | None = honored(None, "Tokens at last.", _LENGTHS)
+    schedule_type: str = honored("fixed_linear", "fixed_linear, fixed_root, fixed_discrete, or custom: a function.", _SCHEDULE)
+    schedule_config: LengthSchedule = LengthSchedule()
 
 
 class CurriculumMetric(Block):

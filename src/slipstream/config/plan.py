@@ -359,6 +359,7 @@ class Plan:
         "progressive_layer_drop.enabled", shown=bool, when=lambda plan: plan.layer_drop is not None
     )
     sparse: SparsePlan | None
+    curriculum: Mapping[str, Any] | None  # the block curriculum_learning; train/curriculum.py reads it
     monitors: Mapping[str, Mapping[str, Any]]  # the enabled blocks, without their switch; observe/monitors.py reads them
     compression: Mapping[str, Any] | None  # the blocks compression_training and quantize_training; `compression` reads them
     data: DataPlan

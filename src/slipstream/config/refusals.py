@@ -165,6 +165,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "{c.plan.mesh.tp}); drop one of the two",
     ),
     Refusal(
+        lambda c: c.plan.curriculum and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1),
+        "curriculum_learning is not built with pipelines and shares of sequences (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); drop "
+        "one of them",
+    ),
+    Refusal(
         lambda c: c.plan.layer_drop and c.plan.mesh.pp > 1,
         "progressive_layer_drop is not built with pipelines (pipeline.stages {c.plan.mesh.pp}); drop one of the two",
     ),

@@ -146,6 +146,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         layer_drop=values.section(LayerDropPlan) if values["progressive_layer_drop.enabled"] else None,
         sparse=_sparse(values),
         compression=_compression(values),
+        curriculum=values.parsed.config.curriculum_learning.model_dump() if values["curriculum_learning.enabled"] else None,
         monitors=_monitors(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.

@@ -16,6 +16,7 @@ from slipstream.attention.transformers import apply_pattern
 from slipstream.compression.compress import clock_of, init_compression
 from slipstream.config.plan import Plan
 from slipstream.observe.monitors import check_packages, open_monitors
+from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.layer_drop import drop_layers
 from slipstream.zero.hooks import Hooks
 
@@ -81,7 +82,7 @@ def _figures(engine: Engine) -> list[tuple[str, float, int]]:
     return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in figures.items() if value is not None]
 
 
-CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, _compress, _monitor)
+CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, shorten_sequences, _compress, _monitor)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
