@@ -7,6 +7,7 @@ tokens [T, d], experts [T, k] and weights [T, k].
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,8 +75,14 @@ class Ahead:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.follows = self.runs = False
-        self.inputs: tuple[int, int, int] | None = None  # of the last call of the experts
+        # Of the last call of the experts. Without the reference, a later tensor at the address of a freed one would count as the
+        # same: Qwen's shared expert, called before the experts of the next forward, would then run twice and keep its graph.
+        self.inputs: tuple[tuple[int, int, int], weakref.ref[Tensor]] | None = None
         self.output: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model has what no forward has left behind."""
+        return Ahead, (self.module,)
 
     def __deepcopy__(self, memo: Any) -> None:
         """The copy of a model for a dry run sends nothing."""
@@ -85,7 +92,7 @@ class Ahead:
         """What to compute while the rows of the experts' tokens x travel."""
         if self.output is not None:  # the layer did not ask for it
             self.follows, self.output = False, None
-        self.inputs = _identity(x)
+        self.inputs = _identity(x), weakref.ref(x if x._base is None else x._base)
 
         def compute() -> None:
             self.runs = True
@@ -100,7 +107,8 @@ class Ahead:
         """The output for x, if it is there."""
         if self.runs:
             return None
-        same, self.inputs = self.inputs == _identity(x), None
+        inputs, self.inputs = self.inputs, None
+        same = inputs is not None and inputs[1]() is not None and inputs[0] == _identity(x)
         output, self.output = self.output, None
         self.follows = same
         return None if output is None or not same else output.view(x.shape)
