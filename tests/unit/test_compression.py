@@ -388,6 +388,26 @@ def test_the_older_block_is_weight_quantization() -> None:
     assert one == other and one[0] == plain[0] and one[1] != plain[1]
 
 
+def test_a_model_in_a_wrapper_counts_its_steps() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)  # type: ignore[no-any-return]
+
+    config = block(weight_quantization=technique(start_bits=5, target_bits=3, quantization_period=2))
+    model = compression.init_compression(Wrapper(), config)
+    base = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.05}}}
+    engine, *_ = slipstream.initialize(model=model, config=base | config)
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+    assert clock_of(model).step == clock_of(model.module).step == 3
+    engine.destroy()
+
+
 def test_knowledge_distillation() -> None:
     student, teacher = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     expected = sum(

@@ -76,8 +76,7 @@ def init_compression(
             raise ValueError(f"{BLOCK}.layer_reduction needs the teacher: init_compression(model, config, teacher_model=...)")
         student_initialization(model, teacher_model, deepspeed_config)
     plans = [(group, group.layers(model), _enabler(group)) for group in groups_of(block)]
-    target = getattr(model, "module", model)
-    clock = vars(target).setdefault(_CLOCK, Clock())
+    clock = vars(_inner(model)).setdefault(_CLOCK, Clock())
     for group, names, enable in plans:
         for name in names:
             layer = model.get_submodule(name)
@@ -91,7 +90,13 @@ def init_compression(
 
 def clock_of(model: nn.Module) -> Clock | None:
     """The steps of a compressed model; None if `init_compression` has not changed it."""
-    return vars(model).get(_CLOCK)
+    return vars(_inner(model)).get(_CLOCK)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model in a wrapper that has it as `module`, as an engine does."""
+    inner = getattr(model, "module", model)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def read_block(config: str | Path | Mapping[str, Any]) -> CompressionTraining:
@@ -233,7 +238,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[st
         if isinstance(module, Compressed):
             release(module)
     if not any(isinstance(module, Compressed) for module in model.modules()):
-        vars(getattr(model, "module", model)).pop(_CLOCK, None)
+        vars(_inner(model)).pop(_CLOCK, None)
     return model
 
 
@@ -347,7 +352,7 @@ class compression_scheduler:
     """Steps of a compressed model that trains without an engine; an engine counts by itself."""
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
-        clock = clock_of(getattr(model, "module", model))
+        clock = clock_of(model)
         if clock is None:
             raise ValueError(f"{type(model).__name__} is not compressed: call init_compression first")
         self.clock = clock
