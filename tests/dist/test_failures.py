@@ -219,11 +219,11 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
             assert outcome.codes == [0, 0], story(outcome)
             assert outcome.records[0]["sum"] == outcome.records[1]["sum"]
             said = outcome.stderr[1]
-            assert 2 <= said.count("WARNING rank 0 has been busy for") <= 6, story(outcome)
+            assert 1 <= said.count("WARNING rank 0 has been busy for") <= 6, story(outcome)
             assert re.search(r"rank  step  phase .*\n0 .*\(runs\)\n1 ", said), story(outcome)
         outcome = outcomes[f"timeout, {transport}"]
         assert outcome.records[1]["error"] == "PeerError" and "waited 2 s" in outcome.records[1]["text"], story(outcome)
-        assert 2 <= outcome.late(1, 1) < 5, story(outcome)
+        assert 1.5 <= outcome.late(1, 1) < 6, story(outcome)
         assert (
             outcome.records[0]["error"] == "PeerLostError"
             and "rank 1 failed: PeerError: rank 1 waited 2 s" in (outcome.records[0]["text"])

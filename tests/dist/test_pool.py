@@ -178,7 +178,7 @@ def test_a_hang_shows_each_ranks_stack_and_ends() -> None:
     before = run(2, pids)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        run(2, hang, timeout=3)  # on a loaded machine ranks need a second to begin
+        run(2, hang, timeout=8)  # on a loaded machine a rank needs seconds to begin
     assert 3 <= time.monotonic() - start < 12
     story = str(caught.value)
     assert caught.value.first.status == "hung" and story.count("no answer after 3 s") == 2
@@ -208,7 +208,7 @@ def test_an_exit_is_named_with_its_code() -> None:
 @linux
 def test_children_of_a_hanging_rank_are_killed_with_it(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="hung first"):
-        run(2, start_a_child, tmp_path, timeout=3)  # on a loaded machine ranks need a second to begin
+        run(2, start_a_child, tmp_path, timeout=8)  # on a loaded machine a rank needs seconds to begin
     assert all(gone(int((tmp_path / str(rank)).read_text())) for rank in range(2))
 
 

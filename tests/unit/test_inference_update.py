@@ -58,20 +58,20 @@ def test_what_has_begun_ends_first_and_what_comes_waits() -> None:
 
         def before(batch: Batch) -> None:
             began.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
         runner.before = before
         first = ask(served.engine, PROMPT)
-        assert began.wait(10)
+        assert began.wait(60)
         updating = threading.Thread(target=served.update_weights, args=([("module.model.bias", NEW[1])],))
         updating.start()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not served.engine._scheduler.pausing:
             assert time.monotonic() < until
         second = ask(served.engine, PROMPT)
         assert not runner.events and not second.started.is_set()
         go_on.set()
-        updating.join(10)
+        updating.join(60)
         assert wait(first).ids() == alone, "the old weights say all of it"
         assert wait(second).ids() != alone and second.last().usage.cached_tokens == 0  # type: ignore[union-attr]
         assert runner.events == ["put bias"]
@@ -87,24 +87,26 @@ def test_who_was_preempted_has_begun() -> None:
         alone = [wait(ask(served.engine, prompt, params)).ids() for prompt in prompts]
     runner = Runner(num_blocks=13)
     with make(runner) as served:
-        both, go_on = threading.Event(), threading.Event()
+        asked, both, go_on = threading.Event(), threading.Event(), threading.Event()
 
         def before(batch: Batch) -> None:
+            assert asked.wait(60)  # else the first may end before the second is asked for
             if len(batch.chunks) == 2:
                 both.set()
-            assert not both.is_set() or go_on.wait(10)
+            assert not both.is_set() or go_on.wait(60)
 
         runner.before = before
         first = [ask(served.engine, prompt, params) for prompt in prompts[:2]]
-        assert both.wait(10)
+        asked.set()
+        assert both.wait(60)
         updating = threading.Thread(target=served.update_weights, args=([NEW],))
         updating.start()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not served.engine._scheduler.pausing:
             assert time.monotonic() < until
         last = ask(served.engine, prompts[2], params)
         go_on.set()
-        updating.join(10)
+        updating.join(60)
         assert [wait(answer).ids() for answer in first] == alone[:2] and wait(last).ids() != alone[2]
         assert served.engine.stats().preemptions
 
@@ -195,7 +197,7 @@ def stalled(path: Path) -> socket.socket:
 
 
 def paused(served: InferenceEngine) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not served.engine._scheduler.pausing:
         assert time.monotonic() < until
     return True
