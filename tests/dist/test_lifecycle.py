@@ -3,8 +3,10 @@
 import argparse
 import copy
 import gc
+import io
 import json
 import os
+import pickle
 import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
@@ -404,6 +406,17 @@ def test_a_refusal_leaves_the_model_unchanged() -> None:
     with pytest.raises(ValueError, match="unknown config key"):
         toy.make(model, 3, stag=3)
     assert all(param.is_meta for param in model.parameters()), "not even allocated"
+
+
+@distributed(world_size=1)
+def test_pickling_a_wired_model_says_what_to_save() -> None:
+    engine = toy.make(toy.Lm(), 1, "shared")
+    for wired in (engine, engine.module):
+        with pytest.raises((pickle.PicklingError, AttributeError), match=r"engine\.state_dict\(\), or call engine\.save"):
+            torch.save(wired, io.BytesIO())
+    toy.step(engine, toy.tokens(engine.rank, 0))
+    engine.destroy()
+    torch.save(engine.module, io.BytesIO())
 
 
 @distributed(world_size=1)

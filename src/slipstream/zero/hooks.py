@@ -539,6 +539,12 @@ class _Call:
         self.units, self.own, self.entered = units, own, False
 
 
+_UNPICKLED = (
+    "(a hook of slipstream.initialize: a wired model and its engine cannot be pickled; save engine.state_dict(), or call "
+    "engine.save_checkpoint(folder) or engine.save_pretrained(folder))"
+)
+
+
 def eager(function: F) -> F:
     """Keep torch.compile out of a function: of hooks, so that a compiled block's graph contains only the block, and of exchanges.
 
@@ -551,6 +557,7 @@ def eager(function: F) -> F:
         return function(*args, **kwargs)
 
     marked: Any = run
+    marked.__qualname__ = _UNPICKLED  # pickle shows a function's name when it cannot write it
     marked._torchdynamo_disable = True
     _compiler.set_code_exec_strategy(marked.__code__, _NEVER)
     return marked
