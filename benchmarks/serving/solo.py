@@ -97,7 +97,7 @@ def measure(run: Run) -> str:
         """Over the best of a peer's settings."""
         valid = [figures[kind, one.name] for one in reference if one.name not in void and (kind, one.name) in figures]
         gone = {**fleet.missing, **void}
-        why = "; ".join(gone[one.name] for one in reference if one.name in gone)
+        why = "; ".join(dict.fromkeys(gone[one.name] for one in reference if one.name in gone))
         return ratios(figures.get((kind, ours.name)), [max(values) for values in zip(*valid, strict=True)], why)
 
     rows = [
