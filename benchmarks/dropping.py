@@ -127,7 +127,7 @@ def run(options: Options) -> str:
     judged.append(verdict("loss at equal samples over dense", over, 1.02, digits=3))
     curves = []
     for name, each in losses.items():
-        needed = [_reaches(curve, loss) for curve, loss in zip(each, goal, strict=True)]
+        needed = [reaches(curve, loss) for curve, loss in zip(each, goal, strict=True)]
         shown = ["never" if share > 1 else f"{share:.2f}" for share in needed]
         curves.append([name, ", ".join(f"{loss:.3f}" for loss in last[name]), ", ".join(shown)])
     return "\n\n".join(
@@ -209,6 +209,6 @@ def _losses(options: Options, count: int) -> dict[str, list[list[float]]]:
     return curves
 
 
-def _reaches(curve: list[float], loss: float) -> float:
+def reaches(curve: list[float], loss: float) -> float:
     """The share of the run after which its loss is as low; above 1 if it never is."""
     return next(((i + 1) / len(curve) for i, value in enumerate(curve) if value <= loss), 2.0)

@@ -115,6 +115,7 @@ LEGS = (
         "convergence:run",
     ),
     Leg("dropping", 2, 9, "time, bytes and loss of progressive layer dropping over training all blocks", "dropping:run"),
+    Leg("efficiency", 2, 4, "time per sample of random-LTD, and samples to equal loss of curricula", "efficiency:run"),
     Leg(
         "sparse",
         2,

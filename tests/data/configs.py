@@ -361,6 +361,33 @@ _SHORT_FIRST = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficult
 TEXTS["curriculum"] = json.dumps(
     having(MEGATRON, curriculum_learning={"enabled": True, **_SHORT_FIRST, "schedule_config": _LINEAR}), indent=2
 )
+_ON: dict[str, Any] = {"enabled": True}
+_METRIC = {
+    "index_to_sample_path": "i",
+    "index_to_metric_path": "m",
+    "difficulty_type": "value",
+    "clustering_type": "schedule_based",
+}
+_METRICS = {
+    "seqlen": {**_METRIC, "min_difficulty": 8, "max_difficulty": 64, "schedule_type": "fixed_linear", "schedule_config": _LINEAR}
+}
+_SAMPLED = {**_ON, "num_epochs": 2, "curriculum_learning": {**_ON, "data_cluster_path": "c", "curriculum_metrics": _METRICS}}
+_SEQUENCES = {
+    "min_value": 128,
+    "max_value": 2048,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"require_steps": 9, "seq_per_step": 16},
+}
+_LAYERS = {"total_layer_num": 24, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2], "model_type": "decoder"}
+_LTD = {
+    **_ON,
+    **_LAYERS,
+    "model_mask_name": "attention_mask",
+    "hidden_state_order": "seq_batch_dim",
+    "random_ltd_schedule": _SEQUENCES,
+}
+_EFFICIENT = {**_ON, "seed": 1234, "data_sampling": _SAMPLED, "data_routing": {**_ON, "random_ltd": _LTD}}
+TEXTS["data-efficiency"] = json.dumps(having(MEGATRON, data_efficiency=_EFFICIENT), indent=2)
 TEXTS["tensorboard"] = json.dumps(having(CHAT, tensorboard__enabled=True), indent=2)
 TEXTS["wandb"] = json.dumps(trainer(2, wandb={"enabled": True, "project": "p"}), indent=2)
 TEXTS["sparse"] = json.dumps(having(BERT, sparse_attention={"mode": "fixed", "block": 16, "num_local_blocks": 4}), indent=2)
@@ -375,7 +402,10 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "comms-log": (having(LITTLE, comms_logger={"enabled": True, "verbose": True}), "comms_logger.enabled"),
     "flops": (having(LITTLE, flops_profiler={"enabled": True, "profile_step": 5}), "flops_profiler.enabled"),
     "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
-    "data-efficiency": (having(MEGATRON, data_efficiency={"enabled": True}), "data_efficiency.enabled"),
+    "data-efficiency": (
+        having(MEGATRON, data_efficiency={"data_routing": {"random_ltd": {"enabled": True}}}),
+        "data_routing.enabled",
+    ),
     "hybrid": (having(CHAT, hybrid_engine__enabled=True), "hybrid_engine.enabled"),
 }
 REFUSED: dict[str, tuple[str, str]] = {name: (json.dumps(config), named) for name, (config, named) in REFUSED_CONFIGS.items()}

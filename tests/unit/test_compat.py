@@ -106,7 +106,7 @@ def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType)
         ("elasticity.elastic_agent", "DSElasticAgent"),
         ("runtime.quantize", "Quantizer"),
         ("runtime.zero.mics", "MiCS_Optimizer"),
-        ("runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd"),
+        ("runtime.data_pipeline.data_sampling.data_sampler", "DeepSpeedDataSampler"),
     ):
         with pytest.raises(ImportError, match=rf"{name} is not built yet: \w"):
             exec(f"from deepspeed.{module} import {name}")

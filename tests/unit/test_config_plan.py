@@ -23,8 +23,18 @@ from slipstream.train import compiled, rehearse
 from slipstream.train.schedules import build_scheduler
 from tests.unit.test_config_schema import ACCELERATE
 
-# The plan has these blocks whole: test_compression.py, test_monitors.py, test_curriculum.py have their keys.
-WHOLE = ("compression_training.", "quantize_training.", "tensorboard.", "wandb.", "comet.", "csv_monitor.", "curriculum_learning.")
+# The plan has these blocks whole: test_compression.py, test_monitors.py, test_curriculum.py, test_curriculum_data.py and
+# test_random_ltd.py have their keys.
+WHOLE = (
+    "compression_training.",
+    "quantize_training.",
+    "tensorboard.",
+    "wandb.",
+    "comet.",
+    "csv_monitor.",
+    "curriculum_learning.",
+    "data_efficiency.",
+)
 HONORED = {name: key for name, key in of_fate(Fate.HONORED).items() if not name.startswith(WHOLE)}
 FACTS = ModelFacts(device_type="cpu", supports_bf16=True)
 V100 = dataclasses.replace(FACTS, device_type="cuda", supports_bf16=False)

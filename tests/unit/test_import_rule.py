@@ -20,12 +20,13 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 
 BASE = ("brief", "config", "world", "ops", "extras", "handover")
-CORE = (*BASE, "zero", "optim")
+CORE = (*BASE, "data", "zero", "optim")
 FEATURES = (*CORE, "parallel", "moe", "checkpoint", "activations", "attention", "quantized", "compression")
 OUTSIDE = ("launch", "observe")
 ROOMS = (*FEATURES, "train", "ema", *OUTSIDE, "inference", "__init__")
 SEES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
+    "data": (*BASE, "data"),
     **dict.fromkeys(("zero", "optim"), CORE),
     **dict.fromkeys(("parallel", "moe", "checkpoint", "activations", "attention", "quantized", "compression"), FEATURES),
     "train": (*FEATURES, "observe"),

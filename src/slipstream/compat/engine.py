@@ -28,14 +28,16 @@ from slipstream.compat.schedules import serve_schedule, with_known_warmup
 from slipstream.compat.weights import consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
+from slipstream.data.sampler import CurriculumLoader
+from slipstream.data.schedules import CurriculumScheduler
 from slipstream.observe.monitors import Monitors
 from slipstream.train import pipeline
-from slipstream.train.curriculum import CurriculumScheduler
-from slipstream.train.data import StatefulLoader
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
 from slipstream.train.initialize import read_together
 from slipstream.train.layer_drop import ProgressiveLayerDrop
+from slipstream.train.loaders import build_loader
+from slipstream.train.random_ltd import RandomLTDScheduler, token_drop_of
 from slipstream.train.window import UnusedParameterError
 from slipstream.world.join import local_rank
 from slipstream.zero.comm import gather_objects
@@ -175,8 +177,10 @@ class DeepSpeedEngine(Engine):
     sparse_allreduce, sparse_allreduce_bucket = sparse.sparse_allreduce, sparse.sparse_allreduce_bucket
     sparse_allreduce_no_retain = sparse.sparse_allreduce_no_retain
     # a config that enables one of these raises an error
-    elasticity_enabled = pld_enabled = _of(lambda plan: False)
-    eigenvalue_enabled = curriculum_enabled_legacy = random_ltd_enabled = amp_enabled = _of(lambda plan: False)
+    elasticity_enabled = eigenvalue_enabled = amp_enabled = _of(lambda plan: False)
+    pld_enabled = _of(lambda plan: plan.layer_drop is not None)
+    curriculum_enabled_legacy = _of(lambda plan: plan.curriculum is not None)
+    random_ltd_enabled = _of(lambda plan: bool((plan.efficiency or {}).get("random_ltd")))
     checkpoint_tag_validation_enabled = _of(lambda plan: plan.checkpoint.tag_validation != "ignore")
     checkpoint_tag_validation_fail = _of(lambda plan: plan.checkpoint.tag_validation == "fail")
 
@@ -203,6 +207,31 @@ class DeepSpeedEngine(Engine):
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
         """The schedule of `curriculum_learning`, if the config enables it; `set_custom_get_difficulty` sets a custom one."""
         return self.states[0].resources.get("curriculum")
+
+    @property
+    def random_ltd_scheduler(self) -> RandomLTDScheduler:
+        """The number of tokens that layers compute. Raises ValueError if random-LTD is off."""
+        return token_drop_of(self).scheduler
+
+    def random_ltd_initialize(self) -> None:
+        """A no-op: layers drop tokens since `initialize`, or `convert_to_random_ltd`. Raises ValueError if random-LTD is off."""
+        token_drop_of(self)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Call a function with each batch of the curriculum's loader and its state: `current_difficulties`, `curriculum_step`."""
+        self._curriculum("set_data_post_process_func").post_process = post_process_func
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
+        """Set the functions of the step of metrics with schedule_type "custom", by name."""
+        self._curriculum("set_custom_curriculum_learning_schedule").set_schedules(schedule_func_dict)
+
+    def _curriculum(self, method: str) -> CurriculumLoader:
+        if not isinstance(self.training_dataloader, CurriculumLoader):
+            raise ValueError(
+                f"engine.{method}(): the engine has no loader with a curriculum: pass training_data= to initialize(), and enable "
+                "data_efficiency.data_sampling.curriculum_learning"
+            )
+        return self.training_dataloader
 
     @property
     def monitor(self) -> Monitors:
@@ -365,17 +394,11 @@ class DeepSpeedEngine(Engine):
     ) -> Any:
         if data_sampler is not None:
             raise ValueError("deepspeed_io(data_sampler=): create a torch DataLoader with it instead")
-        return StatefulLoader(
-            dataset,
-            batch_size=batch_size or self.plan.batch.micro_batch_size,
-            rank=self.mesh.batch.index,
-            world_size=self.mesh.batch.size,
-            collate_fn=collate_fn,
-            drop_last=self.plan.data.drop_last,
-            seed=self.plan.seed,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.device.type == "cuda",
-        )
+        plan = self.plan if route == "train" else dataclasses.replace(self.plan, efficiency=None)
+        given = {"batch_size": batch_size, "num_workers": num_local_io_workers}
+        options = {name: value for name, value in given.items() if value is not None}
+        pin = pin_memory and self.device.type == "cuda"
+        return build_loader(plan, dataset, self.mesh, self.device, collate_fn, pin_memory=pin, **options)
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **others: Any) -> None:
         """`torch.compile` of the model, in place."""

@@ -65,7 +65,24 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.compression.basic_layer": {
         "slipstream.compression": "BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress"
     },
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"slipstream.train.curriculum": "CurriculumScheduler"},
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"slipstream.data": "CurriculumScheduler"},
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "slipstream.data.indexed": "MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path dataset_exists "
+        "index_file_path make_builder make_dataset"
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.utils": {
+        "slipstream.data.indexed": "close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype",
+        "slipstream.data.analyze": "split_dataset split_index",
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"slipstream.data": "DataAnalyzer DistributedDataAnalyzer"},
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
+        "slipstream.data.batching": "VariableBatchSizeLR batch_by_seqlens lr_scheduler_for_variable_batch_size scale_lr",
+        "slipstream.train.loaders": "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
+    },
+    "deepspeed.runtime.data_pipeline.data_routing.helper": {
+        "slipstream.train.random_ltd": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd"
+    },
+    "deepspeed.runtime.data_pipeline.data_routing.scheduler": {"slipstream.train.random_ltd": "RandomLTDScheduler"},
     "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
     "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {
@@ -375,7 +392,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.fp16.onebit": {"*": _ONE_BIT},
     "deepspeed.runtime.pipe": {"*": _PIPELINE},
     "deepspeed.runtime.data_pipeline": {
-        "*": "data efficiency (curriculum sampling, random-LTD); implement the sampling in the data loader"
+        "*": "the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its parts"
     },
     "deepspeed.runtime.quantize": {"*": _MOQ},
     "deepspeed.runtime.weight_quantizer": {"*": _MOQ},
@@ -468,9 +485,6 @@ MISSING_METHODS: Mapping[str, str] = {
     "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
     "eval_batch": f"{_LOOP} under torch.no_grad()",
     "quantizer": _MOQ,
-    **_rows("random_ltd_scheduler random_ltd_initialize", "random-LTD"),
-    "set_custom_curriculum_learning_schedule": "curriculum learning",
-    "set_data_post_process_func": "data efficiency",
     **_rows("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
     "clip_fp32_gradients": "step() clips gradients to gradient_clipping",
     **_rows(

@@ -360,6 +360,8 @@ class Plan:
     )
     sparse: SparsePlan | None
     curriculum: Mapping[str, Any] | None  # the block curriculum_learning; train/curriculum.py reads it
+    # The block data_efficiency; `data`, train/loaders.py and train/random_ltd.py read it. Its parts that are off are None
+    efficiency: Mapping[str, Any] | None
     monitors: Mapping[str, Mapping[str, Any]]  # the enabled blocks, without their switch; observe/monitors.py reads them
     compression: Mapping[str, Any] | None  # the blocks compression_training and quantize_training; `compression` reads them
     data: DataPlan

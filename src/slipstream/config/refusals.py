@@ -8,6 +8,7 @@ arguments of an optimizer or scheduler that are not valid have no plan: resoluti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +34,13 @@ _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for b
 
 
 _CODES = (torch.int8, INT4)
+_EFFICIENCY = "data_efficiency"
+# A switch, and one around it, of which DeepSpeed reads the inner one only
+_SWITCHES = [
+    (f"{_EFFICIENCY}.{inner}.enabled", f"{_EFFICIENCY}{outer}.enabled")
+    for block, parts in {"data_sampling": ("curriculum_learning", "dynamic_batching"), "data_routing": ("random_ltd",)}.items()
+    for inner, outer in [*((f"{block}.{part}", f".{block}") for part in parts), *((f"{block}.{part}", "") for part in parts)]
+]
 
 
 class Refusal(NamedTuple):
@@ -53,6 +61,7 @@ class Case:
         self.zero, self.offload, self.precision, self.scale = plan.zero, plan.offload, plan.precision, plan.precision.loss_scale
         self.on_cpu, self.on_cuda = self.facts.device_type == "cpu", self.facts.device_type == "cuda"
         self.half = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else ""
+        self.drops_tokens = plan.efficiency is not None and plan.efficiency["random_ltd"] is not None
         self.recomputes = plan.activations.way == "recompute"
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
@@ -72,6 +81,10 @@ class Case:
     @property
     def divisors(self) -> str:
         return ", ".join(str(size) for size in range(1, self.ranks + 1) if self.ranks % size == 0)
+
+
+def _is_alone(inner: str, outer: str, case: Case) -> bool:
+    return bool(case.values[inner] and not case.values[outer])
 
 
 def _idle(path: str, why: str, when: Callable[[Any], Any]) -> Refusal:
@@ -168,6 +181,28 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.plan.curriculum and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1),
         "curriculum_learning is not built with pipelines and shares of sequences (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); drop "
         "one of them",
+    ),
+    *(Refusal(partial(_is_alone, inner, outer), f"{inner} is true and {outer} is not; set both") for inner, outer in _SWITCHES),
+    Refusal(
+        lambda c: c.drops_tokens and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1 or c.plan.tensor.shares_tokens),
+        f"{_EFFICIENCY}.data_routing.random_ltd is not built with pipelines and shares of sequences (pp {{c.plan.mesh.pp}}, sp "
+        "{c.plan.mesh.sp}, slipstream.tensor.sequence_parallel {c.plan.tensor.shares_tokens}); drop one of them",
+    ),
+    Refusal(
+        lambda c: c.drops_tokens and c.plan.sparse,
+        f"{_EFFICIENCY}.data_routing.random_ltd takes tokens out of the blocks of sparse_attention; drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.efficiency and c.plan.efficiency["curriculum"] and c.plan.efficiency["dynamic_batching"],
+        f"{_EFFICIENCY}.data_sampling: curriculum_learning and dynamic_batching both fill batches; drop one of them",
+    ),
+    Refusal(
+        lambda c: (
+            c.plan.efficiency
+            and c.plan.efficiency["dynamic_batching"]
+            and not c.values[f"{_EFFICIENCY}.data_sampling.dynamic_batching.max_tokens"]
+        ),
+        f"{_EFFICIENCY}.data_sampling.dynamic_batching is enabled without max_tokens; set it to the tokens of a micro-batch",
     ),
     Refusal(
         lambda c: c.plan.layer_drop and c.plan.mesh.pp > 1,

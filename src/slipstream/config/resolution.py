@@ -147,6 +147,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         sparse=_sparse(values),
         compression=_compression(values),
         curriculum=values.parsed.config.curriculum_learning.model_dump() if values["curriculum_learning.enabled"] else None,
+        efficiency=_efficiency(values),
         monitors=_monitors(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
@@ -170,6 +171,21 @@ def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
     zero = parse(raw).config.zero_optimization
     offloaded = zero.cpu_offload_param or (zero.offload_param is not None and zero.offload_param.device != "none")
     return {"zero_optimization.stage": 3, "zero_optimization.mics_shard_size": 1} if offloaded and zero.stage < 3 else {}
+
+
+def _efficiency(values: Values) -> dict[str, Any] | None:
+    """The enabled parts of `data_efficiency`, each with its seed and loader options beside it."""
+    block = values.parsed.config.data_efficiency
+    sampling, routing = block.data_sampling, block.data_routing
+    parts = {
+        "curriculum": sampling.curriculum_learning if sampling.enabled else None,
+        "dynamic_batching": sampling.dynamic_batching if sampling.enabled else None,
+        "random_ltd": routing.random_ltd if routing.enabled else None,
+    }
+    enabled = {name: part.model_dump() if part is not None and part.enabled else None for name, part in parts.items()}
+    if not block.enabled or not any(enabled.values()):
+        return None
+    return {"seed": block.seed, "num_epochs": sampling.num_epochs, "num_workers": sampling.num_workers, **enabled}
 
 
 def _error_beta(values: Values) -> float | None:

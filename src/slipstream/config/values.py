@@ -10,7 +10,7 @@ import math
 import sys
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from slipstream.config.keys import Fate, Feature, Key
 
@@ -40,6 +40,12 @@ def _integral(value: Any) -> Any:
     value = numeric(value)
     if isinstance(value, float) and not value.is_integer():
         raise ValueError("must be a whole number")
+    return value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be a finite number")
     return value
 
 
@@ -92,6 +98,7 @@ Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=sys.maxsize)]
 Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0, le=sys.maxsize)]
 Real = Annotated[float, BeforeValidator(numeric), Field(allow_inf_nan=False)]
+Number = Annotated[int | float, BeforeValidator(numeric), AfterValidator(_finite)]  # a whole number stays one
 Positive = Annotated[float, BeforeValidator(numeric), Field(gt=0, allow_inf_nan=False)]
 Scale = Annotated[float, BeforeValidator(numeric), Field(le=2.0**64, allow_inf_nan=False)]  # loss scales: at most 2**64
 Fraction = Annotated[float, BeforeValidator(numeric), Field(ge=0, le=1)]

@@ -18,7 +18,7 @@ from slipstream.config.plan import Plan
 from slipstream.observe.monitors import check_packages, open_monitors
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.layer_drop import drop_layers
-from slipstream.zero.hooks import Hooks
+from slipstream.train.random_ltd import drop_tokens
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -45,11 +45,7 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
         def follow(_: bool = True) -> None:
             clock.step = engine.global_steps
 
-        def wire(hooks: Hooks) -> None:
-            hooks.handles.append(model.register_forward_pre_hook(lambda *_: follow()))  # a loaded checkpoint sets the step
-
-        wire(engine.states[0].hooks)
-        engine.states[0].on_hooks.append(wire)
+        engine.states[0].before_forward(lambda *_: follow())  # a loaded checkpoint sets the step
         engine.states[0].after_step.append(follow)
 
     return connect
@@ -82,7 +78,7 @@ def _figures(engine: Engine) -> list[tuple[str, float, int]]:
     return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in figures.items() if value is not None]
 
 
-CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, shorten_sequences, _compress, _monitor)
+CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, drop_tokens, shorten_sequences, _compress, _monitor)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

@@ -18,7 +18,6 @@ in this process; otherwise it reads and drops the samples before the position. T
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -27,6 +26,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from slipstream.data.sampler import OtherDataError, generator_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -47,10 +48,6 @@ class SetsEpoch(Protocol):
     def set_epoch(self, epoch: int, /) -> None: ...
 
 
-class OtherDataError(ValueError):
-    """A saved position does not fit the loader's data. The loader keeps its current position."""
-
-
 @dataclass(slots=True)
 class Position:
     """A position of one iteration: all ranks together have consumed `samples` of `epoch`."""
@@ -62,7 +59,7 @@ class Position:
 @dataclass(eq=False)
 class StatefulLoader:
     """The loader of one rank; `batch_size` counts the samples of a micro-batch on it. Each `iter()` is one epoch, shuffled by its
-    number. Raises ValueError if the dataset cannot be distributed.
+    number unless `shuffle` is false. Raises ValueError if the dataset cannot be distributed.
 
     After `load_state_dict` the next `iter()` yields the remainder of the saved epoch, and a running iteration continues from there.
     An epoch that was left early is not resumed: the next `iter()` starts a new one.
@@ -78,6 +75,7 @@ class StatefulLoader:
     seed: int
     num_workers: int = 0
     pin_memory: bool = False
+    shuffle: bool = True
 
     def __post_init__(self) -> None:
         dataset, size, world = self.dataset, self.batch_size, self.world_size
@@ -154,19 +152,12 @@ class StatefulLoader:
         return self.iterable and self.num_workers == 0 and isinstance(self.dataset, Stateful)
 
     def _batches(self, position: Position, *, resumed: bool) -> Iterator[Any]:
-        """The batches from `position` to the end of its epoch.
-
-        The generator seeds the workers. Without one a DataLoader draws from torch's global random state, so a resumed run, which
-        opens its epoch a second time, would see other random numbers than the first run.
-        """
-        seed = f"{self.seed} {position.epoch} {position.samples} {self.rank}".encode()
-        generator = torch.Generator()
-        generator.manual_seed(int.from_bytes(hashlib.blake2b(seed, digest_size=7).digest(), "big"))
+        """The batches from `position` to the end of its epoch."""
         options: dict[str, Any] = {
             "collate_fn": self.collate_fn,
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,
-            "generator": generator,
+            "generator": generator_of(self.seed, position.epoch, position.samples, self.rank),
         }
         if not self.iterable:
             return iter(DataLoader(self.dataset, batch_sampler=self._indices(position), **options))
@@ -185,7 +176,9 @@ class StatefulLoader:
         left = max(0, count - start)
         unit = self.global_batch_size if self.drop_last else self.world_size
         stop = start + (left // unit if self.drop_last else -(-left // unit)) * unit
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + position.epoch))
+        order = torch.arange(count)
+        if self.shuffle:
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + position.epoch))
         own = torch.arange(start + self.rank, max(stop, start + self.rank), self.world_size)
         return _RankBatches(order[own % count], self.batch_size)
 

@@ -45,10 +45,10 @@ from slipstream.train.agreement import (
     facts_of_plan,
 )
 from slipstream.train.changes import change_model
-from slipstream.train.data import StatefulLoader
 from slipstream.train.disk_space import open_spaces, warn_of_resident_weights
 from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
+from slipstream.train.loaders import Loader, build_loader, scaled_schedule
 from slipstream.train.local_steps import LocalSteps
 from slipstream.train.pipeline import kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
@@ -128,7 +128,7 @@ def initialize(
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
     inner, rule = build_optimizer(named, model, optimizer, model_parameters)
-    scheduler = scheduler_of(plan, lr_scheduler, inner)
+    scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
     _check_optimizer(model, inner, scheduler, mesh)
     mark_kinds(model, plan, inner, rule)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
@@ -290,7 +290,7 @@ def read_together(
     return loaded
 
 
-def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.device) -> StatefulLoader:
+def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.device) -> Loader:
     """Build the distributed loader; from a DataLoader it uses the dataset, collate_fn, drop_last and num_workers."""
     drop_last, num_workers = plan.data.drop_last, 0
     if isinstance(data, DataLoader):
@@ -308,16 +308,8 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
             )
         drop_last, num_workers = drop_last or data.drop_last, data.num_workers
         data, collate_fn = data.dataset, collate_fn or data.collate_fn
-    return StatefulLoader(
-        data,
-        batch_size=plan.batch.micro_batch_size,
-        rank=mesh.batch.index,
-        world_size=mesh.batch.size,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        seed=plan.seed,
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
+    return build_loader(
+        plan, data, mesh, device, collate_fn, drop_last=drop_last, **({"num_workers": num_workers} if num_workers else {})
     )
 
 

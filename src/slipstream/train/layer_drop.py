@@ -11,9 +11,9 @@ A dropped block is not called: nothing is gathered for it. Nothing is reduced fo
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
+from slipstream.train.around import Around, first_of, unwrap, with_first, wrap
 from slipstream.zero.hooks import Hooks
 from slipstream.zero.wrap import repeated_blocks
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
 _KEYWORDS = ("progressive_layer_drop", "pld_theta")
-_HOLDER = "_slipstream_layer_drop"  # attribute of a block
 
 
 class ProgressiveLayerDrop:
@@ -58,6 +58,9 @@ class LayerDrop(ProgressiveLayerDrop):
         self.seed, self.count = seed, 0  # number of blocks
         self.dropped: frozenset[nn.Module] = frozenset()
         self.blocks: list[nn.Module] = []
+        self.wrappers: list[tuple[nn.Module, Around]] = []
+        # What blocks of a class return beside their first output: None, or a container's type and number
+        self.kinds: dict[type, tuple[type, int] | None] = {}
 
     def keep_probability(self, block: int) -> float:
         """Of block 1 to `count`."""
@@ -71,13 +74,50 @@ class LayerDrop(ProgressiveLayerDrop):
         )
         return self.dropped
 
+    def around(self, number: int) -> Around:
+        """What runs around the calls of block `number`, 1 to `count`."""
+
+        def call(block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not block.training:
+                return run(*args, **kwargs)
+            x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+            if block in self.dropped:
+                return self._like_output(type(block), x, partial(run, *args, **kwargs))
+            output = run(*args, **kwargs)
+            changed = first_of(output)
+            if not isinstance(x, Tensor) or not isinstance(changed, Tensor) or changed.shape != x.shape:
+                raise TypeError(
+                    f"progressive_layer_drop: {type(block).__name__} is no residual block: its first input and output must be "
+                    "tensors of one shape. Let the model drop layers itself (its forward takes pld_theta=), or drop the "
+                    "block of the config"
+                )
+            self.kinds[type(block)] = _kind(output)
+            probability = self.keep_probability(number)
+            if probability == 1.0:
+                return output
+            return with_first(output, torch.lerp(x.to(changed.dtype), changed, 1.0 / probability))
+
+        return call
+
+    def _like_output(self, kind: type, x: Any, run: Callable[[], Any]) -> Any:
+        """A dropped block's output: its input, in a tuple with None if its class returns tuples."""
+        if kind not in self.kinds:  # the first forward of a resumed run: look, without a trace
+            with torch.no_grad(), torch.random.fork_rng():
+                self.kinds[kind] = _kind(run())
+        others = self.kinds[kind]
+        return x if others is None else others[0]([x, *[None] * others[1]])
+
+    def wrap(self) -> None:
+        """Let the blocks leave themselves out."""
+        self.wrappers = [(block, self.around(number)) for number, block in enumerate(self.blocks, 1)]
+        for block, around in self.wrappers:
+            wrap(block, around)
+
     def close(self) -> None:
         """Give the blocks their own classes again."""
-        for block in self.blocks:
-            if isinstance(block, _Dropping):
-                del vars(block)[_HOLDER]
-                block.__class__ = type(block).__mro__[2]
-        self.blocks = []
+        for block, around in self.wrappers:
+            unwrap(block, around)
+        self.blocks, self.wrappers = [], []
 
 
 def _uniform(*numbers: int) -> float:
@@ -86,43 +126,8 @@ def _uniform(*numbers: int) -> float:
     return int.from_bytes(digest, "big") / 2.0**64
 
 
-class _Dropping:
-    """What a droppable block's class has before its own class. `__call__` and not `forward`: recompute runs `forward` again."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        drop, number = vars(self)[_HOLDER]
-        if not self.training:  # type: ignore[attr-defined]
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
-        if self in drop.dropped:
-            return self._like_output(x, args, kwargs)
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        changed = output[0] if isinstance(output, (tuple, list)) else output
-        if not isinstance(x, Tensor) or not isinstance(changed, Tensor) or changed.shape != x.shape:
-            raise TypeError(
-                f"progressive_layer_drop: {type(self).__name__} is no residual block: its first input and output must be "
-                "tensors of one shape. Let the model drop layers itself (its forward takes pld_theta=), or drop the "
-                "block of the config"
-            )
-        type(self)._others = None if changed is output else (type(output), len(output) - 1)  # type: ignore[attr-defined]
-        probability = drop.keep_probability(number)
-        if probability < 1.0:
-            changed = torch.lerp(x.to(changed.dtype), changed, 1.0 / probability)
-        return type(output)([changed, *output[1:]]) if isinstance(output, (tuple, list)) else changed
-
-    def _like_output(self, x: Any, args: Any, kwargs: Any) -> Any:
-        """A dropped block's output: its input, in a tuple with None if its class returns tuples."""
-        if "_others" not in vars(type(self)):  # the first forward of a resumed run: look, without a trace
-            with torch.no_grad(), torch.random.fork_rng():
-                output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            type(self)._others = (type(output), len(output) - 1) if isinstance(output, (tuple, list)) else None  # type: ignore[attr-defined]
-        others = type(self)._others  # type: ignore[attr-defined]
-        return x if others is None else others[0]([x, *[None] * others[1]])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, or a pickle, is of the block's own class."""
-        state = {name: value for name, value in vars(self).items() if name != _HOLDER}
-        return copyreg.__newobj__, (type(self).__mro__[2],), state  # type: ignore[attr-defined]
+def _kind(output: Any) -> tuple[type, int] | None:
+    return (type(output), len(output) - 1) if isinstance(output, (tuple, list)) else None
 
 
 def drop_layers(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
@@ -141,14 +146,7 @@ def drop_layers(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None
         )
     drop.blocks = [model.get_submodule(name) for name in names]
     drop.count = len(names)
-    classes: dict[type, type] = {}
-    for number, block in enumerate(drop.blocks, 1):
-        own = type(block)
-        if own not in classes:
-            names_of_class = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-            classes[own] = type(own.__name__, (_Dropping, own), names_of_class)
-        vars(block)[_HOLDER] = (drop, number)
-        block.__class__ = classes[own]
+    drop.wrap()
 
     def connect(engine: Engine) -> None:
         states = engine.single

@@ -77,6 +77,15 @@ class States:
             call(hooks)
         self.known = frozenset(id(param) for param in self.model.parameters())
 
+    def before_forward(self, hook: Callable[..., Any], **options: Any) -> None:
+        """Call `hook` before each forward of the model. options: of `register_forward_pre_hook`"""
+
+        def wire(hooks: Hooks) -> None:
+            hooks.handles.append(self.model.register_forward_pre_hook(hook, **options))
+
+        wire(self.hooks)
+        self.on_hooks.append(wire)
+
     def refuse_unknown(self) -> None:
         """Raise ValueError if the model has a parameter that no unit holds, and so would be neither trained nor saved."""
         for name, param in self.model.named_parameters():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
-from slipstream.train.data import OtherDataError
+from slipstream.data.sampler import OtherDataError
 from slipstream.train.saving import entries
 from slipstream.train.saving.save import agree
 from slipstream.train.states import States

@@ -18,7 +18,7 @@ from slipstream import brief, checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.errors import Ranks
 from slipstream.config.plan import CheckpointPlan
-from slipstream.train.data import StatefulLoader
+from slipstream.train.loaders import Loader
 from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis, Mesh
@@ -65,7 +65,7 @@ class Saves:
 
         def collect() -> None:  # runs user code: a failure on one rank is raised on all
             loader = loop.training_dataloader
-            is_common = isinstance(loader, StatefulLoader) and not loader.position_is_own
+            is_common = isinstance(loader, Loader) and not loader.position_is_own
             position = entries.state_of(loader)
             shared.update(
                 counters={name: getattr(loop, name) for name in entries.COUNTERS},

@@ -1,0 +1,64 @@
+"""What runs around the calls of a module, without a change of its parameters' names.
+
+`wrap` gives a module a class of its own below its class, whose `__call__` runs the wrappers and at last the module. `__call__` and
+not `forward`: hooks and recompute then see what the innermost call sees. Copies and pickles have the module's own class.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+Around = Callable[..., Any]  # called with the module, its call, and the call's arguments; returns the module's output
+_WRAPPERS = "_slipstream_around"  # attribute of a wrapped module
+_CLASSES: dict[type, type] = {}
+
+
+class _Wrapped:
+    """What a wrapped module's class has before its own class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        for around in vars(self)[_WRAPPERS]:
+            call = partial(around, self, call)
+        return call(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in vars(self).items() if name != _WRAPPERS}
+        return copyreg.__newobj__, (type(self).__mro__[2],), state  # type: ignore[attr-defined]
+
+
+def wrap(module: nn.Module, around: Around) -> None:
+    """Run `around` outside of the wrappers that the module has."""
+    own = type(module)
+    if not isinstance(module, _Wrapped):
+        if own not in _CLASSES:
+            names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+            _CLASSES[own] = type(own.__name__, (_Wrapped, own), names)
+        vars(module)[_WRAPPERS] = []
+        module.__class__ = _CLASSES[own]
+    vars(module)[_WRAPPERS].append(around)
+
+
+def unwrap(module: nn.Module, around: Around) -> None:
+    """Undo `wrap`; without wrappers the module has its own class again."""
+    wrappers = vars(module).get(_WRAPPERS, [])
+    if around in wrappers:
+        wrappers.remove(around)
+    if isinstance(module, _Wrapped) and not wrappers:
+        del vars(module)[_WRAPPERS]
+        module.__class__ = type(module).__mro__[2]
+
+
+def first_of(output: Any) -> Any:
+    """A module's output, or the first of several."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def with_first(output: Any, first: Any) -> Any:
+    """An output with another first part."""
+    return type(output)([first, *output[1:]]) if isinstance(output, (tuple, list)) else first

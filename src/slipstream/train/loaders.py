@@ -1,0 +1,115 @@
+"""The loader of a plan: shuffled epochs, a curriculum over metrics of the samples, or micro-batches filled by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slipstream.config.plan import Plan
+from slipstream.data.batching import Microbatches, VariableBatchSizeLR, lengths_of, microbatches_of
+from slipstream.data.sampler import CurriculumLoader
+from slipstream.train.data import StatefulLoader
+from slipstream.world.mesh import Mesh
+
+Loader = StatefulLoader | CurriculumLoader
+_BY_TOKENS = "data_efficiency.data_sampling.dynamic_batching"
+
+
+def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, collate_fn: Any = None, **options: Any) -> Loader:
+    """The loader of this rank. options: `batch_size`, `drop_last` and `num_workers` in place of the plan's. Raises ValueError if
+    the dataset does not fit the plan."""
+    efficiency = plan.efficiency or {}
+    common = {
+        "batch_size": plan.batch.micro_batch_size,
+        "rank": mesh.batch.index,
+        "world_size": mesh.batch.size,
+        "collate_fn": collate_fn,
+        "drop_last": plan.data.drop_last,
+        "seed": efficiency.get("seed", plan.seed),
+        "num_workers": efficiency.get("num_workers", 0),
+        "pin_memory": device.type == "cuda",
+        **options,
+    }
+    if efficiency.get("curriculum"):
+        metrics, samples = efficiency["curriculum"]["curriculum_metrics"], plan.batch.train_batch_size
+        return CurriculumLoader(dataset, metrics=metrics, step_samples=samples, num_epochs=efficiency["num_epochs"], **common)
+    if efficiency.get("dynamic_batching") and not isinstance(dataset, Microbatches):
+        dataset = batches_by_tokens(plan, dataset, collate_fn)
+    if isinstance(dataset, Microbatches):
+        return StatefulLoader(dataset, **{**common, "collate_fn": dataset.collate, "shuffle": False})
+    return StatefulLoader(dataset, **{**common, "seed": plan.seed})
+
+
+def batches_by_tokens(plan: Plan, dataset: Any, collate_fn: Any, lengths: Any = None, **options: Any) -> Microbatches:
+    """The micro-batches of the plan's `dynamic_batching`. lengths: tokens of each sample; None: those in metrics_path. Raises
+    ValueError without either, or if the block is off."""
+    config = (plan.efficiency or {}).get("dynamic_batching")
+    if config is None or plan.efficiency is None:
+        raise ValueError(f"{_BY_TOKENS} is off: set its enabled, and those of data_sampling and data_efficiency")
+    lengths = lengths_of(config["metrics_path"], len(dataset)) if lengths is None else lengths
+    if lengths is None:
+        raise ValueError(
+            f"{_BY_TOKENS}: metrics_path ({config['metrics_path']!r}) has no seqlen/seqlen_sample_to_metric.bin and .idx; write "
+            'them with slipstream.data.DataAnalyzer(metric_names=["seqlen"], ...), or pass dataset_seqlens= to '
+            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed"
+        )
+    same = plan.mesh.pp > 1
+    if same and options.get("pad") is None:
+        raise ValueError(
+            f"{_BY_TOKENS}: a pipeline's micro-batches need one shape: pass sample_padding_fn=, called with sample and length"
+        )
+    options = {**options, "same_size": same, "pad": options.get("pad") if same else None}
+    return microbatches_of(config, dataset, lengths, plan.batch.train_batch_size, collate_fn, plan.efficiency["seed"], **options)
+
+
+def scaled_schedule(plan: Plan, loader: Any, scheduler: Any, optimizer: Any) -> Any:
+    """A schedule that scales rates by the samples of the loader's batches, if it fills them by tokens; else `scheduler`."""
+    config = (plan.efficiency or {}).get("dynamic_batching")
+    if config is None or optimizer is None or loader is None:
+        return scheduler
+    sizes = loader.dataset.batches.batch_sizes
+    method, verbose = config["lr_scaling_method"], config["verbose"]
+    return VariableBatchSizeLR(scheduler, plan.batch.train_batch_size, sizes, loader, method, verbose=verbose, optimizer=optimizer)
+
+
+def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
+    dataset: Any,
+    engine: Any,
+    dataset_seqlens: Any = None,
+    dataset_filter_ids: Any = None,
+    dataloader_collate_fn: Callable[[list[Any]], Any] | None = None,
+    sample_padding_fn: Callable[[Any, int], Any] | None = None,
+    batch_seqlens_fn: Callable[[Any], Any] | None = None,
+) -> tuple[Loader, Any, dict[str, Any]]:
+    """The loader and the schedule of the engine's `dynamic_batching`, and arguments of `deepspeed_io` that make the same loader.
+
+    dataset_seqlens     tokens of each sample; None: those in metrics_path, or what `batch_seqlens_fn` says of batches of samples,
+                        which is written there first
+    dataset_filter_ids  the samples to use; None: all
+    sample_padding_fn   called with a sample and a length, for pipelines, whose micro-batches have one length
+
+    Collective if lengths are written. Raises ValueError as `batches_by_tokens`.
+    """
+    plan = engine.plan
+    path = ((plan.efficiency or {}).get("dynamic_batching") or {}).get("metrics_path")
+    if dataset_seqlens is None and batch_seqlens_fn is not None and path and lengths_of(path, len(dataset)) is None:
+        from slipstream.data.analyze import SINGLE, DistributedDataAnalyzer
+
+        DistributedDataAnalyzer(
+            dataset,
+            engine.world_size,
+            worker_id=engine.mesh.world.index,
+            batch_size=1024,
+            metric_names=["seqlen"],
+            metric_functions=[batch_seqlens_fn],
+            metric_types=[SINGLE],
+            save_path=path,
+            collate_fn=dataloader_collate_fn,
+        ).run_map_reduce()
+    options = {"filter_ids": dataset_filter_ids, "pad": sample_padding_fn}
+    batches = batches_by_tokens(plan, dataset, dataloader_collate_fn, dataset_seqlens, **options)
+    loader = build_loader(plan, batches, engine.mesh, engine.device)
+    scheduler = scaled_schedule(plan, loader, engine.lr_scheduler, engine.optimizer)
+    return loader, scheduler, {"dataset": batches, "batch_size": loader.batch_size, "num_local_io_workers": loader.num_workers}
