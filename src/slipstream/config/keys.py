@@ -101,9 +101,10 @@ def without_effect(leaves: Iterable[KeyValue]) -> dict[str, str]:
     """Return the keys that the user set without effect, with the reasons. The config must have passed `refuse`."""
     idle = {}
     for leaf in leaves:
-        key, feature = table()[leaf.key], _asked(leaf)
+        key = table()[leaf.key]
         if not leaf.given or leaf.value == key.default:
             continue
+        feature = _asked(leaf)
         if key.fate is Fate.NO_EFFECT:
             idle[leaf.path] = key.reason
         elif feature is not None:

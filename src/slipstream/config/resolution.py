@@ -233,6 +233,8 @@ class Values:
         return path in self.parsed.leaves and self.parsed.leaves[path].given
 
     def is_auto(self, path: str) -> bool:
+        if not self.parsed.autos:
+            return False
         parts = path.split(".")
         return any(".".join(parts[: i + 1]) in self.parsed.autos for i in range(len(parts)))
 

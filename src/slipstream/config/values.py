@@ -118,6 +118,9 @@ class Block(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
 
+    def __hash__(self) -> int:
+        return hash(type(self))  # pydantic copies defaults deeply that have no hash: half of the time of a parse
+
 
 def honored(default: Any, meaning: str, proof: str = "") -> Any:
     """A key that changes what Slipstream does. meaning: for docs/REFERENCE.md; proof: see `Key.proofs`."""
