@@ -8,6 +8,7 @@ pyproject.toml; how to compile, in ops/build.py.
 
 import importlib.util
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -45,11 +46,20 @@ class BuildKernels(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """Tags the wheel with its platform alone: the kernels do not depend on the Python version."""
+    """Tags the wheel with its platform alone: the kernels do not depend on the Python version. On Linux the tag is that of the
+    newest version of glibc (PEP 600) that a function of the library needs, so that the wheel installs wherever it loads.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, plat = super().get_tag()
-        return (python, abi, plat) if self.root_is_pure else ("py3", "none", plat)
+        if self.root_is_pure:
+            return python, abi, plat
+        library = Path(self.bdist_dir, "slipstream", "ops", build.LIBRARY)
+        needed = re.findall(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes()) if library.is_file() else []
+        if needed and plat.startswith("linux_"):
+            major, minor = max((int(major), int(minor)) for major, minor in needed)
+            plat = plat.replace("linux", f"manylinux_{major}_{max(minor, 17)}", 1)
+        return "py3", "none", plat
 
 
 kernels = Extension(

@@ -136,6 +136,7 @@ LEGS = (
     Leg("verdict", 2, 0.2, "Python's time for a step's agreement on norm and clipping, simulated for 1,024 ranks", "agreement:run"),
     Leg("disk", 2, 3, "bytes per second of the disk layer over fio's", "disk:run"),
     Leg("save", 2, 5, "seconds until a checkpoint is on disk: fio, torch.save, DeepSpeed; 200 kills", "save:run", "deepspeed"),
+    Leg("install", 2, 2, "seconds from a wheel to the first training step in an environment without a compiler", "install:run"),
     Leg("clients", 2, 3, "seconds per step through accelerate and transformers' Trainer, over the native loop", "clients:run"),
     _serve("shared", 2, 6, "seconds for prompts with 90 % in common: without the prefix cache, vLLM and llama.cpp"),
     _serve("poisson", 2, 23, "requests per second within one latency target, at rising arrival rates: vLLM and llama.cpp"),

@@ -5,8 +5,8 @@
  * in order: it reads memory in one stream and can prefetch the next addresses while it waits.
  */
 #include "decoder.h"
+#include "threads.h"
 
-#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>

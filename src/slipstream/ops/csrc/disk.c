@@ -48,8 +48,9 @@ struct disk;
 
 #if defined(IORING_FEAT_RW_CUR_POS) && defined(SYS_io_uring_setup) /* headers of Linux 5.6, which have IORING_OP_READ */
 
+#include "threads.h"
+
 #include <poll.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
