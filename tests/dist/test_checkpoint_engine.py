@@ -537,6 +537,9 @@ def test_a_rank_continues_the_rank_at_its_place() -> None:
     wider = {"batch": 2, "tp": 4}  # one stage; the new slices continue the first
     assert [counterpart(saved, wider, rank).rank for rank in range(8)] == [0, 1, 0, 0, 2, 3, 2, 2]
     assert [counterpart({"batch": 2}, {"batch": 5}, rank) for rank in range(5)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+    assert [counterpart({"batch": 1}, {"batch": 1, "sp": 2}, rank) for rank in range(2)] == [(0, 0), (0, 1)]
+    both = [counterpart({"batch": 2, "sp": 2}, {"batch": 4, "sp": 4}, rank) for rank in range(16)]
+    assert {each.rank for each in both} == {0, 1, 2, 3} and len(set(both)) == 16  # no two ranks draw the same
     assert [counterpart({"batch": 2, "sp": 2}, {"pp": 2, "batch": 2}, rank).rank for rank in range(4)] == [0, 2, 0, 2]
 
 

@@ -26,6 +26,7 @@ from slipstream import initialize
 from slipstream.compat import launcher, modules, names
 from slipstream.compat.__main__ import differences, tables
 from slipstream.train import deepspeed_names
+from slipstream.train.planning import explain
 from tests import deepspeed_checkpoints as ds
 from tests import probe, toy
 
@@ -184,6 +185,7 @@ def test_a_window_counts_and_scales_as_deepspeed_does(deepspeed: Any) -> None:
     assert engine.get_global_grad_norm() > 0
     engine.set_train_batch_size(8)
     assert engine.gradient_accumulation_steps() == 4 and engine.train_batch_size() == 8
+    assert explain.of_states(engine.single).setting.plan.batch.accumulation == 4
     for i in range(3):
         step(engine, i)
     assert engine.global_steps == 1
@@ -725,9 +727,11 @@ def test_checkpointing_is_configured_or_says_what_a_call_cannot_do(
     parted = {"activation_checkpointing": {"partition_activations": True}}
     (tmp_path / "ds.json").write_text(json.dumps(parted))
     for config in (parted, str(tmp_path / "ds.json")):
-        with pytest.raises(ValueError, match="needs tensor parallelism"):
-            configure(None, deepspeed_config=config)
-        configure(None, deepspeed_config=config, partition_activations=False)  # overrides it
+        for overridden, is_said in (({}, True), ({"partition_activations": False}, False)):
+            with caplog.at_level("INFO", "slipstream"):
+                configure(None, deepspeed_config=config, **overridden)
+            assert ('"sequence_parallel": true' in caplog.text) is is_said
+            caplog.clear()
     for name, key in (("checkpoint_in_cpu", "cpu_checkpointing"), ("synchronize", "synchronize_ch"), ("profile", "profile")):
         with pytest.raises(ValueError, match=rf"configure\({name}=True\).*activation_checkpointing\.{key}"):
             configure(None, **{name: True})

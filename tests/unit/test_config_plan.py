@@ -270,13 +270,13 @@ def test_groups_are_checked(caplog: pytest.LogCaptureFixture) -> None:
     groups = {"stage": 3, "zero_hpz_partition_size": 2}
     assert plan_of({"zero_optimization": groups}, ranks=4).zero.group_size == 2
     with pytest.raises(
-        ValueError, match=r"zero_hpz_partition_size \(2\) does not divide the 3 data-parallel ranks; use one of 1, 3"
+        ValueError, match=r"zero_hpz_partition_size \(2\) does not divide the 3 ranks that share states; use one of 1, 3"
     ):
         plan_of({"zero_optimization": groups}, ranks=3)
 
 
 def test_mics_is_checked() -> None:
-    with pytest.raises(ValueError, match="does not divide the 4 data-parallel ranks; use one of 1, 2, 4"):
+    with pytest.raises(ValueError, match="does not divide the 4 ranks that share states; use one of 1, 2, 4"):
         plan_of({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, ranks=4)
     with pytest.raises(ValueError, match="but the stage is 1"):
         plan_of({"zero_optimization": {"stage": 1, "mics_shard_size": 2}}, ranks=4)
@@ -484,7 +484,29 @@ OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param",
 def test_every_honored_key_is_in_the_plan() -> None:
     sections = [Plan, *(kind for kind in vars(plans).values() if isinstance(kind, type) and kind.__name__.endswith("Plan"))]
     names = {json.name.removesuffix(".*") for section in sections for keys in json_keys(section).values() for json in keys}
+    names -= {"*", "curriculum_learning"}  # blocks as the config has them
     assert names | CHECKED | OLDER == set(HONORED) and not names & (CHECKED | OLDER)
+
+
+def test_describe_shows_the_blocks_of_enabled_features() -> None:
+    sections = {each.name for each in dataclasses.fields(Plan) if "Plan" in str(each.type)}
+    without = {name for name, keys in json_keys(Plan).items() if not keys} - sections
+    assert without == {"idle", "notes", "sources"}  # a new field is shown, too
+    schedule = {"total_curriculum_step": 10, "difficulty_step": 8}
+    quantized = {"shared_parameters": {"enabled": True}, "different_groups": {"a": {"params": {"start_bits": 8, "target_bits": 4}}}}
+    raw = {
+        "curriculum_learning": {"enabled": True, "min_difficulty": 8, "max_difficulty": 64, "schedule_config": schedule},
+        "csv_monitor": {"enabled": True, "output_path": "x"},
+        "wandb": {"enabled": False, "team": "t"},
+        "compression_training": {"weight_quantization": quantized, "row_pruning": {"shared_parameters": {"method": "topk"}}},
+    }
+    shown = {words[0]: words[1] for line in describe(plan_of(raw)).splitlines() if len(words := line.split()) > 1}
+    assert shown["curriculum_learning.schedule_config.total_curriculum_step"] == "10"
+    assert (
+        shown["curriculum_learning.enabled"] == shown["csv_monitor.enabled"] == "true" and shown["csv_monitor.output_path"] == "x"
+    )
+    assert shown["compression_training.weight_quantization.different_groups.a.params.target_bits"] == "4"
+    assert not any("row_pruning" in name or "wandb" in name for name in shown)
 
 
 def test_every_honored_key_has_a_source() -> None:

@@ -50,6 +50,8 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"slipstream.mesh.pp": 2, "slipstream.mesh.tp": 2},
         {"slipstream.mesh.tp": 2, "slipstream.tensor.sequence_parallel": True},
         {"slipstream.mesh.sp": 2, "sequence_parallel_size": 4},
+        *({f"slipstream.mesh.{axis}": 2} for axis in ("pp", "sp", "tp")),
+        {"expert_parallel.enabled": True, "expert_parallel.autoep_size": 8},
         {"expert_parallel.enabled": True, "expert_parallel.autoep_size": 2, "slipstream.mesh.sp": 2},
         {"pipeline.stages": 2, "slipstream.pipeline.schedule": "zero_bubble", "slipstream.pipeline.reduce": "micro_batch"},
     ),
@@ -75,6 +77,8 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {},
         {"zero_optimization.mics_shard_size": 2},
         {"zero_optimization.mics_shard_size": 3},
+        {"zero_optimization.mics_shard_size": 8},
+        {"zero_optimization.mics_shard_size": 16},
         {"zero_optimization.zero_hpz_partition_size": 2},
         {"zero_optimization.zero_hpz_partition_size": 3},
         {"zero_optimization.zero_hpz_partition_size": 16},
@@ -103,6 +107,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"zero_optimization.zero_quantized_nontrainable_weights": True},
         {"zero_optimization.zero_quantized_weights": True, "zero_optimization.zeropp_loco_param.err_beta": 0.5},
     ),
+    "rows": ({}, {"sparse_gradients": True}),
     "replicas": ({}, {"slipstream.local_steps.every": 4}),
     "compression": ({}, {"quantize_training.enabled": True}),
     "curriculum": ({}, {"curriculum_learning.enabled": True}),
@@ -138,7 +143,10 @@ OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
         {"optimizer.type": "AdamW", "optimizer.params": {"amsgrad": True}},
     ),
     "rounding": ({}, half("bf16") | {"slipstream.stochastic_rounding": True}),
-    **{axis: PLANS[axis] for axis in ("replicas", "weights", "states", "groups", "optimizer states", "weights' home")},
+    **{
+        axis: PLANS[axis]
+        for axis in ("mesh", "stage", "wire", "replicas", "weights", "states", "groups", "optimizer states", "weights' home")
+    },
 }
 STAGE_3 = {"zero_optimization.stage": 3}
 
@@ -183,6 +191,33 @@ def test_pairs_of_settings() -> None:
             resolve(raw, world=WORLD, facts=facts)
         assert str(error.value) == refused[0], pair
     assert {row.text for row in (*REFUSALS, *NO_EFFECT)} == met
+
+
+def on_mesh(ranks: int, axes: dict[str, int], **zero: int) -> Plan:
+    config = {f"slipstream.mesh.{axis}": size for axis, size in axes.items() if axis != "ep"} | STAGE_3
+    if "ep" in axes:
+        config |= {"expert_parallel.enabled": True, "expert_parallel.autoep_size": axes["ep"]}
+    config |= {f"zero_optimization.{key}": value for key, value in zero.items()}
+    return resolve(nested(config), world=DataWorld(ranks=ranks), facts=DEVICES["a CPU"])
+
+
+def test_states_are_shared_by_all_ranks_of_a_stage() -> None:
+    """A dense parameter's shards are on the ranks of sp and tp, too, so these count in the sizes of groups."""
+    assert not any("no effect" in note for note in on_mesh(8, {"tp": 2}, zero_hpz_partition_size=4).notes)
+    assert any("all 8 ranks" in note for note in on_mesh(8, {"sp": 2}, zero_hpz_partition_size=8).notes)
+    assert on_mesh(8, {"sp": 2}, mics_shard_size=8).zero.shard_size == 8
+    with pytest.raises(ValueError, match=r"mics_shard_size \(8\) does not divide the 4 ranks that share states"):
+        on_mesh(8, {"pp": 2}, mics_shard_size=8)
+    with pytest.raises(ValueError, match=r"hpz_partition_size \(4\) does not divide the 2 ranks that share states"):
+        on_mesh(8, {}, mics_shard_size=2, zero_hpz_partition_size=4)
+
+
+@pytest.mark.parametrize(("axes", "holders"), [({"tp": 2}, 4), ({"ep": 4}, 2), ({"pp": 2, "tp": 2}, 2), ({"tp": 2, "ep": 4}, 4)])
+def test_parts_of_layers_are_not_sharded_within_groups(axes: dict[str, int], holders: int) -> None:
+    """Refused before the model is sliced. A part that at most mics_shard_size ranks hold has no groups, and is accepted."""
+    with pytest.raises(ValueError, match=rf"mics_shard_size \(1\) is not built for parts of layers.*; use {holders} or more"):
+        on_mesh(8, axes, mics_shard_size=1)
+    assert on_mesh(8, axes, mics_shard_size=holders).zero.shard_size == holders
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -265,7 +265,7 @@ def test_slipstream_check_grad_overflow(caplog: pytest.LogCaptureFixture) -> Non
     for check, counts in ((True, [1, 2, 3, 4, 5]), (False, [1, 2, 4])):
         caplog.clear()
         engine = dot(steps=5, x=math.nan, slipstream={"check_grad_overflow": check})
-        assert engine.skipped_steps == 5 * check and engine.nonfinite_steps == 5
+        assert engine.skipped_steps == 5 * check and engine.nonfinite_steps == 5 and engine.overflow is check
         assert bool(weights(engine).isfinite().all()) is check
         what = "skipped" if check else "applied anyway"
         assert [f"'weight' is not finite (the first such parameter); step {what} ({n} so far)" for n in counts] == [

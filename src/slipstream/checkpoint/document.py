@@ -116,19 +116,23 @@ class Counterpart(NamedTuple):
     """The rank of the run that saved whose values a rank of another mesh continues."""
 
     rank: int
-    copy: int  # 0 for the first rank that continues it, 1 for the next along the batch, ...
+    copy: int  # 0 for the first rank that continues it, 1 for the next along the batch or the sequence, ...
 
 
 def counterpart(saved: Mapping[str, int], current: Mapping[str, int], rank: int) -> Counterpart:
-    """The rank at the same place of the axis "batch", and at the same index of the other axes if it is there, else 0."""
+    """The rank at the same place of the axes "batch" and "sp", and at the same index of the other axes if it is there, else 0."""
     place: dict[str, int] = {}
     for axis, size in reversed(list(current.items())):
         place[axis], rank = rank % size, rank // size
     result = 0
     for axis, size in saved.items():
         index = place.get(axis, 0)
-        result = result * size + (index % size if axis == "batch" or index < size else 0)
-    return Counterpart(result, place.get("batch", 0) // saved.get("batch", 1))
+        result = result * size + (index % size if axis in ("batch", "sp") or index < size else 0)
+    copy = 0
+    for axis in ("batch", "sp"):
+        count = saved.get(axis, 1)
+        copy = copy * -(-current.get(axis, 1) // count) + place.get(axis, 0) // count
+    return Counterpart(result, copy)
 
 
 def one_axis(size: int) -> dict[str, int]:

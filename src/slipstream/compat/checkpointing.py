@@ -39,8 +39,6 @@ def configure(
     """
     global _configured
     block = {} if deepspeed_config is None else load_config(config=deepspeed_config).get("activation_checkpointing") or {}
-    if block.get("partition_activations") if partition_activations is None else partition_activations:
-        raise ValueError("checkpointing.configure(partition_activations=True) needs tensor parallelism, which is not built yet")
     unsupported = {
         "checkpoint_in_cpu": (checkpoint_in_cpu, "cpu_checkpointing"),
         "profile": (profile, "profile"),
@@ -53,6 +51,11 @@ def configure(
                 f"activation_checkpointing.{key} in the config"
                 + (", or use slipstream.activations.checkpoint(..., host=)" if name == "checkpoint_in_cpu" else "")
             )
+    if block.get("partition_activations") if partition_activations is None else partition_activations:
+        logger.info(
+            "checkpointing.configure(partition_activations=) has no effect: each tp rank keeps a share of saved activations with "
+            '"slipstream": {"tensor": {"sequence_parallel": true}}'
+        )
     if contiguous_checkpointing or num_checkpoints:
         logger.info(
             "checkpointing.configure(contiguous_checkpointing=, num_checkpoints=) has no effect: inputs are kept as they are, "

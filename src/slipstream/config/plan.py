@@ -40,7 +40,7 @@ def _always(section: Any) -> bool:
 class Json(NamedTuple):
     """The JSON key of a field. `x.*`: one key for each item of a mapping."""
 
-    name: str
+    name: str  # "*": the field is a mapping of blocks by their names
     read: Callable[[Any], Any] = _same  # the key's value -> the field's
     shown: Callable[[Any], Any] = _same  # the field's value -> the key's
     when: Callable[[Any], bool] = _always  # whether the section of the plan uses the key
@@ -54,6 +54,15 @@ def of(*keys: Json) -> Any:
 def key(name: str, **conversions: Callable[[Any], Any]) -> Any:
     """A field that holds the value of a key. conversions: as in `Json`"""
     return of(Json(name, **conversions))
+
+
+def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a block by dotted key, without inner blocks that are off."""
+    for name, value in block.items():
+        if not isinstance(value, Mapping):
+            yield path + name, value
+        elif value.get("shared_parameters", value).get("enabled", True):
+            yield from _leaves(value, f"{path}{name}.")
 
 
 def json_keys(section: Any) -> dict[str, tuple[Json, ...]]:
@@ -359,11 +368,16 @@ class Plan:
         "progressive_layer_drop.enabled", shown=bool, when=lambda plan: plan.layer_drop is not None
     )
     sparse: SparsePlan | None
-    curriculum: Mapping[str, Any] | None  # the block curriculum_learning; train/curriculum.py reads it
-    # The block data_efficiency; `data`, train/loaders.py and train/random_ltd.py read it. Its parts that are off are None
-    efficiency: Mapping[str, Any] | None
-    monitors: Mapping[str, Mapping[str, Any]]  # the enabled blocks, without their switch; observe/monitors.py reads them
-    compression: Mapping[str, Any] | None  # the blocks compression_training and quantize_training; `compression` reads them
+    # The block curriculum_learning; train/curriculum.py reads it.
+    curriculum: Mapping[str, Any] | None = key("curriculum_learning.*", shown=lambda block: dict(_leaves(block or {})))
+    # The block data_efficiency; `data`, train/loaders.py and train/random_ltd.py read it. Its parts that are off are None.
+    efficiency: Mapping[str, Any] | None = key("data_efficiency.*", shown=lambda block: dict(_leaves(block or {})))
+    # The enabled blocks, without their switch; observe/monitors.py reads them.
+    monitors: Mapping[str, Mapping[str, Any]] = key(
+        "*", shown=lambda blocks: dict(_leaves({name: {"enabled": True, **block} for name, block in blocks.items()}))
+    )
+    # The blocks compression_training and quantize_training; `compression` reads them.
+    compression: Mapping[str, Any] | None = key("*", shown=lambda blocks: dict(_leaves(blocks or {})))
     data: DataPlan
     checkpoint: CheckpointPlan
     broadcast_buffers: bool = key("slipstream.broadcast_buffers")  # broadcast rank 0's before each forward
@@ -413,20 +427,21 @@ def _have(keys: Collection[str]) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
-    """Return the plan's values by JSON key, in the order of the fields."""
-    return dict(_items(plan))
+    """Return the plan's values by JSON key, in the order of the fields. Of blocks, without keys that have no effect."""
+    return {name: value for name, value, is_item in _items(plan) if not is_item or name in plan.sources}
 
 
-def _items(section: Any) -> Iterator[tuple[str, Any]]:
+def _items(section: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Keys and values, and whether a mapping holds them."""
     for name, keys in json_keys(section).items():
         value = getattr(section, name)
         for json in keys:
             if not json.when(section):
                 continue
-            if json.name.endswith(".*"):
-                yield from ((json.name[:-1] + item, inner) for item, inner in value.items())
+            if json.name.endswith("*"):
+                yield from ((json.name[:-1] + item, inner, True) for item, inner in json.shown(value).items())
             else:
-                yield json.name, json.shown(value)
+                yield json.name, json.shown(value), False
         if is_dataclass(value):
             yield from _items(value)
 

@@ -65,7 +65,9 @@ class Case:
         self.recomputes = plan.activations.way == "recompute"
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
-        self.ranks = world.ranks // plan.mesh.model_size
+        self.sharing = world.ranks // plan.mesh.pp  # ranks that have a replica of a dense parameter
+        self.shards = self.zero.shard_size or (1 if plan.local_steps.every else self.sharing)
+        self.divisors, self.shard_divisors = _divisors(self.sharing), _divisors(self.shards)
         self.sizes = mesh_sizes(values)
         self.whole_blocks = self.offload.block_nbytes >= 4096 and self.offload.block_nbytes % 4096 == 0
         self.param_tier = values.tier("param")  # also where the stage ignores it
@@ -79,8 +81,14 @@ class Case:
         return " and ".join(f"{name} ({size})" for name, size in next(differing, []))
 
     @property
-    def divisors(self) -> str:
-        return ", ".join(str(size) for size in range(1, self.ranks + 1) if self.ranks % size == 0)
+    def holders(self) -> int:
+        """The most ranks that hold the same part of a layer's slices or experts; 0 if layers are whole."""
+        split = self.plan.mesh.tp if self.plan.mesh.tp > 1 else self.plan.experts.size
+        return self.sharing // split if split > 1 else 0
+
+
+def _divisors(ranks: int) -> str:
+    return ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
 
 
 def _is_alone(inner: str, outer: str, case: Case) -> bool:
@@ -163,14 +171,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "{c.zero.stage}; set it to 3 or drop mics_shard_size",
     ),
     Refusal(
-        lambda c: c.zero.shard_size is not None and c.ranks % c.zero.shard_size,
-        "zero_optimization.mics_shard_size ({c.zero.shard_size}) does not divide the {c.ranks} data-parallel ranks; use one of "
-        "{c.divisors}",
+        lambda c: c.zero.shard_size is not None and c.sharing % c.zero.shard_size,
+        "zero_optimization.mics_shard_size ({c.zero.shard_size}) does not divide the {c.sharing} ranks that share states; use one "
+        "of {c.divisors}",
     ),
     Refusal(
-        lambda c: c.zero.group_size is not None and c.ranks % c.zero.group_size,
-        "zero_optimization.zero_hpz_partition_size ({c.zero.group_size}) does not divide the {c.ranks} data-parallel ranks; use "
-        "one of {c.divisors}",
+        lambda c: c.zero.shard_size is not None and c.zero.shard_size < c.holders,
+        "zero_optimization.mics_shard_size ({c.zero.shard_size}) is not built for parts of layers (tp {c.plan.mesh.tp}, experts "
+        "over {c.plan.experts.size}) that more ranks hold; use {c.holders} or more, or drop it",
+    ),
+    Refusal(
+        lambda c: c.zero.group_size is not None and c.shards % c.zero.group_size,
+        "zero_optimization.zero_hpz_partition_size ({c.zero.group_size}) does not divide the {c.shards} ranks that share states; "
+        "use one of {c.shard_divisors}",
     ),
     Refusal(
         lambda c: c.plan.compression and (c.plan.mesh.pp > 1 or c.plan.mesh.tp > 1),
@@ -279,8 +292,8 @@ NO_EFFECT: tuple[Refusal, ...] = (
         "zero_optimization.zero_quantized_weights has no effect at stage {c.zero.stage}: only stage 3 gathers weights",
     ),
     Refusal(
-        lambda c: c.zero.group_size is not None and c.zero.group_size == c.ranks,
-        "zero_optimization.zero_hpz_partition_size has no effect here: all {c.ranks} data-parallel ranks are one group",
+        lambda c: c.zero.group_size is not None and c.zero.group_size == c.shards,
+        "zero_optimization.zero_hpz_partition_size has no effect here: all {c.shards} ranks that share states are one group",
     ),
     Refusal(
         lambda c: c.zero.group_size is not None and c.zero.stage < 3 and c.precision.comm_dtype not in _CODES,

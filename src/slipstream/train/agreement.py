@@ -22,7 +22,7 @@ from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerLostError, is_lost_rank
 
 _MOST_SHOWN = 5
-# Keys that may differ between ranks: disks and their tuning, logging, timeouts.
+# Keys and blocks that may differ between ranks: disks and their tuning, logging, timeouts.
 _OWN_KEYS = frozenset(
     (
         "zero_optimization.offload_optimizer.nvme_path",
@@ -37,6 +37,10 @@ _OWN_KEYS = frozenset(
         "dump_state",
         "log_level",
         "slipstream.timeout_s",
+        "tensorboard",
+        "wandb",
+        "comet",
+        "csv_monitor",
     )
 )
 
@@ -47,7 +51,7 @@ Facts = dict[str, str]
 
 def facts_of_plan(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
     """The facts of the config and the versions. Random seeds, data and disk paths may differ between ranks."""
-    facts = {key: str(value) for key, value in plan_values(plan).items() if key not in _OWN_KEYS}
+    facts = {key: str(value) for key, value in plan_values(plan).items() if not _OWN_KEYS & {key, key.partition(".")[0]}}
     facts["device"] = device.type
     for library in ("slipstream", "torch", type(model).__module__.partition(".")[0]):
         if (version := getattr(sys.modules.get(library), "__version__", None)) is not None:

@@ -91,7 +91,7 @@ class Engine(nn.Module):
     global_samples       samples of all ranks so far
     global_grad_norm     2-norm of the last window's mean gradient before clipping; None before the first
     step_applied         whether the last `step()` updated the weights
-    overflow             whether the last window's gradients were not finite
+    overflow             whether the last window was skipped, because gradients were not finite
     plan                 the resolved configuration, frozen
     precision            dtypes and `loss_scale`
     """
@@ -293,6 +293,8 @@ class Engine(nn.Module):
     def set_batch(self, batch: BatchPlan) -> None:
         """Change the batch sizes from the next accumulation window on."""
         self.plan = self.window.plan = replace(self.plan, batch=batch)
+        for states in self.states:
+            states.plan = self.plan
         self.window.divides = None
         self._set_alpha()
 

@@ -279,8 +279,8 @@ def _take_values(
         _seed_copy(loaded.nearest["random"], loaded.copy, device)
     if loaded.per_rank is None and mesh.is_first:
         logger.info(
-            "random states continue on another mesh (%s): a rank has that of its place on the axes that were there; batch ranks "
-            "beyond those of the checkpoint are seeded from one of it",
+            "random states continue on another mesh (%s): a rank has that of its place on the axes that were there; batch and sp "
+            "ranks beyond those of the checkpoint are seeded from one of it",
             " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items()),
         )
 
