@@ -108,15 +108,15 @@ def halves() -> Moe:
     return Moe(dist.get_rank() % 2 * EXPERTS // 2, EXPERTS // 2, group)
 
 
-def twin(ranks: int, accumulation: int, steps: int = STEPS) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, gradient norms and weights of plain torch in one process, on the batches of all ranks."""
+def twin(ranks: int, accumulation: int, *later: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses, gradient norms and weights of plain torch in one process, on the batches of all ranks. later: of further steps"""
     torch.manual_seed(0)
     model = Moe()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
-    for step in range(steps):
+    for step, count in enumerate([ranks] * STEPS + list(later)):
         optimizer.zero_grad()
-        batches = [toy.floats(rank, step, micro) for micro in range(accumulation) for rank in range(ranks)]
+        batches = [toy.floats(rank, step, micro) for micro in range(accumulation) for rank in range(count)]
         loss = sum((model(batch) for batch in batches), torch.zeros(())) / len(batches)
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
@@ -162,16 +162,15 @@ def test_experts_over_their_own_axis_train_as_one_process(transport: str, accumu
         engine.destroy()
 
 
-def save_halves(path: Path, stage: int) -> tuple[Any, Any]:
+def save_halves(path: Path, stage: int) -> None:
     engine = make(halves(), stage)
     train(engine, 1)
     engine.save_checkpoint(str(path), tag="x")
-    result = train(engine, 1, STEPS, 1)
     engine.destroy()
-    return result
 
 
-def load_elsewhere(path: Path, stage: int, split: bool) -> dict[str, Tensor]:
+def load_elsewhere(path: Path, stage: int, split: bool) -> tuple[dict[str, Tensor], Any]:
+    """The loaded states, and the losses and norms of the next step."""
     torch.manual_seed(1)
     engine = make(halves() if split else Moe(), stage)
     engine.load_checkpoint(str(path), tag="x")
@@ -179,8 +178,9 @@ def load_elsewhere(path: Path, stage: int, split: bool) -> dict[str, Tensor]:
     for unit in probe.units(engine):
         for name in unit.names:
             state |= {f"{name}/{key}": value for key, value in engine.optimizer_state(name).items()}
+    trained = train(engine, 1, STEPS, 1)
     engine.destroy()
-    return state
+    return state, trained
 
 
 @pytest.mark.parametrize("stage", cases.stages("gloo"))
@@ -190,11 +190,13 @@ def test_a_checkpoint_of_experts_loads_into_other_layouts(tmp_path: Path, stage:
     assert shapes["model.blocks.0.up"] == (EXPERTS, DIM, 2 * DIM)
     assert shapes["optim.exp_avg.blocks.1.down"] == (2 * DIM, EXPERTS, DIM)
     _, _, weights = twin(4, 1)
-    whole = run(1, load_elsewhere, tmp_path, 0, False)[0]
+    whole, _ = run(1, load_elsewhere, tmp_path, 0, False)[0]
     for name, value in weights.items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=5e-6)
     for world, split in ((4, False), (2, True), (2, False), (4, True)):
-        for rank, state in enumerate(run(world, load_elsewhere, tmp_path, stage, split)):
+        losses, norms, _ = twin(4, 1, world)
+        for rank, (state, trained) in enumerate(run(world, load_elsewhere, tmp_path, stage, split)):
+            assert trained == (pytest.approx(losses[-1:], abs=2e-6), pytest.approx(norms[-1:], rel=1e-5)), (world, split)
             for name, value in state.items():
                 expected = whole[name]
                 if split and "/" in name and name.startswith("blocks") and ".router" not in name:
