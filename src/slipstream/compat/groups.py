@@ -6,6 +6,7 @@ are split over N ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -51,61 +52,6 @@ def _of_data_and_sequences() -> Axis:
     return _last[0].dense.both
 
 
-def _get_data_parallel_group() -> Any:
-    return _group(_axis("batch"))
-
-
-def _get_data_parallel_world_size() -> int:
-    return _axis("batch").size
-
-
-def _get_data_parallel_rank() -> int:
-    return _axis("batch").index
-
-
-def _get_sequence_parallel_group() -> Any:
-    return _group(_axis("sp"))
-
-
-def _get_sequence_parallel_world_size() -> int:
-    return _axis("sp").size
-
-
-def _get_sequence_parallel_rank() -> int:
-    return _axis("sp").index
-
-
-def _get_sequence_data_parallel_group() -> Any:
-    return _group(_of_data_and_sequences())
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return _of_data_and_sequences().size
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    return _of_data_and_sequences().index
-
-
-def _get_model_parallel_group() -> Any:
-    return _group(_axis("tp"))
-
-
-def _get_model_parallel_world_size() -> int:
-    return _axis("tp").size
-
-
-def get_model_parallel_rank() -> int:
-    return _axis("tp").index
-
-
-get_data_parallel_group, get_data_parallel_world_size = _get_data_parallel_group, _get_data_parallel_world_size
-get_data_parallel_rank = _get_data_parallel_rank
-get_model_parallel_group = get_tensor_model_parallel_group = _get_model_parallel_group
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
-get_tensor_model_parallel_rank = get_model_parallel_rank
-
-
 # -- experts --
 
 
@@ -136,46 +82,6 @@ def _experts(group_name: str) -> _ExpertGroups:
     return families[group_name]
 
 
-def _get_expert_parallel_group(group_name: str) -> Any:
-    return _group(_experts(group_name).parts)
-
-
-def _get_expert_parallel_world_size(group_name: str) -> int:
-    return _experts(group_name).parts.size
-
-
-def _get_expert_parallel_rank(group_name: str) -> int:
-    return _experts(group_name).parts.index
-
-
-def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_experts(group_name).parts.ranks)
-
-
-def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    return {name: _get_expert_parallel_group(name) for name in _expert_families()}
-
-
-def _get_expert_data_parallel_group(group_name: str) -> Any:
-    return _group(_experts(group_name).copies)
-
-
-def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return _experts(group_name).copies.size
-
-
-def _get_expert_data_parallel_rank(group_name: str) -> int:
-    return _experts(group_name).copies.index
-
-
-def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_experts(group_name).copies.ranks)
-
-
-def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    return {name: _get_expert_data_parallel_group(name) for name in _expert_families()}
-
-
 def _get_max_expert_size() -> int:
     """The largest number of ranks over which experts are split."""
     sizes = [each.parts.size for each in _expert_families().values()]
@@ -188,10 +94,46 @@ def _get_max_expert_size_name() -> str:
 
 
 def _get_max_expert_parallel_group() -> Any:
-    return _get_expert_parallel_group(_get_max_expert_size_name())
+    return _group(_experts(_get_max_expert_size_name()).parts)
 
 
 def _get_expert_model_parallel_world_size() -> int:
     """The slices of each expert."""
     keys = _last[0].families if _last else ()
     return max((s.size for key in keys if any(e.axis == "ep" for e in key) for s in key if s.axis == "tp"), default=1)
+
+
+# -- DeepSpeed's getters: the prefix of a name says which axis, its end what of it --
+
+_VALUES: Mapping[str, Callable[[Axis], Any]] = {
+    "group": _group,
+    "world_size": lambda axis: axis.size,
+    "rank": lambda axis: axis.index,
+    "group_ranks": lambda axis: list(axis.ranks),
+}
+_AXES: Mapping[str, Callable[[], Axis]] = {
+    "_get_data_parallel": lambda: _axis("batch"),
+    "get_data_parallel": lambda: _axis("batch"),
+    "_get_sequence_parallel": lambda: _axis("sp"),
+    "_get_sequence_data_parallel": _of_data_and_sequences,
+    "_get_model_parallel": lambda: _axis("tp"),
+    "get_model_parallel": lambda: _axis("tp"),
+    "get_tensor_model_parallel": lambda: _axis("tp"),
+}
+_EXPERTS: Mapping[str, Callable[[_ExpertGroups], Axis]] = {
+    "_get_expert_parallel": lambda groups: groups.parts,
+    "_get_expert_data_parallel": lambda groups: groups.copies,
+}
+
+
+def _getters() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for prefix, axis in _AXES.items():
+        for end, value in _VALUES.items():
+            yield f"{prefix}_{end}", lambda axis=axis, value=value: value(axis())
+    for prefix, of in _EXPERTS.items():
+        for end, value in _VALUES.items():
+            yield f"{prefix}_{end}", lambda group_name, of=of, value=value: value(of(_experts(group_name)))
+        yield f"{prefix}_group_dict", lambda of=of: {name: _group(of(each)) for name, each in _expert_families().items()}
+
+
+globals().update(_getters())

@@ -1,88 +1,104 @@
-"""DeepSpeed's optimizer classes: constructors of torch's and Slipstream's optimizers with DeepSpeed's arguments.
+"""DeepSpeed's optimizer classes: calls make torch's and Slipstream's optimizers from DeepSpeed's arguments.
 
-`__new__` returns an optimizer class that Slipstream has a kernel for. `isinstance(x, DeepSpeedCPUAdam)` is therefore true for
-torch's Adam and AdamW. Parameter groups are not copied: accelerate passes the groups of another optimizer, whose scheduler
-continues to set their learning rates.
+`isinstance(x, DeepSpeedCPUAdam)` is true for torch's Adam and AdamW, and so on. Parameter groups are not copied: accelerate passes
+the groups of another optimizer, whose scheduler continues to set their learning rates.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from slipstream import optim
-from slipstream.optim import Lamb, Lion, OneBitAdam
 
 log = logging.getLogger(__name__)
 
+# Of all classes, by argument; some have others.
+_DEFAULTS: Mapping[str, Any] = {
+    "deepspeed": None,
+    "lr": 1e-3,
+    "freeze_step": 100_000,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "eps_inside_sqrt": False,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "max_coeff": 10.0,
+    "min_coeff": 0.01,
+    "var_freeze_step": 100_000,
+    "var_update_scaler": 16,
+    "local_step_scaler": 32_678,
+    "local_step_clipper": 16,
+    "amsgrad": False,
+    "adamw_mode": True,
+    "adam_w_mode": True,
+    "fp32_optimizer_states": True,
+    "set_grad_none": True,
+    "cuda_aware": False,
+    "comm_backend_name": "nccl",
+    "coeff_beta": 0.9,
+    "factor_max": 4.0,
+    "factor_min": 0.5,
+    "factor_threshold": 0.1,
+}
+_NO_EFFECT = {"deepspeed", "set_grad_none", "cuda_aware", "comm_backend_name"}  # the engine's transport is used
 
-class _IsAdam(type):
+
+class _Refused(NamedTuple):
+    """An error for values other than the defaults."""
+
+    arguments: tuple[str, ...]
+    text: str
+    error: type[Exception] = ValueError
+
+
+_NARROW = _Refused(("fp32_optimizer_states",), "fp32_optimizer_states=False: set bf16.bf16_optimizer_states in the config instead")
+_ONE_BIT = (
+    _Refused(("amsgrad",), "{name} does not support the AMSGrad variant.", RuntimeError),
+    _Refused(
+        ("max_grad_norm", "eps_inside_sqrt"),
+        "{name}(max_grad_norm=, eps_inside_sqrt=): set gradient_clipping in the config; eps is outside",
+    ),
+)
+
+
+class _Row(NamedTuple):
+    kinds: tuple[type, ...]  # of the optimizers that it stands for
+    make: Callable[..., torch.optim.Optimizer]
+    arguments: str  # DeepSpeed's, in order; the first are the parameters
+    refused: tuple[_Refused, ...] = ()
+    defaults: Mapping[str, Any] = {}
+
+
+class _Stand(type):
+    """A class whose instances are optimizers of the classes of its row."""
+
+    row: _Row
+    __signature__: inspect.Signature
+
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, (torch.optim.Adam, torch.optim.AdamW))
+        return isinstance(instance, cls.row.kinds)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        bound = cls.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        params, *given = bound.arguments.items()
+        values, defaults = dict(given), {**_DEFAULTS, **cls.row.defaults}
+        for refused in cls.row.refused:
+            if any(bool(values.pop(name)) != bool(defaults[name]) for name in refused.arguments):
+                raise refused.error(refused.text.format(name=cls.__name__))
+        if "cuda_aware" in values:
+            log.info("%s: cuda_aware and comm_backend_name have no effect, because the engine's transport is used", cls.__name__)
+        return cls.row.make(params[1], **{name: value for name, value in values.items() if name not in _NO_EFFECT})
 
 
-class _IsOneBitAdam(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, OneBitAdam)
-
-
-class _IsZeroOneAdam(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, optim.ZeroOneAdam)
-
-
-class _IsOneBitLamb(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, optim.OneBitLamb)
-
-
-class DeepSpeedCPUAdam(metaclass=_IsAdam):
-    """AdamW, or Adam if `adamw_mode=False`. It runs on the device on which the engine keeps the states."""
-
-    def __new__(
-        cls,
-        model_params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        _refuse_narrow_states(fp32_optimizer_states)
-        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        return _adam(model_params, adamw_mode, bias_correction, **values)
-
-
-class FusedAdam(metaclass=_IsAdam):
-    """AdamW, or Adam if `adam_w_mode=False`."""
-
-    def __new__(
-        cls,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> Any:
-        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        return _adam(params, adam_w_mode, bias_correction, **values)
-
-
-def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:
-    if not fp32_optimizer_states:
-        raise ValueError("fp32_optimizer_states=False: set bf16.bf16_optimizer_states in the config instead")
-
-
-def _adam(params: Any, decoupled: bool, bias_correction: bool, **arguments: Any) -> torch.optim.Optimizer:
+def _adam(params: Any, bias_correction: bool, **arguments: Any) -> torch.optim.Optimizer:
+    decoupled = arguments.pop("adamw_mode", True) and arguments.pop("adam_w_mode", True)
     optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **arguments)
     for group in optimizer.param_groups:
         group["decoupled_weight_decay"] = decoupled  # groups of another optimizer may have the opposite value
@@ -91,171 +107,84 @@ def _adam(params: Any, decoupled: bool, bias_correction: bool, **arguments: Any)
     return optimizer
 
 
-class DeepSpeedCPUAdagrad:
-    """torch's Adagrad."""
-
-    def __new__(
-        cls,
-        model_params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        _refuse_narrow_states(fp32_optimizer_states)
-        if amsgrad:
-            raise ValueError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no AMSGrad variant; drop the argument")
-        return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+def _stand(name: str, text: str, row: _Row) -> Any:
+    first, *names = row.arguments.split()
+    defaults = {**_DEFAULTS, **row.defaults}
+    both = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(first, both), *(inspect.Parameter(each, both, default=defaults[each]) for each in names)]
+    signature = inspect.Signature(parameters)
+    return _Stand(name, (), {"__doc__": text, "__module__": __name__, "row": row, "__signature__": signature})
 
 
-class DeepSpeedCPULion:
-    """Slipstream's Lion."""
+_ADAMS, _TAIL = (torch.optim.Adam, torch.optim.AdamW), "amsgrad cuda_aware comm_backend_name"
+_COMMON = "bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm"
 
-    def __new__(
-        cls,
-        model_params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        _refuse_narrow_states(fp32_optimizer_states)
-        return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
-
-
-class FusedLion:
-    """Slipstream's Lion."""
-
-    def __new__(
-        cls,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-    ) -> Any:
-        return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
-
-
-class OnebitAdam(metaclass=_IsOneBitAdam):
-    """Slipstream's 1-bit Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect: the engine's transport is used."""
-
-    def __new__(
-        cls,
-        params: Any,
-        deepspeed: Any = None,
-        lr: float = 1e-3,
-        freeze_step: int = 100_000,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        amsgrad: bool = False,
-        cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
-    ) -> Any:
-        _refuse_variants(cls.__name__, amsgrad, max_grad_norm, eps_inside_sqrt)
-        values: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "bias_correction": bias_correction}
-        return OneBitAdam(params, weight_decay=weight_decay, freeze_step=freeze_step, **values)
-
-
-class ZeroOneAdam(metaclass=_IsZeroOneAdam):
-    """Slipstream's 0/1 Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`."""
-
-    def __new__(
-        cls,
-        params: Any,
-        deepspeed: Any = None,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        var_freeze_step: int = 100_000,
-        var_update_scaler: int = 16,
-        local_step_scaler: int = 32_678,
-        local_step_clipper: int = 16,
-        amsgrad: bool = False,
-        cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
-    ) -> Any:
-        _refuse_variants(cls.__name__, amsgrad, max_grad_norm, eps_inside_sqrt)
-        variance = {"var_freeze_step": var_freeze_step, "var_update_scaler": var_update_scaler}
-        local = {"local_step_scaler": local_step_scaler, "local_step_clipper": local_step_clipper}
-        return optim.ZeroOneAdam(params, lr, betas, eps, weight_decay, bias_correction, **variance, **local)
-
-
-class OnebitLamb(metaclass=_IsOneBitLamb):
-    """Slipstream's 1-bit LAMB. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`."""
-
-    def __new__(
-        cls,
-        params: Any,
-        deepspeed: Any = None,
-        lr: float = 1e-3,
-        freeze_step: int = 100_000,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,
-        cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-    ) -> Any:
-        _refuse_variants(cls.__name__, amsgrad, max_grad_norm, eps_inside_sqrt)
-        ratios = {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
-        factors = {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
-        return optim.OneBitLamb(params, lr, betas, eps, weight_decay, bias_correction, freeze_step, **ratios, **factors)
-
-
-def _refuse_variants(name: str, amsgrad: bool, max_grad_norm: float, eps_inside_sqrt: bool) -> None:
-    if amsgrad:
-        raise RuntimeError(f"{name} does not support the AMSGrad variant.")
-    if max_grad_norm or eps_inside_sqrt:
-        raise ValueError(f"{name}(max_grad_norm=, eps_inside_sqrt=): set gradient_clipping in the config; eps is outside")
-    log.info("%s: cuda_aware and comm_backend_name have no effect, because the engine's transport is used", name)
-
-
-class FusedLamb:
-    """Slipstream's LAMB."""
-
-    def __new__(
-        cls,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        amsgrad: bool = False,
-    ) -> Any:
-        if max_grad_norm or amsgrad:
-            raise ValueError("FusedLamb(max_grad_norm=, amsgrad=): set gradient_clipping in the config; LAMB has no AMSGrad")
-        return Lamb(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
+DeepSpeedCPUAdam = _stand(
+    "DeepSpeedCPUAdam",
+    "AdamW, or Adam if `adamw_mode=False`. It runs on the device on which the engine keeps the states.",
+    _Row(
+        _ADAMS, _adam, "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states", (_NARROW,)
+    ),
+)
+FusedAdam = _stand(
+    "FusedAdam",
+    "AdamW, or Adam if `adam_w_mode=False`.",
+    _Row(_ADAMS, _adam, "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"),
+)
+DeepSpeedCPUAdagrad = _stand(
+    "DeepSpeedCPUAdagrad",
+    "torch's Adagrad.",
+    _Row(
+        (torch.optim.Adagrad,),
+        torch.optim.Adagrad,
+        "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
+        (_NARROW, _Refused(("amsgrad",), "{name}(amsgrad=True): Adagrad has no AMSGrad variant; drop the argument")),
+        {"lr": 1e-2, "eps": 1e-10},
+    ),
+)
+DeepSpeedCPULion = _stand(
+    "DeepSpeedCPULion",
+    "Slipstream's Lion.",
+    _Row((optim.Lion,), optim.Lion, "model_params lr betas weight_decay fp32_optimizer_states", (_NARROW,)),
+)
+FusedLion = _stand("FusedLion", "Slipstream's Lion.", _Row((optim.Lion,), optim.Lion, "params lr betas weight_decay set_grad_none"))
+OnebitAdam = _stand(
+    "OnebitAdam",
+    "Slipstream's 1-bit Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect: the engine's transport is used.",
+    _Row((optim.OneBitAdam,), optim.OneBitAdam, f"params deepspeed lr freeze_step {_COMMON} {_TAIL}", _ONE_BIT),
+)
+ZeroOneAdam = _stand(
+    "ZeroOneAdam",
+    "Slipstream's 0/1 Adam. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`.",
+    _Row(
+        (optim.ZeroOneAdam,),
+        optim.ZeroOneAdam,
+        f"params deepspeed lr {_COMMON} var_freeze_step var_update_scaler local_step_scaler local_step_clipper {_TAIL}",
+        _ONE_BIT,
+    ),
+)
+OnebitLamb = _stand(
+    "OnebitLamb",
+    "Slipstream's 1-bit LAMB. `deepspeed`, `cuda_aware` and `comm_backend_name` have no effect, as for `OnebitAdam`.",
+    _Row(
+        (optim.OneBitLamb,),
+        optim.OneBitLamb,
+        f"params deepspeed lr freeze_step {_COMMON} max_coeff min_coeff {_TAIL} coeff_beta factor_max factor_min factor_threshold",
+        _ONE_BIT,
+    ),
+)
+FusedLamb = _stand(
+    "FusedLamb",
+    "Slipstream's LAMB.",
+    _Row(
+        (optim.Lamb,),
+        optim.Lamb,
+        f"params lr {_COMMON} max_coeff min_coeff amsgrad",
+        (
+            _Refused(
+                ("max_grad_norm", "amsgrad"),
+                "FusedLamb(max_grad_norm=, amsgrad=): set gradient_clipping in the config; LAMB has no AMSGrad",
+            ),
+        ),
+    ),
+)
