@@ -163,25 +163,9 @@ def _check_size(raw: bytes, most_tensors: int) -> None:
         num_tensors += name == "BINPERSID"  # torch names a tensor's storage so, each time
         if num_tensors > most_tensors:
             raise CheckpointError(f"damaged or hostile: it has more than {most_tensors:,} tensors, and too few bytes for them")
-        if "PUT" in name or name == "MEMOIZE":
-            number = len(memo) if name == "MEMOIZE" else int(argument or 0)
-            if number > count:
-                raise CheckpointError(f"damaged or hostile: its pickle stores value {count} under the number {number}")
-            memo[number] = stack[-1] or _Value(0)
+        if _moves(name, argument, count, stack, memo):
             continue
-        if "GET" in name:
-            stack.append(memo[int(argument or 0)])
-            continue
-        if name == "MARK":
-            stack.append(None)
-            continue
-        popped: list[_Value] = []
-        before = list(opcode.stack_before)
-        if pickletools.markobject in before:
-            while (value := stack.pop()) is not None:
-                popped.append(value)
-            before = before[: before.index(pickletools.markobject)]
-        popped += [stack.pop() or _Value(0) for _ in before]
+        popped = _popped(stack, opcode)
         size = 1 + sum(value.size for value in popped) + (len(argument) if isinstance(argument, str | bytes) else 0)
         depth = 1 + max((value.depth for value in (popped[:-1] if name in _GROWS else popped)), default=0)
         if size > _LIMIT or depth > _DEPTH:
@@ -201,6 +185,33 @@ def _check_size(raw: bytes, most_tensors: int) -> None:
             stack += [_Value(size, depth) for _ in opcode.stack_after]
         for value in popped:
             value.used = True
+
+
+def _moves(name: str, argument: Any, count: int, stack: list[_Value | None], memo: dict[int, _Value]) -> bool:
+    """Follow an opcode that makes no value: of the memo, or a mark. Returns whether it is one."""
+    if "PUT" in name or name == "MEMOIZE":
+        number = len(memo) if name == "MEMOIZE" else int(argument or 0)
+        if number > count:
+            raise CheckpointError(f"damaged or hostile: its pickle stores value {count} under the number {number}")
+        memo[number] = stack[-1] or _Value(0)
+    elif "GET" in name:
+        stack.append(memo[int(argument or 0)])
+    elif name == "MARK":
+        stack.append(None)
+    else:
+        return False
+    return True
+
+
+def _popped(stack: list[_Value | None], opcode: Any) -> list[_Value]:
+    """The values that an opcode takes from the stack."""
+    popped: list[_Value] = []
+    before = list(opcode.stack_before)
+    if pickletools.markobject in before:
+        while (value := stack.pop()) is not None:
+            popped.append(value)
+        before = before[: before.index(pickletools.markobject)]
+    return popped + [stack.pop() or _Value(0) for _ in before]
 
 
 @dataclass(slots=True)

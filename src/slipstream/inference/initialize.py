@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from slipstream.inference.load import is_config, load
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.native import MAX_THREADS, NativeDecoder
 from slipstream.inference.ranks import ServingRanks
-from slipstream.inference.runner import ON_NATIVE, Sizes, open_decoder, open_generic
+from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_generic
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4
@@ -194,6 +194,17 @@ def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, **options: Any)
         raise
 
 
+class _Ready(NamedTuple):
+    """A model that is ready to be served."""
+
+    forward: Opened
+    target: Target | str  # what `update_weights` changes, or why it cannot
+    kind: str  # of `precision.DTYPES`, or "blocks"
+    weights: str  # for the description
+    ends: tuple[int, ...]
+    metadata: Mapping[str, Any]  # of a GGUF file
+
+
 def _open_here(
     model: Any,
     *,
@@ -212,70 +223,87 @@ def _open_here(
 ) -> InferenceEngine:
     """Load the model, choose the forward and start the loop. `loop`: the other arguments of `Engine`."""
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
-    source = _source(model)
-    kind = precision.parse_dtype(dtype)
+    source, kind = _source(model), precision.parse_dtype(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
     group = group_size or GROUP_SIZES[0]
+    place, threads = _place(device, threads, ranks)
+    passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+    sizes = Sizes(kv_cache_bytes, max_running, max_context, threads, expert_cache_bytes, ranks)
+    served = _serve(source, kind, place, group, sizes)
+    engine = Engine(
+        served.forward.runner,
+        passed_tokenizer or _own_tokenizer(source, served.metadata),
+        max_running=max_running,
+        end_ids=served.ends,
+        model_name=name,
+        sampling=_sampling(source, served.metadata),
+        unavailable=_NOT_YET if is_config(source) else _FOLLOWS.format(ranks.index) if ranks and ranks.index else "",
+        expert_use=served.forward.expert_use,
+        **loop,
+    )
+    runner = served.forward.runner
+    sizes_text = f"cache of {runner.num_blocks * runner.block_size:,} tokens, context of {engine.max_context:,}"
+    description = f"{name}: {served.weights}, {served.forward.forward}, {sizes_text}"
+    if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
+        ranks.start(runner.follow, engine.fail)
+    return InferenceEngine(engine, description, served.target, _module(source, served.kind, place, group), ranks)
+
+
+def _place(device: torch.device | str | None, threads: int | None, ranks: ServingRanks | None) -> tuple[torch.device, int | None]:
+    """The device, and the threads of its native forward (None: torch's)."""
     place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     if threads is not None:
         if place.type != "cpu":
             raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
         torch.set_num_threads(threads)  # they load and quantize for every forward, and compute for torch's
     if place.type == "cuda":
-        place = _gpu(place)
-    elif ranks is not None:
+        return _gpu(place), threads
+    if ranks is not None:
         threads = threads or min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks.neighbors))
-    passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
-    sizes = Sizes(kv_cache_bytes, max_running, max_context, threads, expert_cache_bytes, ranks)
-    metadata: Mapping[str, Any] = {}
+    return place, threads
+
+
+def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
+    """Load the model, by our own forward if it has one, else by transformers'. Collective with ranks."""
+    ranks = sizes.ranks
     read = partial(load, source, dtype=kind, group_size=group, device=place, part=ranks.part if ranks else None)
     try:
         loaded = ranks.together(read) if ranks else read()
     except UnsupportedModel as error:
-        if ranks or expert_cache_bytes is not None:
+        if ranks or sizes.expert_nbytes is not None:
             raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
-        live = _transformers_model(source, kind, place, group)
-        generic.check_context(live, max_context)
-        opened, ends = open_generic(live, sizes), _end_ids(live)
-        kind_opened, weights_text = kind, _weights_text(kind, live.dtype)
-        target: Target | str = _ONCE if kind in precision.QUANTIZED else Target.module(live)
-        if isinstance(source, Path) and source.is_file():
-            metadata = read_gguf(source).metadata
-    else:
-        target = Target.decoder(loaded.config, loaded.weights)
-        if place.type == "cuda" and isinstance(source, torch.nn.Module):
-            target = _SHARED
-        blocks = loaded.opening.kind == "stored" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers)
-        if blocks:
-            target = _BLOCKS
-        if expert_cache_bytes is not None:
-            target = _ON_DISK
-        if ranks is not None:
-            target = _SPLIT
-        kind_opened = "blocks" if blocks else loaded.opening.kind
-        opened = open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes)
-        ends, metadata = loaded.config.end_ids, loaded.gguf
-        weights_text = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
-        weights_text += f" ({loaded.opening.why})" if loaded.opening.why else ""
-    own = passed_tokenizer or _own_tokenizer(source, metadata)
-    engine = Engine(
-        opened.runner,
-        own,
-        max_running=max_running,
-        end_ids=ends,
-        model_name=name,
-        sampling=_sampling(source, metadata),
-        unavailable=_NOT_YET if is_config(source) else _FOLLOWS.format(ranks.index) if ranks and ranks.index else "",
-        expert_use=opened.expert_use,
-        **loop,
+        return _serve_by_transformers(source, kind, place, group, sizes)
+    blocks = loaded.opening.kind == "stored" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers)
+    reasons = (
+        (_SPLIT, ranks is not None),
+        (_ON_DISK, sizes.expert_nbytes is not None),
+        (_BLOCKS, blocks),
+        (_SHARED, place.type == "cuda" and isinstance(source, torch.nn.Module)),
     )
-    capacity = opened.runner.num_blocks * opened.runner.block_size
-    sizes_text = f"cache of {capacity:,} tokens, context of {engine.max_context:,}"
-    description = f"{name}: {weights_text}, {opened.forward}, {sizes_text}"
-    if ranks is not None and isinstance(opened.runner, NativeDecoder):  # the others are refused
-        ranks.start(opened.runner.follow, engine.fail)
-    return InferenceEngine(engine, description, target, _module(source, kind_opened, place, group), ranks)
+    fixed = next((why for why, holds in reasons if holds), None)
+    weights = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
+    return _Ready(
+        forward=open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes),
+        target=fixed or Target.decoder(loaded.config, loaded.weights),
+        kind="blocks" if blocks else loaded.opening.kind,
+        weights=weights + (f" ({loaded.opening.why})" if loaded.opening.why else ""),
+        ends=loaded.config.end_ids,
+        metadata=loaded.gguf,
+    )
+
+
+def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
+    live = _transformers_model(source, kind, place, group)
+    generic.check_context(live, sizes.max_context)
+    return _Ready(
+        forward=open_generic(live, sizes),
+        target=_ONCE if kind in precision.QUANTIZED else Target.module(live),
+        kind=kind,
+        weights=_weights_text(kind, live.dtype),
+        ends=_end_ids(live),
+        metadata=read_gguf(source).metadata if isinstance(source, Path) and source.is_file() else {},
+    )
 
 
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:

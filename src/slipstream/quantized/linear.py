@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,18 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
     Raises ValueError, with nothing changed, for a layer that belongs to an engine outside a surgery, that has non-finite weights or
     that is trained while others are frozen (an adapter), and for a pattern that matches no layer's name.
     """
+    chosen = _layers(model, skip)
+    _refuse(model, chosen)
+    for layer, names in chosen.items():
+        quantized = QuantizedLinear(layer, RowForm(bits=bits, columns=layer.in_features, block=block))
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, quantized)
+    return model
+
+
+def _layers(model: nn.Module, skip: Sequence[str]) -> dict[nn.Linear, list[str]]:
+    """The layers to quantize, and their names: several if a layer is shared."""
     head = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
     names: dict[nn.Linear, list[str]] = {}  # several if a layer is shared
@@ -96,17 +108,22 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
     if unused := [pattern for pattern in skip if not any(fnmatch.filter(of_layer, pattern) for of_layer in names.values())]:
         first = ", ".join(name for name, *_ in list(names.values())[:8]) or "none"
         raise ValueError(f"skip={unused} matches the name of no nn.Linear of {type(model).__name__}; its first are {first}")
-    chosen = [
-        layer
-        for layer in names
+    chosen = {
+        layer: of_layer
+        for layer, of_layer in names.items()
         if type(layer) is nn.Linear
         and layer is not model
         and layer is not head
         and uses[id(layer.weight)] == 1
-        and not any(fnmatch.filter(names[layer], pattern) for pattern in skip)
-    ]
+        and not any(fnmatch.filter(of_layer, pattern) for pattern in skip)
+    }
     if not chosen:
         raise ValueError(f"no nn.Linear of {type(model).__name__} is left to quantize: skip={list(skip)}")
+    return chosen
+
+
+def _refuse(model: nn.Module, chosen: Mapping[nn.Linear, Sequence[str]]) -> None:
+    """Raise ValueError for layers that cannot be quantized now."""
     for unit in access.units_of(model.parameters()):
         if unit.shown.reads is not Reads.COPY:
             raise ValueError(
@@ -114,24 +131,16 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
                 f"`with engine.surgery():`"
             )
     frozen = any(param.is_floating_point() and not param.requires_grad for param in model.parameters())
-    for layer in chosen:
+    for layer, (name, *_) in chosen.items():
         if frozen and layer.weight.requires_grad:
-            name = names[layer][0]
             raise ValueError(
                 f"layer {name!r} is trained, because its weight requires a gradient and others do not: quantizing would freeze an "
                 f"adapter. Quantize before adapters are added, leave the layer out with skip={[name]}, or freeze it with "
                 f"requires_grad_(False)"
             )
-    for layer in chosen:
+    for layer, (name, *_) in chosen.items():
         if not layer.weight.is_meta and not bool(layer.weight.isfinite().all()):
-            name = names[layer][0]
             raise ValueError(f"layer {name!r} has non-finite weights; leave it out with skip={[name]}")
-    for layer in chosen:
-        quantized = QuantizedLinear(layer, RowForm(bits=bits, columns=layer.in_features, block=block))
-        for name in names[layer]:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, quantized)
-    return model
 
 
 def row_forms(model: nn.Module) -> dict[str, RowForm]:
