@@ -13,13 +13,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
 MOST_LINES, MOST_BRANCHES = 60, 15  # of a function
 LIMITS = {
-    "functions of more than 60 lines": 4,
-    "functions of cyclomatic complexity over 15": 25,
+    "functions of more than 60 lines": 3,
+    "functions of cyclomatic complexity over 15": 22,
     "attributes of zero.unit.Unit": 25,
     "attributes of train.engine.Engine": 25,
+    "attributes of train.states.States": 25,
     "files in the biggest import circle of train": 3,
     "class names of several classes": 1,
-    "asserts that something is not None": 36,
+    "asserts that something is not None": 17,
 }
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -128,6 +129,7 @@ def measure() -> dict[str, list[str]]:
         [f"{name}: {branches}" for name, _, branches in sized if branches > MOST_BRANCHES],
         sorted(attributes("zero/unit.py", "Unit")),
         sorted(attributes("train/engine.py", "Engine")),
+        sorted(attributes("train/states.py", "States")),
         biggest_circle("train"),
         shared_names(),
         asserts_not_none(),

@@ -54,12 +54,13 @@ def install(wheel: Path, folder: Path) -> Installed:
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     start = time.perf_counter()
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--ignore-installed", wheel], check=True, timeout=300)
+    python = str(folder / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--ignore-installed", str(wheel)], check=True, timeout=300)
     install = time.perf_counter() - start
     home = folder / "home"
     home.mkdir()
-    command = [folder / "bin" / "python", "-c", _FIRST_STEP]
+    command = [python, "-c", _FIRST_STEP]
     environment = {"PATH": str(folder / "bin"), "HOME": str(home), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=True, timeout=300)
     step = time.perf_counter() - start - install

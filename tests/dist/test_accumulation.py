@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.world.watch import PeerError
+from slipstream.zero import memory
 from tests import cases, probe, toy
 from tests.pool import distributed
 
@@ -25,8 +26,8 @@ def finish(engine: Any) -> dict[str, Tensor]:
 def close(engine: Any) -> None:
     """`destroy` without its fences, because the ranks are at different points."""
     probe.hooks(engine).remove()
-    for unit in probe.units(engine):
-        unit.close()
+    for unit in engine.units:
+        memory.close(unit)
     probe.transport(engine).close()
     engine.watch.stop()
 

@@ -125,9 +125,8 @@ class _Routed:
     """A routed MLP, computed expert by expert as in `decoder`."""
 
     def __init__(self, experts: RoutedExperts, w: LayerWeights, activation: str):
-        assert w.router is not None, "a layer with experts has a router"
         self.top_k, self.normalize = experts.top_k, experts.normalize
-        self.router = _Product([w.router])
+        self.router = _Product([w.routing])
         self.experts = [_Gated(mlp, activation) for mlp in w.experts]
         self.shared = None if w.shared is None else _Gated(w.shared, activation)
         self.shared_gate = None if w.shared_gate is None else _Product([w.shared_gate])
@@ -224,12 +223,8 @@ class CudaDecoder:
         return angles.cos() * rope.scale, angles.sin() * rope.scale
 
     def _layer(self, layer: Layer, w: LayerWeights) -> _Layer:
-        mlp: _Gated | _Routed
-        if layer.experts is not None:
-            mlp = _Routed(layer.experts, w, self.config.activation)
-        else:
-            assert w.mlp is not None, "a layer without experts has an MLP"
-            mlp = _Gated(w.mlp, self.config.activation)
+        activation = self.config.activation
+        mlp = _Gated(w.dense_mlp, activation) if layer.experts is None else _Routed(layer.experts, w, activation)
         both = w.q_norm is not None and w.k_norm is not None
         return _Layer(
             kind=layer,

@@ -155,11 +155,7 @@ class Decoder:
 
     def _mlp(self, layer: Layer, w: LayerWeights, x_TE: Tensor) -> Tensor:
         h_TE = self._norm(x_TE, w.mlp_norm)
-        if layer.experts is None:
-            assert w.mlp is not None, "a layer without experts has an MLP"
-            out_TE = self._gated(w.mlp, h_TE)
-        else:
-            out_TE = self._routed(layer.experts, w, h_TE)
+        out_TE = self._gated(w.dense_mlp, h_TE) if layer.experts is None else self._routed(layer.experts, w, h_TE)
         return out_TE if w.mlp_post_norm is None else self._norm(out_TE, w.mlp_post_norm)
 
     def _gated(self, mlp: Mlp, x: Tensor) -> Tensor:
@@ -167,8 +163,7 @@ class Decoder:
         return linear(gate * linear(x, mlp.up, mlp.up_bias), mlp.down, mlp.down_bias)
 
     def _routed(self, experts: RoutedExperts, w: LayerWeights, h_TE: Tensor) -> Tensor:
-        assert w.router is not None, "a layer with experts has a router"
-        shares, chosen = linear(h_TE, w.router).float().softmax(-1).topk(experts.top_k, -1)
+        shares, chosen = linear(h_TE, w.routing).float().softmax(-1).topk(experts.top_k, -1)
         if experts.normalize:
             shares = shares / shares.sum(-1, keepdim=True)
         out_TE = torch.zeros_like(h_TE)

@@ -385,8 +385,8 @@ class NativeDecoder:
         if layer.experts is not None:
             record.experts = ctypes.pointer(self._experts(index, layer.experts, weights))
         else:
-            assert weights.mlp is not None, "a layer without experts has an MLP"
-            record.gate_up, record.down = self._gate_up(weights.mlp), self._matrix(weights.mlp.down, weights.mlp.down_bias)
+            mlp = weights.dense_mlp
+            record.gate_up, record.down = self._gate_up(mlp), self._matrix(mlp.down, mlp.down_bias)
         if layer.rope is not None:
             cosine, sine = self._rope_tables[layer.rope]
             record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
@@ -394,7 +394,6 @@ class NativeDecoder:
         return record
 
     def _experts(self, index: int, experts: RoutedExperts, weights: LayerWeights) -> _Experts:
-        assert weights.router is not None, "a layer with experts has a router"
         if not 1 <= experts.top_k <= experts.num:
             raise ValueError(f"{experts.top_k} experts per token of {experts.num}; it must be between 1 and all of them")
         part, hidden = self.config.part, self.config.hidden_size
@@ -425,7 +424,7 @@ class NativeDecoder:
             widest=max(experts.intermediate_size, experts.shared_size),
             first_inner=(_int * num)(*inner),
             first_out=(_int * num)(*out),
-            router=self._vector(weights.router),
+            router=self._vector(weights.routing),
             gate_up=(_Matrix * num)(*(gate_up for gate_up, _ in pairs)),
             down=(_Matrix * num)(*(down for _, down in pairs)),
             first_stored=first,

@@ -59,6 +59,18 @@ class LayerWeights:
     shared: Mlp | None = None
     shared_gate: Tensor | None = None  # [1, hidden]
 
+    @property
+    def dense_mlp(self) -> Mlp:
+        if self.mlp is None:
+            raise ValueError("this layer has experts and no MLP of its own")
+        return self.mlp
+
+    @property
+    def routing(self) -> Tensor:
+        if self.router is None:
+            raise ValueError("this layer has no experts, and so no router")
+        return self.router
+
 
 @dataclass(slots=True, kw_only=True)
 class DecoderWeights:

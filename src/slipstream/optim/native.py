@@ -104,13 +104,12 @@ class NativeSteps(ShardedSteps):
         return self._moments[unit]
 
     def _allocate(self, unit: Unit) -> Moments:
-        assert unit.grads is not None
         states: dict[str, Store] = {}
         for name, signed in zip(self.rule.states, self.rule.signed, strict=True):
             dtype = torch.uint8 if self.form.coded and not signed else self.form.dtype
             states[name] = unit.homes.state(unit.master.numel, dtype)
         most = unit.master.numel if self.rule.is_whole else self.chunk_numel
-        pieces = cut(self.homes, states, unit.master, unit.grads, unit.out, most)
+        pieces = cut(self.homes, states, unit.master, unit.sums, unit.out, most)
         if self.form.coded:
             states = {name: MomentStore(store) for name, store in states.items()}
         return Moments(states=states, chunks=pieces, slot_nbytes=max((chunk.nbytes() for chunk in pieces), default=0), runs=[])

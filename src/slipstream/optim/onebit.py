@@ -371,11 +371,10 @@ class OneBitSteps(NativeSteps):
                 self._thaw(unit, torch.ones_like(self.frozen[unit].folded))
                 self._stale.add(unit)
             return False
-        local, ranks = unit.memory.local, unit.comms.dp.size
-        assert local is not None, f"unit {unit.name}: 1-bit optimizers keep replicated gradients"
-        unit.window.complete_local(local.tensor)
+        local, ranks = unit.memory.unreduced, unit.comms.dp.size
+        unit.window.complete_local(local)
         self.share = alpha * ranks * unit.comms.family.weight
-        squares = reduce_into(local.tensor, [local.tensor], 1.0, accumulate=False)
+        squares = reduce_into(local, [local], 1.0, accumulate=False)
         unit.window.reduced(Partial(squares.sumsq * self.share**2 / ranks, squares.finite))
         (self._apart if apart else self._late).add(unit)
         return True
@@ -449,8 +448,7 @@ class OneBitSteps(NativeSteps):
 
     def _step_locally(self, unit: Unit, p: Tensor | None, scale: float) -> None:
         """A step of p, u, R and K. p: its start, if it is not what the last exchange gave."""
-        frozen, grads = self.frozen[unit], unit.memory.local
-        assert grads is not None
+        frozen, grads = self.frozen[unit], unit.memory.unreduced
         if unit not in self.local:
             p = torch.where(frozen.inverse > 0, onebit.decode(frozen.wire.tensor), 0.0) if p is None else p
             self.local[unit] = Local(w=unit.master.whole().clone(), p=p, u=torch.zeros_like(p))
@@ -459,7 +457,7 @@ class OneBitSteps(NativeSteps):
         for i, index, (start, stop) in self._spans(unit):
             group, span = rules.plain_numbers(self.inner.param_groups[index]), slice(start, stop)
             beta, (keep, rate) = group["betas"][0], _rates(group, (self.done or 0) + 1, rates[i])
-            grad = grads.tensor[span].float() * frozen.inverse[span]
+            grad = grads[span].float() * frozen.inverse[span]
             local.p[span].mul_(beta).add_(grad, alpha=(1 - beta) * scale * self.share)
             local.u[span].mul_(keep).add_(local.p[span], alpha=rate)
             kept, sum_of_rates = last.get(i, (1.0, 0.0))
@@ -483,19 +481,17 @@ class OneBitSteps(NativeSteps):
 
     def _mean_squares(self, unit: Unit, scale: float) -> Tensor:
         """fp64 [parameters], of this rank's preconditioned gradients; another sample in each step."""
-        frozen, local = self.frozen[unit], unit.memory.local
-        assert local is not None
+        frozen, local = self.frozen[unit], unit.memory.unreduced
         means = torch.zeros(len(unit.params), dtype=torch.float64)
         for i, slot in enumerate(unit.layout.slots):
             if slot.numel and self.members[unit].groups[i] is not None:
                 start = slot.offset + SAMPLE * frozen.levels.count % max(slot.numel - SAMPLE + 1, 1)
                 span = slice(start, min(start + SAMPLE, slot.offset + slot.numel))
-                means[i] = (local.tensor[span].float() * frozen.inverse[span]).square().mean()
+                means[i] = (local[span].float() * frozen.inverse[span]).square().mean()
         return means * (scale * self.share) ** 2
 
     def _send(self, unit: Unit, frozen: Frozen, scale: float) -> Pending[None]:
-        local, dp = unit.memory.local, unit.comms.dp
-        assert local is not None
+        local, dp = unit.memory.unreduced, unit.comms.dp
         dp.reusable(frozen.wire)
         for i, index, (start, stop) in self._spans(unit):
             beta, local_steps = self.inner.param_groups[index]["betas"][0], self.local.get(unit)
@@ -503,7 +499,7 @@ class OneBitSteps(NativeSteps):
             records = frozen.wire.tensor[onebit.nbytes(start) : onebit.nbytes(stop)]
             inverse, own = frozen.inverse[span], (frozen.y[span], frozen.scales[blocks], records)
             if local_steps is None:
-                onebit.worker(local.tensor[span], inverse, *own, beta=beta, factor=(1 - beta) * scale * self.share)
+                onebit.worker(local[span], inverse, *own, beta=beta, factor=(1 - beta) * scale * self.share)
             else:
                 total = local_steps.sums[i][1]
                 onebit.worker(local_steps.u[span], (inverse > 0).float(), *own, beta=0.0, factor=1 / total if total else 0.0)

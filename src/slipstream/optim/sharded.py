@@ -254,8 +254,7 @@ class TorchSteps(ShardedSteps):
         return [StateChunk(0, unit.master.numel, {})]
 
     def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
-        assert unit.grads is not None
-        grads = unit.grads.whole()
+        grads = unit.sums.whole()
         groups = self.inner.param_groups
         users_params = [group["params"] for group in groups]
         for group, values in zip(groups, self._before, strict=True):

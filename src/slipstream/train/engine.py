@@ -37,7 +37,7 @@ from slipstream.train.states import States
 from slipstream.train.verdict import Verdict, judge
 from slipstream.train.window import AccumulationWindow
 from slipstream.world.watch import PeerError
-from slipstream.zero import access
+from slipstream.zero import access, memory
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import unfreeze
 from slipstream.zero.hooks import Hooks, Reducer
@@ -696,7 +696,7 @@ class Engine(nn.Module):
                 own = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in states.units], dtype=torch.float64)
                 anywhere = states.comms.data.exchange(own).any(0).tolist()  # a rank without a share of a unit participates
                 for unit, on_disk in zip(states.units, anywhere, strict=True):
-                    unit.close(on_disk=on_disk)
+                    memory.close(unit, on_disk=on_disk)
                 access.forget(states.units)
             self.states[0].fence()
 

@@ -31,7 +31,7 @@ from slipstream.train.gate import Obstacle
 from slipstream.train.origins import Carried, Origin, carry_states
 from slipstream.train.states import States
 from slipstream.world.watch import PeerError
-from slipstream.zero import access
+from slipstream.zero import access, memory
 from slipstream.zero.build import (
     BuildContext,
     UnitPlan,
@@ -562,7 +562,7 @@ class Change:
                 unit.params[i].data = unit.params[i].data.clone()
         self.copies.pop(unit, None)
         self.states.steps.drop(unit)
-        unit.free()
+        memory.free(unit)
 
     def _refit_ring(self) -> None:
         """Resize the ring of gradient buffers to the longest unit."""

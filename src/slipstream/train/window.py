@@ -13,6 +13,7 @@ from slipstream.train.states import States
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import Pending, gather_objects
 from slipstream.zero.hooks import Phase
+from slipstream.zero.shown import check_writes
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def finish(states: States, alpha: float) -> None:
     states.updater.finish()
     for unit in states.units:
         if not unit.placement.weights:
-            unit.check_writes()
+            check_writes(unit)
     hooks = states.hooks
     if hooks.phase is Phase.BACKWARD:
         hooks.abandon_backward()

@@ -14,6 +14,7 @@ from slipstream.world.mesh import Axis
 from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import Slot
 from slipstream.zero.leaves import Part, cuts_of
+from slipstream.zero.shown import refuse_writes
 from slipstream.zero.storage.store import fill_zero
 from slipstream.zero.unit import State, Unit
 
@@ -142,7 +143,7 @@ def gathered_units(chosen: dict[Unit, list[int]], modifier_rank: int | None, wri
         homes.check()
     if write:
         for unit in chosen:
-            unit.refuse_writes()
+            refuse_writes(unit)
     data = next((unit.comms.data for unit in chosen), None)
     for unit in chosen:
         unit.copy_on_read()

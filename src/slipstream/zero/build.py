@@ -23,6 +23,7 @@ from slipstream.zero.hooks import RingKey, Slots
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
 from slipstream.zero.leaves import Leaf, kind_of, named_leaves, open_up
 from slipstream.zero.materialize import FirstValues
+from slipstream.zero.memory import Memory, fill, start_training
 from slipstream.zero.placement import Placement, Tier, Tiers
 from slipstream.zero.reduction import Coded, CodedTwice, wire_numel
 from slipstream.zero.rows import block_of
@@ -30,7 +31,7 @@ from slipstream.zero.shared import SharedComm, SharedShard, hosts_agree
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.lane import lane_of
 from slipstream.zero.storage.store import Needs, Spaces, disk_nbytes
-from slipstream.zero.unit import Comms, Dtypes, Memory, Unit
+from slipstream.zero.unit import Comms, Dtypes, Unit
 from slipstream.zero.wrap import Group, wrap
 
 
@@ -306,9 +307,10 @@ def build_block(
         group, place = plan.group, context.recipe.placement
         module = values.modules[block] if block else None
         leaves = [values.leaves[name] for name in group.param_names]
-        unit = Unit(group.name, i, module, leaves, plan.layout, place, plan.dtypes, plan.comms, memory, context.homes, first)
+        unit = Unit(group.name, i, module, leaves, plan.layout, place, plan.dtypes, plan.comms, memory, context.homes)
+        fill(unit, first)
         if group.trainable:
-            unit.start_training(plan.dtypes)
+            start_training(unit, plan.dtypes)
         unit.release()  # the initial values are in the shards, not in the gathered memory
         units.append(unit)
     values.close_reader()
@@ -354,7 +356,7 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
     if comms.dp_replicate.size > 1:
         unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
     _allocate_feedback(unit.memory, layout, dtypes, recipe, comms, unit.homes.device)
-    unit.start_training(dtypes)
+    start_training(unit, dtypes)
     if recipe.placement.grads or dtypes.wire != dtypes.local:
         slots.ensure((comms.carrier(dtypes), dtypes.wire), _wire_numel(layout, dtypes, comms.dp))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -87,7 +87,7 @@ class GroupGather:
     dp: Comm
     group: Comm  # neighbors on dp
     across: Comm  # the ranks with this rank's place in each group
-    kept: Buffer | None = None  # of `group`: the spans one after another; allocated with the unit
+    kept: Buffer = field(init=False)  # of `group`: the spans one after another; allocated with the unit
     held: bool = False  # whether `kept` has the current weights
     exact = True
 
@@ -106,7 +106,6 @@ class GroupGather:
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         kept, size = self.kept, self.group.size
-        assert kept is not None, "allocated by zero/build.py"
         rows = [cuts[i : i + size + 1] for i in range(0, self.size, size)]
         if self.held:
             return self.group.gather_rows(full, kept, rows)

@@ -34,6 +34,7 @@ from slipstream.zero import transforms
 from slipstream.zero.comm import Buffer, Comm, Pending
 from slipstream.zero.leaves import trainable_error
 from slipstream.zero.parameter import raw_grad
+from slipstream.zero.shown import check_writes
 from slipstream.zero.unit import State, Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -313,7 +314,7 @@ class Hooks:
             self._hook_gradients()
         for unit in self.units:
             if unit.state is State.GATHERED:
-                unit.check_writes()
+                check_writes(unit)
                 unit.show_weights()
             unit.shown.let_reads_gather(True)
         for unit in self.root_units:

@@ -18,7 +18,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -290,7 +290,7 @@ class SharedShard:
     """Gathers the weights of one unit (see zero/gather.py) from the shards themselves, which all ranks map."""
 
     comm: SharedComm
-    shard: Buffer | None = None  # allocated with the unit
+    shard: Buffer = field(init=False)  # allocated with the unit
     exact = True
 
     @property
@@ -302,12 +302,10 @@ class SharedShard:
         return self.comm.size
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
-        assert self.shard is not None, "allocated by zero/build.py"
         self.comm.await_published(self.shard)
         for span, peer in zip(itertools.pairwise(cuts), self.shard.peers, strict=True):
             ops.copy_stream(full[slice(*span)], peer)
         return Pending(None)
 
     def changed(self) -> None:
-        assert self.shard is not None, "allocated by zero/build.py"
         self.comm.publish(self.shard)

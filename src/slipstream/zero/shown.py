@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.zero.layout import Layout
 from slipstream.zero.materialize import move_in
 from slipstream.zero.parameter import parameter_classes
+from slipstream.zero.storage.store import MemoryStore
 
 if TYPE_CHECKING:
     from slipstream.zero.unit import Unit
@@ -197,3 +198,39 @@ class Shown:
         """Make the backward of every existing graph raise, because the weights are about to change."""
         torch.autograd.graph.increment_version(self.params)
         self._versions = [version + 1 for version in self._versions]
+
+
+def check_writes(unit: Unit) -> None:
+    """Check that parameters still view the full weights, and copy the user's in-place writes into the masters.
+
+    Raises RuntimeError if a parameter has other memory, or was written in place although its weights are sharded.
+    """
+    for i in unit.shown.written():
+        if unit.placement.weights:
+            raise RuntimeError(
+                f"parameter {unit.names[i]!r} was written in place outside `slipstream.zero.gathered(...)`; its weights are "
+                f"sharded, so the write cannot reach the ranks that own them. Write inside `with "
+                f"slipstream.zero.gathered(param):`"
+            )
+        _refresh_master(unit, i)
+        unit.shown.accept_write(i)
+
+
+def refuse_writes(unit: Unit) -> None:
+    """Raise RuntimeError if the masters are away, because a write of the weights must update them."""
+    if unit.shown.is_locked and unit.out is not None and isinstance(unit.master, MemoryStore):
+        raise RuntimeError(
+            f"the weights of {unit.names[0]!r} and its neighbors cannot be written, because the engine sleeps and their "
+            f"masters are away: call engine.wake() first (engine.state_dict() reads weights meanwhile)"
+        )
+
+
+def _refresh_master(unit: Unit, i: int) -> None:
+    """Replicated weights: copy parameter i into the master."""
+    if unit.out is None:
+        return
+    refuse_writes(unit)
+    slot = unit.layout.slots[i]
+    start, stop = max(slot.offset, unit.optim_span[0]), min(slot.offset + slot.numel, unit.optim_span[1])
+    if start < stop:
+        unit.master.put(start - unit.optim_span[0], unit.full[start:stop])

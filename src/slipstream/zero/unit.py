@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -28,28 +27,21 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.ops import Partial
-from slipstream.ops.disk import DiskError
-from slipstream.ops.wire import Feedback
 from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
 from slipstream.zero.gather import Gather
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
-from slipstream.zero.materialize import InitialValues
-from slipstream.zero.parameter import drop_grad
+from slipstream.zero.memory import Memory, place
 from slipstream.zero.placement import Placement, Tier
 from slipstream.zero.reduction import Coded, CodedTwice, Dense, Reduction
-from slipstream.zero.rows import Rows
-from slipstream.zero.shared import free_pages
-from slipstream.zero.shown import Reads, Shown
-from slipstream.zero.storage.homes import Homes, Pages
-from slipstream.zero.storage.store import GRAIN, DiskStore, HostStore, MemoryStore, Store, copy_store, fill_zero, range_nbytes
+from slipstream.zero.shown import Reads, Shown, check_writes
+from slipstream.zero.storage.homes import Homes
+from slipstream.zero.storage.store import HostStore, Store, fill_zero
 from slipstream.zero.transforms import outside
 from slipstream.zero.window import ZERO, UnitWindow
 
 _preserve_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 (torch does not export it)
-
-_PIECE = 256 * GRAIN  # elements of initial values in memory at a time
 
 
 class State(Enum):
@@ -98,22 +90,6 @@ class Dtypes:
     row_dtype: torch.dtype = torch.float32  # of those
 
 
-@dataclass(slots=True, kw_only=True)
-class Memory:
-    """A unit's memory. The communication buffers are allocated for all units at once (zero/build.py)."""
-
-    full: Buffer | None = None  # replicated weights
-    common: Buffer | None = None  # sharded weights in one mapping shared by the ranks
-    codes: Buffer | None = None  # this rank's shard of the weights, if they are stored in codes
-    kept: Buffer | None = None  # what its gather keeps of the weights of other groups
-    local: Buffer | None = None  # unreduced gradients
-    replica: Buffer | None = None  # this rank's gradient shard, if the shards are replicated
-    pages: Pages | None = None  # the memory of gathered weights, if its pages are freed on release
-    feedback: Feedback | None = None  # what the codes of gradients have lost
-    served: Feedback | None = None  # what the codes of this rank's span of the mean have lost (gradients are replicated)
-    poison: bool = False  # debugging: fill released weights with NaN instead of freeing them
-
-
 class Updating(Protocol):
     """An optimizer update of a unit that runs on another thread."""
 
@@ -137,7 +113,6 @@ class Unit:
         comms: Comms,
         memory: Memory,
         homes: Homes,
-        values: InitialValues,
     ) -> None:
         self.name, self.index = name, index
         self.block = block  # the module whose forward gathers it; None for the root's units
@@ -153,75 +128,21 @@ class Unit:
         self.pending_gather: Pending[None] | None = None  # the gather in flight
         self.updating: Updating | None = None  # the optimizer update in flight
         self.window = UnitWindow(self.params, layout)
-        self._place_weights(values)
-        self.grads: Store | None = None  # until start_training
-        for i in range(len(self.params)):
-            self.shown.accept_write(i)
-
-    # -- memory --
-
-    def _place_weights(self, values: InitialValues) -> None:
-        numel, dtype, device = self.layout.numel, self.dtypes.weights, self.homes.device
-        start, stop = self.span
-        shard: Store | None = None
-        if self.placement.weights and not self.memory.common:
-            with torch._C.DisableTorchFunctionSubclass():
-                trainable = any(param.requires_grad for param in self.params)
-            codes = None if self.memory.codes is None else self.memory.codes.tensor
-            shard = self.homes.weights(stop - start, dtype, trainable=trainable, codes=codes)
-        buffer = self.memory.common or self.memory.full
-        if isinstance(shard, DiskStore) and self.homes.lane is None:
-            self.memory.pages = Pages(range_nbytes(numel, dtype.itemsize))
-        if buffer is not None:
-            self.full = buffer.tensor
-        elif self.memory.pages is not None:
-            self.full = self.memory.pages.memory.view(dtype)[:numel]
-        else:
-            self.full = torch.empty(numel, dtype=dtype, device=device)
+        self.full, self.weights, self.owned, self.master = place(self)
         self.shown = Shown(self, self.params, self.full, self.layout)
-        self.weights: Store = shard or MemoryStore(self.full[start:stop])
-        self.owned: Store = self.weights if self.placement.optim else MemoryStore(self.full)
-        self.master = self.owned
-        if self.dtypes.master != dtype:
-            self.master = self.homes.state(self.optim_span[1] - self.optim_span[0], self.dtypes.master)
-        self._fill(values)
-
-    def _fill(self, values: InitialValues) -> None:
-        """Store the initial values, a bounded piece at a time. Masters start from the unrounded values."""
-        weights = self.weights if self.placement.weights else MemoryStore(self.full)
-        first, last = self.span if self.placement.weights else (0, self.layout.numel)
-        own = self.optim_span
-        for a, b in itertools.pairwise(sorted({first, *own, last})):
-            for start in range(a, b, _PIECE):
-                piece = values.get(start, min(start + _PIECE, b))
-                weights.put(start - first, piece)
-                if self.out is not None and own[0] <= start < own[1]:
-                    self.master.put(start - own[0], piece)
-
-    def start_training(self, dtypes: Dtypes) -> None:
-        """Allocate gradients and, if the weights are not their own masters, masters. The caller has extended `memory`."""
-        self.dtypes = dtypes
-        if dtypes.wire_bits is not None and self.comms.coded is not None:
-            self.reduction = self.comms.coded
-        elif dtypes.row:
-            self.reduction = Rows(self.comms.dp, self.comms.family.weight, dtypes.row, dtypes.row_dtype)
-        self.grads = self._place_grads()
-        if dtypes.master != self.dtypes.weights and self.master.dtype != dtypes.master:
-            self.master = self.homes.state(self.master.numel, dtypes.master)
-            copy_store(self.master, self.owned)
-
-    def _place_grads(self) -> Store:
-        local, replica = self.memory.local, self.memory.replica
-        if local is not None:
-            return MemoryStore(local.tensor[slice(*self.optim_span)])
-        if replica is not None:
-            return MemoryStore(replica.tensor)
-        return self.homes.gradients(self.span[1] - self.span[0], self.dtypes.grads)
+        self.grads: Store | None = None  # until start_training
 
     @property
     def trainable(self) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             return self.grads is not None and any(param.requires_grad for param in self.params)
+
+    @property
+    def sums(self) -> Store:
+        """`grads` of a unit that trains."""
+        if self.grads is None:
+            raise RuntimeError(f"unit {self.name} is frozen and has no gradients")
+        return self.grads
 
     @property
     def out(self) -> Store | None:
@@ -338,7 +259,7 @@ class Unit:
             self.gather()
         if not self.placement.weights or self.state is not State.GATHERED:
             return
-        self.check_writes()
+        check_writes(self)
         if self.memory.poison:
             with _preserve_version(self.full):
                 self.full.fill_(float("nan") if self.full.is_floating_point() else 0)
@@ -354,7 +275,7 @@ class Unit:
         """Make reads of the parameters raise until `wake_up`, also if the weights are replicated."""
         self.release()
         if self.state is State.GATHERED:
-            self.check_writes()
+            check_writes(self)
             self.shown.show_released(placeholders=True)
         self.comms.weights.changed()  # what is kept is dropped
         self.state = State.ASLEEP
@@ -379,12 +300,12 @@ class Unit:
 
     def reduce(self, buffer: Buffer, alpha: float) -> Pending[None]:
         """Sharded gradients: reduce-scatter the unreduced gradients (or zeros) through `buffer` and add the sum to `grads`."""
-        assert self.grads is not None, f"unit {self.name}: reduce() of a frozen unit"
+        grads = self.sums
         self.await_update()  # if no forward has gathered the unit, the optimizer may still read the last gradients
         self.reduction.comm.reusable(buffer)
         flat = self.reduction.room(buffer, self.layout.numel, self.dtypes.grads)
         self.window.pack(flat)
-        landing, accumulate = self.window.open(self.homes, self.grads), self.window.has_gradient
+        landing, accumulate = self.window.open(self.homes, grads), self.window.has_gradient
         total, kept = landing.memory, self.memory.feedback
         pending = self.reduction.scatter(flat, buffer, self.cuts, total, kept, alpha=alpha, accumulate=accumulate)
         self.window.launched()
@@ -410,7 +331,7 @@ class Unit:
 
         `wire` carries replicated gradients if they are not communicated as they are stored.
         """
-        assert self.grads is not None, f"unit {self.name}: settle() of a frozen unit"
+        grads = self.sums
         scattered: Pending[Partial] | None = None
         local = self.memory.local
         if local is not None:
@@ -420,7 +341,7 @@ class Unit:
             out, kept = local.tensor[slice(*self.span)], self.memory.feedback
             scattered = self.reduction.scatter(local.tensor, wire or local, self.cuts, out, kept, alpha=alpha, accumulate=False)
         elif not self.window.has_gradient:
-            fill_zero(self.grads)
+            fill_zero(grads)
             self.window.reduced(ZERO)
 
         def finish() -> None:
@@ -474,81 +395,6 @@ class Unit:
         self.window.forget()
         self.shown.forget_reads()
         self.show_weights()
-
-    # -- writes from outside --
-
-    def check_writes(self) -> None:
-        """Check that parameters still view `full`, and copy the user's in-place writes into the masters.
-
-        Raises RuntimeError if a parameter has other memory, or was written in place although its weights are sharded.
-        """
-        for i in self.shown.written():
-            if self.placement.weights:
-                raise RuntimeError(
-                    f"parameter {self.names[i]!r} was written in place outside `slipstream.zero.gathered(...)`; its weights "
-                    f"are sharded, so the write cannot reach the ranks that own them. Write inside `with "
-                    f"slipstream.zero.gathered(param):`"
-                )
-            self.refresh_master(i)
-            self.shown.accept_write(i)
-
-    def refuse_writes(self) -> None:
-        """Raise RuntimeError if the masters are away, because a write of the weights must update them."""
-        if self.shown.is_locked and self.out is not None and isinstance(self.master, MemoryStore):
-            raise RuntimeError(
-                f"the weights of {self.names[0]!r} and its neighbors cannot be written, because the engine sleeps and their "
-                f"masters are away: call engine.wake() first (engine.state_dict() reads weights meanwhile)"
-            )
-
-    def refresh_master(self, i: int) -> None:
-        """Replicated weights: copy parameter i into the master."""
-        if self.out is None:
-            return
-        self.refuse_writes()
-        slot = self.layout.slots[i]
-        start, stop = max(slot.offset, self.optim_span[0]), min(slot.offset + slot.numel, self.optim_span[1])
-        if start < stop:
-            self.master.put(start - self.optim_span[0], self.full[start:stop])
-
-    def close(self, *, on_disk: bool = False) -> None:
-        """Turn the parameters into ordinary ones with memory of their own; on meta with `on_disk` (some rank's weights are there).
-
-        The unit is unusable afterwards.
-        """
-        with suppress(DiskError):  # of a read whose result is discarded
-            if not on_disk or self.pending_gather is not None:
-                self.gather_exactly()
-        self.await_update()
-        for i, (param, view) in enumerate(zip(self.params, self.shown.views, strict=True)):
-            self.shown.make_plain(i)
-            drop_grad(param)
-            if not on_disk:
-                param.data = view.clone()
-            else:
-                self.shown.put_on_meta(i)
-        self._forget()
-
-    def free(self) -> None:
-        """Free the unit's memory while the engine lives. Collective; the parameters have other memory already."""
-        for buffer in (self.memory.full, self.memory.local, self.memory.replica, self.memory.codes, self.memory.kept):
-            if buffer is not None:
-                free_pages(buffer.tensor)
-        if self.memory.common is not None:
-            free_pages(self.full[slice(*self.span)])  # each rank frees its own span, which no other rank reads any more
-        for store in {id(store): store for store in (self.weights, self.owned, self.master, self.grads)}.values():
-            if store is not None:
-                self.homes.drop(store)
-        if self.placement.weights:
-            self.homes.return_kept(self.weights)
-        self._forget()
-
-    def _forget(self) -> None:
-        self.memory = Memory()
-        self.full = torch.empty(0)
-        self.weights = self.owned = self.master = MemoryStore(self.full)
-        self.grads = None
-        self.shown.close()
-        self.window.close()
 
     def rename(self, index: int, name: str, block: nn.Module | None, leaves: Sequence[Leaf]) -> None:
         """Change the unit's place in the model. Its tensors stay."""
