@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -74,6 +75,39 @@ def test_trees_arrive_as_they_were_sent(transport: str) -> None:
                 mail.send(KEYS[1], 0, tree(1000 + first))
                 for seed in range(first, first + 3):
                     same(mail.receive(KEYS[0], 0), tree(seed))
+
+
+@distributed(world_size=2)
+def test_memory_of_arrived_messages_is_freed_without_a_flush() -> None:
+    """Between GPUs; gloo's sends say only in a wait whether they have ended."""
+
+    class Work:
+        ended = False
+
+        def is_completed(self) -> bool:
+            return self.ended
+
+        def wait(self) -> None:
+            self.ended = True
+
+    with connected("pairs", slots=2) as (mail, index), pytest.MonkeyPatch.context() as patch:
+        works: list[Work] = []
+
+        def isend(*args: Any, **kwargs: Any) -> Work:
+            works.append(Work())
+            return works[-1]
+
+        if index == 0:
+            assert isinstance(mail, PairMail)
+            patch.setattr(mail, "_post", lambda *args: None)  # headers
+            patch.setattr(torch.distributed, "isend", isend)
+            for i in range(6):
+                mail.send(KEYS[0], 1, torch.zeros(10))
+                if i >= 2:
+                    works[i - 2].ended = True
+            assert [work for work, _ in mail.on_the_way] == works[3:]
+            mail.flush()
+            assert not mail.on_the_way
 
 
 @distributed(world_size=2, transports=("shared", "gloo", "pairs"))

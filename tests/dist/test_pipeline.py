@@ -1,5 +1,6 @@
 """Pipelines: the same bits as one stage, for every schedule and ZeRO stage, and as plain torch."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import slipstream
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
 from slipstream.parallel.mail import PairMail
 from slipstream.parallel.module import DualPipeVModule, PipelineError, PipelineModule
+from slipstream.parallel.topology import PipeModelDataParallelTopology, ProcessTopology
 from slipstream.train import handover, pipeline
+from slipstream.world.watch import PeerError
 from tests import cases, probe, toy
+from tests.dist.test_axes import Enter, Leave
 from tests.pool import distributed
 
 DIM, STEPS, CLIP, MICRO = 8, 3, 0.05, 4
@@ -74,6 +78,19 @@ def twin(num_batches: int, count: int = MICRO) -> tuple[list[float], list[float]
         optimizer.step()
         losses.append(loss.item())
     return losses, norms, dict(whole.state_dict())
+
+
+def decoder(**changes: Any) -> nn.Module:
+    transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'slipstream[hf]'")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | {"initializer_range": 0.2} | changes))
+    return model
+
+
+def token_samples(index: int, step: int, count: int = MICRO) -> Iterator[dict[str, Tensor]]:
+    ids = [toy.tokens(index, step, k) % 64 for k in range(count)]
+    return iter([{"input_ids": each, "labels": each} for each in ids])
 
 
 SCHEDULES: tuple[dict[str, Any], ...] = (
@@ -302,6 +319,19 @@ def test_recomputed_layers() -> None:
         engine.destroy()
     assert results[0] == results[1]
     assert calls == [2 * MICRO, 4 * MICRO]
+    results.clear(), calls.clear()
+    for interval in (0, 1):  # the blocks of an unmodified decoder
+        engine = make(decoder(), 2, "auto", pipeline={"stages": 2, "activation_checkpoint_interval": interval})
+        count = [0]
+        block = engine.module.get_submodule(f"model.layers.{2 * engine.stage_id}.mlp")
+        block.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        results.append([float(engine.train_batch(token_samples(0, step))) for step in range(2)])
+        calls.append(count[0])
+        engine.destroy()
+    assert results[0] == results[1]
+    assert calls == [2 * MICRO, 4 * MICRO]
+    with pytest.raises(ValueError, match="has no stages; drop it, or set slipstream.activations"):
+        make(nn.Linear(2, 2), 1, "auto", pipeline={"activation_checkpoint_interval": 1})
 
 
 @distributed(world_size=2)
@@ -348,6 +378,48 @@ def test_what_an_evaluation_returns() -> None:
         engine.mem_status("all", reset_max=True)
     assert len(records) == 1 + (engine.rank == 1) and "MiB, at most" in records[0]
     engine.destroy()
+
+
+class Reporting(PipelineModule):
+    """Reports a loss of each of its own micro-batches."""
+
+    def get_additional_losses(self) -> dict[str, Any]:
+        self.count = getattr(self, "count", 0) + 1
+        return {"aux": torch.tensor(2.0 + dist.get_rank()), "count": self.count}
+
+
+@distributed(world_size=4)
+def test_additional_losses_are_reported_on_all_ranks() -> None:
+    """DeepSpeed's get_additional_losses: means over micro-batches and ranks, beside the loss; and the last stage's sum of losses."""
+    engine, plain = (make(module(kind, num_stages=2), 1, "shared") for kind in (Reporting, PipelineModule))
+    assert engine.get_additional_losses() is None and engine.total_loss is None
+    data = batches(engine.mesh.batch.index, 0)
+    assert engine.train_batch(iter(data)) == plain.train_batch(iter(data))
+    extra = engine.get_additional_losses()
+    assert extra == {"aux": 4.5, "count": 2.5}  # of ranks 2 and 3; of 1, 2, 3, 4
+    assert plain.get_additional_losses() is None
+    assert (engine.total_loss is not None) is engine.is_last_stage()
+    totals: list[Any] = [None] * 4
+    dist.all_gather_object(totals, None if engine.total_loss is None else float(engine.total_loss))
+    assert totals[:2] == [None, None] and float(engine.agg_train_loss) == pytest.approx(sum(totals[2:]) / (2 * MICRO))
+    engine.eval_batch(iter(data), num_micro_batches=1)
+    assert engine.get_additional_losses() == {"aux": 4.5, "count": 5.0}
+    engine.set_has_attention_mask(True)
+    with pytest.raises(TypeError, match="takes a bool"):
+        engine.set_has_attention_mask(1)
+    engine.destroy()
+    plain.destroy()
+
+
+@distributed(world_size=2)
+def test_few_micro_batches_are_told() -> None:
+    for count, schedule, told in ((1, "zero_bubble", "25%"), (4, "1f1b", "20%"), (4, "zero_bubble", ""), (8, "1f1b", "")):
+        engine = make(
+            module(num_stages=2), 1, "auto", gradient_accumulation_steps=count, slipstream={"pipeline": {"schedule": schedule}}
+        )
+        notes = [note for note in engine.plan.notes if "few micro-batches" in note]
+        assert len(notes) == bool(told) and all(told in note for note in notes), (count, schedule)
+        engine.destroy()
 
 
 @distributed(world_size=2)
@@ -398,6 +470,12 @@ def test_stages_of_a_model_that_has_none_are_refused() -> None:
     small = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **sizes))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no repeated layers to cut into pipeline stages"):
         make(small, 1, "auto", pipeline={"stages": 2})
+
+
+@distributed(world_size=4)
+def test_more_stages_than_layers_are_refused_with_a_number_that_works() -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM has 3 layers, fewer than the 4 pipeline stages; 2 work on 4 ranks"):
+        make(decoder(num_hidden_layers=3), 1, "auto", pipeline={"stages": 4})
 
 
 @distributed(world_size=2)
@@ -472,6 +550,156 @@ def test_what_a_pipeline_refuses() -> None:
     with pytest.raises(ValueError, match="has no data"):
         engine.train_batch()
     engine.destroy()
+
+
+@distributed(world_size=4)
+def test_data_that_ends_or_fails_stops_all_ranks() -> None:
+    """Also the ranks of the stages between, which read none; the next batch trains as if nothing had been."""
+    engine = make(module(num_stages=4), 1, "shared", slipstream={"pipeline": {"schedule": "zero_bubble"}})
+    plain = make(module(num_stages=4), 1, "shared", slipstream={"pipeline": {"schedule": "zero_bubble"}})
+    for _ in range(2):
+        with pytest.raises(StopIteration, match=f"the iterator of rank 0 ended after 3 of the {MICRO} micro-batches"):
+            engine.train_batch(iter(batches(0, 0, MICRO if engine.stage_id == 3 else 3)))
+    with pytest.raises(StopIteration, match="the iterator of rank 3 ended after 1"):
+        engine.eval_batch(iter(batches(0, 0, 1 if engine.stage_id == 3 else MICRO)))
+
+    def failing() -> Iterator[Any]:
+        yield from batches(0, 0, 2)
+        raise OSError("the file is gone")
+
+    errors = {0: OSError, 1: PeerError, 2: PeerError, 3: PeerError}
+    with pytest.raises(errors[engine.stage_id], match="the file is gone" if engine.stage_id == 0 else "rank 0 could not read"):
+        engine.train_batch(failing() if engine.stage_id == 0 else iter(batches(0, 0)))
+    assert train(engine, 1) == train(plain, 1)
+    plain.destroy()
+    engine.destroy()
+    linear = [each for each in engine.module.modules() if type(each) is nn.Linear]
+    assert linear and not any("forward" in vars(each) for each in linear)  # the layers compute as before
+
+
+class Sliced(nn.Module):
+    """Column and row layers of our own, or the user's, marked as Megatron's are."""
+
+    def __init__(self, own: bool, group: Any, index: int) -> None:
+        super().__init__()
+        self.up, self.down, self.own, self.group = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM), own, group
+        if own:
+            up, down = slipstream.parallel.ColumnParallelLinear(DIM, 4 * DIM), slipstream.parallel.RowParallelLinear(4 * DIM, DIM)
+            up.load_state_dict(self.up.state_dict())
+            down.load_state_dict(self.down.state_dict())
+            self.up, self.down = up, down
+        elif group is not None:
+            rows = slice(2 * DIM * index, 2 * DIM * (index + 1))
+            self.up.weight = nn.Parameter(self.up.weight.detach()[rows].clone())
+            self.up.bias = nn.Parameter(self.up.bias.detach()[rows].clone())
+            self.down.weight = nn.Parameter(self.down.weight.detach()[:, rows].clone())
+            for param, dim in ((self.up.weight, 0), (self.up.bias, 0), (self.down.weight, 1)):
+                param.tensor_model_parallel, param.partition_dim = True, dim  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own or self.group is None:
+            return x + self.down(gelu(self.up(x)))
+        hidden = gelu(self.up(Enter.apply(x, self.group)))
+        return x + Leave.apply(nn.functional.linear(hidden, self.down.weight), self.group) + self.down.bias
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(("own", "stage"), [(True, 1), (False, 3)])
+def test_a_topology_with_a_model_axis(own: bool, stage: int) -> None:
+    """Three axes by DeepSpeed's class, with our layers and with the user's: as one process on the batch of the data-parallel rank."""
+    group = None if own else dist.new_subgroups(2)[0]
+
+    def build(whole: bool = False, **kwargs: Any) -> PipelineModule:
+        torch.manual_seed(0)
+        specs = [LayerSpec(nn.Linear, 8, DIM)]
+        specs += [LayerSpec(Sliced, own and not whole, None if whole else group, dist.get_rank() % 2) for _ in range(4)]
+        return PipelineModule([*specs, LayerSpec(nn.Linear, DIM, 4)], loss_fn=mse_loss, seed_layers=True, **kwargs)
+
+    plain = build(whole=True, num_stages=1, stages=(0,))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    engine = make(build(topology=PipeModelDataParallelTopology(2, 2, 1)), stage, "shared")
+    assert engine.mesh.sizes == {"pp": 2, "batch": 1, "tp": 2} and engine.plan.batch.train_batch_size == 2 * MICRO
+    assert (engine.grid.get_slice_parallel_world_size(), engine.grid.get_data_parallel_world_size()) == (2, 1)
+    for step in range(STEPS):
+        loss = engine.train_batch(iter(batches(0, step)))
+        optimizer.zero_grad()
+        expected = torch.stack([mse_loss(plain.chunk(0)(x), y) for x, y in batches(0, step)]).mean()
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert engine.global_grad_norm == pytest.approx(float(norm), rel=1e-5)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], atol=2e-5, rtol=1e-4)
+    engine.destroy()
+
+
+@distributed(world_size=4)
+def test_topologies_that_are_not_the_meshs_are_refused() -> None:
+    other = module(topology=ProcessTopology(["data", "pipe"], [2, 2]))
+    with pytest.raises(ValueError, match=r"(?s)topology has \{'data': 2, 'pipe': 2\}, .*PipeModelDataParallelTopology\(num_pp=2, "):
+        make(other, 1, "auto")
+    model = module(topology=PipeModelDataParallelTopology(2, 2, 1))
+    with pytest.raises(ValueError, match=r"slipstream.mesh.tp \(1\) and the model or an argument \(2\)"):
+        make(model, 1, "auto", slipstream={"mesh": {"tp": 1}})
+    engine = make(module(num_stages=2), 1, "auto")
+    assert engine.grid.topology().sizes == {"pipe": 2, "data": 2}
+    engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_chunks_of_a_decoder(stage: int) -> None:
+    """`slipstream.pipeline.chunks` and the schedule v: the bits of one stage per rank, tied embeddings included."""
+    results, orders = [], []
+    for own in ({}, {"chunks": 2}, {"schedule": "zero_bubble", "chunks": 2}, {"schedule": "v"}):
+        engine = make(decoder(tie_word_embeddings=True), stage, "auto", pipeline={"stages": 2}, slipstream={"pipeline": own})
+        orders.append((str(engine.schedule.style), engine.pipe.module.stages))
+        losses = [float(engine.train_batch(token_samples(0, step))) for step in range(2)]
+        results.append((losses, states_of(engine)))
+        assert float(engine.eval_batch(token_samples(0, 9))) < 10
+        engine.destroy()
+    own_stages = [{0: (0,), 1: (1,)}, {0: (0, 2), 1: (1, 3)}, {0: (0, 2), 1: (1, 3)}, {0: (0, 3), 1: (1, 2)}]
+    styles = ("1f1b", "interleaved", "zero_bubble", "v")
+    assert orders == [(style, stages[dist.get_rank()]) for style, stages in zip(styles, own_stages, strict=True)]
+    for losses, states in results[1:]:
+        assert losses == results[0][0] and states.keys() == results[0][1].keys()
+        for name, value in states.items():
+            assert torch.equal(value, results[0][1][name]), name
+    for model, own, text in (
+        (decoder(), {"schedule": "v", "chunks": 2}, r"chunks \(2\) is for the schedules 1f1b and zero_bubble"),
+        (module(num_stages=2), {"chunks": 2}, "PipelineModule has 1 stages on each rank: build it with num_chunks=2"),
+        (module(num_stages=2), {"schedule": "v"}, "as a DualPipeVModule for v"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make(model, stage, "auto", pipeline={"stages": 2}, slipstream={"pipeline": own})
+
+
+@distributed(world_size=2)
+def test_the_partition_of_the_config() -> None:
+    """`pipeline.partition` of a decoder whose head is as large as its blocks."""
+    sizes = {"num_hidden_layers": 5, "vocab_size": 64 * 16}
+
+    def parts(method: str, model: Any = None, **blocks: Any) -> list[int]:
+        engine = make(model or decoder(**sizes), 1, "auto", pipeline={"stages": 2, "partition": method}, **blocks)
+        found: list[int] = engine.pipe.module.parts
+        engine.destroy()
+        return found
+
+    assert parts("best") == parts("parameters") != parts("uniform") == [0, 3, 5]
+    assert parts("type:decoderlayer") == [0, 3, 5] or parts("type:decoderlayer") == [0, 2, 5]
+    slow = decoder(**sizes)
+    forward = slow.model.layers[0].forward
+    slow.model.layers[0].forward = lambda *args, **kwargs: (time.sleep(0.1), forward(*args, **kwargs))[1]
+    assert parts("profile", slow) == [0, 1, 5]
+    with pytest.raises(RuntimeError, match="'type:Nothing' matches none of the layers' classes"):
+        parts("type:Nothing")
+    with pytest.raises(ValueError, match="pipeline.partition 'thirds' is none of parameters, uniform, type:REGEX, profile"):
+        parts("thirds")
+    with torch.device("meta"):
+        empty = decoder(**sizes)
+    with pytest.raises(ValueError, match="'profile' measures LlamaForCausalLM, whose weights are on meta"):
+        parts("profile", empty)
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))

@@ -81,9 +81,9 @@ def trained(model: nn.Module, config: dict[str, Any], replicas: int = 1, replica
     return losses, norms, engine
 
 
-def reference(model: nn.Module, replicas: int = 1) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def reference(model: nn.Module, replicas: int = 1, optimizer: Any = None) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """One process over the batches of all replicas, plain torch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -184,6 +184,36 @@ def test_an_encoder(kind: str, stage: int) -> None:
 )
 def test_four_ranks(kind: str, stage: int, tp: int, changes: dict[str, Any]) -> None:
     compare(kind, stage, tp, transport="gloo" if stage == 1 else "auto", **changes)
+
+
+@distributed(world_size=(2, 4))
+@pytest.mark.parametrize(
+    ("optimizer", "stage", "uneven"),
+    [("Lamb", 1, True), ("Lamb", 3, False), ("Muon", 2, True), ("Muon", 0, False), ("Adafactor", 1, True)],
+)
+def test_optimizers_of_whole_parameters(world_size: int, optimizer: str, stage: int, uneven: bool) -> None:
+    """LAMB's norms, Muon's matrices and Adafactor's sums are those of whole parameters, which tp ranks have parts of."""
+    rate = {"Lamb": 1e-2, "Muon": 1e-3, "Adafactor": 1e-2}[optimizer]
+    changes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24} if uneven else {}
+    model, plain, replicas = build("llama", **changes), build("llama", **changes), world_size // 2
+    config = settings(stage, tensor_parallel={"autotp_size": 2}, optimizer={"type": optimizer, "params": {"lr": rate}})
+    kinds: dict[str, Any] = {"Lamb": slipstream.optim.Lamb, "Muon": slipstream.optim.Muon, "Adafactor": torch.optim.Adafactor}
+    params = [*plain.named_parameters()] if optimizer == "Muon" else plain.parameters()
+    losses, norms, engine = trained(model, config, replicas, dist.get_rank() // 2)
+    expected, expected_norms, weights = reference(plain, replicas, kinds[optimizer](params, lr=rate))
+    if dist.get_rank() < 2:
+        assert losses == pytest.approx(expected, abs=2e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, weights[name], atol=3e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_optimizer_that_cannot_have_wholes_is_refused() -> None:
+    lamb = {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 2}}
+    with pytest.raises(ValueError, match="OneBitLamb keeps one trust ratio for each parameter, and some parameters are parts"):
+        slipstream.initialize(model=build("llama"), config=settings(1, tensor_parallel={"autotp_size": 2}, optimizer=lamb))
 
 
 @distributed(world_size=2)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.parallel.transformers_sequence import SequenceShares
-from tests.dist.test_tensor import VOCAB, build, settings
+from tests.dist.test_tensor import DECODERS, SMALL, VOCAB, build, settings
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers")
@@ -173,6 +173,73 @@ def reference_of_two() -> tuple[list[float], None, dict[str, Tensor]]:
         optimizer.step()
         losses += [float(loss.detach()) for loss in each]
     return losses, None, dict(model.state_dict())
+
+
+ENCODERS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 48, "pad_token_id": 1}
+
+
+def encoder(architecture: str) -> nn.Module:
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(architecture.partition("For")[0].lower(), **SMALL | ENCODERS)
+    model: nn.Module = getattr(transformers, architecture)._from_config(config, attn_implementation="sdpa")
+    return model
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(("architecture", "stage"), [("BertForMaskedLM", 1), ("RobertaForMaskedLM", 3), ("BertForTokenClassification", 0)])
+def test_a_loss_without_the_models_loss_function(architecture: str, stage: int) -> None:
+    """Labels are spread unevenly; RoBERTa counts positions by its token ids, padding left out. The model is whole again at the end."""
+
+    def items(step: int) -> dict[str, Tensor]:
+        found = batch(step, "padded")
+        found["input_ids"] = found["input_ids"].clamp(min=2).where(found["attention_mask"].bool(), torch.tensor(1))
+        if architecture == "BertForTokenClassification":
+            found["labels"] = found["labels"].where(found["labels"] < 0, found["labels"] % 2)
+        return found
+
+    plain = encoder(architecture)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    engine = slipstream.initialize(model=encoder(architecture), config=settings(stage, sequence_parallel_size=2))[0]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        expected = plain(**items(step)).loss
+        expected.backward()
+        norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        optimizer.step()
+        output = engine(**items(step))
+        assert [*output][0] == "loss"
+        engine.backward(output.loss)
+        engine.step()
+        assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), abs=3e-5)
+        assert engine.global_grad_norm == pytest.approx(norm, rel=2e-4)
+    expected, given = plain(**items(0)).loss.detach(), engine(**items(0), return_dict=False)[0].detach()
+    assert float(given) == pytest.approx(float(expected), abs=3e-3)
+    engine.destroy()
+    assert float(engine.module(**items(0)).loss.detach()) == pytest.approx(float(expected), abs=3e-3)
+
+
+@distributed(world_size=2)
+def test_models_whose_outputs_are_not_by_token_are_refused() -> None:
+    classifier = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**DECODERS["llama"]))
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification computes its outputs from one token's state"):
+        slipstream.initialize(model=classifier, config=settings(1, sequence_parallel_size=2))
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": VOCAB}
+    both = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes))
+    with pytest.raises(ValueError, match="shares of an encoder's sequence and a decoder's"):
+        slipstream.initialize(model=both, config=settings(1, sequence_parallel_size=2))
+    decoder = transformers.BartForCausalLM._from_config(
+        transformers.BartConfig(**sizes, is_decoder=True, is_encoder_decoder=False), attn_implementation="sdpa"
+    )
+    engine = slipstream.initialize(model=decoder, config=settings(1, sequence_parallel_size=2))[0]
+    with pytest.raises(ValueError, match="BartForCausalLM computes a loss of its own"):
+        engine(**batch(0))
+    engine.destroy()
+    own = build("llama")
+    own.loss_function = nn.functional.mse_loss
+    engine = slipstream.initialize(model=own, config=settings(1, sequence_parallel_size=2))[0]
+    with pytest.raises(ValueError, match=r"a loss of its own \(mse_loss\)"):
+        engine(**batch(0))
+    engine.destroy()
 
 
 @distributed(world_size=2)

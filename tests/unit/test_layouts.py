@@ -23,9 +23,11 @@ def test_the_parts_of_a_step() -> None:
     assert alone.seconds == alone.compute == pytest.approx(flops / 1e13) and alone.bubble == alone.tp == alone.sp == alone.dp == 0
     assert alone.memory == pytest.approx(16 * MODEL.num_params + 8 * 34 * 1024 * 1024)
     piped = cost_of(MODEL, CLUSTER, MeshLayout(2, 8, 1, 1, 1, "1f1b", 1, False))
-    assert piped.bubble == pytest.approx(
-        piped.compute / 4 + 2 * 1024 * 1024 * 2 / 1e9 * 8, rel=0.01
-    )  # m = 4; 8 ranks share the link
+    assert piped.bubble == pytest.approx(piped.compute / 4)  # m = 4
+    assert piped.pp == pytest.approx(2 * 1024 * 1024 * 2 / 1e9 * 8)  # 8 ranks share the link
+    chunks = cost_of(MODEL, CLUSTER, MeshLayout(2, 8, 1, 1, 1, "1f1b", 1, False, 2))
+    assert chunks.bubble == pytest.approx(piped.bubble / 2) and chunks.pp == pytest.approx(3 * piped.pp)
+    assert chunks.memory > piped.memory
     zero_bubble = cost_of(MODEL, CLUSTER, MeshLayout(2, 8, 1, 1, 1, "zero_bubble", 1, False))
     assert zero_bubble.bubble < piped.bubble
     sliced = cost_of(MODEL, CLUSTER, MeshLayout(1, 8, 1, 2, 1, "1f1b", 1, False))
@@ -44,6 +46,17 @@ def test_the_parts_of_a_step() -> None:
     assert recomputed.compute == pytest.approx(data.compute * 4 / 3) and recomputed.memory < data.memory
 
 
+def test_the_stage_with_the_head() -> None:
+    """A head as large as three of eight blocks: stages of 6 and 2; of 3, 2, 2 and 1, which go round the ranks, or out and back."""
+    large, busiest = replace(MODEL, other_params=2 * 36_000_000), {}
+    for schedule, chunks, products, blocks in (("1f1b", 1, 6, 6), ("v", 2, 7, 4), ("zero_bubble", 2, 6, 3)):
+        cost = cost_of(large, CLUSTER, MeshLayout(2, 8, 1, 1, 1, schedule, 1, False, chunks))
+        assert cost.compute == pytest.approx(6 * 4 * 1024 * (products * 12_000_000 + blocks * 1024 * 1024) / 1e13), schedule
+        busiest[schedule] = cost
+    even = busiest["1f1b"]
+    assert even.memory == pytest.approx((6 * 12_000_000 + 36_000_000) * (4 + 12 / 8) + 1024 * 1024 * 2 * 6 * 34)
+
+
 def test_layouts_fit_the_model() -> None:
     every = list(layouts(MODEL, CLUSTER))
     assert every
@@ -56,7 +69,7 @@ def test_layouts_fit_the_model() -> None:
     small = ranked(MODEL, Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9, memory=4e8))
     assert small and all(cost.memory <= 4e8 for _, cost in small) and len(small) < len(results)
     assert ranked(MODEL, Cluster(ranks=16, hosts=2, flops=1e13, inside=1e11, between=1e9, memory=1e6)) == []
-    assert math.isclose(sum(results[0][1][:5]), results[0][1].seconds)
+    assert math.isclose(sum(results[0][1][:6]), results[0][1].seconds)
 
 
 def llama(folder: Path) -> str:
@@ -88,9 +101,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["layouts"]
     assert main(["plan", "--model", folder, "--ranks", "16", *rates, "--memory", "1M"]) == 1
     assert "no layout of 16 ranks fits" in capsys.readouterr().out
+    parts = str(tmp_path / "parts.json")
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 16, "zero_optimization": {"stage": 1}}
+    own = {"mesh": {"pp": 2, "tp": 4}, "pipeline": {"chunks": 2}, "activations": "recompute"}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    Path(parts).write_text(json.dumps(config | {"slipstream": own, "bf16": {"enabled": True}, "optimizer": optimizer}))
+    words = ["plan", parts, "--model", folder, "--world", "16", "--hosts", "2", "--bandwidth", "10G", *rates]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "pp 2 x dp 2 x tp 4" in shown and "1f1b x 2, recompute" in shown and "32 sequences of 2048 tokens" in shown
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    layout = MeshLayout(2, 2, 1, 4, 1, "1f1b", 1, True, 2)
+    assert MeshLayout(**answer["layout"]) == layout and answer["seconds"] == pytest.approx(sum([*answer["cost"].values()][:6]))
     for words, text in (
         (["--ranks", "16"], "--ranks needs --model"),
         (["--ranks", "16", "--hosts", "3", "--model", folder], "hosts have equal numbers"),
+        ([parts, "--world", "16", "--num-params", "1G"], "pp 2, sp 1, tp 4, experts over 1"),
         ([], "needs a config, or --ranks"),
     ):
         assert main(["plan", *words]) != 0

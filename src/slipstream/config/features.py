@@ -127,10 +127,17 @@ class Pipeline(Block):
     stages: Count | Word[Literal["auto"]] = honored(
         "auto", "Pipeline stages; the same as `slipstream.mesh.pp`.", "test_the_stages_of_the_config"
     )
-    partition: str = no_effect("best", "PipelineModule(partition_method=) divides the layers, as in DeepSpeed")
+    partition: str = honored(
+        "best",
+        "How a decoder's blocks are divided into stages: `parameters` (also `best`), `uniform`, `type:REGEX` of their classes, or "
+        "`profile`, which measures them. A PipelineModule divides its own layers, as in DeepSpeed.",
+        "test_the_partition_of_the_config",
+    )
     seed_layers: bool = no_effect(False, "PipelineModule(seed_layers=) decides, as in DeepSpeed")
     activation_checkpoint_interval: Size = honored(
-        0, "Layers of a PipelineModule that are recomputed together; 0: the module's own.", "test_recomputed_layers"
+        0,
+        "Layers of a PipelineModule that are recomputed together; 0: the module's own. In a decoder, each block is recomputed.",
+        "test_recomputed_layers",
     )
     pipe_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
     grad_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")

@@ -105,7 +105,9 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    schedule: Literal["1f1b", "gpipe", "zero_bubble"] = key("slipstream.pipeline.schedule")
+    schedule: Literal["1f1b", "gpipe", "zero_bubble", "v"] = key("slipstream.pipeline.schedule")
+    chunks: int = key("slipstream.pipeline.chunks")  # stages on each rank
+    partition: str = key("pipeline.partition", read=lambda method: "parameters" if method == "best" else method)
     reduce: Literal["step", "micro_batch"] = key("slipstream.pipeline.reduce")
     recompute_interval: int = key("pipeline.activation_checkpoint_interval")  # layers that are recomputed together; 0: the module's
 

@@ -75,6 +75,21 @@ class Case:
         self.recomputing = " and ".join(f"{path} ({str(values[path]).lower()})" for path in paths if values[path])
 
     @property
+    def bubble(self) -> float:
+        """The idle share of a pipeline's step, with equal times of forward, and of backward by inputs and by weights."""
+        micros = self.plan.batch.accumulation * (3 if self.plan.pipeline.schedule == "zero_bubble" else 1)
+        return (self.plan.mesh.pp - 1) / (micros + self.plan.mesh.pp - 1)
+
+    @property
+    def enough(self) -> int:
+        return 4 * self.plan.mesh.pp
+
+    @property
+    def idles(self) -> bool:
+        """Whether a pipeline has fewer micro-batches than the customary four a stage, whose gaps nothing fills."""
+        return self.plan.batch.accumulation < self.enough and self.plan.pipeline.schedule != "zero_bubble"
+
+    @property
     def contradiction(self) -> str:
         """The first axis whose size is stated twice, differently, as text; "" if there is none."""
         differing = (stated for stated in self.sizes.values() if len({size for _, size in stated}) > 1)
@@ -218,6 +233,16 @@ REFUSALS: tuple[Refusal, ...] = (
         f"{_EFFICIENCY}.data_sampling.dynamic_batching is enabled without max_tokens; set it to the tokens of a micro-batch",
     ),
     Refusal(
+        lambda c: c.plan.pipeline.chunks > 1 and c.plan.pipeline.schedule in ("gpipe", "v"),
+        "slipstream.pipeline.chunks ({c.plan.pipeline.chunks}) is for the schedules 1f1b and zero_bubble; {c.plan.pipeline.schedule} "
+        "has its own number of stages on each rank: drop chunks",
+    ),
+    Refusal(
+        lambda c: c.plan.pipeline.partition == "profile" and c.plan.mesh.sp * c.plan.mesh.tp * c.plan.experts.size > 1,
+        "pipeline.partition profile measures a whole model in one process, not one with sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp} and "
+        "experts over {c.plan.experts.size} ranks: take parameters or uniform",
+    ),
+    Refusal(
         lambda c: c.plan.layer_drop and c.plan.mesh.pp > 1,
         "progressive_layer_drop is not built with pipelines (pipeline.stages {c.plan.mesh.pp}); drop one of the two",
     ),
@@ -319,5 +344,11 @@ NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.compiler_given and not c.compile_decided,
         "compile.backend and compile.kwargs have no effect here: compile.enabled is not set to true",
+    ),
+    Refusal(
+        lambda c: c.plan.mesh.pp > c.plan.batch.accumulation or (c.idles and c.plan.mesh.pp > 1),
+        "gradient_accumulation_steps {c.plan.batch.accumulation} gives a pipeline of {c.plan.mesh.pp} stages few micro-batches to "
+        "overlap: its ranks idle in about {c.bubble:.0%} of a step. Take {c.enough} or more, or slipstream.pipeline.schedule "
+        '"zero_bubble"',
     ),
 )

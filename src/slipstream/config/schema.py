@@ -283,10 +283,14 @@ class TensorOptions(Block):
 
 
 class PipelineOptions(Block):
-    schedule: Word[Literal["1f1b", "gpipe", "zero_bubble"]] = honored(
+    schedule: Word[Literal["1f1b", "gpipe", "zero_bubble", "v"]] = honored(
         "1f1b",
-        "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps.",
+        "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps; or `v`: these, "
+        "and a decoder's stages go out to the last rank and back (DualPipeV's layout).",
         "test_the_schedule_of_the_config",
+    )
+    chunks: Count = honored(
+        1, "Stages of a decoder on each rank: rank r has stages r, r + pp, and so on (interleaved).", "test_chunks_of_a_decoder"
     )
     reduce: Word[Literal["step", "micro_batch"]] = honored(
         "step",

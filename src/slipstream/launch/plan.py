@@ -214,8 +214,8 @@ def execute(options: argparse.Namespace) -> int:
         if rows not in (None, plan.batch.micro_batch_size):
             print(f"note: --batch-shape has {rows} rows; using the config's micro-batch size, {plan.batch.micro_batch_size}")
         print("".join(f"note: {note}\n" for note in loaded.notes))
-    if options.model or options.num_params:
-        _refuse_parts(plan, options.world)
+    if (options.model or options.num_params) and plan.mesh.model_size * plan.experts.size > 1:
+        return _cost_of_parts(options, plan)
     if options.model:
         return _forecast(options, plan)
     for option in ("memory", "batch_shape", "batch", "activations", "json"):
@@ -229,21 +229,56 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_parts(plan: Plan, world: int) -> None:
-    """Raise ValueError for a plan whose ranks have parts of the model or of a sample: predictions are of whole ones."""
-    sizes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp, "ep": plan.experts.size}
-    if parts := ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1):
+def _cost_of_parts(options: argparse.Namespace, plan: Plan) -> int:
+    """Print the time and memory of a plan whose ranks have parts of a decoder or of its samples, by the layouts' model."""
+    from slipstream.parallel import layouts
+
+    if not options.model or plan.experts.size > 1 or options.memory or options.batch or options.activations:
         raise ValueError(
-            f"the config splits the model or its samples over ranks ({parts}), and slipstream plan CONFIG predicts data "
-            f"parallelism alone: slipstream plan --ranks {world} --model M compares such layouts, and engine.explain() tells "
-            "the bytes of a rank"
+            f"the config splits the model or its samples over ranks (pp {plan.mesh.pp}, sp {plan.mesh.sp}, tp {plan.mesh.tp}, experts "
+            f"over {plan.experts.size}): --model and --length are needed, and experts over ranks, --num-params, --memory, --batch and "
+            f"--activations not served for such a config; slipstream plan --ranks {options.world} --model M compares layouts, and "
+            "engine.explain() tells the bytes of a rank"
         )
+    layout = layouts.layout_of(plan, options.world)
+    if options.batch_shape:
+        options.length = shapes_of(options.batch_shape)[0][-1]
+    model, cluster = _setting(options, options.world, plan.batch.train_batch_size)
+    cluster = replace(cluster, element=plan.precision.param_dtype.itemsize)
+    cost = layouts.cost_of(model, cluster, layout)
+    if options.json:
+        print(json.dumps({"parameters": model.num_params, "layout": layout._asdict(), "cost": cost._asdict(), "seconds": cost.seconds}))
+        return 0
+    print(f"{_described(options, model, cluster)}\n\n{layouts.table(model, cluster, [(layout, cost)])}")
+    print("seconds of a step, by part; GB of the fullest rank, with states and activations on its device")
+    return 0
+
+
+def _setting(options: argparse.Namespace, ranks: int, batch: int) -> tuple[Any, Any]:
+    """The decoder of --model in a step of `batch` sequences, and the ranks, for the layouts' model."""
+    from slipstream.parallel import layouts
+    from slipstream.train.planning import calibrate
+
+    if ranks < 1 or ranks % options.hosts:
+        raise ValueError(f"{ranks} ranks on --hosts {options.hosts}: hosts have equal numbers of ranks")
+    rates = calibrate.rates("bfloat16", options.device or facts(None).device_type, None, rates_of(options.rate))
+    between = parse_count(options.bandwidth, "--bandwidth ") / 8 if options.bandwidth else rates.wire
+    memory = options.memory or float("inf")
+    sizes = {"ranks": ranks, "hosts": options.hosts, "flops": rates.flops, "inside": rates.wire, "between": between, "memory": memory}
+    return layouts.decoder_of(build_on_meta(options.model), options.length, batch, options.heads), layouts.Cluster(**sizes)
+
+
+def _described(options: argparse.Namespace, model: Any, cluster: Any) -> str:
+    return (
+        f"{model.num_params:,} parameters, {model.batch} sequences of {model.length} tokens a step; {cluster.ranks} ranks on "
+        f"{options.hosts} hosts, {cluster.flops / 1e12:.3g} TFLOP/s and {cluster.inside / 1e9:.3g} GB/s a rank, "
+        f"{cluster.between / 1e9:.3g} GB/s a host"
+    )
 
 
 def compare_layouts(options: argparse.Namespace) -> int:
     """Print the layouts of `--ranks` ranks by the time of a step, the config of the first, and its drawing."""
     from slipstream.parallel import layouts
-    from slipstream.train.planning import calibrate
 
     if not options.model:
         raise ValueError("--ranks needs --model: MODULE:FUNCTION, or a folder with a Hugging Face config.json")
@@ -254,27 +289,13 @@ def compare_layouts(options: argparse.Namespace) -> int:
             f"--ranks {options.ranks} --hosts {options.hosts}: hosts have equal numbers of ranks, and further numbers are "
             "multiples of the first"
         )
-    rates = calibrate.rates("bfloat16", options.device or facts(None).device_type, None, rates_of(options.rate))
-    between = parse_count(options.bandwidth, "--bandwidth ") / 8 if options.bandwidth else rates.wire
-    batch = options.sequences or 4 * ranks
-    model = layouts.decoder_of(build_on_meta(options.model), options.length, batch, options.heads)
-    cluster = layouts.Cluster(
-        ranks=ranks,
-        hosts=options.hosts,
-        flops=rates.flops,
-        inside=rates.wire,
-        between=between,
-        memory=options.memory or float("inf"),
-    )
+    model, cluster = _setting(options, ranks, options.sequences or 4 * ranks)
     ranking = layouts.ranked(model, cluster)
     if options.json:
         rows = [{"layout": each._asdict(), "cost": cost._asdict(), "seconds": cost.seconds} for each, cost in ranking]
         print(json.dumps({"parameters": model.num_params, "layouts": rows}))
         return 0 if ranking else 1
-    print(
-        f"{model.num_params:,} parameters, {batch} sequences of {model.length} tokens a step; {ranks} ranks on {options.hosts} "
-        f"hosts, {rates.flops / 1e12:.3g} TFLOP/s and {rates.wire / 1e9:.3g} GB/s a rank, {between / 1e9:.3g} GB/s a host\n"
-    )
+    print(f"{_described(options, model, cluster)}\n")
     if len(counts) > 1:
         print(layouts.scaling_table(model, cluster, layouts.weak_scaling(model, cluster, counts)))
         return 0

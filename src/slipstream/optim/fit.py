@@ -7,8 +7,9 @@ import torch
 from slipstream.config.plan import Plan
 from slipstream.config.refusals import Refusal, matching
 from slipstream.optim.onebit import rounds_of
+from slipstream.optim.resolve import is_elementwise
 from slipstream.optim.rules import Rule
-from slipstream.zero.leaves import is_stack
+from slipstream.zero.leaves import cuts_of_tensors, is_stack
 
 
 class OptimizerCase:
@@ -20,7 +21,8 @@ class OptimizerCase:
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self.keeps_ratios = self.is_late and rule is not None and rule.is_whole
-        self.has_stacks = any(map(is_stack, params))
+        self.has_stacks, self.has_parts = any(map(is_stack, params)), any(map(cuts_of_tensors, params))
+        self.is_whole = rule.is_whole if rule is not None else not is_elementwise(optimizer)
         self.has_rounds = plan.local_steps.every > 0
         on_cpu = not any(param.is_cuda for param in params)
         self.is_offloaded = any(
@@ -77,6 +79,16 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.keeps_ratios and c.has_stacks,
         "{c.name} keeps one trust ratio for each parameter, and a stack of experts needs one for each expert: use Lamb or "
         "OneBitAdam",
+    ),
+    Refusal(
+        lambda c: c.keeps_ratios and c.has_parts,
+        "{c.name} keeps one trust ratio for each parameter, and some parameters are parts of wholes on other ranks (tensor "
+        "parallelism, an mpu or experts): use Lamb or OneBitAdam",
+    ),
+    Refusal(
+        lambda c: c.is_whole and c.has_parts and c.is_offloaded,
+        "{c.name} needs whole parameters, and some are parts of wholes on other ranks, which cannot be joined while their states are "
+        "on the host or on disk: drop offload_optimizer and offload_param, or use AdamW",
     ),
     Refusal(
         lambda c: c.is_late and c.has_rounds,

@@ -19,6 +19,8 @@ from slipstream.ops import Blocks, Stochastic
 from slipstream.optim import rules
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, UpdatePiece
+from slipstream.optim.wholes import axes_of
+from slipstream.world.mesh import Axis
 from slipstream.zero.layout import ALIGN
 from slipstream.zero.leaves import is_stack
 from slipstream.zero.placement import Tier
@@ -35,6 +37,7 @@ class Run(NamedTuple):
     stop: int
     group: int
     step: int
+    axes: tuple[Axis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +152,8 @@ class NativeSteps(ShardedSteps):
                     run = run._replace(stop=stop)
                     continue
                 yield run
-            run = Run(piece.start, stop, piece.group, step)
+            axes = tuple(axis for _, axis in axes_of(unit, piece.i)) if self.rule.is_whole else ()
+            run = Run(piece.start, stop, piece.group, step, axes)
             if self.rule.is_whole and is_stack(piece.param):
                 length = (piece.stop - piece.start) // piece.shape[0]
                 if length % align:
@@ -167,16 +171,15 @@ class NativeSteps(ShardedSteps):
         master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")
         is_buffer = chunk.slot is not None  # `weights` is then a ring buffer that holds other chunks' weights
         done = 0
-        for start, stop, group, step in self._moments[unit].runs:
+        for start, stop, group, step, axes in self._moments[unit].runs:
             a, b = max(start, chunk.start) - chunk.start, min(stop, chunk.stop) - chunk.start
             if a >= b:
                 continue
             part = None if weights is None else weights[a:b]
             states = self._states(unit, chunk, a, b)
             rounding = self._rounding(unit, step, chunk.start + a)
-            self.rule.apply(
-                self.options_of(unit, group, step), step, rules.Arrays(master[a:b], grads[a:b], states, part), scale, rounding
-            )
+            arrays = rules.Arrays(master[a:b], grads[a:b], states, part, axes)
+            self.rule.apply(self.options_of(unit, group, step), step, arrays, scale, rounding)
             if weights is not None and is_buffer:
                 weights[done:a].copy_(master[done:a])  # frozen parameters and padding
             done = b

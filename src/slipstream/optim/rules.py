@@ -18,6 +18,8 @@ from torch.optim.optimizer import Optimizer
 
 from slipstream import ops
 from slipstream.ops import Blocks, Stochastic
+from slipstream.optim.wholes import Squares, summed
+from slipstream.world.mesh import Axis
 
 State = Tensor | Blocks
 
@@ -29,6 +31,7 @@ class Arrays(NamedTuple):
     grad: Tensor
     states: Sequence[State]
     out: Tensor | None  # the weights, if separate from the master
+    axes: Sequence[Axis] = ()  # over which the parts of this tensor are, if the rule needs norms of wholes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class Rule:
             values["beta1"], values["beta2"] = values.pop("betas")
         if self.counts:
             values["step"] = step
+        if self.is_whole:
+            values["axes"] = run.axes
         self.kernel(run.master, run.grad, *run.states, run.out, scale=scale, rounding=rounding, **values)
 
 
@@ -102,11 +107,12 @@ def lamb(
     lr: float,
     min_coeff: float,
     max_coeff: float,
-    record: Callable[[tuple[float | Tensor, float | Tensor]], None] | None = None,
+    axes: Sequence[Axis] = (),
+    record: Callable[[Squares], None] | None = None,
     **options: Any,
 ) -> None:
-    """Both passes over one tensor. record: takes its trust ratio and the square of its weights' norm."""
-    squares = ops.lamb_update(master, grad, exp_avg, exp_avg_sq, scale=scale, **options)
+    """Both passes over one tensor. record: takes its trust ratio and the square of its weights' norm. Collective over `axes`."""
+    squares = summed(ops.lamb_update(master, grad, exp_avg, exp_avg_sq, scale=scale, **options), axes)
     ratio = trust_ratio(*squares, min_coeff, max_coeff)
     ops.lamb_apply(master, exp_avg, exp_avg_sq, out, lr=lr * ratio, **options)
     if record is not None:

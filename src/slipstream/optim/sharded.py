@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.optim.rules import Rule, unsupported_option
+from slipstream.optim.wholes import Cut, cuts_over
 from slipstream.zero.storage.store import Section, Store
 from slipstream.zero.storage.stream import Ring, StateChunk
 from slipstream.zero.unit import Unit
@@ -38,6 +39,7 @@ class UpdatePiece:
     group: int
     step: int = 0  # counted by NativeSteps
     leaf: Tensor | None = None  # the view of the master that TorchSteps passes to the optimizer
+    cuts: tuple[Cut, ...] | None = None  # over other ranks, which TorchSteps joins for an optimizer that needs wholes
 
     @property
     def name(self) -> str:
@@ -262,17 +264,21 @@ class TorchSteps(ShardedSteps):
             group["params"] = []
         pieces = self.members[unit].pieces
         leaves = [self._leaf(piece) for piece in pieces]
+        self._cast_states(leaves, None)
+        stepped: list[Tensor] = []  # what the optimizer steps: leaves, or the wholes of which they are parts
         for piece, leaf in zip(pieces, leaves, strict=True):
             if piece.param.requires_grad:
-                grad = grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape)
-                leaf.grad = grad.to_sparse(1) if self.lazy else grad
-                groups[piece.group]["params"].append(leaf)
-        self._cast_states(leaves, None)
+                stepped.append(self._joined(piece, leaf))
+                grad = _through(self._cuts(piece), grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape))
+                stepped[-1].grad = grad.to_sparse(1) if self.lazy else grad
+                groups[piece.group]["params"].append(stepped[-1])
         self._stepping = True
         try:
             self.inner.step()
         finally:
             self._stepping = False
+            for piece, whole in zip((piece for piece in pieces if piece.param.requires_grad), stepped, strict=True):
+                self._keep_part(piece, whole)
             self._cast_states(leaves, self.state_dtype)
             for i, (group, params) in enumerate(zip(groups, users_params, strict=True)):
                 if group["params"]:
@@ -280,10 +286,46 @@ class TorchSteps(ShardedSteps):
                 elif i in self._after:
                     _set_values(group, self._after[i])
                 group["params"] = params
-            for leaf in leaves:
+            for leaf in stepped:
                 leaf.grad = None
         if unit.out is not None:
             unit.out.put(0, unit.master.whole())
+
+    def _cuts(self, piece: UpdatePiece) -> tuple[Cut, ...]:
+        """Collective at the first call."""
+        if piece.cuts is None:
+            piece.cuts = cuts_over(piece.unit, piece.i) if self.whole else ()
+        return piece.cuts
+
+    def _joined(self, piece: UpdatePiece, leaf: Tensor) -> Tensor:
+        """What the optimizer steps for a piece: its leaf, or the whole of which this is a part, with its states. Collective."""
+        cuts = self._cuts(piece)
+        if not cuts:
+            return leaf
+        whole = _through(cuts, leaf)
+        state = self.inner.state.pop(leaf, {})
+        self.inner.state[whole] = {
+            name: _through(cuts, value) if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape else value
+            for name, value in state.items()
+        }
+        return whole
+
+    def _keep_part(self, piece: UpdatePiece, whole: Tensor) -> None:
+        """Undo `_joined` after a step."""
+        leaf, cuts = self._leaf(piece), self._cuts(piece)
+        if whole is leaf:
+            return
+
+        def own(value: Tensor) -> Tensor:
+            for cut in cuts:
+                value = cut.own(value)
+            return value
+
+        leaf.copy_(own(whole))
+        self.inner.state[leaf] = {
+            name: own(value) if isinstance(value, Tensor) and value.shape == whole.shape else value
+            for name, value in self.inner.state.pop(whole, {}).items()
+        }
 
     def _cast_states(self, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
         """Convert per-element states to `dtype`, or to their master's dtype if None. A no-op if states are kept in fp32."""
@@ -332,6 +374,13 @@ class TorchSteps(ShardedSteps):
 
 
 _PARAMS = {"params", "param_names"}
+
+
+def _through(cuts: Sequence[Cut], value: Tensor) -> Tensor:
+    """The whole of which `value` is this rank's part. Collective."""
+    for cut in cuts:
+        value = cut.join(value)
+    return value
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ their `.grad` in place, which ZeRO-3 and ZeRO-1 do not leave there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -35,12 +36,31 @@ class Deferred:
     def __init__(self, model: nn.Module) -> None:
         self.waiting: list[Waiting] = []
         self.collects = False  # whether layers that run now defer
-        each: Any
+        self.replaced: list[tuple[nn.Module, str, Callable[..., Tensor]]] = []  # attributes of layers, found before their class's
         for each in model.modules():
             if type(each) is nn.Linear:
-                vars(each)["forward"] = self._forward(each)  # found before the class's
+                self.replaced.append((each, "forward", self._forward(each)))
             elif isinstance(each, (Column, Row)) and nn.Linear in type(each).__bases__:
-                vars(each)["product"] = self._product(each)
+                self.replaced.append((each, "product", self._product(each)))
+        for layer, name, function in self.replaced:
+            vars(layer)[name] = function
+
+    def close(self) -> None:
+        """Let the layers compute as their classes do. Safe to call twice."""
+        for layer, name, function in self.replaced:
+            if vars(layer).get(name) is function:
+                del vars(layer)[name]
+        self.replaced.clear()
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Inside, layers defer; what still waits at the end, after an error, is dropped."""
+        self.collects = True
+        try:
+            yield
+        finally:
+            self.collects = False
+            self.waiting.clear()
 
     def _forward(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         product = self._product(layer)

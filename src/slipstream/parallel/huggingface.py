@@ -12,19 +12,25 @@ states: the last stage computes the loss from all of them, and their gradients c
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.parallel.layers import partition_balanced, partition_uniform
-from slipstream.parallel.module import Tied
+from slipstream.config.plan import PipelinePlan
+from slipstream.parallel.layers import TIMINGS, partition, partition_balanced, partition_uniform
+from slipstream.parallel.module import Tied, loop_stages, v_stages
 from slipstream.parallel.slicing import gather_behind, scatter_before
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.transformers_sequence import Sequences
 from slipstream.zero.wrap import repeated_blocks
 
+_PROFILED = 128  # tokens of the forward that `profile` measures
 _OF_THE_LOSS = ("labels", "num_items_in_batch")
 _OF_THE_EMBEDDING = ("input_ids", "inputs_embeds")
 
@@ -32,15 +38,15 @@ _OF_THE_EMBEDDING = ("input_ids", "inputs_embeds")
 class PipelinedDecoder(nn.Module):
     """A decoder of transformers divided into stages, of which a rank keeps some.
 
-    stages   the stages that this rank has, of `num_stages`
-    method   parameters: stages of like size, where embeddings count nothing (they are looked up); or uniform: of as many layers
+    stages   the stages that this rank has, of `num_stages`; is_v: they go out to the last rank and back
+    method   parameters: stages of like size, where embeddings count nothing (they are looked up); uniform: of as many layers;
+             type:REGEX: of as many layers of these classes; profile: of like time of a forward, measured (head and embeddings, too)
     loss_fn  called as loss_fn(logits, labels); default: the model's own loss
     slices, sequences  of the model, if its layers are sliced, or its sequences shared
 
     Raises ValueError for a model without repeated layers, with fewer layers than stages, or of another kind.
     """
 
-    is_v = False
     reads_everywhere = True  # masks and positions
     _chunks: list[DecoderChunk]
     _positions: dict[str, int]  # the index of each parameter of the unsplit model, and of each module's first one
@@ -55,8 +61,10 @@ class PipelinedDecoder(nn.Module):
         parts: Sequence[int] | None = None,
         slices: Slices | None = None,
         sequences: Sequences | None = None,
+        is_v: bool = False,
     ) -> None:
         super().__init__()
+        self.is_v = is_v
         self.sequences = sequences
         if sequences is not None:
             sequences.unhook()  # chunks share a micro-batch themselves
@@ -88,6 +96,14 @@ class PipelinedDecoder(nn.Module):
             self.register_parameter(name, param)
         # not registered: their parameters are this module's
         self.__dict__["_chunks"] = [DecoderChunk(self, model, stage) for stage in self.stages]
+
+    @classmethod
+    def on_rank(cls, model: nn.Module, index: int, size: int, plan: PipelinePlan, **parts: Any) -> PipelinedDecoder:
+        """The stages of the `index`-th of `size` pipeline ranks."""
+        is_v = plan.schedule == "v"
+        count = 2 if is_v else plan.chunks
+        stages = v_stages(index, size) if is_v else loop_stages(index, size, count)
+        return cls(model, size * count, stages, plan.partition, is_v=is_v, **parts)
 
     def _part(self, model: nn.Module, stages: Sequence[int]) -> nn.Module:
         """A copy of the model with the layers and modules of some stages; other modules with parameters are absent."""
@@ -181,7 +197,7 @@ class DecoderChunk(nn.Module):
         try:
             output = self.runs(**arguments)
             if self.is_last:
-                return output
+                return output if self.sequences is None else self.sequences.end(output)
             return (self.left, *self.routers) if self.routers else self.left
         finally:
             self.is_running, self.entering, self.left, self.routers = False, None, None, ()
@@ -297,17 +313,58 @@ def _traced(model: nn.Module, layers: str, outside: Sequence[str]) -> tuple[list
 def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence[str], num_stages: int, method: str) -> list[int]:
     """Bounds of the stages; each has at least one layer."""
     if len(names) < num_stages:
+        ranks = dist.get_world_size() if dist.is_initialized() else num_stages
+        most = max(size for size in range(1, len(names) + 1) if ranks % size == 0)
         raise ValueError(
-            f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; use fewer stages"
+            f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; {most} work on {ranks} ranks"
         )
-    if method == "uniform":
+    blocks, kind = list(model.get_submodule(layers).children()), method.partition(":")[0].lower()
+    if kind == "uniform":
         return partition_uniform(len(names), num_stages)
-    if method != "parameters":
-        raise ValueError(f"partition method {method!r} is none of parameters, uniform")
-    container = model.get_submodule(layers)
-    weights = [sum(param.numel() for param in block.parameters()) for block in container.children()]
+    if kind == "type":
+        return partition(blocks, num_stages, method)
+    if kind == "profile":
+        bounds = [partition_balanced(_seconds(model, [f"{layers}.{name}" for name in names]), num_stages)]
+        if dist.is_initialized():  # every rank has measured something else
+            dist.broadcast_object_list(bounds)
+        return bounds[0]
+    if kind != "parameters":
+        raise ValueError(f"pipeline.partition {method!r} is none of parameters, uniform, type:REGEX, profile")
+    weights = [sum(param.numel() for param in block.parameters()) for block in blocks]
     weights[-1] += sum(param.numel() for name in after for param in model.get_submodule(name).parameters(recurse=False))
     return partition_balanced(weights, num_stages)
+
+
+def _seconds(model: nn.Module, names: Sequence[str]) -> list[float]:
+    """The time of each block in a forward of the whole model; what runs before the first and after the last counts to these."""
+    if any(param.is_meta for param in model.parameters()):
+        raise ValueError(
+            f"pipeline.partition 'profile' measures {type(model).__name__}, whose weights are on meta; take parameters or uniform"
+        )
+    device = next(model.parameters()).device
+    best, was_training = [math.inf] * len(names), model.training
+    marks: list[float] = []
+
+    def mark(*_: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        marks.append(time.perf_counter())
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(mark) for name in names[1:]]
+    ids = torch.zeros(1, _PROFILED, dtype=torch.long, device=device)
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            for _ in range(TIMINGS):
+                marks.clear()
+                mark()
+                model.eval()(input_ids=ids, use_cache=False)
+                mark()
+                best = [min(pair) for pair in zip(best, (b - a for a, b in itertools.pairwise(marks)), strict=True)]
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return best
 
 
 def _ties(model: nn.Module, owners: Mapping[str, int], num_stages: int) -> list[Tied]:

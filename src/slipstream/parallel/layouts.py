@@ -15,8 +15,8 @@ dp         ZeRO 0 and 1: 2 (d-1)/d of the rank's parameters, reduced and gathere
            computing, and one block's
 memory     states by ZeRO's formula, 16 bytes a parameter in mixed precision, and activations of (10 + 24 / t) b S h / s bytes a
            block (Korthikanti et al., arXiv:2205.05198, with attention that keeps no scores); 2 b S h / s with recomputation;
-           of as many micro-batches as a stage keeps. Embeddings and head count evenly among stages: with a large vocabulary, the
-           first and the last one need more
+           of as many micro-batches as a stage keeps. The busiest stage is the last: it has the head, and as many blocks less as
+           balance the times of stages allow; with vocabularies so large that it has none, it is the longest all the same
 
 Between hosts, the ranks of a host share its link. Ranks that wait for each other inside of layers are never equally fast: tp and sp
 cost 3 % of computing beside their bytes (`python -m benchmarks slices` has found 3 to 7 %).
@@ -31,10 +31,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.parallel.schedule import Costs, simulate
+from slipstream.parallel.schedule import Costs, Style, rank_of, simulate
 
 if TYPE_CHECKING:
     import torch
+
+    from slipstream.config.plan import Plan
 
 _WAITS = 0.03  # of computing, on ranks that meet inside of layers
 _MOST_SIMULATED = 512  # micro-batches, over all stages; longer steps take the formula
@@ -92,6 +94,7 @@ class MeshLayout(NamedTuple):
     schedule: str
     micro_batch: int
     recompute: bool
+    chunks: int = 1  # stages on each rank
 
     def __str__(self) -> str:
         axes = [f"{name} {size}" for name, size in zip(("pp", "dp", "sp", "tp"), self[:4], strict=True) if size > 1]
@@ -99,10 +102,11 @@ class MeshLayout(NamedTuple):
 
 
 class LayoutCost(NamedTuple):
-    """Seconds of a step by part, and bytes of a rank."""
+    """Seconds of a step by part, and bytes of the fullest rank."""
 
     compute: float
     bubble: float
+    pp: float
     tp: float
     sp: float
     dp: float
@@ -110,7 +114,16 @@ class LayoutCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return sum(self[:5])
+        return sum(self[:6])
+
+
+def layout_of(plan: Plan, world: int) -> MeshLayout:
+    """The layout of a config on so many ranks."""
+    mesh, pipe = plan.mesh, plan.pipeline
+    recomputes = plan.activations.way == "recompute" or (mesh.pp > 1 and pipe.recompute_interval > 0)
+    sizes = mesh.pp, world // mesh.model_size, mesh.sp, mesh.tp
+    chunks = 2 if pipe.schedule == "v" else pipe.chunks
+    return MeshLayout(*sizes, plan.zero.stage, pipe.schedule, plan.batch.micro_batch_size, recomputes, chunks)
 
 
 def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | None) -> Model:
@@ -148,23 +161,24 @@ def decoder_of(model: torch.nn.Module, length: int, batch: int, heads: int | Non
 
 def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
     """The time and memory of a step."""
-    p, d, s, t, zero, schedule, b, recompute = layout
+    p, d, s, t, zero, schedule, b, recompute, chunks = layout
     micros = model.batch // (d * b)
-    blocks = model.blocks / p
     tokens = b * model.length / s
-    last = model.other_params / 2  # the head; embeddings are looked up
+    table = model.other_params / 2  # the head, and the embeddings, which are looked up
+    per_rank, head_at = _blocks_of(model.blocks, model.block_params, table, p, chunks, schedule)
     per_block = 6 * tokens * (model.block_params / t + model.length * model.width / t)
-    work = per_block * blocks + 6 * tokens * last / t / p  # stages are balanced
+    work = max(per_block * count + 6 * tokens * table / t * (i == head_at) for i, count in enumerate(per_rank))
+    blocks = max(per_rank)
     stage = work * (4 / 3 if recompute else 1) / cluster.flops
     hidden = b * model.length * model.width / s * cluster.element
     sums = 4 * blocks * 2 * (t - 1) / t * hidden / cluster.link(1, t) + _WAITS * stage * (t > 1)
     swaps = 8 * blocks * (s - 1) / s * hidden / t / cluster.link(t, s) + _WAITS * stage * (s > 1)
     busy = stage + sums + swaps
-    step = busy * micros
-    if p > 1:
-        hop = hidden / cluster.link(d * s * t, p)
-        step = _makespan(p, micros, schedule, busy, hop)
-    own = blocks * model.block_params / t + model.other_params / t / p
+    turns = _turns(p, micros, schedule, chunks) if p > 1 else micros
+    hops = 2 * (p * chunks - 1) * hidden / cluster.link(d * s * t, p) if p > 1 else 0.0  # of the first and the last micro-batch
+    tables = [table * ((i == 0) + (i == head_at)) for i in range(p)]
+    owned = [(count * model.block_params + extra) / t for count, extra in zip(per_rank, tables, strict=True)]
+    own = max(owned)
     passes = 2 if zero < 3 else 2 * micros + 1 if p > 1 else 3 * micros
     moved = passes * (d * s - 1) / (d * s) * own * cluster.element
     dp = moved / cluster.link(t, d * s)
@@ -172,24 +186,41 @@ def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
     dp = max(dp / (blocks + 1), dp - behind)
     shards = d * s
     sharded = {0: 0, 1: cluster.state - 4, 2: cluster.state - 2, 3: cluster.state}[zero]
-    states = own * (cluster.state - sharded + sharded / shards)
-    kept = min(p, micros)
     elements, whole = hidden / cluster.element, 10 + 24 / t  # bytes of a block's activations per element
-    activations = elements * (kept * blocks * 2 + whole if recompute else kept * blocks * whole)
-    return LayoutCost(stage * micros, step - busy * micros, sums * micros, swaps * micros, dp, states + activations)
-
-
-def _makespan(p: int, micros: int, schedule: str, busy: float, hop: float) -> float:
-    """Seconds of a step of which each micro-batch takes `busy` on a stage; the first and last one travel along all stages."""
-    return _turns(p, micros, schedule) * busy + 2 * (p - 1) * hop
+    memory = 0.0
+    for i, (count, params) in enumerate(zip(per_rank, owned, strict=True)):
+        peak = {"gpipe": micros, "v": p, "zero_bubble": p, "1f1b": p - i}[schedule]
+        kept = min(micros, p + (p - 1) / chunks if chunks > 1 and schedule == "1f1b" else peak)
+        activations = elements * (kept * count * 2 + whole if recompute else kept * count * whole)
+        memory = max(memory, params * (cluster.state - sharded + sharded / shards) + activations)
+    return LayoutCost(stage * micros, (turns - micros) * busy, hops, sums * micros, swaps * micros, dp, memory)
 
 
 @functools.cache
-def _turns(p: int, micros: int, schedule: str) -> float:
+def _blocks_of(blocks: int, params: int, head: float, p: int, chunks: int, schedule: str) -> tuple[list[int], int]:
+    """The blocks of each rank if stages differ as little as they can, where the head counts to the last; and the head's rank."""
+    stages = p * chunks
+    ranks = [rank_of(p, Style(schedule), stage) for stage in range(stages)]
+
+    def divided(last: int) -> list[int]:
+        size, longer = divmod(blocks - last, max(stages - 1, 1))
+        return [*(size + (stage < longer) for stage in range(stages - 1)), last]
+
+    def spread(counts: list[int]) -> float:
+        weights = [*(count * params for count in counts[:-1]), counts[-1] * params + head]
+        return max(weights) - min(weights)
+
+    counts = min(map(divided, range(1, blocks - stages + 2) if stages > 1 else (blocks,)), key=spread)
+    return [sum(count for count, at in zip(counts, ranks, strict=True) if at == rank) for rank in range(p)], ranks[-1]
+
+
+@functools.cache
+def _turns(p: int, micros: int, schedule: str, chunks: int) -> float:
     """A step's length in micro-batches, at equal costs of forward, input and weight gradients."""
-    if p * micros > _MOST_SIMULATED:
-        return micros + (p - 1) / (3 if schedule == "zero_bubble" else 1)
-    return simulate(p, micros, schedule, costs=Costs(1 / 3, 1 / 3, 1 / 3)).makespan
+    if p * micros * chunks > _MOST_SIMULATED:
+        return micros + (p - 1) / (3 if schedule in ("zero_bubble", "v") else 1) / chunks
+    style = "interleaved" if chunks > 1 and schedule == "1f1b" else schedule
+    return simulate(p, micros, style, chunks, costs=Costs(*[1 / 3 / chunks] * 3)).makespan
 
 
 def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", "zero_bubble")) -> Iterator[MeshLayout]:
@@ -201,9 +232,10 @@ def layouts(model: Model, cluster: Cluster, schedules: Sequence[str] = ("1f1b", 
         if model.batch % d:
             continue
         for b in (size for size in _divisors(model.batch // d) if size <= 16):
-            for zero, schedule, recompute in itertools.product((1, 3), schedules if p > 1 else ("1f1b",), (False, True)):
-                if zero == 1 or d * s > 1:
-                    yield MeshLayout(p, d, s, t, zero, schedule, b, recompute)
+            ways = itertools.product((1, 3), schedules, (1, 2)) if p > 1 else ((zero, "1f1b", 1) for zero in (1, 3))
+            for (zero, schedule, chunks), recompute in itertools.product(ways, (False, True)):
+                if (zero == 1 or d * s > 1) and model.blocks % (p * chunks) == 0:
+                    yield MeshLayout(p, d, s, t, zero, schedule, b, recompute, chunks)
 
 
 def ranked(model: Model, cluster: Cluster) -> list[tuple[MeshLayout, LayoutCost]]:
@@ -253,12 +285,13 @@ def table(model: Model, cluster: Cluster, ranking: Sequence[tuple[MeshLayout, La
             f"no layout of {cluster.ranks} ranks fits {cluster.memory / 1e9:.1f} GB a rank: add ranks, or offload states "
             "(zero_optimization.offload_optimizer)"
         )
-    head = ("layout", "ZeRO", "schedule", "micro-batch", "step", "compute", "bubble", "tp", "sp", "dp", "GB/rank", "of peak")
+    head = ("layout", "ZeRO", "schedule", "micro-batch", "step", "compute", "bubble", "pp", "tp", "sp", "dp", "GB/rank", "of peak")
     rows: list[tuple[str, ...]] = [head]
     for layout, cost in ranking[:most]:
         micros = model.batch // (layout.dp * layout.micro_batch)
-        parts = [f"{value:.3g}" for value in (cost.seconds, *cost[:5])]
-        how = (layout.schedule if layout.pp > 1 else "") + (", recompute" if layout.recompute else "")
+        parts = [f"{value:.3g}" for value in (cost.seconds, *cost[:6])]
+        times = f" x {layout.chunks}" if layout.chunks > 1 else ""
+        how = (layout.schedule + times if layout.pp > 1 else "") + (", recompute" if layout.recompute else "")
         rows.append(
             (
                 str(layout),
@@ -282,8 +315,10 @@ def settings(layout: MeshLayout) -> dict[str, object]:
     """The config keys of a layout."""
     mesh = {name: size for name, size in (("pp", layout.pp), ("sp", layout.sp), ("tp", layout.tp)) if size > 1}
     own: dict[str, object] = {"mesh": mesh} if mesh else {}
-    if layout.pp > 1 and layout.schedule != "1f1b":
-        own["pipeline"] = {"schedule": layout.schedule}
+    chosen = {"schedule": layout.schedule} if layout.schedule != "1f1b" else {}
+    chosen |= {"chunks": layout.chunks} if layout.chunks > 1 else {}
+    if layout.pp > 1 and chosen:
+        own["pipeline"] = chosen
     if layout.recompute:
         own["activations"] = "recompute"
     keys: dict[str, object] = {"zero_optimization": {"stage": layout.zero}, "train_micro_batch_size_per_gpu": layout.micro_batch}

@@ -187,7 +187,7 @@ class PairMail(GroupMail):
 
     def _send_tensor(self, key: Key, to: int, i: int, flat: Tensor) -> None:
         work = self._start(dist.isend, flat, self.axis.ranks[to], group=self.groups[key])
-        self.on_the_way.append((work, flat))
+        self.on_the_way = [*((sent, memory) for sent, memory in self.on_the_way if not sent.is_completed()), (work, flat)]
 
     def _receive_tensor(self, key: Key, source: int, i: int, form: _Form) -> Tensor:
         tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)

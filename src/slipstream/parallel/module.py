@@ -52,6 +52,8 @@ class PipelineModule(nn.Module):
     """A model for pipeline parallelism, from a sequence of `LayerSpec`s, modules and functions, or an `nn.Sequential`.
 
     num_stages     the number of pipeline ranks, unless `topology` (its axis pipe) says it
+    topology       the places of the ranks; on its axis model, the layers are those of slipstream.parallel, or your own with
+                   Megatron's marks
     loss_fn        called as loss_fn(outputs, labels); without it, the last layer's output is the loss
     seed_layers    seed with base_seed + i before building layer i, and with base_seed * (k + 1) + i before running it on
                    micro-batch k, counted from 1, by `seed_fn` (default: torch's, numpy's and Python's generators)
@@ -101,6 +103,7 @@ class PipelineModule(nn.Module):
             activation_checkpoint_func,
         )
         self.checkpointable_layers, self.dynamic_shape = checkpointable_layers, dynamic_shape
+        self.has_own_topology = topology is not None
         self._topo = topology if topology is not None else _topology(num_stages or 1, alone=stages is not None)
         self.num_ranks = max(self._topo.get_dim("pipe"), 1)  # of the pipeline
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0

@@ -182,6 +182,11 @@ def wanted_size(model: nn.Module) -> dict[str, int]:
     return {"tp": vars(model)[_WANTED]} if _WANTED in vars(model) else {}
 
 
+def has_slices(model: nn.Module) -> bool:
+    """Whether a model has layers of slipstream.parallel."""
+    return any(isinstance(module, (Column, Row, Vocab)) for module in model.modules())
+
+
 def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None:
     """Cut `model` in place for this rank of `axis`. The caller connects `Slices.exchange`; None: nothing is to be cut.
 

@@ -108,6 +108,20 @@ def topology_of(mesh: Any) -> ProcessTopology:
     return ProcessTopology(list(kept), list(kept.values()))
 
 
+def check_places(topology: ProcessTopology, mesh: Any) -> None:
+    """Raise ValueError unless the mesh has each rank at its place in the topology."""
+    theirs, own = topology.sizes, topology_of(mesh).sizes
+    count = topology.world_size()
+    coords = [topology.get_coord(i)._asdict() for i in range(count)] if count == mesh.world.size else []
+    places = [(coord.get("pipe", 0), coord.get("data", 0), coord.get("model", 0)) for coord in coords]
+    if places != [(at.pp, at.batch * mesh.sp.size + at.sp, at.tp) for _, at in sorted(mesh.places.items())]:
+        raise ValueError(
+            f"the module's topology has {theirs}, and the engine's ranks are {own}, in this order: build the module with "
+            f"num_stages={mesh.pp.size}, or with PipeModelDataParallelTopology(num_pp={mesh.pp.size}, num_mp={mesh.tp.size}, "
+            f"num_dp={mesh.batch.size * mesh.sp.size})"
+        )
+
+
 class PipelineParallelGrid:
     """The place of this rank in a topology, with process groups, under the names of Megatron's and DeepSpeed's `mpu`.
 

@@ -4,14 +4,19 @@
 `initialize` registers one attention function with transformers, points the model's config to it, and puts a hook before the model's
 forward. Each rank of the sequence axis gets the same batch, and the hook keeps its share of the tokens; labels are shifted before
 that. A batch with `shift_labels` has shares already (`SequenceShares`, DeepSpeed's UlyssesSPDataLoaderAdapter). The model's loss is
-the mean over the whole sequence on every rank. Outputs other than the loss are this rank's share.
+the mean over the whole sequence on every rank: its `loss_function` is replaced, and a class that has a loss of its own (BERT's masked
+language model) gets no labels; a hook behind its forward adds the loss of its logits. Outputs other than the loss are this rank's share.
 
 Positions decide the mask: where they begin again, another packed sample begins. Padding and sliding windows are masked, too.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +32,9 @@ from slipstream.world.mesh import Axis
 NAME = "slipstream_ulysses"  # of the attention function
 _HOLDER = "_slipstream_sequences"  # attribute of a model's modules
 _BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "token_type_ids", "labels", "loss_mask")
+_LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}  # whether they shift labels
+_POOLS = re.compile(r"For(SequenceClassification|MultipleChoice|QuestionAnswering|NextSentencePrediction|PreTraining)|DoubleHeads")
+_TARGETS = ("labels", "shift_labels")
 _SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", NAME)
 
 
@@ -35,12 +43,28 @@ class Sequences:
 
     def __init__(self, axis: Axis, is_ring: bool = False) -> None:
         self.axis, self.is_ring = axis, is_ring
-        self.unhook: Callable[[], None] = lambda: None  # takes `begin` off the model's forward
+        self.hooks: list[Any] = []  # that call `begin` and `end` around the model's forward
+        self.undo: list[Callable[[], None]] = []  # of what else was changed in the model
         self.spans: list[list[Span]] = []  # the tokens of each rank in the current forward
         self.exchange: Exchange = LocalExchange(axis, torch.device("meta"))  # until `initialize` connects it
         self.positions: Tensor | None = None  # [1 or b, S]; None: 0, 1, 2, ...
         self.padding: Tensor | None = None  # [b, S], False for padding; None: there is none
+        self.shifts = True  # labels are those of the next token
+        self.no_loss = ""  # why the model's loss cannot be served
+        self.loss: _Loss | None = None  # computed behind the forward, of its logits
+        self.targets: Mapping[str, Any] = {}  # of the current forward, for this loss
+        self.offset: Callable[[Tensor], Tensor] | None = None  # the positions of a model that counts them by its token ids
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
+
+    def unhook(self) -> None:
+        for handle in self.hooks:
+            handle.remove()
+
+    def close(self) -> None:
+        """The model computes whole sequences again. Safe to call twice."""
+        self.unhook()
+        while self.undo:
+            self.undo.pop()()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments for this rank."""
@@ -58,7 +82,7 @@ class Sequences:
             self.positions = self._whole(kwargs.get("position_ids"))
             self.padding = self._whole(kwargs.get("attention_mask"))
         else:
-            kwargs = self._share(kwargs, tokens.shape[1])
+            kwargs = self._share(kwargs, tokens)
         if self.padding is not None and (self.padding.dim() != 2 or bool(self.padding.all())):
             if self.padding.dim() != 2:
                 raise ValueError("with sequence_parallel_size, attention_mask must be [b, S], or position_ids say what is packed")
@@ -66,19 +90,35 @@ class Sequences:
         if self.positions is not None and not bool((self.positions.diff(dim=-1) != 1).any()):
             self.positions = None
         kwargs.pop("attention_mask", None)
+        if self.no_loss and any(kwargs.get(name) is not None for name in _TARGETS):
+            raise ValueError(self.no_loss)
+        if self.loss is not None:
+            self.targets = {name: kwargs.pop(name) for name in (*_TARGETS, "num_items_in_batch") if kwargs.get(name) is not None}
         return args, kwargs
 
-    def _share(self, kwargs: dict[str, Any], length: int) -> dict[str, Any]:
-        size = self.axis.size
+    def end(self, output: Any) -> Any:
+        """A forward's output, with the loss that its class would have computed of this rank's share alone."""
+        if self.loss is None or not any(name in self.targets for name in _TARGETS):
+            return output
+        if isinstance(output, tuple):
+            return (self.loss(output[0], **self.targets), *output)
+        return type(output)(**{**output, "loss": self.loss(output.logits, **self.targets)})
+
+    def _share(self, kwargs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+        size, length = self.axis.size, tokens.shape[1]
         if length % size:
             raise ValueError(
                 f"a sequence of {length} tokens cannot be shared by {size} ranks (sequence_parallel_size); pad it to "
                 f"{length + size - length % size} tokens (labels -100)"
             )
         if kwargs.get("position_ids") is None:
-            device = next(value for value in kwargs.values() if isinstance(value, Tensor)).device
-            kwargs["position_ids"] = torch.arange(length, device=device).unsqueeze(0)
-        self.positions, self.padding = kwargs["position_ids"], kwargs.get("attention_mask")
+            kwargs["position_ids"] = torch.arange(length, device=tokens.device).unsqueeze(0)
+            self.positions = None
+            if self.offset is not None:
+                kwargs["position_ids"] = self.offset(tokens)
+        else:
+            self.positions = kwargs["position_ids"]
+        self.padding = kwargs.get("attention_mask")
         if kwargs.get("labels") is not None and self.shifts:
             kwargs["labels"] = F.pad(kwargs["labels"], (0, 1), value=-100)[:, 1:]
         self.spans = deal_spans(length, size, causal=self.is_ring)
@@ -88,8 +128,6 @@ class Sequences:
             else value
             for name, value in kwargs.items()
         }
-
-    shifts = True  # labels are those of the next token
 
     def _whole(self, share: Tensor | None) -> Tensor | None:
         return None if share is None else self.exchange.gather(share, 1)
@@ -122,11 +160,18 @@ class Sequences:
 def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
     """Prepare a model of transformers for shares of sequences. The caller connects `Sequences.exchange`; None: nothing to do.
 
-    Raises ValueError for an attention or a number of heads that cannot be served.
+    Raises ValueError for a model, an attention or a number of heads that cannot be served.
     """
     config: Any = getattr(model, "config", None)
     if axis.size == 1 or not hasattr(config, "_attn_implementation"):
         return None
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
+    if getattr(config, "is_encoder_decoder", False) or _POOLS.search(type(base).__name__):
+        needs = "shares of an encoder's sequence and a decoder's" if getattr(config, "is_encoder_decoder", False) else "one token's state"
+        raise ValueError(
+            f"{type(base).__name__} computes its outputs from {needs}, which sequence_parallel_size does not serve: use data or tensor "
+            "parallelism for it, or a model whose loss is a sum over tokens (causal or masked language models, token classification)"
+        )
     implementation = config._attn_implementation
     if implementation not in _SERVED:
         raise ValueError(
@@ -142,16 +187,55 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
     if NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     holder = Sequences(axis, is_ring)
-    holder.shifts = type(model).__name__.endswith("ForCausalLM") or "LMHead" in type(model).__name__
     for module in model.modules():
         vars(module)[_HOLDER] = holder
-        if hasattr(getattr(module, "config", None), "_attn_implementation"):
-            module.config._attn_implementation = NAME  # type: ignore[union-attr]
-    text._attn_implementation = NAME
-    holder.unhook = model.register_forward_pre_hook(lambda _, args, kwargs: holder.begin(args, kwargs), with_kwargs=True).remove
-    if hasattr(model, "loss_function"):
-        setattr(model, "loss_function", _Loss(holder))  # noqa: B010 (a property of transformers')
+        holder.undo.append(partial(vars(module).pop, _HOLDER, None))
+    configs = {id(each): each for each in (text, *(getattr(module, "config", None) for module in model.modules()))}
+    for each in (each for each in configs.values() if hasattr(each, "_attn_implementation")):
+        holder.undo.append(partial(setattr, each, "_attn_implementation", each._attn_implementation))
+        each._attn_implementation = NAME
+    _serve_loss(base, holder)
+    holder.offset = _positions_of(base)
+    holder.hooks = [
+        model.register_forward_pre_hook(lambda _, args, kwargs: holder.begin(args, kwargs), with_kwargs=True),
+        model.register_forward_hook(lambda _, args, output: holder.end(output)),
+    ]
     return holder
+
+
+def _serve_loss(model: Any, holder: Sequences) -> None:
+    """Compute the model's loss over whole sequences, or say why it cannot be."""
+    function: Any = getattr(model, "loss_function", None)
+    if function is None:  # a body without a head
+        return
+    kind = getattr(function, "__name__", type(function).__name__)
+    forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))
+    if kind in _LOSSES and any("loss_function" in getattr(forward, "__code__", _serve_loss.__code__).co_names for forward in forwards):
+        holder.shifts, model.loss_function = _LOSSES[kind], _Loss(holder)
+        holder.undo.append(partial(setattr, model, "loss_function", function))
+    elif kind in _LOSSES and not _LOSSES[kind]:
+        holder.shifts, holder.loss = False, _Loss(holder)
+    else:
+        holder.no_loss = (
+            f"{type(model).__name__} computes a loss of its own ({kind}), which sequence_parallel_size would compute of shares of the "
+            "sequence: call it without labels, and take slipstream.parallel.sequence.sequence_mean of its logits' losses"
+        )
+
+
+def _positions_of(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The positions of whole sequences in a model that counts them by its token ids (RoBERTa): padding has none. Else None."""
+    name = "create_position_ids_from_input_ids"
+    for module in model.modules():
+        if hasattr(module, "position_embeddings") and hasattr(module, "padding_idx"):
+            of_ids: Any = getattr(module, name, None) or getattr(sys.modules[type(module).__module__], name, None)
+            if of_ids is not None:
+                first: int = module.padding_idx + 1  # type: ignore[assignment,operator]
+                return lambda tokens: (
+                    torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
+                    if tokens.is_floating_point()
+                    else of_ids(tokens, first - 1)
+                )
+    return None
 
 
 def _attention(

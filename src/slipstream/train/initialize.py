@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,9 @@ from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked
 from slipstream.parallel.same_inputs import check_first_inputs
-from slipstream.parallel.slicing import slice_model, wanted_size
+from slipstream.parallel.slicing import has_slices, slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
+from slipstream.parallel.topology import check_places
 from slipstream.parallel.transformers_sequence import Sequences, serve_sequences
 from slipstream.quantized import row_forms
 from slipstream.train import compiled
@@ -122,6 +124,7 @@ def initialize(
     mesh = _mesh(plan, model, group, places)
     mesh, cut = _cut(model, plan, mesh, is_users=places is not None)
     model, model_parameters = _in_stages(model, plan, mesh, model_parameters, cut)
+    plan = _recomputing(plan, model)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     _log_config(plan, loaded, overrides, optimizer, mesh)
     loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
@@ -147,6 +150,8 @@ def _mesh(plan: Plan, model: nn.Module, group: Any, places: Any) -> Mesh:
     is_apart = plan.local_steps.every > 0
     shards, size = plan.zero.shard_size or (1 if is_apart else None), plan.zero.group_size
     mesh = build_mesh(**axes, shard_size=shards, group_size=size, is_apart=is_apart, group=group, places=places)
+    if isinstance(model, PipelineModule) and model.has_own_topology:
+        check_places(model.topology(), mesh)
     check_alike_on(facts_of_model(model), mesh.batch)
     return mesh
 
@@ -182,6 +187,7 @@ class _Cut(NamedTuple):
             check_first_inputs(engine.module, self.slices)
         if self.sequences is not None:
             self.sequences.exchange = engine.exchange("sp")
+            engine.single.resources["sequences"] = self.sequences
         self.experts.connect(engine.single.exchange)
         states, mesh, watch, every = engine.single, engine.mesh, engine.watch, engine.plan.steps_per_print
         window, precision = engine.window, engine.precision
@@ -201,8 +207,10 @@ class _Cut(NamedTuple):
 
 def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh, _Cut]:
     """Slice the layers, and prepare the attention for shares of sequences. is_users: the caller's mpu has sliced them."""
-    if is_users:
+    if is_users or _has_model_axis(model):
         mark_marked(model, mesh.tp)
+    if isinstance(model, PipelineModule) and plan.tensor.partition is None and not has_slices(model):
+        is_users = True  # a stage may have other layers only
     slices = None if is_users else slice_model(model, mesh.tp, plan.tensor)
     if slices is not None:
         slices.dropout = slices.dropout or draws(model)
@@ -221,11 +229,29 @@ def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, 
                 " is neither a slipstream.PipelineModule nor a decoder of transformers: pass PipelineModule(layers, num_stages=...)"
                 ", or drop the stages"
             )
-        model = PipelinedDecoder(model, mesh.pp.size, [mesh.pp.index], slices=cut.slices, sequences=cut.sequences)
+        model = PipelinedDecoder.on_rank(
+            model, mesh.pp.index, mesh.pp.size, plan.pipeline, slices=cut.slices, sequences=cut.sequences
+        )
         model_parameters = None if model_parameters is None else kept(model_parameters, model, whole)
     if isinstance(model, PipelineModule | PipelinedDecoder):
         prepare(model, plan.pipeline, mesh)
     return model, model_parameters
+
+
+def _recomputing(plan: Plan, model: nn.Module) -> Plan:
+    """The plan in which `pipeline.activation_checkpoint_interval` recomputes the blocks of a decoder; a PipelineModule reads it."""
+    if not plan.pipeline.recompute_interval or isinstance(model, PipelineModule) or plan.activations.way == "recompute":
+        return plan
+    if not isinstance(model, PipelinedDecoder) or plan.activations.way == "offload":
+        raise ValueError(
+            f"pipeline.activation_checkpoint_interval ({plan.pipeline.recompute_interval}) recomputes the layers of a pipeline, and "
+            + (
+                'slipstream.activations is "offload"; drop one of the two'
+                if plan.activations.way == "offload"
+                else f'{type(model).__name__} has no stages; drop it, or set slipstream.activations to "recompute"'
+            )
+        )
+    return replace(plan, activations=replace(plan.activations, way="recompute"))
 
 
 def _log_config(plan: Plan, loaded: LoadedConfig, overrides: Mapping[str, Any], optimizer: Any, mesh: Mesh) -> None:
@@ -343,8 +369,28 @@ def _facts(
         loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,
         optimizer_lr=rates.pop() if len(rates) == 1 else None,
         brings_schedule=lr_scheduler is not None,
-        mesh={"pp": model.num_ranks} if isinstance(model, PipelineModule | PipelinedDecoder) else {**wanted_size(model), **sizes},
+        mesh=_sizes(model, sizes),
     )
+
+
+def _sizes(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of axes that the model and the mpu ask for. Raises ValueError if they ask for different ones."""
+    asked = [("tp_model_init", wanted_size(model)), ("the mpu or mesh_param", sizes)]
+    if isinstance(model, PipelineModule | PipelinedDecoder):
+        asked.insert(0, ("the pipeline module", {"pp": model.num_ranks}))
+    if _has_model_axis(model):
+        asked.insert(0, ("the pipeline module's topology", {"tp": model.topology().get_dim("model")}))
+    found: dict[str, tuple[str, int]] = {}
+    for by, each in asked:
+        for axis, size in each.items():
+            other, same = found.setdefault(axis, (by, size))
+            if same != size:
+                raise ValueError(f"{by} asks for {axis} {size}, and {other} for {same}; make them equal, or drop one")
+    return {axis: size for axis, (_, size) in found.items()}
+
+
+def _has_model_axis(model: nn.Module) -> TypeGuard[PipelineModule]:
+    return isinstance(model, PipelineModule) and model.topology().get_dim("model") > 1
 
 
 def _engine(

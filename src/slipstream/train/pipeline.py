@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +31,12 @@ from slipstream.parallel.drawing import draw_svg, draw_text
 from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
 from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stage_of
-from slipstream.parallel.topology import PipelineParallelGrid
+from slipstream.parallel.topology import PipelineParallelGrid, topology_of
 from slipstream.train.engine import Engine
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
+from slipstream.world.watch import PeerError
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import tensors_in
 from slipstream.zero.leaves import mark_tied
@@ -61,6 +62,7 @@ class PipelineEngine(Engine):
     stage_id           this rank's place on it
     grid               the topology's groups, as an mpu
     agg_train_loss     the loss that `train_batch` returned last
+    total_loss         on ranks with the last stage, the sum of the losses of the last batch's micro-batches; else None
     """
 
     def __init__(self, states: States, precision: Precision, mail: Mail) -> None:
@@ -219,6 +221,19 @@ class PipelineEngine(Engine):
     def reset_activation_shape(self) -> None:
         """A no-op: shapes may change from micro-batch to micro-batch."""
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """A no-op: masks travel as other tensors do. Raises TypeError unless it is a bool."""
+        if not isinstance(value, bool):
+            raise TypeError(f"set_has_attention_mask({value!r}) takes a bool")
+
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """The means over the last batch of what the module's `get_additional_losses` returned, the same on all ranks."""
+        return self.pipe.additional
+
+    @property
+    def total_loss(self) -> Tensor | None:
+        return self.pipe.total
+
     @cached_property
     def grid(self) -> PipelineParallelGrid:
         """The groups of the topology, as an mpu. Collective at the first call."""
@@ -247,10 +262,15 @@ class Pipe:
         self.iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = None
         self.loss: Tensor | None = None
+        self.total: Tensor | None = None
+        self.additional: dict[str, Tensor] | None = None  # means of losses that are only reported
+        self.reported: list[Mapping[str, Any]] = []  # these losses of each micro-batch, where the last stage is
         self.is_last_backward = False
         self.spans: list[tuple[Action, float, float]] = []  # of the last step: when this rank computed what
         self.plan()
         self.deferred = Deferred(self.module) if self.defers else None
+        if self.deferred is not None:
+            engine.single.resources["weight gradients"] = self.deferred
         self.params = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}
 
     def plan(self) -> None:
@@ -271,17 +291,34 @@ class Pipe:
         return bool(self.module.reads_everywhere) or self.engine.is_first_stage() or self.engine.is_last_stage()
 
     def _read(self, count: int) -> list[Any]:
-        """The micro-batches of one batch; None for each on a rank that needs none."""
-        if not self._reads():
-            return [None] * count
+        """The micro-batches of one batch; None for each on a rank that needs none.
+
+        Ranks agree first, because those without data of their own would wait for the others' mail: collective over all ranks.
+        Raises StopIteration on every rank if the iterator of one has ended, and PeerError if another could not read.
+        """
+        items, error = [None] * count, None
+        try:
+            items = self._own_items(count) if self._reads() else items
+        except Exception as failure:
+            error = failure
+        rows = self.engine.single.world.exchange(torch.tensor([-1.0 if error is not None else len(items)], dtype=torch.float64))
+        if error is not None:
+            raise error
+        fewest, place = rows.flatten().min(0)
+        rank = self.engine.mesh.world.ranks[int(place)]
+        if int(fewest) < 0:
+            raise PeerError(f"rank {rank} could not read its batch; its own message says why")
+        if int(fewest) < count:
+            raise StopIteration(f"the iterator of rank {rank} ended after {int(fewest)} of the {count} micro-batches of a batch")
+        return items
+
+    def _own_items(self, count: int) -> list[Any]:
         if self.iterator is None:
             loader = self.engine.training_dataloader
             if loader is None:
                 raise ValueError("train_batch() has no data: pass data_iter, or training_data to initialize()")
             self.iterator = repeat(loader)
         items = list(itertools.islice(self.iterator, count))
-        if len(items) < count:
-            raise StopIteration(f"the iterator ended after {len(items)} of the {count} micro-batches of a batch")
         if self.batch_fn is not None:
             items = [self.batch_fn(item) for item in items]
         return [map_tensors(item, lambda tensor: tensor.to(self.engine.device)) for item in items]
@@ -289,13 +326,25 @@ class Pipe:
     # -- a training step --
 
     def train(self) -> Tensor:
-        engine, actions = self.engine, self.schedule.actions[self.index]
-        micro_batches = engine.micro_batches
-        if self.deferred is not None:
-            self.deferred.collects = True
+        engine, micro_batches = self.engine, self.engine.micro_batches
         batches = self._read(micro_batches)
         engine.window.divide(True)
         engine._set_alpha()
+        try:
+            with nullcontext() if self.deferred is None else self.deferred.collecting():
+                losses = self._run(batches)
+        finally:
+            self.is_last_backward = False
+        for states in engine.states:
+            states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
+        engine.micro_steps += micro_batches - 1
+        Engine.step(engine)
+        self.loss = self._mean(losses, micro_batches)
+        return self.loss
+
+    def _run(self, batches: list[Any]) -> list[Tensor]:
+        """All actions of a step; returns the losses of the micro-batches, where the last stage is."""
+        actions = self.schedule.actions[self.index]
         runs: dict[tuple[int, int], ActionRun] = {}
         kept: Kept = {}
         losses: list[Tensor] = []
@@ -317,15 +366,7 @@ class Pipe:
                     weights[place] = self.deferred.pop()
             self.spans.append((action, self.began, time.time()))
         self.mail.flush()
-        self.is_last_backward = False
-        if self.deferred is not None:
-            self.deferred.collects = False
-        for states in engine.states:
-            states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
-        engine.micro_steps += micro_batches - 1
-        Engine.step(engine)
-        self.loss = self._mean(losses, micro_batches)
-        return self.loss
+        return losses
 
     def _take(self, param: nn.Parameter, grad: Tensor) -> None:
         unit, i = self.params[id(param)]
@@ -345,6 +386,7 @@ class Pipe:
             if not isinstance(outputs, Tensor) or outputs.numel() != 1:
                 raise ValueError(f"the last stage's loss must be a scalar tensor, not {_describe(outputs)}: pass loss_fn=")
             losses.append(outputs.detach())
+            self._report()
         else:
             self._send(sent, outputs, kept)
         return ActionRun(inputs, outputs)
@@ -367,6 +409,17 @@ class Pipe:
             asked = [tensor for tensor in tensors_in(run.inputs) if tensor.requires_grad]
             self._send(sent, [tensor.grad for tensor in asked], kept)
 
+    def _report(self) -> None:
+        """Keep the module's additional losses of a micro-batch."""
+        if self.has_reports:
+            self.reported.append(self.module.get_additional_losses() or {})
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether the user's class reports losses of its own: the same on all ranks."""
+        own = getattr(type(self.module), "get_additional_losses", None)
+        return own is not None and own is not PipelineModule.get_additional_losses
+
     def _announce(self, action: Action) -> None:
         self.began = time.time()
         self.engine.watch.unit = f"{action.kind} of stage {self.module.stages[action.chunk]}, micro-batch {action.micro}"
@@ -388,8 +441,17 @@ class Pipe:
         )
 
     def _mean(self, losses: Sequence[Tensor], count: int) -> Tensor:
-        """The mean over micro-batches and ranks of the batch, in fp32. Collective."""
+        """The mean over micro-batches and ranks of the batch, in fp32; also of the additional losses. Collective."""
         states, mesh = self.engine.states[0], self.engine.mesh
+        self.total = torch.stack(list(losses)).sum() if losses else None
+        if self.has_reports:
+            reported, self.reported = self.reported, []
+            every = gather_objects([{name: float(loss) for name, loss in each.items()} for each in reported], mesh.world)
+            sums: dict[str, float] = {}
+            for name, value in (item for of_rank in every for each in of_rank for item in each.items()):
+                sums[name] = sums.get(name, 0.0) + value
+            over = count * mesh.num_means * mesh.tp.size
+            self.additional = {name: torch.tensor(value / over, device=self.engine.device) for name, value in sums.items()} or None
         total = float(torch.stack([loss.double() for loss in losses]).sum()) if losses else 0.0
         rows = states.world.exchange(torch.tensor([total], dtype=torch.float64))
         return torch.tensor(float(rows.sum()) / (count * mesh.num_means * mesh.tp.size), device=self.engine.device)
@@ -413,6 +475,7 @@ class Pipe:
             outputs = [out] if compute_loss else [*outputs, out]  # one micro-batch's logits are enough with a loss
             if compute_loss:
                 losses.append(self.module.loss(self.engine.precision.leave(out), batch).detach())
+                self._report()
         self.mail.flush()
         result = self._evaluated(losses, outputs, count, compute_loss, reduce_output, bcast_loss)
         return (result, outputs[-1] if outputs else None) if return_logits else result
@@ -430,8 +493,16 @@ class Pipe:
 
 
 def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
-    """Fit a pipeline module to its place before units are built. Raises ValueError if it was built for another one."""
+    """Fit a pipeline module to its place before units are built. Raises ValueError if it was built for another one.
+
+    A module that was given no topology gets the mesh's.
+    """
     style, num_chunks = style_of(module, plan), len(module.stages)
+    if plan.chunks not in (1, num_chunks) or (plan.schedule == "v" and not module.is_v):
+        raise ValueError(
+            f"slipstream.pipeline has chunks {plan.chunks} and schedule {plan.schedule}, and {type(module).__name__} has {num_chunks} "
+            f"stages on each rank: build it with num_chunks={plan.chunks}, as a DualPipeVModule for v, or drop the keys"
+        )
     stages = sorted(stage_of(mesh.pp.size, style, mesh.pp.index, chunk) for chunk in range(num_chunks))
     if list(module.stages) != stages:
         raise ValueError(
@@ -441,7 +512,10 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
     if isinstance(module, PipelineModule):
         if plan.recompute_interval:
             module.set_checkpoint_interval(plan.recompute_interval)
-        if module.topology().world_size() == mesh.world.size:  # not if the module was built for one stage by itself
+        is_alone = module.topology().world_size() != mesh.world.size  # built for one stage by itself
+        if not is_alone and not module.has_own_topology:
+            module._topo = topology_of(mesh)
+        if not is_alone:
             module._grid = PipelineParallelGrid(module.topology(), mesh=mesh)
     for tied in module.tied:
         ranks = sorted({rank_of(mesh.pp.size, style, stage) for stage, _ in tied.places})

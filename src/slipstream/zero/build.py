@@ -21,7 +21,7 @@ from slipstream.zero.comm import Buffer, Comm, LocalComm, ProcessGroupComm
 from slipstream.zero.gather import CodedGather, Gather, GroupGather, kept_by
 from slipstream.zero.hooks import RingKey, Slots
 from slipstream.zero.layout import Layout, flat_layout, whole_layout
-from slipstream.zero.leaves import Leaf, kind_of, named_leaves, open_up
+from slipstream.zero.leaves import Leaf, cuts_of, kind_of, named_leaves, open_up, whole_shape
 from slipstream.zero.materialize import FirstValues
 from slipstream.zero.memory import Memory, fill, start_training
 from slipstream.zero.placement import Placement, Tier, Tiers
@@ -146,7 +146,10 @@ def _bits(comms: Comms, grads: torch.dtype) -> int | None:
 
 def _layout(group: Group, leaves: Mapping[str, Leaf], recipe: Recipe, num_shards: int) -> Layout:
     shapes = [(name, tuple(leaves[name].tensor.shape)) for name in group.param_names]
-    return (whole_layout if recipe.whole else flat_layout)(shapes, num_shards, recipe.align)
+    if not recipe.whole:
+        return flat_layout(shapes, num_shards, recipe.align)
+    wholes = [whole_shape(leaves[name].whole, shape) if cuts_of(leaves[name].whole) else shape for name, shape in shapes]
+    return whole_layout(shapes, num_shards, recipe.align, wholes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ span   a half-open range `(start, stop)` of the flat buffer
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,19 +89,27 @@ def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, 
     return Layout(tuple(slots), tuple(shard * i for i in range(num_shards + 1)))
 
 
-def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], num_shards: int, align: int = ALIGN) -> Layout:
+def whole_layout(
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    num_shards: int,
+    align: int = ALIGN,
+    wholes: Sequence[tuple[int, ...]] | None = None,
+) -> Layout:
     """Lay out every parameter inside one shard, for optimizers that use shapes; shards may differ in length.
 
-    Parameters are assigned in descending size, each to the least loaded shard, ties to the lower index, so all ranks agree.
+    Parameters are assigned in descending size, each to the least loaded shard, ties to the lower index, so all ranks agree. wholes:
+    the shapes of which the parameters are parts; so the ranks with the parts of one have them in the same shard.
     """
+    sizes = [math.prod(shape) for shape in wholes or [shape for _, shape in shapes]]
     load = [0] * num_shards
     owner: dict[int, int] = {}
-    for i in sorted(range(len(shapes)), key=lambda i: (-math.prod(shapes[i][1]), i)):
+    for i in sorted(range(len(shapes)), key=lambda i: (-sizes[i], i)):
         owner[i] = min(range(num_shards), key=lambda shard: (load[shard], shard))
-        load[owner[i]] += _align(math.prod(shapes[i][1]), align)
-    cuts = [0]
-    for numel in load:
-        cuts.append(cuts[-1] + numel)
+        load[owner[i]] += _align(sizes[i], align)
+    lengths = [0] * num_shards
+    for i, (_, shape) in enumerate(shapes):
+        lengths[owner[i]] += _align(math.prod(shape), align)
+    cuts = list(itertools.accumulate(lengths, initial=0))
     fill = cuts[:-1].copy()
     slots = []
     for i, (name, shape) in enumerate(shapes):

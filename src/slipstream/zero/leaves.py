@@ -133,6 +133,11 @@ def cuts_of(param: Tensor) -> tuple[Part, ...]:
     return tuple(part for part in parts_of(param) if part.split.size > 1)
 
 
+def cuts_of_tensors(param: Tensor) -> tuple[Part, ...]:
+    """Its cuts, without that which deals the tensors of a stack: each of these is whole, or cut by the others."""
+    return tuple(part for part in cuts_of(param) if not (part.dim == 0 and is_stack(param)))
+
+
 def whole_shape(param: Tensor, own: Sequence[int] | None = None) -> tuple[int, ...]:
     """The shape of the whole of which a parameter is a part. own: the part's shape, while the parameter does not show it."""
     shape = list(param.shape if own is None else own)
