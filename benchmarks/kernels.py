@@ -29,7 +29,7 @@ from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.quantize import quantize
 from slipstream.inference.weights import DecoderWeights
-from slipstream.ops import cpu
+from slipstream.ops import cpu, onebit
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
 
 SETS = ("avx2", "avx512", "avx512vnni", "avx512bf16")  # the first is the reference
@@ -178,6 +178,43 @@ def over_peers(numel: int, rounds: int) -> str:
     return table(["kernel", "peer", "ms", "faster than the peer", "GB/s"], rows)
 
 
+def signs(numel: int) -> dict[str, Callable[[], object]]:
+    """The passes of a rank in a step of 1-bit Adam over 4 ranks: its own momentum, its quarter of all ranks', the weights."""
+    grad, inverse, master = torch.randn(numel).bfloat16(), torch.rand(numel) + 0.1, torch.randn(numel)
+    out, quarter, partly = master.bfloat16(), numel // 4, onebit.partly(inverse)
+
+    def records(count: int) -> Tensor:
+        return torch.zeros(onebit.nbytes(count), dtype=torch.uint8)
+
+    def kept(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return partly[: count // onebit.BLOCK], torch.zeros(count), torch.zeros(count // onebit.BLOCK), records(count)
+
+    own, served, sent = kept(numel), kept(quarter), [records(quarter) for _ in range(4)]
+    onebit.worker(grad, inverse, *own, beta=0.9, factor=0.1)
+    return {
+        "worker": partial(onebit.worker, grad, inverse, *own, beta=0.9, factor=0.1),
+        "server of a quarter": partial(onebit.server, sent, inverse[:quarter], *served, alpha=0.25),
+        "update": partial(onebit.update, master, own[-1], inverse, partly, out, keep=1.0, rate=1e-9),
+    }
+
+
+def over_adamw(numel: int, rounds: int) -> list[str]:
+    """Those passes over AdamW's, with bf16 gradients and weights."""
+    passes, whole = signs(numel), optimizer.adamw(optimizer.Data.random(numel), FP32, FP32).step
+    times: dict[str, list[float]] = {name: [] for name in (*passes, "AdamW")}
+    for turn in range(rounds + 1):
+        for name, run in {**passes, "AdamW": whole}.items():
+            took = seconds(run, 1)
+            if turn:
+                times[name].append(took)
+    adamw = times.pop("AdamW")
+    shares = {name: Spread.ratio(each, adamw) for name, each in times.items()}
+    total = Spread.ratio([sum(row) for row in zip(*times.values(), strict=True)], adamw)
+    rows = [[name, Spread.of([1e3 * one for one in times[name]]).show(2), shares[name].show(2)] for name in times]
+    judged = [verdict("the passes of 1-bit Adam over AdamW's", total.median, 1.15, at_least=False)]
+    return [table(["pass", "ms", "over AdamW's"], [*rows, ["together", "", total.show(2)]]), verdicts(judged)]
+
+
 def call_costs() -> str:
     """Microseconds, the best of five; see [Note: Call cost] in slipstream/ops/cpu.py."""
     master, exp_avg, exp_avg_sq, grad = (torch.rand(64) for _ in range(4))
@@ -247,7 +284,11 @@ def run(options: Options) -> str:
     try:
         text = [f"One thread, {rounds} rounds in turns; medians (min-max), and the ratio of times in the same round."]
         if not options.only:
-            text += [over_peers((4 if options.quick else 64) << 20, rounds), call_costs()]
+            text += [
+                over_peers((4 if options.quick else 64) << 20, rounds),
+                *over_adamw((4 if options.quick else 16) << 20, rounds),
+                call_costs(),
+            ]
         return "\n\n".join((*text, *over_avx2(options, rounds)))
     finally:
         torch.set_num_threads(threads)

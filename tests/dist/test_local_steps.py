@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.ops.wire import Feedback, nbytes
+from slipstream.world.mesh import Axis
+from slipstream.zero.comm import LocalComm
+from slipstream.zero.reduction import Rounded
 from tests import toy
 from tests.pool import distributed
 
@@ -198,3 +203,61 @@ def test_a_surgery_is_refused() -> None:
         pass
     toy.step(engine, toy.tokens(dist.get_rank(), 0))
     engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_rank_that_comes_late_is_waited_for(transport: str) -> None:
+    sums = set()
+    for seconds in (0.0, 1.5):
+        engine = toy.make(toy.seeded(toy.Lm), 1, transport, optimizer=ADAMW, slipstream=local("int8"))
+        began = time.monotonic()
+        for step in range(2 * EVERY):
+            if dist.get_rank() and step == EVERY - 1:
+                time.sleep(seconds)
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+            if not dist.get_rank() and step == EVERY - 2:
+                assert time.monotonic() - began < 1.5 + seconds  # it has not waited before the round
+        sums.add(int(toy.checksum(engine)))
+        engine.destroy()
+    assert len(sums) == 1
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_a_replica_that_is_not_finite_goes_on_from_the_others(transport: str) -> None:
+    twin, rank = Twin([[0]]), dist.get_rank()
+    for step in range(EVERY):
+        twin.step(step)
+    for exchange, atol in (("fp32", 1e-5), ("bf16", 2e-3), ("int8", 2e-3)):
+        engine = toy.make(toy.seeded(toy.Lm), 0, transport, optimizer=ADAMW, gradient_clipping=0.5, slipstream=local(exchange))
+        for step in range(EVERY):
+            if rank and step == EVERY - 1:
+                with torch.no_grad():
+                    engine.module.head.weight[0] = float("nan")
+            toy.step(engine, toy.tokens(rank, step))
+        compare(engine, twin.anchor.state_dict(), atol)
+        for step in range(EVERY):
+            assert toy.step(engine, toy.tokens(rank, 10 + step)).isfinite()
+        engine.destroy()
+    engine = toy.make(toy.seeded(toy.Lm), 0, transport, optimizer=ADAMW, slipstream=local())
+    with torch.no_grad():
+        engine.module.head.weight[0] = float("nan")
+    with pytest.raises(RuntimeError, match=r"no replica of slipstream\.local_steps has finite weights"):
+        for step in range(EVERY):
+            toy.step(engine, toy.tokens(rank, step))
+    engine.destroy()
+
+
+def test_what_rounding_to_bf16_loses_is_added_in_the_next_round() -> None:
+    comm, numel = LocalComm(Axis("dp_replicate", None, (0,), 0, 1), torch.device("cpu")), 512
+    reduction, x = Rounded(comm), torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    full, wire = comm.allocate([(numel, torch.float32), (numel, torch.bfloat16)])
+    sent, served = (Feedback(torch.zeros(nbytes(numel, 8), dtype=torch.uint8)) for _ in range(2))
+    total = torch.zeros(numel)
+    for kept in ((None, None), (sent, served)):
+        total.zero_()
+        for _ in range(64):
+            reduction.scatter(x, wire, [0, numel], full.tensor, kept[0], alpha=1.0, accumulate=False).wait()
+            reduction.spread(full, wire, [0, numel], kept[1])
+            total += full.tensor
+        error = float((total / 64 - x).abs().max() / x.abs().max())
+        assert error > 5e-4 if kept[0] is None else error < 1e-4

@@ -1103,3 +1103,25 @@ def test_ranks_may_run_different_modules_if_their_weights_are_there(transport: s
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(value, reference.state_dict()[name], msg=lambda m, n=name, s=stage: f"{s} {n}: {m}")
         engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+@distributed(world_size=2, transports=("gloo",))
+def test_experts_over_ranks_step_by_signs_as_far_as_on_each_rank(kind: str, transport: str) -> None:
+    """An expert's gradients are a sum over other ranks than a dense parameter's, so their shares of a mean differ."""
+    counts = {"freeze_step": 8} if kind == "OneBitAdam" else {"var_freeze_step": 8, "local_step_clipper": 1}
+    optimizer = {"type": kind, "params": {"lr": 1e-3, "betas": [0.9, 0.99], **counts}}
+    moved: dict[str, list[float]] = {"expert": [], "dense": []}
+    for ep in (1, 2):
+        engine = make(build("top-2, gated", ep), 1, transport, optimizer=optimizer, gradient_clipping=0)
+        for step in range(20):
+            if step == 8:
+                before = {name: value.clone() for name, value in engine.state_dict().items()}
+            engine.backward(engine(batch(dist.get_rank(), step)))
+            engine.step()
+        steps = {name: float((value - before[name]).square().sum()) for name, value in engine.state_dict().items()}
+        for part, values in moved.items():
+            values.append(sum(steps[name] for name in steps if ("experts" in name) == (part == "expert")) ** 0.5)
+        engine.destroy()
+    for alone, apart in moved.values():
+        assert 0.8 < apart / alone < 1.25, moved

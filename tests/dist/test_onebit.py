@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.ops import onebit
-from slipstream.optim import Lamb, OneBitAdam, OneBitLamb
+from slipstream.optim import Lamb, OneBitAdam, OneBitLamb, resolve
 from slipstream.optim import onebit as optim_onebit
 from slipstream.optim.onebit import Levels, preconditioner
 from slipstream.train.saving import optimizer_state
@@ -95,9 +96,18 @@ class Twin:
         state["levels"].add(now.view(1), torch.tensor([0.99]))
         for (y, scales), grad in zip(state["workers"], grads, strict=True):
             records = state["p"].clone()
-            onebit.worker(padded(grad), state["inverse"], y, scales, records, beta=0.9, factor=(1 - 0.9) * scale)
+            onebit.worker(
+                padded(grad),
+                state["inverse"],
+                onebit.partly(state["inverse"]),
+                y,
+                scales,
+                records,
+                beta=0.9,
+                factor=(1 - 0.9) * scale,
+            )
             sent.append(records)
-        onebit.server(sent, state["inverse"], *state["server"], state["p"], alpha=1 / self.ranks)
+        onebit.server(sent, state["inverse"], onebit.partly(state["inverse"]), *state["server"], state["p"], alpha=1 / self.ranks)
         p = torch.where(state["inverse"] > 0, onebit.decode(state["p"]), 0.0)[: param.numel()].view(param.shape)
         with torch.no_grad():
             lr = 1e-2 * self.coefficient(param)
@@ -360,3 +370,124 @@ def test_the_phase_follows_the_loaded_steps(tmp_path: Path) -> None:
     toy.step(engine, toy.tokens(dist.get_rank(), 2))
     assert any(frozen_units(engine))
     engine.destroy()
+
+
+def zero_biases() -> toy.Lm:
+    model = toy.Lm()
+    for name, param in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(param)
+    return model
+
+
+def test_a_tensor_of_zeros_has_no_ratio_in_a_checkpoint(tmp_path: Path) -> None:
+    """1-bit LAMB: the first step of a bias records none."""
+    optimizer = {"type": "OneBitLamb", "params": {"lr": 1e-2, "freeze_step": 1}}
+    engine = toy.make(toy.seeded(zero_biases), 1, optimizer=optimizer)
+    toy.step(engine, toy.tokens(0, 0))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    toy.step(engine, toy.tokens(0, 1))
+    expected = int(toy.checksum(engine))
+    engine.destroy()
+    engine = toy.make(toy.seeded(zero_biases, 3), 1, optimizer=optimizer)
+    engine.load_checkpoint(str(tmp_path), tag="t")
+    toy.step(engine, toy.tokens(0, 1))
+    assert int(toy.checksum(engine)) == expected
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_unit_that_starts_late_is_dense_first(kind: str, transport: str) -> None:
+    """Its variance would be 0 otherwise: after as many dense steps as the others had, it exchanges signs."""
+    counts = (
+        {"var_freeze_step": 6, "var_update_scaler": 3, "local_step_clipper": 1} if kind == "ZeroOneAdam" else {"freeze_step": 3}
+    )
+    optimizer = {"type": kind, "params": {"lr": 1e-2, "betas": [0.9, 0.99], **counts}}
+    sums = set()
+    for stage in (1, 3):
+        model = toy.seeded(toy.Lm)
+        model.blocks[0].requires_grad_(False)
+        engine = toy.make(model, stage, transport, optimizer=optimizer)
+        for step in range(8):
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+        with engine.surgery():
+            model.blocks[0].requires_grad_(True)
+        moved, signs, before = [], [], engine.state_dict()["blocks.0.up.weight"].clone()
+        for step in range(8, 14):
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+            after = engine.state_dict()["blocks.0.up.weight"].clone()
+            moved.append(float((after - before).norm()))
+            late = [unit for unit in engine.units if "blocks.0.up.weight" in unit.names]
+            signs.append(late[0] in engine.single.steps.frozen)
+            before = after
+        assert signs == [False] * 3 + [True] * 3 and max(moved) < 3 * min(moved), moved
+        sums.add(int(toy.checksum(engine)))
+        engine.destroy()
+    assert len(sums) == 1
+
+
+@distributed(world_size=2)
+def test_a_new_mask_is_followed() -> None:
+    model = toy.seeded(toy.Net)
+    mask, bias = torch.ones(8), model.out.bias
+    groups = [{"params": [bias], "exp_avg_mask": None}, {"params": [p for p in model.parameters() if p is not bias]}]
+    optimizer = OneBitAdam(groups, lr=1e-3, freeze_step=3)
+    engine: Any = slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(0, optimizer=None))[0]
+    stepped = []
+    for step in range(8):
+        if step == 5:
+            mask[2] = 0
+            optimizer.param_groups[0]["exp_avg_mask"] = mask
+        if step == 7:
+            mask[2:4] = torch.tensor([1.0, 0.0])
+        before = engine.state_dict()["out.bias"].clone()
+        engine.backward(engine(toy.floats(dist.get_rank(), step)).square().mean())
+        engine.step()
+        stepped.append((engine.state_dict()["out.bias"] != before).tolist())
+    assert all(stepped[4]) and stepped[5] == stepped[6] == [i != 2 for i in range(8)] and stepped[7] == [i != 3 for i in range(8)]
+    engine.destroy()
+
+
+def test_groups_that_freeze_in_different_steps_are_refused() -> None:
+    model = toy.seeded(toy.Lm)
+    own, others = list(model.head.parameters()), [*model.embedding.parameters(), *model.blocks.parameters()]
+    for options, is_refused in (({"freeze_step": 9}, True), ({"freeze_step": 9, "non_freeze": True}, False)):
+        optimizer = OneBitAdam([{"params": own, **options}, {"params": others}], freeze_step=2)
+        config = toy.settings(1, optimizer=None)
+        if is_refused:
+            with pytest.raises(ValueError, match=r"OneBitAdam change to signs in different steps.*freeze=2.*freeze=9"):
+                slipstream.initialize(model=model, optimizer=optimizer, config=config)
+        else:
+            engine: Any = slipstream.initialize(model=model, optimizer=optimizer, config=config)[0]
+            for step in range(3):
+                toy.step(engine, toy.tokens(0, step))
+            assert any(frozen_units(engine))
+            engine.destroy()
+
+
+def test_what_the_log_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That the norm has another meaning, that loaded weights without states are trained densely, which options have no effect."""
+    resolve.say_no_effect.cache_clear()
+    caplog.set_level("INFO", "slipstream")
+    optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2, "comm_backend_name": "nccl"}}
+    engine = toy.make(toy.seeded(toy.Lm), 1, optimizer=optimizer)
+    for step in range(5):
+        toy.step(engine, toy.tokens(0, step))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    engine.destroy()
+    engine = toy.make(toy.seeded(toy.Lm), 1, optimizer=optimizer)
+    engine.load_checkpoint(str(tmp_path), tag="t", load_optimizer_states=False)
+    toy.step(engine, toy.tokens(0, 0))
+    assert not any(frozen_units(engine))
+    engine.destroy()
+    said = [record for record in caplog.records if record.name.startswith("slipstream")]
+    once = (
+        "from step 3 on.*the root of the mean over ranks",
+        "so the next 2 steps are dense",
+        "'nccl' of OneBitAdam has no effect",
+    )
+    for pattern in once:
+        assert len([record for record in said if re.search(pattern, record.getMessage())]) == 1, pattern
+    warnings = [record.getMessage() for record in said if record.levelname == "WARNING"]
+    assert any("no effect" in text for text in warnings) and any("are dense" in text for text in warnings)

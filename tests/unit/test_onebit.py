@@ -32,8 +32,8 @@ def rounds(dtype: torch.dtype, numel: int = NUMEL, steps: int = 3, ranks: int = 
     for step in range(steps):
         for rank in range(ranks):
             grad = normal(10 * step + rank, numel).to(dtype)
-            onebit.worker(grad, inverse, ys[rank], scales[rank], records[rank], beta=0.9, factor=0.05)
-        onebit.server(records[:ranks], inverse, ys[ranks], scales[ranks], records[ranks], alpha=1 / ranks)
+            onebit.worker(grad, inverse, onebit.partly(inverse), ys[rank], scales[rank], records[rank], beta=0.9, factor=0.05)
+        onebit.server(records[:ranks], inverse, onebit.partly(inverse), ys[ranks], scales[ranks], records[ranks], alpha=1 / ranks)
         for rank in range(ranks):
             records[rank].copy_(records[ranks])
         onebit.update(master, records[ranks], inverse, onebit.partly(inverse), out, keep=0.99, rate=1e-2)
@@ -57,7 +57,7 @@ def test_what_is_sent_and_what_is_kept_add_up() -> None:
     for step in range(20):
         grad = normal(step, numel)
         records.zero_()  # no momentum: what is sent is the gradient
-        onebit.worker(grad, inverse, y, scales, records, beta=0.0, factor=1.0)
+        onebit.worker(grad, inverse, onebit.partly(inverse), y, scales, records, beta=0.0, factor=1.0)
         sent += torch.where(inverse > 0, onebit.decode(records), 0.0)
         given += grad * inverse
     error = torch.where(inverse > 0, y - torch.where(y >= 0, 1.0, -1.0) * scales.repeat_interleave(512), 0.0)
@@ -69,7 +69,7 @@ def test_the_scale_counts_stepped_elements_only() -> None:
     inverse, y, scales = torch.zeros(512), torch.zeros(512), torch.zeros(1)
     inverse[:8] = 1
     records = torch.zeros(onebit.nbytes(512), dtype=torch.uint8)
-    onebit.worker(torch.full((512,), 3.0), inverse, y, scales, records, beta=0.9, factor=1.0)
+    onebit.worker(torch.full((512,), 3.0), inverse, onebit.partly(inverse), y, scales, records, beta=0.9, factor=1.0)
     assert scales.item() == 3.0
 
 
@@ -78,4 +78,4 @@ def test_bad_sizes_are_refused() -> None:
         onebit.nbytes(100)
     x, records = torch.zeros(512), torch.zeros(onebit.nbytes(512), dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"worker: grad is torch\.float32 of shape \(256,\); pass 512"):
-        onebit.worker(x[:256], x, x, torch.zeros(1), records, beta=0.9, factor=1.0)
+        onebit.worker(x[:256], x, torch.ones(1, dtype=torch.uint8), x, torch.zeros(1), records, beta=0.9, factor=1.0)

@@ -7,15 +7,13 @@ the groups of another optimizer, whose scheduler continues to set their learning
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from slipstream import optim
-
-log = logging.getLogger(__name__)
+from slipstream.optim.resolve import say_no_effect
 
 # Of all classes, by argument; some have others.
 _DEFAULTS: Mapping[str, Any] = {
@@ -92,8 +90,9 @@ class _Stand(type):
         for refused in cls.row.refused:
             if any(bool(values.pop(name)) != bool(defaults[name]) for name in refused.arguments):
                 raise refused.error(refused.text.format(name=cls.__name__))
-        if "cuda_aware" in values:
-            log.info("%s: cuda_aware and comm_backend_name have no effect, because the engine's transport is used", cls.__name__)
+        if "cuda_aware" in values and (values["cuda_aware"], values["comm_backend_name"]) != (False, "nccl"):
+            both = f"cuda_aware = {values['cuda_aware']}, comm_backend_name = {values['comm_backend_name']!r}"
+            say_no_effect(f"{both} of {cls.__name__}")
         return cls.row.make(params[1], **{name: value for name, value in values.items() if name not in _NO_EFFECT})
 
 

@@ -44,13 +44,16 @@ def nbytes(numel: int) -> int:
 
 
 @torch.no_grad()
-def worker(grad: Tensor, inverse: Tensor, y: Tensor, scales: Tensor, records: Tensor, *, beta: float, factor: float) -> None:
+def worker(
+    grad: Tensor, inverse: Tensor, partly: Tensor, y: Tensor, scales: Tensor, records: Tensor, *, beta: float, factor: float
+) -> None:
     """y = beta * p + factor * grad * inverse + error; `records`, which has p, becomes the records of y, and `scales` their scales.
 
-    grad: fp32, bf16 or fp16. inverse, y: fp32 of its numel. scales: fp32, one per block, zeros at first. records: uint8.
+    grad: fp32, bf16 or fp16. inverse, y: fp32 of its numel. partly: of the inverse. scales: fp32, one per block, zeros at first, as
+    y is. records: uint8.
     """
-    _check("worker", y.numel(), {"grad": grad, "inverse": inverse}, scales, records)
-    arrays = {"grad": grad, "inverse": inverse, "y": y, "scales": scales, "records": records}
+    _check("worker", y.numel(), {"grad": grad, "inverse": inverse}, (partly, scales), records)
+    arrays = {"grad": grad, "inverse": inverse, "partly": partly, "y": y, "scales": scales, "records": records}
     if not _run(_WORKER, y, arrays, dtype=cpu.DTYPES[grad.dtype], beta=beta, factor=factor):
         p = decode(records)
         old = (y - _signed(y, scales)).view(-1)
@@ -59,11 +62,13 @@ def worker(grad: Tensor, inverse: Tensor, y: Tensor, scales: Tensor, records: Te
 
 
 @torch.no_grad()
-def server(sources: Sequence[Tensor], inverse: Tensor, y: Tensor, scales: Tensor, records: Tensor, *, alpha: float) -> None:
+def server(
+    sources: Sequence[Tensor], inverse: Tensor, partly: Tensor, y: Tensor, scales: Tensor, records: Tensor, *, alpha: float
+) -> None:
     """y = alpha * the sum of the sources' values + error; `records` and `scales` become those of y. As in `worker`."""
-    _check("server", y.numel(), {"inverse": inverse}, scales, records)
+    _check("server", y.numel(), {"inverse": inverse}, (partly, scales), records)
     pointers = (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources))
-    arrays = {"inverse": inverse, "y": y, "scales": scales, "records": records}
+    arrays = {"inverse": inverse, "partly": partly, "y": y, "scales": scales, "records": records}
     if not _run(_SERVER, y, arrays, sources=pointers, num_sources=len(sources), factor=alpha):
         total = decode(sources[0])
         for source in sources[1:]:
@@ -76,7 +81,7 @@ def update(
     master: Tensor, records: Tensor, inverse: Tensor, partly: Tensor, out: Tensor | None, *, keep: float, rate: float
 ) -> None:
     """master = master * keep - rate * p, and `out` the same, rounded. partly: uint8, 1 for a block with elements of inverse 0."""
-    _check("update", master.numel(), {"inverse": inverse}, partly, records)
+    _check("update", master.numel(), {"inverse": inverse}, (partly,), records)
     arrays = {"inverse": inverse, "y": master, "records": records, "partly": partly} | ({} if out is None else {"out": out})
     dtype = cpu.DTYPES[torch.float32 if out is None else out.dtype]
     if not _run(_UPDATE, master, arrays, dtype=dtype, beta=keep, factor=rate):
@@ -115,12 +120,13 @@ def _run(step: int, y: Tensor, tensors: dict[str, Tensor], **others: object) -> 
     return True
 
 
-def _check(op: str, numel: int, tensors: dict[str, Tensor], per_block: Tensor, records: Tensor) -> None:
+def _check(op: str, numel: int, tensors: dict[str, Tensor], per_block: Sequence[Tensor], records: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.numel() != numel or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.dtype not in cpu.DTYPES:
             raise ValueError(f"{op}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}; pass {numel} contiguous elements")
-    if records.numel() != nbytes(numel) or per_block.numel() != numel // BLOCK:
-        raise ValueError(f"{op}: {numel} elements have {numel // BLOCK} blocks, not {per_block.numel()}")
+    sizes = [each.numel() for each in per_block]
+    if records.numel() != nbytes(numel) or any(size != numel // BLOCK for size in sizes):
+        raise ValueError(f"{op}: {numel} elements have {numel // BLOCK} blocks, not {sizes}")
 
 
 # -- the twin --

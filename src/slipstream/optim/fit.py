@@ -6,7 +6,7 @@ import torch
 
 from slipstream.config.plan import Plan
 from slipstream.config.refusals import Refusal, matching
-from slipstream.optim.onebit import rounds_of
+from slipstream.optim.onebit import all_rounds, rounds_of
 from slipstream.optim.resolve import is_elementwise
 from slipstream.optim.rules import Rule
 from slipstream.zero.leaves import cuts_of_tensors, is_stack
@@ -19,6 +19,7 @@ class OptimizerCase:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
+        self.differing = sorted({str(rounds) for rounds in all_rounds(optimizer)}) if self.is_late else []
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self.keeps_ratios = self.is_late and rule is not None and rule.is_whole
         self.has_stacks, self.has_parts = any(map(is_stack, params)), any(map(cuts_of_tensors, params))
@@ -69,6 +70,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.is_late and c.shard_size is not None,
         "{c.name} exchanges signs over all data-parallel ranks, not within groups: drop zero_optimization.mics_shard_size, or use "
         "AdamW",
+    ),
+    Refusal(
+        lambda c: len(c.differing) > 1,
+        "the groups of {c.name} change to signs in different steps ({c.differing}), and all ranks' units change in one: give all "
+        "groups the same freeze_step (var_freeze_step, ...), and non_freeze: true to those that shall never be compressed",
     ),
     Refusal(
         lambda c: c.steps_locally and c.stage > 0,

@@ -4,7 +4,7 @@ Where the variance is frozen (1-bit Adam: after `freeze_step`; 0/1 Adam: between
 the gradients, and ranks exchange signs with error feedback:
 
     x_i = beta1 * p + (1 - beta1) * g_i / (sqrt(v_hat) + eps) + e_i      rank i's share, with what its signs have lost before
-    p   = signs of (the mean over ranks of the signs of x_i, + e_s)       the server of each span is its owner
+    p   = signs of (the mean over ranks of the signs of x_i, + e_s)       each rank is the server of an even span
     w   = w - lr * (p / (1 - beta1^t) + weight_decay * w)
 
 The paper compresses m; p is m / (sqrt(v_hat) + eps). As v is frozen both are the same recursion, but the elements of p have one
@@ -91,7 +91,7 @@ class OneBitAdam(Optimizer):
         return Rounds(freeze=group["freeze_step"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(step_alone, rounds=self.rounds(self.param_groups[0])))
+        return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
 
 
 class ZeroOneAdam(Optimizer):
@@ -132,7 +132,7 @@ class ZeroOneAdam(Optimizer):
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(step_alone, rounds=self.rounds(self.param_groups[0])))
+        return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
 
 
 def defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
@@ -150,10 +150,15 @@ def defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[
     return common | whole | {"non_freeze": False, "exp_avg_mask": None}
 
 
+def all_rounds(optimizer: Optimizer) -> list[Rounds]:
+    """When an optimizer whose rule is `late` communicates, as each group that is compressed says; else as the first group does."""
+    groups = [group for group in optimizer.param_groups if not group.get("non_freeze")] or optimizer.param_groups[:1]
+    return [cast(Any, optimizer).rounds(group) for group in groups]
+
+
 def rounds_of(optimizer: Optimizer) -> Rounds:
-    """When an optimizer whose rule is `late` communicates: as its first group says."""
-    rounds: Rounds = cast(Any, optimizer).rounds(optimizer.param_groups[0])
-    return rounds
+    """The rounds of all groups: optim/fit.py refuses others."""
+    return all_rounds(optimizer)[0]
 
 
 def step_alone(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
@@ -242,6 +247,7 @@ class Frozen:
     own: Tensor  # the server's records
     levels: Levels  # of the unit's parameters
     folded: Tensor  # the rates that the stored variance has
+    masks: list[tuple[Tensor | None, int]]  # that `inverse` has
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.inverse, self.partly, self.y, self.scales, self.wire.tensor, self.server, self.server_scales, self.own)
@@ -264,7 +270,8 @@ class OneBitSteps(NativeSteps):
         super().__init__(inner, units, *others, **options)
         self.frozen: dict[Unit, Frozen] = {}
         self.done: int | None = None  # steps; None: the ranks have not compared theirs since they loaded
-        self.share = 1.0  # the factor from the sums of local gradients to this rank's mean gradient
+        self.shares: dict[Unit, float] = {}  # the factors from the sums of local gradients to this rank's mean gradient
+        self._lags: dict[Unit, int] = {}  # steps that were taken before a unit's first, once known
         self.errors: dict[Unit, Store] = {}  # by `expose` or loaded: the means over ranks, in this rank's optimizer span
         self.local: dict[Unit, Local] = {}
         self._round, self._late, self._apart = Round.DENSE, set[Unit](), set[Unit]()  # of this step
@@ -273,7 +280,7 @@ class OneBitSteps(NativeSteps):
     def groups_loaded(self) -> None:
         super().groups_loaded()
         self.done = None
-        for kept in (self.frozen, self.local, self._stale):
+        for kept in (self.frozen, self.local, self._stale, self._lags):
             kept.clear()
 
     @property
@@ -312,8 +319,10 @@ class OneBitSteps(NativeSteps):
             frozen, own, dp = self.frozen[unit], slice(*unit.optim_span), unit.comms.dp
             error = onebit.error(frozen.y, frozen.scales, frozen.inverse)
             sum_over(error, dp.axis)
-            served = onebit.error(frozen.server, frozen.server_scales, frozen.inverse[slice(*unit.span)])
-            error = error / dp.size + unit.unsharded(served, sharded=True)
+            served, span = torch.zeros_like(error), _served(unit)
+            served[span] = onebit.error(frozen.server, frozen.server_scales, frozen.inverse[span])
+            sum_over(served, dp.axis)
+            error = error / dp.size + served
             self._thaw(unit, frozen.levels.rates())
             self.errors.setdefault(unit, unit.homes.state(unit.master.numel, torch.float32)).put(0, error[own])
 
@@ -349,9 +358,17 @@ class OneBitSteps(NativeSteps):
         super().add(units)
         self.done = None
 
+    def loaded_without_states(self) -> None:
+        log.warning(
+            "%s: the checkpoint was loaded without optimizer states, so the next %d steps are dense; load_optimizer_states=True "
+            "goes on with signs",
+            type(self.inner).__name__,
+            rounds_of(self.inner).first,
+        )
+
     def drop(self, unit: Unit) -> None:
         super().drop(unit)
-        for kept in (self.frozen, self.errors, self.local):
+        for kept in (self.frozen, self.errors, self.local, self._lags):
             kept.pop(unit, None)
 
     def memory(self) -> Iterator[Tensor | Store]:
@@ -365,24 +382,44 @@ class OneBitSteps(NativeSteps):
         if self.done is None:  # a rank may own no piece
             own = max((piece.step for piece in self.pieces()), default=0)
             self.done = int(unit.comms.data.exchange(torch.tensor([float(own)], dtype=torch.float64)).max())
+        if unit not in self._lags:
+            least = min((piece.step for piece in self.pieces([unit])), default=self.done)
+            steps = unit.comms.data.exchange(torch.tensor([float(least)], dtype=torch.float64)).min()
+            self._lags[unit] = self.done - int(steps)
         rounds, apart = rounds_of(self.inner), bool(kind_of(unit.model_params[0]))
-        if rounds.kind(self.done + 1) is Round.DENSE or (apart and rounds.interval(self.done + 1) == 1):
+        if self._is_young(unit) or rounds.kind(self.done + 1) is Round.DENSE or (apart and rounds.interval(self.done + 1) == 1):
             if unit in self.frozen:
                 self._thaw(unit, torch.ones_like(self.frozen[unit].folded))
                 self._stale.add(unit)
             return False
         local, ranks = unit.memory.unreduced, unit.comms.dp.size
         unit.window.complete_local(local)
-        self.share = alpha * ranks * unit.comms.family.weight
+        self.shares[unit] = share = alpha * ranks * unit.comms.family.weight
         squares = reduce_into(local, [local], 1.0, accumulate=False)
-        unit.window.reduced(Partial(squares.sumsq * self.share**2 / ranks, squares.finite))
+        unit.window.reduced(Partial(squares.sumsq * share**2 / ranks, squares.finite))
         (self._apart if apart else self._late).add(unit)
         return True
+
+    def _is_young(self, unit: Unit) -> bool:
+        """Whether a unit is still to train with dense gradients, because its first step was later than the other units'."""
+        return self._lags[unit] > 0 and (self.done or 0) - self._lags[unit] < rounds_of(self.inner).first
+
+    def _updates(self, unit: Unit, done: int) -> int:
+        """The updates of a unit's variance within the first `done` steps of its own."""
+        rounds, lag = rounds_of(self.inner), self._lags.get(unit, 0)
+        return done if done <= rounds.first else rounds.first + rounds.dense(done + lag) - rounds.dense(rounds.first + lag)
 
     def exchange(self, units: Sequence[Unit], scale: float) -> None:
         late, rounds, step = [unit for unit in units if unit in self._late], rounds_of(self.inner), (self.done or 0) + 1
         self._round = rounds.kind(step)
-        fresh = {unit: self._freeze(unit) for unit in late if unit not in self.frozen or unit in self._stale}
+        if late and not self.frozen:
+            log.info(
+                "%s: from step %d on, gradients are not added before the verdict: their norm, in logs and for clipping, is the "
+                "root of the mean over ranks of each rank's own squared norm, which is larger than the norm of their mean",
+                type(self.inner).__name__,
+                step,
+            )
+        fresh = {unit: self._freeze(unit) for unit in late if self._must_freeze(unit)}
         if self._round is Round.SIGNS:
             self._measure(late, scale, rounds.interval(step))
         for unit in late:
@@ -393,6 +430,17 @@ class OneBitSteps(NativeSteps):
                     self.frozen[unit].y[start:stop] += fresh[unit][start:stop] * self.inner.param_groups[index]["betas"][0]
         if self._round is Round.SIGNS:
             self._swap(late, scale)
+
+    def _must_freeze(self, unit: Unit) -> bool:
+        if unit not in self.frozen or unit in self._stale:
+            return True
+        before, now = self.frozen[unit].masks, self._masks(unit)
+        return any(old is not new or version != written for (old, version), (new, written) in zip(before, now, strict=True))
+
+    def _masks(self, unit: Unit) -> list[tuple[Tensor | None, int]]:
+        """The `exp_avg_mask` of each parameter's group, and how often it was written."""
+        masks = [group["exp_avg_mask"] for group in self._groups_of(unit)]
+        return [(mask, 0 if mask is None else mask._version) for mask in masks]
 
     def _swap(self, units: Sequence[Unit], scale: float) -> None:
         swaps = [self._send(unit, self.frozen[unit], scale) for unit in units]
@@ -405,8 +453,8 @@ class OneBitSteps(NativeSteps):
         self.done = (self.done or 0) + 1
 
     def forget(self) -> None:
-        self._late.clear()
-        self._apart.clear()
+        for kept in (self._late, self._apart, self.shares):
+            kept.clear()
 
     def _freeze(self, unit: Unit) -> Tensor:
         """Freeze the unit, or freeze it again with the errors that it has; returns p of the whole unit. Collective."""
@@ -415,8 +463,8 @@ class OneBitSteps(NativeSteps):
             self._thaw(unit, torch.ones_like(before.folded))
         states, sharded, device, dp = self.moments(unit).states, unit.placement.optim, unit.full.device, unit.comms.dp
         m, v = (unit.unsharded(states[name].whole(), sharded) for name in ("exp_avg", "exp_avg_sq"))
-        own, steps = slice(*unit.span), max(rounds_of(self.inner).dense(self.done or 0), 1)
-        inverse, y, server = torch.zeros_like(v), torch.zeros_like(m), torch.zeros(unit.span[1] - unit.span[0], device=device)
+        own, steps = _served(unit), max(self._updates(unit, (self.done or 0) - self._lags.get(unit, 0)), 1)
+        inverse, y, server = torch.zeros_like(v), torch.zeros_like(m), torch.zeros(own.stop - own.start, device=device)
         for i, slot in enumerate(unit.layout.slots):
             index, span = self.members[unit].groups[i], slice(*slot.span)
             if index is not None:
@@ -443,6 +491,7 @@ class OneBitSteps(NativeSteps):
             own=torch.zeros(onebit.nbytes(server.numel()), dtype=torch.uint8, device=device),
             levels=Levels.of(self._groups_of(unit)) if before is None else before.levels,
             folded=torch.ones(len(unit.params), dtype=torch.float64),
+            masks=self._masks(unit),
         )
         return m * inverse
 
@@ -458,7 +507,7 @@ class OneBitSteps(NativeSteps):
             group, span = rules.plain_numbers(self.inner.param_groups[index]), slice(start, stop)
             beta, (keep, rate) = group["betas"][0], _rates(group, (self.done or 0) + 1, rates[i])
             grad = grads[span].float() * frozen.inverse[span]
-            local.p[span].mul_(beta).add_(grad, alpha=(1 - beta) * scale * self.share)
+            local.p[span].mul_(beta).add_(grad, alpha=(1 - beta) * scale * self.shares[unit])
             local.u[span].mul_(keep).add_(local.p[span], alpha=rate)
             kept, sum_of_rates = last.get(i, (1.0, 0.0))
             local.sums[i] = (kept * keep, sum_of_rates * keep + rate)
@@ -487,8 +536,9 @@ class OneBitSteps(NativeSteps):
             if slot.numel and self.members[unit].groups[i] is not None:
                 start = slot.offset + SAMPLE * frozen.levels.count % max(slot.numel - SAMPLE + 1, 1)
                 span = slice(start, min(start + SAMPLE, slot.offset + slot.numel))
-                means[i] = (local[span].float() * frozen.inverse[span]).square().mean()
-        return means * (scale * self.share) ** 2
+                sample = local[span] * frozen.inverse[span]
+                means[i] = torch.dot(sample, sample) / sample.numel()
+        return means * (scale * self.shares[unit]) ** 2
 
     def _send(self, unit: Unit, frozen: Frozen, scale: float) -> Pending[None]:
         local, dp = unit.memory.unreduced, unit.comms.dp
@@ -497,24 +547,25 @@ class OneBitSteps(NativeSteps):
             beta, local_steps = self.inner.param_groups[index]["betas"][0], self.local.get(unit)
             span, blocks = slice(start, stop), slice(start // onebit.BLOCK, stop // onebit.BLOCK)
             records = frozen.wire.tensor[onebit.nbytes(start) : onebit.nbytes(stop)]
-            inverse, own = frozen.inverse[span], (frozen.y[span], frozen.scales[blocks], records)
+            inverse, own = frozen.inverse[span], (frozen.partly[blocks], frozen.y[span], frozen.scales[blocks], records)
             if local_steps is None:
-                onebit.worker(local[span], inverse, *own, beta=beta, factor=(1 - beta) * scale * self.share)
+                onebit.worker(local[span], inverse, *own, beta=beta, factor=(1 - beta) * scale * self.shares[unit])
             else:
                 total = local_steps.sums[i][1]
                 onebit.worker(local_steps.u[span], (inverse > 0).float(), *own, beta=0.0, factor=1 / total if total else 0.0)
-        served = frozen.inverse[slice(*unit.span)]
+        own = _served(unit)
+        served, partly = frozen.inverse[own], frozen.partly[own.start // onebit.BLOCK : own.stop // onebit.BLOCK]
 
         def serve(sources: list[Tensor]) -> None:
-            onebit.server(sources, served, frozen.server, frozen.server_scales, frozen.own, alpha=1 / dp.size)
+            onebit.server(sources, served, partly, frozen.server, frozen.server_scales, frozen.own, alpha=1 / dp.size)
 
-        return dp.swap(frozen.wire, [onebit.nbytes(cut) for cut in unit.cuts], serve)
+        return dp.swap(frozen.wire, _record_cuts(unit), serve)
 
     def _return(self, unit: Unit, frozen: Frozen, swap: Pending[None]) -> Pending[None]:
         swap.wait()
         unit.comms.dp.reusable(frozen.wire)
-        cuts = [onebit.nbytes(cut) for cut in unit.cuts]
-        frozen.wire.tensor[onebit.nbytes(unit.span[0]) : onebit.nbytes(unit.span[1])] = frozen.own
+        cuts, index = _record_cuts(unit), unit.comms.dp.index
+        frozen.wire.tensor[cuts[index] : cuts[index + 1]] = frozen.own
         return unit.comms.dp.all_gather(frozen.wire, cuts)
 
     def _spans(self, unit: Unit) -> Iterator[tuple[int, int, tuple[int, int]]]:
@@ -524,7 +575,7 @@ class OneBitSteps(NativeSteps):
                 yield i, group, (slot.offset, slot.offset + -(-slot.numel // onebit.BLOCK) * onebit.BLOCK)
 
     def options_of(self, unit: Unit, index: int, step: int) -> Mapping[str, Any]:
-        group, count = self._options[index], rounds_of(self.inner).dense(step)
+        group, count = self._options[index], self._updates(unit, step)
         if count == step or not group["bias_correction"] or kind_of(unit.model_params[0]):
             return group
         # The variance has had `count` of the `step` updates, and the kernel corrects both moments by one number
@@ -540,7 +591,7 @@ class OneBitSteps(NativeSteps):
         if unit in self._late:
             self._land(unit, chunk.tensors["master"], chunk.tensors.get("out"), is_exchanged=self._round is Round.SIGNS)
             return
-        super().step(unit, chunk, scale * self.share if unit in self._apart else scale)
+        super().step(unit, chunk, scale * self.shares[unit] if unit in self._apart else scale)
         if unit in self._apart and self._round is Round.SIGNS:
             self._average_weights(unit)
 
@@ -571,6 +622,20 @@ class OneBitSteps(NativeSteps):
     def group_of(self, piece: UpdatePiece) -> Mapping[str, Any]:
         """The options of a tensor in this rank's span, in a step that is exchanged."""
         return self._options[piece.group]
+
+
+def _server_cuts(unit: Unit) -> list[int]:
+    """The spans whose signs each rank adds: even ones, also where optimizer spans are not, because they hold whole parameters."""
+    blocks, ranks = unit.layout.numel // onebit.BLOCK, unit.comms.dp.size
+    return [blocks * i // ranks * onebit.BLOCK for i in range(ranks + 1)]
+
+
+def _served(unit: Unit) -> slice:
+    return slice(*_server_cuts(unit)[unit.comms.dp.index :][:2])
+
+
+def _record_cuts(unit: Unit) -> list[int]:
+    return [onebit.nbytes(cut) for cut in _server_cuts(unit)]
 
 
 def _rates(group: Mapping[str, Any], step: int, factor: float) -> tuple[float, float]:

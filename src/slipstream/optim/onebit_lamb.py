@@ -26,7 +26,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from slipstream.optim import rules
 from slipstream.optim.loop import step_by_rule, step_each
-from slipstream.optim.onebit import OneBitSteps, defaults, step_alone
+from slipstream.optim.onebit import OneBitSteps, defaults, rounds_of, step_alone
 from slipstream.optim.rounds import Rounds
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import UpdatePiece
@@ -87,7 +87,7 @@ class OneBitLamb(Optimizer):
         return Rounds(freeze=group["freeze_step"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(_step, rounds=self.rounds(self.param_groups[0])))
+        return step_each(self, closure, partial(_step, rounds=rounds_of(self)))
 
 
 def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
@@ -145,7 +145,7 @@ class OneBitLambSteps(OneBitSteps):
     def group_of(self, piece: UpdatePiece) -> Mapping[str, Any]:
         group = super().group_of(piece)
         master = piece.unit.master.whole()[piece.start : piece.stop]
-        return {**group, "lr": group["lr"] * _ratio(self.norms[piece.unit, piece.i], float(master.norm()), group)}
+        return {**group, "lr": group["lr"] * _ratio(self.norms.get((piece.unit, piece.i), 0.0), float(master.norm()), group)}
 
     def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
         return super().scalars(piece) | {NORM: self.norms.get((piece.unit, piece.i), 0.0)}  # 0: none yet

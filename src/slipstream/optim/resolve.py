@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -241,13 +242,19 @@ _EXTRAS: dict[str, _Extra] = {
 }
 
 
+@cache
+def say_no_effect(options: str) -> None:
+    """Once for each text: where nothing configures logging, only warnings are seen."""
+    log.warning("%s has no effect: the engine chooses it", options)
+
+
 def _drop_extras(name: str, cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
     accepted = inspect.signature(cls).parameters
     for key in [key for key in kwargs if key in _EXTRAS and key not in accepted]:
         value, extra = kwargs.pop(key), _EXTRAS[key]
         if value not in extra.neutral:
             raise ValueError(f"optimizer.params.{key} = {value!r} of {name} {extra.otherwise}")
-        log.info("optimizer.params.%s = %r of %s has no effect here", key, value, name)
+        say_no_effect(f"optimizer.params.{key} = {value!r} of {name}")
 
 
 def _torch_optimizers() -> dict[str, type[Optimizer]]:

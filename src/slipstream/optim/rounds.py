@@ -24,6 +24,11 @@ class Rounds:
     local_doubling: int = 1  # steps after `freeze` after which the interval between exchanges doubles
     longest: int = 1  # that interval's maximum; 1: no local steps
 
+    @property
+    def first(self) -> int:
+        """The number of variance steps that a run begins with."""
+        return min(self.doubling or self.freeze, self.freeze)
+
     def _intervals(self) -> Iterator[tuple[int, int]]:
         """The first variance step of each interval between them."""
         first, interval = 1, 1

@@ -17,6 +17,7 @@ which all of them go on from: ranks write parts of them, and a momentum of one r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -32,12 +33,13 @@ from slipstream.train.saving.load import spread_weights
 from slipstream.train.states import States
 from slipstream.zero.build import connect_axis
 from slipstream.zero.comm import Comm, sum_over
-from slipstream.zero.reduction import Coded, Dense, Reduction, wire_numel
+from slipstream.zero.reduction import Coded, Dense, Reduction, Rounded, wire_numel
 from slipstream.zero.storage.store import Store, copy_store, read, write
 from slipstream.zero.unit import Unit
 
+log = logging.getLogger(__name__)
+
 _CODES = {"int8": 8, "int4": 4}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 READING = frozenset(
     {"save_checkpoint", "save_pretrained", "named_weights", "consolidated_state_dict", "ema", "optimizer.state_dict"}
 )
@@ -49,8 +51,8 @@ class _Outer:
 
     anchor: Store
     momentum: Store
-    sent: Feedback | None  # what the codes of this rank's differences have lost
-    served: Feedback | None  # what the codes of this rank's part of the mean have lost
+    sent: Feedback | None  # what this rank's differences have lost on the wire
+    served: Feedback | None  # what this rank's part of the mean has lost on the wire
 
 
 class LocalSteps:
@@ -64,9 +66,12 @@ class LocalSteps:
         self.bits = _CODES.get(plan.exchange)
         self._outer = {unit: self._start(unit) for unit in states.units if unit.grads is not None}
         longest = max((self._cuts(unit.master.numel)[-1] for unit in self._outer), default=0)
-        dtype, nbytes = _DTYPES.get(plan.exchange, torch.float32), 0 if self.bits is None else wire_numel(longest, self.bits)
-        self._full = self.comm.allocate([(longest, dtype)])[0]  # differences, and their mean
-        self._wire = self.comm.allocate([(nbytes, torch.uint8)])[0] if nbytes else self._full
+        self._full = self.comm.allocate([(longest, torch.float32)])[0]  # differences, and their mean
+        self._wire = self._full
+        if self.bits is not None:
+            self._wire = self.comm.allocate([(wire_numel(longest, self.bits), torch.uint8)])[0]
+        elif plan.exchange == "bf16":
+            self._wire = self.comm.allocate([(longest, torch.bfloat16)])[0]
 
     def end_step(self, is_applied: bool) -> None:
         """Count a step, also one that this replica has skipped: the others do not know of it."""
@@ -88,15 +93,38 @@ class LocalSteps:
         """Exchange the differences and step the anchors. Collective over all replicas."""
         self.since, self.rounds = 0, self.rounds + 1
         self.states.settle()
-        reduction, mu = self._reduction(), self.plan.momentum
+        reduction, mu, finite = self._reduction(), self.plan.momentum, self._find_finite()
+        alpha, is_in = 1 / int(finite.sum()), bool(finite[self.comm.index])
         for unit, outer in self._outer.items():
             anchor = outer.anchor.whole()
-            mean = self._mean(reduction, outer, anchor - unit.master.whole().float())
+            difference = anchor - unit.master.whole().float() if is_in else torch.zeros_like(anchor)
+            mean = self._mean(reduction, outer, difference, alpha)
             momentum = outer.momentum.whole() * mu + mean
             outer.momentum.put(0, momentum)
             outer.anchor.put(0, anchor - (mean + momentum * mu) * self.plan.lr)
             copy_store(unit.master, outer.anchor)
         spread_weights(self.states)
+
+    def _find_finite(self) -> Tensor:
+        """Which replicas have finite weights, bool [replicas]; this rank's moments that are not finite become 0. Collective.
+
+        Raises RuntimeError if there is none.
+        """
+        own = all(bool(unit.master.whole().isfinite().all()) for unit in self._outer)
+        whole = self.states.comms.dp.exchange(torch.tensor([float(own)], dtype=torch.float64)).min()
+        finite = self.comm.exchange(whole.view(1)).view(-1) > 0
+        if not finite.any():
+            raise RuntimeError(
+                "no replica of slipstream.local_steps has finite weights: load the last checkpoint, and lower the lr"
+            )
+        if finite.all():
+            return finite
+        lost = [i for i, is_finite in enumerate(finite.tolist()) if not is_finite]
+        log.warning("round %d: weights of replicas %s are not finite; they go on from the mean of the others", self.rounds, lost)
+        for piece in self.states.steps.pieces() if not finite[self.comm.index] else ():
+            for part in self.states.steps.states(piece).values():
+                write(part, read(part).float().nan_to_num(0.0, 0.0, 0.0))
+        return finite
 
     @torch.no_grad()
     def _average_states(self) -> None:
@@ -109,17 +137,19 @@ class LocalSteps:
                 write(part, values / self.comm.size)
 
     def _reduction(self) -> Reduction:
-        return Dense(self.comm) if self.bits is None else Coded(self.comm, 1.0, self.bits)
+        if self.bits is not None:
+            return Coded(self.comm, 1.0, self.bits)
+        return Rounded(self.comm) if self._wire is not self._full else Dense(self.comm)
 
-    def _mean(self, reduction: Reduction, outer: _Outer, difference: Tensor) -> Tensor:
+    def _mean(self, reduction: Reduction, outer: _Outer, difference: Tensor, alpha: float) -> Tensor:
         cuts = self._cuts(difference.numel())
         values = torch.cat([difference, difference.new_zeros(cuts[-1] - difference.numel())])
         sums = self._full.tensor[: cuts[-1]]
         self.comm.reusable(self._wire)
         own = sums[cuts[self.comm.index] : cuts[self.comm.index + 1]]
-        reduction.scatter(values, self._wire, cuts, own, outer.sent, alpha=1 / self.comm.size, accumulate=False).wait()
+        reduction.scatter(values, self._wire, cuts, own, outer.sent, alpha=alpha, accumulate=False).wait()
         reduction.spread(self._full, self._wire, cuts, outer.served)
-        return sums[: difference.numel()].float()
+        return sums[: difference.numel()]
 
     def _cuts(self, numel: int) -> list[int]:
         """The parts of `numel` elements that each replica averages: equal, of whole blocks of codes."""
@@ -133,7 +163,7 @@ class LocalSteps:
 
         def lost(numel: int) -> Feedback | None:
             coded = torch.zeros(wire.nbytes(numel, 8), dtype=torch.uint8, device=self.states.device)
-            return Feedback(coded) if self.bits is not None else None
+            return Feedback(coded) if self.plan.exchange != "fp32" else None
 
         return _Outer(anchor, momentum, lost(cuts[-1]), lost(cuts[1]))
 

@@ -3,6 +3,7 @@
 Dense        every rank sends every element in the wire's dtype: exact sums
 Coded        8-bit or 4-bit codes with one scale per 256 elements (ops/wire.py), summed in fp32 in rank order
 CodedTwice   the same within groups of ranks, then across them
+Rounded      every element in a narrower dtype, with error feedback, for sums that are added up over many rounds
 
 wire         the buffer that carries gradients, of the transport `comm`: elements, or bytes of codes
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from slipstream.ops import Partial
 from slipstream.ops import wire as wire_codes
 from slipstream.ops.wire import Feedback, encode, sum_coded
-from slipstream.zero.comm import Buffer, Comm, Pending
+from slipstream.zero.comm import Buffer, Comm, Pending, reduce_into
 from slipstream.zero.gather import wire_cuts
 
 
@@ -203,6 +204,48 @@ def _decode_mean(full: Tensor, codes: Tensor, cuts: Sequence[int], bits: int, in
         partial = sum_coded(full[start:stop], [codes[coded[i] : coded[i + 1]]], bits)
         own = partial if i == index else own
     return own
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Sums of values that are rounded to the wire's dtype; what rounding loses is added the next time."""
+
+    comm: Comm
+
+    def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=wire.tensor.device)
+
+    def scatter(
+        self,
+        values: Tensor,
+        wire: Buffer,
+        cuts: Sequence[int],
+        out: Tensor,
+        feedback: Feedback | None,
+        *,
+        alpha: float,
+        accumulate: bool,
+    ) -> Pending[Partial]:
+        _round_into(wire.tensor[: cuts[-1]], values, feedback)
+        return self.comm.reduce_scatter(wire, cuts, out, alpha=alpha, accumulate=accumulate)
+
+    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+        own = slice(cuts[self.comm.index], cuts[self.comm.index + 1])
+        self.comm.reusable(wire)
+        _round_into(wire.tensor[own], full.tensor[own], feedback)
+        self.comm.all_gather(wire, cuts).wait()
+        full.tensor[: cuts[-1]].copy_(wire.tensor[: cuts[-1]])
+        return reduce_into(full.tensor[own], [full.tensor[own]], 1.0, accumulate=False)
+
+
+def _round_into(out: Tensor, values: Tensor, feedback: Feedback | None) -> None:
+    if feedback is not None:
+        lost = torch.empty_like(values)
+        sum_coded(lost, [feedback.error], 8)
+        values = values + lost
+    out.copy_(values)
+    if feedback is not None:
+        encode(values - out, feedback.error, 8)
 
 
 @dataclass(slots=True)

@@ -43,7 +43,7 @@ struct onebit {
     float *scales;
     uint8_t *records;
     const uint8_t *const *sources; /* server */
-    const uint8_t *partly;         /* update */
+    const uint8_t *partly; /* for each block, 1 if some of its elements have an inverse of 0 */
     void *out;                     /* update: the weights of dtype, or NULL */
     int64_t num_sources;
     float beta, factor;

@@ -31,22 +31,23 @@ INLINE vec vec_pick(vec a, vec least, vec yes, vec no)
     return (vec){_mm256_blendv_ps(no.low, yes.low, _mm256_cmp_ps(a.low, least.low, _CMP_GE_OQ)),
                  _mm256_blendv_ps(no.high, yes.high, _mm256_cmp_ps(a.high, least.high, _CMP_GE_OQ))};
 }
-/* A set bit for each lane that is at least 0, and a choice by such bits. */
+/* A set bit for each lane without a sign; +-size by such bits; size with the signs of other lanes. size: not negative. */
 INLINE uint32_t vec_signs(vec a)
 {
-    const __m256 zero = _mm256_setzero_ps();
-    const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, zero, _CMP_GE_OQ));
-    return (uint32_t)(low | _mm256_movemask_ps(_mm256_cmp_ps(a.high, zero, _CMP_GE_OQ)) << 8);
+    return ~(uint32_t)(_mm256_movemask_ps(a.low) | _mm256_movemask_ps(a.high) << 8);
 }
-INLINE __m256 of_signs(uint32_t bits, __m256 yes, __m256 no)
+INLINE vec vec_by_bits(uint32_t bits, vec size)
 {
-    const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    const __m256i where = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int32_t)bits), lanes), lanes);
-    return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(where));
+    const __m256i wide = _mm256_set1_epi32((int32_t)~bits), sign = _mm256_set1_epi32(INT32_MIN);
+    const __m256i low = _mm256_sllv_epi32(wide, _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
+    const __m256i high = _mm256_sllv_epi32(wide, _mm256_setr_epi32(23, 22, 21, 20, 19, 18, 17, 16));
+    return (vec){_mm256_or_ps(size.low, _mm256_castsi256_ps(_mm256_and_si256(low, sign))),
+                 _mm256_or_ps(size.high, _mm256_castsi256_ps(_mm256_and_si256(high, sign)))};
 }
-INLINE vec vec_of_signs(uint32_t bits, vec yes, vec no)
+INLINE vec vec_with_sign(vec size, vec a)
 {
-    return (vec){of_signs(bits, yes.low, no.low), of_signs(bits >> 8, yes.high, no.high)};
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return (vec){_mm256_or_ps(size.low, _mm256_and_ps(a.low, sign)), _mm256_or_ps(size.high, _mm256_and_ps(a.high, sign))};
 }
 INLINE __m256 pow2(__m256 n)
 {

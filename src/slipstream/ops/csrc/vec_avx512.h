@@ -28,9 +28,18 @@ INLINE vec vec_pick(vec a, vec least, vec yes, vec no)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, least, _CMP_GE_OQ), no, yes);
 }
-/* A set bit for each lane that is at least 0, and a choice by such bits. */
-INLINE uint32_t vec_signs(vec a) { return _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GE_OQ); }
-INLINE vec vec_of_signs(uint32_t bits, vec yes, vec no) { return _mm512_mask_blend_ps((__mmask16)bits, no, yes); }
+/* A set bit for each lane without a sign; +-size by such bits; size with the signs of other lanes. size: not negative. */
+INLINE uint32_t vec_signs(vec a) { return _mm512_cmpge_epi32_mask(_mm512_castps_si512(a), _mm512_setzero_si512()); }
+INLINE vec vec_by_bits(uint32_t bits, vec size)
+{
+    const __m512i own = _mm512_castps_si512(size);
+    return _mm512_castsi512_ps(_mm512_mask_or_epi32(own, (__mmask16)~bits, own, _mm512_set1_epi32(INT32_MIN)));
+}
+INLINE vec vec_with_sign(vec size, vec a)
+{
+    const __m512i sign = _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(INT32_MIN));
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(size), sign));
+}
 INLINE vec vec_pow2(vec n)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));

@@ -38,21 +38,22 @@ INLINE vec vec_select(mask where, vec a, vec b) { return (vec)((where & (mask)a)
 INLINE vec vec_min(vec a, vec b) { return vec_select(a < b, a, b); }
 INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); }
 INLINE vec vec_pick(vec a, vec least, vec yes, vec no) { return vec_select(a >= least, yes, no); }
-/* A set bit for each lane that is at least 0, and a choice by such bits. */
+/* A set bit for each lane without a sign; +-size by such bits; size with the signs of other lanes. size: not negative. */
 INLINE uint32_t vec_signs(vec a)
 {
     uint32_t bits = 0;
     for (int lane = 0; lane < 16; ++lane)
-        bits |= (uint32_t)(a[lane] >= 0.0f) << lane;
+        bits |= (uint32_t)(((mask)a)[lane] >= 0) << lane;
     return bits;
 }
-INLINE vec vec_of_signs(uint32_t bits, vec yes, vec no)
+INLINE vec vec_by_bits(uint32_t bits, vec size)
 {
-    mask where;
+    mask sign;
     for (int lane = 0; lane < 16; ++lane)
-        where[lane] = -(int32_t)(bits >> lane & 1u);
-    return vec_select(where, yes, no);
+        sign[lane] = bits >> lane & 1u ? 0 : INT32_MIN;
+    return (vec)((mask)size | sign);
 }
+INLINE vec vec_with_sign(vec size, vec a) { return (vec)((mask)size | ((mask)a & INT32_MIN)); }
 INLINE vec vec_abs(vec a) { return (vec)((mask)a & INT32_MAX); }
 typedef uint32_t words __attribute__((vector_size(64)));
 INLINE vec vec_larger(vec a, vec b) { return vec_select((words)a > (words)b, a, b); }

@@ -132,6 +132,8 @@ def _load(
         raise
     for states in parts:
         spread_weights(states)
+        if states.steps.has_optimizer and not optimizer and not module_only:
+            states.steps.loaded_without_states()
         _restart_averages(states, metadata, request.tensors.keys(), exclude)
     return str(metadata.path), loaded.shared["client"]
 
