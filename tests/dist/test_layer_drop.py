@@ -81,8 +81,7 @@ def train(engine: Any, steps: range, rank: int = 0) -> list[float]:
 def twin(steps: int, ranks: int = 1) -> tuple[list[list[float]], list[int], Stack]:
     """A plain loop: losses of each rank, the number of blocks that each forward keeps, the model."""
     model, drop = built(), LayerDrop(0.2, 0.3, 0)
-    drop.count = BLOCKS
-    drop.blocks = list(model.blocks)
+    drop.blocks = {block: (i, i / BLOCKS) for i, block in enumerate(model.blocks, 1)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[list[float]] = [[] for _ in range(ranks)]
     kept = []
@@ -94,9 +93,9 @@ def twin(steps: int, ranks: int = 1) -> tuple[list[list[float]], list[int], Stac
             kept.append(BLOCKS - len(dropped))
             for rank in range(ranks):
                 x = model.enter(batch(step, micro, rank))
-                for i, block in enumerate(model.blocks, 1):
+                for block in model.blocks:
                     if block not in dropped:
-                        x = x + (block(x) - x) / drop.keep_probability(i)
+                        x = x + (block(x) - x) / drop.keep_probability(block)
                 loss = x.square().mean()
                 (loss / 2 / ranks).backward()
                 losses[rank].append(loss.item())
@@ -112,8 +111,9 @@ def test_the_schedule() -> None:
             drop.update_state(step)
             assert drop.get_theta() == (1.0 - theta) * numpy.exp(-0.001 * step) + theta
     drop = LayerDrop(0.5, 1.0, 0)
-    drop.count, drop.current_theta = 12, 0.5
-    assert sum(map(drop.keep_probability, range(1, 13))) / 12 == pytest.approx(1 - 0.5 * 13 / 24)
+    drop.current_theta = 0.5
+    drop.blocks = {nn.Identity(): (i, i / 12) for i in range(1, 13)}
+    assert sum(map(drop.keep_probability, drop.blocks)) / 12 == pytest.approx(1 - 0.5 * 13 / 24)
 
 
 def test_the_engine_of_deepspeed_tells_theta() -> None:
@@ -123,17 +123,17 @@ def test_the_engine_of_deepspeed_tells_theta() -> None:
         engine.backward(loss)
         engine.step()
         assert engine.get_pld_theta() == 0.8 * float(numpy.exp(-0.3 * step)) + 0.2
+    assert engine.pld_enabled() and not engine.curriculum_enabled_legacy()
     assert isinstance(engine.progressive_layer_drop, ProgressiveLayerDrop)
     engine.destroy()
     engine, *_ = compat.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})
-    assert engine.get_pld_theta() is None
+    assert engine.get_pld_theta() is None and not engine.pld_enabled()
     engine.destroy()
 
 
 def test_draws_have_their_probability() -> None:
     drop = LayerDrop(0.5, 100.0, seed=3)
-    drop.blocks = [nn.Identity() for _ in range(10)]
-    drop.count = 10
+    drop.blocks = {nn.Identity(): (i, i / 10) for i in range(1, 11)}
     dropped = [drop.draw(step, 0) for step in range(1, 2001)]
     for i, block in enumerate(drop.blocks, 1):
         assert abs(sum(block in each for each in dropped) / 2000 - i / 20) < 0.04
@@ -230,10 +230,15 @@ def test_models_that_cannot_drop_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[:, :8]
 
-    engine, *_ = slipstream.initialize(model=built(Wider), config=config())
-    with pytest.raises(TypeError, match="Wider is no residual block"):
-        engine(batch(0, 0))
-    engine.destroy()
+    class Plain(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.inner(self.norm(x)) + self.inner(x))
+
+    for block in (Wider, Plain):
+        engine, *_ = slipstream.initialize(model=built(block), config=config())
+        with pytest.raises(TypeError, match=f"{block.__name__} is no residual block"):
+            engine(batch(0, 0))
+        engine.destroy()
     with pytest.raises(ValueError, match="ignore_unused_parameters"):
         slipstream.initialize(model=built(), config=config(zero_optimization={"stage": 0, "ignore_unused_parameters": False}))
 
@@ -263,4 +268,69 @@ def test_transformers_decoders_drop_their_layers(tmp_path: Path) -> None:
     assert 6 <= calls[0] < 18
     other = copy.deepcopy(model.model.layers[0])
     assert type(other) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    engine.destroy()
+
+
+class Post(Residual):
+    """The norm comes after the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + torch.tanh(self.inner(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("block", [Residual, Post])
+def test_blocks_with_norms_after_their_sums_are_named(block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    engine, *_ = slipstream.initialize(model=built(block), config=config())
+    for _ in range(2):
+        engine.backward(engine(batch(0, 0)))
+    assert [record.getMessage().count("Post normalizes after") for record in caplog.records if "post-LN" in record.message] == (
+        [1] if block is Post else []
+    )
+    engine.destroy()
+
+
+def test_each_stack_has_a_depth_of_its_own() -> None:
+    class Two(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.others = nn.ModuleList(Residual() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in (*self.blocks, *self.others):
+                x = block(x)
+            return x.square().mean()
+
+    model = Two()
+    engine, *_ = slipstream.initialize(model=model, config=config())
+    drop = engine.states[0].resources["layer drop"]
+    assert [drop.blocks[block] for block in model.others] == [(5, 0.5), (6, 1.0)]
+    assert [drop.blocks[block] for block in model.blocks] == [(i, i / 4) for i in range(1, 5)]
+    engine.destroy()
+
+
+class Squares(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("style", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_a_pipeline_drops_the_same_blocks(style: str, recompute: int) -> None:
+    losses, kept, model = twin(5)
+    assert min(kept) < BLOCKS
+    whole = built()
+    layers = [whole.enter, *whole.blocks, Squares()]
+    module = slipstream.PipelineModule(layers, num_stages=2, partition_method="uniform", activation_checkpoint_interval=recompute)
+    more = {"slipstream": {"pipeline": {"schedule": style}}}
+    engine, *_ = slipstream.initialize(model=module, config=config(**more))
+    for step in range(5):
+        loss = engine.train_batch(iter([(batch(step, micro), None) for micro in range(2)]))
+        assert float(loss) == pytest.approx(sum(losses[0][2 * step : 2 * step + 2]) / 2, rel=1e-5)
+    theirs = [model.enter, *model.blocks]
+    for i, layer in enumerate(theirs):
+        mine = dict(module.named_children()).get(str(i))
+        for one, other in zip(mine.parameters() if mine is not None else (), layer.parameters(), strict=mine is not None):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     engine.destroy()

@@ -252,6 +252,66 @@ def test_embeddings_have_a_scale_per_row_and_other_linear_classes_are_served() -
     assert type(net["linear"]) is Doubled
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("isa", ["", "avx2", "portable"])
+def test_kernels_round_as_the_twin(dtype: torch.dtype, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.ops import cpu, grid
+
+    best = cpu.isa()
+    if not best or not cpu.use_isa(isa or best):
+        pytest.skip("not on this machine")
+    monkeypatch.setattr(grid, "_PIECE", 48)
+    try:
+        for shape, groups in (((7, 5), 7), ((3, 50), 1), ((4, 96), 2), ((8, 200), 8)):
+            w = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+            w[0] = 0
+            for bits, kind in ((8, "symmetric"), (4, "symmetric"), (8, "asymmetric"), (12, "asymmetric")):
+                ours = quantized(w, bits, groups, kind)  # type: ignore[arg-type]
+                with monkeypatch.context() as patch:
+                    patch.setattr(grid, "_native", lambda: None)
+                    assert torch.equal(ours, quantized(w, bits, groups, kind))  # type: ignore[arg-type]
+            w[1, 1] = float("nan")
+            assert quantized(w, 8, groups).view(groups, -1).isnan().any(1).sum() == 1
+    finally:
+        cpu.use_isa(best)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_static_ranges_of_zeros_and_before_training(kind: str) -> None:
+    shared = {"range_calibration": "static", "quantization_type": kind}
+    config = block(activation_quantization=technique(shared, ["first"], bits=8))
+    net, x = compression.init_compression(Net(), config).eval(), torch.randn(5, 8)
+    torch.testing.assert_close(net(x), Net()(x), atol=0.1, rtol=0.1)  # the input's own range
+    assert not net.first.input_range.any()
+    net.train()
+    torch.testing.assert_close(net(torch.zeros(5, 8)), Net()(torch.zeros(5, 8)))
+    net.eval()
+    assert net(x).isfinite().all()
+
+
+def test_a_compiled_layer_serves_every_step() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    config = block(weight_quantization=technique({"schedule_offset": 1}, start_bits=8, target_bits=3, quantization_period=1))
+    net, twin, x = (compression.init_compression(Net(), config) for _ in range(2)), None, torch.randn(3, 8)
+    net, twin = net
+    clocks = [compression.compression_scheduler(each) for each in (net, twin)]
+    compiled = torch.compile(net, backend=backend)
+    for _ in range(40):
+        torch.testing.assert_close(compiled(x), twin(x))
+        for clock in clocks:
+            clock.step()
+    before = len(graphs)
+    assert before <= 8  # before quantization and since, however the layers are cut
+    clocks[0].step()
+    compiled(x)
+    assert len(graphs) == before
+
+
 # Students, conversion, refusals
 
 

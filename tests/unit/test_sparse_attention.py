@@ -124,6 +124,48 @@ def test_dropout_keeps_its_share_and_is_the_same_in_the_backward() -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+def test_spans_are_a_mask(implementation: str) -> None:
+    torch.manual_seed(0)
+    layout = BlockLayout(some_blocks(2, 8), 16)
+    q, k, v = (heads(2, 2, 128, 32) for _ in range(3))
+    spans = torch.randint(129, (2, 128, 2)).sort(-1).values
+    allowed = (torch.arange(128) >= spans[..., :1]) & (torch.arange(128) < spans[..., 1:])
+    out = block_sparse_attention(q, k, v, layout, spans=spans)
+    expected = dense(q, k, v, layout, torch.zeros(allowed.shape).masked_fill(~allowed, -1e38)[:, None])
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    for mine, other in zip(*(torch.autograd.grad(x.double().square().sum(), (q, k, v)) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"spans has shape \(2, 127, 2\)"):
+        block_sparse_attention(q, k, v, layout, spans=spans[:, 1:])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_a_shared_bias_has_one_gradient(implementation: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    layout = BlockLayout(some_blocks(1, 4), 16)
+    q, k, v = (heads(3, 2, 64, 16) for _ in range(3))
+    bias = torch.randn(*shape, 64, 64, requires_grad=True)
+    mine, other = (
+        torch.autograd.grad(out.double().square().sum(), bias)[0]
+        for out in (block_sparse_attention(q, k, v, layout, bias=bias), dense(q, k, v, layout, bias))
+    )
+    torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_models_call_the_kernels() -> None:
+    layout = BlockLayout(some_blocks(2, 4), 16)
+    q, k, v = (heads(1, 2, 64, 16) for _ in range(3))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_sparse_attention(q * 2, k, v, layout).square().sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    mine, other = (torch.autograd.grad(each(q, k, v), (q, k, v)) for each in (compiled, run))
+    for one, two in zip(mine, other, strict=True):
+        torch.testing.assert_close(one, two)
+    torch.library.opcheck(block_sparse._forward, (q, k, v, None, None, None, None, *layout.tiles, 0.25, 0.0, False))
+
+
 def test_bad_arguments_are_named() -> None:
     layout = BlockLayout(torch.ones(1, 4, 4), 16)
     q = torch.randn(1, 2, 64, 16)
@@ -382,6 +424,59 @@ def test_decoding_with_a_cache_follows_the_pattern() -> None:
     assert not torch.allclose(whole, other(ids).logits, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("mode", ["dense", "bslongformer"])
+def test_generation_has_the_same_tokens_with_every_cache(kind: str, mode: str) -> None:
+    model = small(kind, pad_token_id=0, **({"sliding_window": 20} if kind == "mistral" else {})).eval()
+    expected = None
+    if mode == "dense":
+        ids, mask = batch(37)["input_ids"], torch.ones(2, 37, dtype=torch.long)
+        mask[1, :5] = 0
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    attention.use_sparse_attention(model, {"mode": mode})
+    ids, mask = batch(37)["input_ids"], torch.ones(2, 37, dtype=torch.long)
+    mask[1, :5] = 0
+    runs = [
+        model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache_implementation=cache)
+        for cache in ("static", "dynamic")
+    ]
+    runs.append(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=False))
+    assert all(torch.equal(runs[0], run) for run in (*runs, *([] if expected is None else [expected])))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_numbers_of_a_mask_are_added(kind: str) -> None:
+    model, ids = small(kind).eval(), batch(40)["input_ids"]
+    mask = torch.randn(2, 1, 40, 40) * 3
+    if kind == "llama":
+        mask = mask.masked_fill(~torch.ones(40, 40).tril().bool(), torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        attention.use_sparse_attention(model, {"mode": "dense"})
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected, atol=1e-5, rtol=1e-4)
+        if kind == "llama":
+            cached = model(ids[:, :30], use_cache=True)
+            with pytest.raises(ValueError, match="a mask of the caller's"):
+                model(ids[:, 30:], past_key_values=cached.past_key_values, attention_mask=mask[:, :, 30:])
+
+
+def test_packed_samples_and_windows_need_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that start again are samples of their own; the rows of a mask that exist at a time are few."""
+    from slipstream.attention import transformers as ours
+
+    monkeypatch.setattr(ours, "_ROWS", 64)
+    places = torch.cat([torch.arange(30), torch.arange(15), torch.arange(19)]).expand(2, -1)
+    for kind, options in (("llama", {}), ("mistral", {"sliding_window": 11})):
+        model, inputs = small(kind, **options), batch(64) | {"position_ids": places, "use_cache": False}
+        del inputs["attention_mask"]
+        expected = loss_and_gradients(model, **inputs)
+        attention.use_sparse_attention(model, {"mode": "dense"})
+        seen: list[Any] = []
+        monkeypatch.setattr(ours, "block_sparse_attention", lambda *a, **k: (seen.append(k), block_sparse_attention(*a, **k))[1])
+        torch.testing.assert_close(loss_and_gradients(model, **inputs), expected, atol=1e-5, rtol=1e-4)
+        assert seen and all(k["bias"] is None and k["spans"].shape == (2, 64, 2) for k in seen)
+
+
 def test_a_saved_model_keeps_its_pattern(tmp_path: Any) -> None:
     import transformers
 
@@ -463,6 +558,17 @@ def test_the_json_reaches_modules_without_a_pattern_of_their_own() -> None:
 # Help for BERT
 
 
+def test_a_decoder_of_bert_sees_no_later_token() -> None:
+    utils = attention.SparseAttentionUtils
+    model = small("bert", is_decoder=True).eval()
+    ids = batch(64)["input_ids"]
+    expected = model(ids, use_cache=False).logits
+    model = utils.replace_model_self_attention_with_sparse_self_attention(model, 64, attention.DenseSparsityConfig(4))
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="pass use_cache=False"):
+        model(ids)
+
+
 def test_a_bert_with_longer_positions_and_sparse_layers() -> None:
     utils = attention.SparseAttentionUtils
     model = small("bert", max_position_embeddings=64).eval()
@@ -480,6 +586,11 @@ def test_a_bert_with_longer_positions_and_sparse_layers() -> None:
     out = utils.unpad_sequence_output(added, model(tokens, attention_mask=mask).logits)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     assert model(torch.randint(64, (1, 160))).logits.shape == (1, 160, 64)
+    packed = torch.block_diag(torch.ones(20, 20), torch.ones(44, 44)).bool().expand(2, 1, 64, 64)
+    dense_model = utils.extend_position_embedding(small("bert", max_position_embeddings=64), 160).eval()
+    torch.testing.assert_close(
+        model(tokens, attention_mask=packed).logits, dense_model(tokens, attention_mask=packed).logits, atol=1e-5, rtol=1e-4
+    )
     with pytest.raises(ValueError, match="no BERT or RoBERTa"):
         utils.extend_position_embedding(small("llama"), 9999)
     with pytest.raises(ValueError, match="must be above the 160"):

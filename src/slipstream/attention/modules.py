@@ -39,7 +39,8 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config: SparsityConfig | None = None
         self.pattern: Mapping[str, Any] | None = None  # an engine's, for a module without a config
         self.dropout = 0.0  # of probabilities, in training
-        self._layouts: dict[tuple[int, int], BlockLayout] = {}
+        self.causal = False  # no query sees a later key, in blocks on the diagonal too
+        self._layouts: dict[tuple[int, int, bool], BlockLayout] = {}
         if sparsity_config is not None:
             self.configure(sparsity_config)
 
@@ -56,7 +57,7 @@ class SparseSelfAttention(nn.Module):
         if config is None and self.pattern is not None:
             layouts = layouts_of(self.pattern, num_heads)
             layouts.config.setup_layout(length)
-            return layouts.of(length, causal=False)
+            return layouts.of(length, self.causal)
         if config is None:
             raise ValueError("SparseSelfAttention has no pattern: pass sparsity_config=, or set sparse_attention in the JSON")
         if length > self.max_seq_length or length % config.block:
@@ -64,10 +65,10 @@ class SparseSelfAttention(nn.Module):
                 f"a sequence of {length} tokens: SparseSelfAttention takes multiples of the block ({config.block}), at most "
                 f"max_seq_length ({self.max_seq_length}); SparseAttentionUtils.pad_to_block_size pads"
             )
-        key = (length, self.master_layout._version)
+        key = (length, self.master_layout._version, self.causal)
         if key not in self._layouts:
             blocks = length // config.block
-            self._layouts = {key: BlockLayout(self.master_layout[:, :blocks, :blocks], config.block)}
+            self._layouts = {key: BlockLayout(self.master_layout[:, :blocks, :blocks], config.block, causal=self.causal)}
         return self._layouts[key]
 
     def forward(
@@ -120,11 +121,15 @@ class BertSparseSelfAttention(nn.Module):
         self.sparse_self_attention = SparseSelfAttention(sparsity_config, max_seq_length=length)
         self.sparse_self_attention.dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """hidden_states: [B, L, h]. attention_mask: additive, [B, 1, 1, L] or [B, L]. Returns [B, L, h]."""
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+        """hidden_states: [B, L, h]. attention_mask: additive, [B, 1, 1, L] or [B, L]; attn_mask: additive, [B, 1, L, L].
+
+        Returns [B, L, h].
+        """
         heads = (*hidden_states.shape[:2], self.num_attention_heads, self.attention_head_size)
         query, key, value = (each(hidden_states).view(heads).transpose(1, 2) for each in (self.query, self.key, self.value))
-        context = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
+        masks = {"key_padding_mask": attention_mask, "rpe": attn_mask}  # both are added
+        context = self.sparse_self_attention(query, key, value, **masks)
         return context.transpose(1, 2).reshape(hidden_states.shape)
 
 

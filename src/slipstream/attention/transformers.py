@@ -7,7 +7,7 @@ Random blocks are drawn from a fixed seed, so that every rank, and a later run, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from slipstream.attention.layouts import MODES, layouts_of, sparsity_of
 from slipstream.attention.modules import SparseSelfAttention
-from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
+from slipstream.ops.block_sparse import block_sparse_attention
 
 NAME = "slipstream_sparse"  # of the attention function
 PATTERN = "slipstream_sparse_attention"  # attribute of a model's config
+_ROWS = 1 << 20  # elements of a mask that exist at a time
 
 
 def apply_pattern(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -79,18 +80,66 @@ def register() -> None:
 
 
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor | None:
-    """What padding allows, bool [B, keys]; what windows and packed samples allow beside, bool [B, 1, queries, keys]; None: all."""
+    """What a model of transformers hands to `_attention`, which keys a query may see by its own rules. Of a whole sequence:
+
+    None                 all, or those before it
+    bool [B, keys]       False for padding
+    int [B, 1, q, 2]     the first key and the one after the last: of windows and packed samples, too
+    bool [B, 1, q, k]    other rules
+    int8 [B, H, q, k]    of queries with cached keys, whose places are known here: the pattern is applied, too
+    """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-    if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    if attention_mask is None:
-        return None
-    attention_mask = attention_mask[:, -kv_length:].bool()
-    return None if attention_mask.all() else attention_mask
+    skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    is_whole = kv_offset == 0 and (q_length == kv_length or q_length > 1) and int(q_offset) == 0
+
+    def allowed(begin: int, end: int, keys: int) -> Tensor:
+        offsets = (q_offset + begin, kv_offset)
+        mask = sdpa_mask(batch_size, end - begin, keys, *offsets, mask_function, attention_mask, **kwargs | skip)
+        assert mask is not None, "skipping is off"
+        return mask
+
+    if not is_whole:
+        pattern, config = _pattern(kwargs["config"]), kwargs["config"]
+        layout = layouts_of(pattern, config.num_attention_heads).of(kv_offset + kv_length, causal=True)
+        at = torch.arange(kv_offset + kv_length, device=kwargs.get("device"))
+        rows = (q_offset + torch.arange(q_length, device=at.device)) // layout.block
+        seen = layout.blocks.to(at.device)[:, rows][:, :, at[kv_offset:] // layout.block]
+        return (seen[None] & allowed(0, q_length, kv_length)).to(torch.int8)
+    if mask_function in (causal_mask_function, bidirectional_mask_function):
+        padding = None if attention_mask is None else attention_mask[:, :q_length].bool()
+        return None if padding is None or padding.all() else padding
+    return _spans(allowed, q_length)
+
+
+def _spans(allowed: Callable[[int, int, int], Tensor], length: int) -> Tensor:
+    """Where each query's keys begin and end, int [B, 1, L, 2]; the mask bool [B, 1, L, L] if some query's keys have a gap.
+
+    allowed(begin, end, keys): the mask of these queries; so that no more than a few rows exist at a time.
+    """
+    parts, step = [], max(1, _ROWS // length)
+    for begin in range(0, length, step):
+        mask = allowed(begin, min(begin + step, length), length)[:, 0].byte()
+        count, first = mask.sum(-1, dtype=torch.int32), mask.argmax(-1)
+        last = length - mask.flip(-1).argmax(-1)
+        if ((last - first != count) & (count > 0)).any():
+            return allowed(0, length, length)
+        parts.append(torch.stack([first, first + count], -1).int())
+    return torch.cat(parts, 1)[:, None]
+
+
+def _pattern(config: Any) -> Mapping[str, Any]:
+    return getattr(config, PATTERN, None) or {}
 
 
 def _attention(
@@ -108,38 +157,40 @@ def _attention(
     """transformers' interface: query [b, h, s, d], key and value [b, key heads, s, d]; returns [b, s, h, d]."""
     if softcap is not None or kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which block-sparse attention does not serve")
+    length = query.shape[2]
+    if attention_mask is not None and attention_mask.dtype == torch.int8:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        out = F.scaled_dot_product_attention(query, key, value, attention_mask.bool(), scale=scaling)
+        return out.transpose(1, 2), None
+    if key.shape[2] != length:
+        if length == 1 or attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32:
+            raise ValueError(
+                f"{type(module).__name__}: {length} queries with {key.shape[2]} keys and a mask of the caller's; where the queries "
+                "stand among the keys is not known. Pass a mask [batch, tokens], or the whole sequence without a cache"
+            )
+        key, value = key[:, :, :length], value[:, :, :length]  # of a cache with room for more
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
-    pattern = getattr(module.config, PATTERN, None) or {}
-    heads = query.shape[1]
-    length = key.shape[2]
-    layout = layouts_of(pattern, heads).of(length, causal)
-    if query.shape[2] != length:
-        return _last(query, key, value, layout, attention_mask, scaling), None
-    keys = bias = None
-    if attention_mask is not None:
-        allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
-        forbidden = torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, float("-inf"))
-        keys, bias = (forbidden, None) if forbidden.dim() == 2 else (None, forbidden)
+    layout = layouts_of(_pattern(module.config), query.shape[1]).of(length, causal)
+    keys, spans, bias = _masks(attention_mask)
     more = layout.length - length
     if more:
         query, key, value = (F.pad(x, (0, 0, 0, more)) for x in (query, key, value))
         keys = query.new_zeros(len(query), length, dtype=torch.float32) if keys is None else keys
         keys = F.pad(keys, (0, more), value=float("-inf"))
         bias = None if bias is None else F.pad(bias, (0, more, 0, more))
-    out = block_sparse_attention(query, key, value, layout, scale=scaling, bias=bias, key_bias=keys, dropout=dropout)
-    return out[:, :, :length].transpose(1, 2), None
+        spans = None if spans is None else F.pad(spans, (0, 0, 0, more))
+    options = {"scale": scaling, "bias": bias, "key_bias": keys, "spans": spans, "dropout": dropout}
+    return block_sparse_attention(query, key, value, layout, **options)[:, :, :length].transpose(1, 2), None
 
 
-def _last(query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """The last queries of a sequence whose earlier keys are cached: the same pattern, computed densely."""
-    count, length = query.shape[2], key.shape[2]
-    at = torch.arange(length, device=query.device)
-    rows = layout.blocks.to(query.device)[:, at[-count:] // layout.block][:, :, at // layout.block]  # [1 or heads, queries, keys]
-    if layout.causal:
-        rows = rows & (at[None, :] <= at[-count:, None])
-    allowed = rows[None]
-    if mask is not None:
-        allowed = allowed & (mask[:, None, None, :] if mask.dim() == 2 else mask.bool())
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling).transpose(1, 2)
+def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(key_bias, spans, bias) of a mask of a whole sequence. Numbers [B, 1, L, L] are added to scores."""
+    if mask is None:
+        return None, None, None
+    if mask.dtype == torch.int32:
+        return None, mask[:, 0], None
+    added = mask.float()
+    if mask.dtype == torch.bool:
+        added = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
+    return (added, None, None) if mask.dim() == 2 else (None, None, added)

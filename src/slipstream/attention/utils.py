@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.attention.layouts import FixedSparsityConfig, SparsityConfig
-from slipstream.attention.modules import BertSparseSelfAttention
+from slipstream.attention.modules import BertSparseSelfAttention, added
 
 _RESERVED = {"bert": 0, "roberta": 2, "xlm-roberta": 2}  # first rows of the positions' table that are no positions
 
@@ -71,6 +71,7 @@ class SparseAttentionUtils:
             dense = layer.attention.self
             sparse = _Returning(config, sparsity_config, max_position)
             sparse.query, sparse.key, sparse.value = dense.query, dense.key, dense.value
+            sparse.sparse_self_attention.causal = getattr(dense, "is_causal", False)  # of a decoder, which may get no mask
             layer.attention.self = sparse.train(dense.training)
         return layers
 
@@ -113,16 +114,22 @@ class SparseAttentionUtils:
 
 
 class _Returning(BertSparseSelfAttention):
-    """As a layer of transformers calls it: masks may be bool [B, 1, L, L] or additive, and it returns (context, weights)."""
+    """As a layer of transformers calls it: masks may be bool or added to scores, [B, 1, L, L], and it returns (context, weights)."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """hidden_states: [B, L, h]. Returns ([B, L, h], None)."""
-        if attention_mask is not None:
-            if attention_mask.dim() == 4:  # rows are alike: an encoder's mask is that of its keys
-                attention_mask = attention_mask[:, 0, -1]
-            if attention_mask.dtype == torch.bool:
-                attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(~attention_mask, float("-inf"))
-        return super().forward(hidden_states, attention_mask), None
+        """hidden_states: [B, L, h]. Returns ([B, L, h], None). Raises ValueError with a cache, whose keys a pattern does not cover."""
+        if any(value is not None for value in (*args[:1], kwargs.get("past_key_values"))):
+            raise ValueError(
+                "sparse layers of SparseAttentionUtils take whole sequences: pass use_cache=False, or use_sparse_attention(model)"
+            )
+        if attention_mask is None:
+            return super().forward(hidden_states), None
+        if attention_mask.dim() == 4 and attention_mask.shape[1] == 1 and bool((attention_mask == attention_mask[:, :, :1]).all()):
+            attention_mask = attention_mask[:, 0, 0]  # rows are alike: an encoder's mask is that of its keys
+        if attention_mask.dtype == torch.bool:
+            attention_mask = added(attention_mask, "mul")
+        masks = {"attention_mask" if attention_mask.dim() < 4 else "attn_mask": attention_mask}
+        return super().forward(hidden_states, **masks), None
 
 
 def _encoder(model: nn.Module) -> tuple[Any, int]:

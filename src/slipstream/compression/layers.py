@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slipstream.compression.quantize import Kind, TopKBinarizer, fake_quantize, in_range, quantized, top_mask
-from slipstream.compression.schedule import Bits, Clock
+from slipstream.compression.quantize import Kind, TopKBinarizer, fake_quantize, in_range, quantized, scheduled, through, top_mask
+from slipstream.compression.schedule import Bits, Clock, Scheduled
 
 Method = Literal["l1", "topk"]
 _MOMENTUM = 0.95  # of the range of activations
@@ -23,7 +23,7 @@ class Compressed(nn.Module):
 
     weight: Any  # a parameter
     clock: Clock
-    bits: Bits | None = None
+    scheduled: Scheduled | None = None  # of the weight's bits
     activation_bits = 0  # 0: not quantized
 
     def set_up(self, clock: Clock) -> None:
@@ -32,7 +32,11 @@ class Compressed(nn.Module):
         self._kinds: dict[str, Any] = {}
 
     def is_on(self, technique: str) -> bool:
-        return technique in self._since and self.clock.step >= self._since[technique]
+        return technique in self._since and self.clock.begun[self._since[technique]]
+
+    def _begin(self, technique: str, since: int, kinds: Any) -> None:
+        self._since[technique], self._kinds[technique] = since, kinds
+        self.clock.begin_at(since)
 
     # -- techniques --
 
@@ -40,17 +44,23 @@ class Compressed(nn.Module):
         """Raises ValueError if groups do not divide the weight."""
         if kind != "served" and self.weight.numel() % groups:
             raise ValueError(f"quantize_groups ({groups}) do not divide a weight of shape {tuple(self.weight.shape)}")
-        self.bits = bits
-        self._since["weight"] = bits.offset
-        self._kinds["weight"] = (groups, kind, stochastic)
+        self._begin("weight", bits.offset, (groups, kind, stochastic))
+        self.scheduled = Scheduled(bits)
+        self.clock.follow(self.scheduled)
+
+    def delay_by_eigenvalues(self) -> None:
+        """Let factors delay changes of bits; a buffer, so that checkpoints keep them."""
+        assert self.scheduled is not None, "weights are quantized"
+        changes = max(1, self.scheduled.bits.start - self.scheduled.bits.target)
+        self.register_buffer("bit_factors", torch.ones(changes, dtype=torch.long))
+        self.scheduled.factors = self.get_buffer("bit_factors")
 
     def enable_activation_quantization(
         self, bits: int, kind: Kind = "symmetric", calibration: Literal["dynamic", "static"] = "dynamic", offset: int = 0
     ) -> None:
         """dynamic: a range for each token; static: moving averages of the least and the largest input."""
         self.activation_bits = bits
-        self._since["activation"] = offset
-        self._kinds["activation"] = (kind, calibration)
+        self._begin("activation", offset, (kind, calibration))
         if calibration == "static":
             self.register_buffer("input_range", torch.zeros(2, device=self.weight.device))
 
@@ -72,8 +82,7 @@ class Compressed(nn.Module):
     def _prune(self, technique: str, sizes: Tensor, shape: Any, share: float, method: Method, offset: int) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"dense_ratio ({share}) must be above 0 and at most 1")
-        self._since[technique] = offset
-        self._kinds[technique] = share
+        self._begin(technique, offset, share)
         if method == "l1":
             if self.weight.is_meta:
                 raise ValueError("l1 pruning takes its masks from the weights, and the layer is on meta: load the weights first")
@@ -105,21 +114,29 @@ class Compressed(nn.Module):
         if self.is_on("head"):
             heads = self.mask_of("head")
             weight = weight * heads.repeat_interleave(weight.shape[1] // len(heads))
-        now = self.bits.at(self.clock.step) if self.bits is not None else None
-        if now is not None:
-            groups, kind, stochastic = self._kinds["weight"]
-            rounded = fake_quantize(weight, now[0], groups, kind, stochastic and self.training)
-            weight = rounded if not now[1] else now[1] * weight + (1 - now[1]) * rounded
+        if self.scheduled is not None and self.is_on("weight"):
+            weight = self._rounded(weight, self.scheduled)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+    def _rounded(self, weight: Tensor, schedule: Scheduled) -> Tensor:
+        groups, kind, stochastic = self._kinds["weight"]
+        stochastic, kept = stochastic and self.training, self.clock.kept
+        if kept is None or stochastic or weight is not self.weight or torch.compiler.is_compiling():
+            return scheduled(weight, schedule.now, groups, kind, stochastic)
+        if self not in kept or kept[self][0] != weight._version:
+            kept[self] = weight._version, scheduled(weight.detach(), schedule.now, groups, kind, False)
+        return through(weight, kept[self][1])
 
     def compressed_input(self, x: Tensor) -> Tensor:
         kind, calibration = self._kinds["activation"]
         if calibration == "dynamic":
             return fake_quantize(x, self.activation_bits, x.numel() // x.shape[-1], kind)
-        ends = self.get_buffer("input_range")
+        kept = self.get_buffer("input_range")
+        seen = torch.stack([x.detach().amin(), x.detach().amax()]).to(kept.dtype)
+        ends = torch.where(kept.any(), kept, seen)  # before the first training step, an input has the range of its own
         if self.training:
-            seen = torch.stack([x.detach().amin(), x.detach().amax()]).to(ends.dtype)
-            ends.copy_(seen if not ends.any() else ends * _MOMENTUM + seen * (1 - _MOMENTUM))
+            ends = ends * _MOMENTUM + seen * (1 - _MOMENTUM)
+            kept.copy_(ends)
         rounded = in_range(x.detach(), self.activation_bits, ends[0], ends[1], kind)
         return x + (rounded - x).detach()
 
@@ -141,10 +158,11 @@ class Compressed(nn.Module):
         """Make a technique's result the layer's parameters, and end it. Returns the mask of rows, heads or weights, if any."""
         mask = None
         with torch.no_grad():
-            if technique == "weight" and self.bits is not None:
+            if technique == "weight" and self.scheduled is not None:
                 groups, kind, _ = self._kinds["weight"]
-                self.weight.copy_(quantized(self.weight, self.bits.target, groups, kind))
-                self.bits = None
+                self.weight.copy_(quantized(self.weight, self.scheduled.bits.target, groups, kind))
+                self.scheduled = None
+                self._buffers.pop("bit_factors", None)
             elif technique in self._since and technique != "activation":
                 mask = self.mask_of(technique).detach().bool()
                 shape = (-1, *(1,) * (self.weight.dim() - 1))
@@ -240,6 +258,6 @@ def release(module: Compressed) -> None:
     if module._since:
         return
     base = next(kind for kind, compressed in KINDS.items() if isinstance(module, compressed))
-    for name in ("clock", "_since", "_kinds", "bits"):
+    for name in ("clock", "_since", "_kinds", "scheduled"):
         vars(module).pop(name, None)
     module.__class__ = vars(type(module)).get("own_class", base)

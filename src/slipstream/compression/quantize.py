@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.ops.grid import group_ends, on_grid
 
 Kind = Literal["symmetric", "asymmetric", "served"]
 SERVED_GROUP = 32  # columns of a group in int4, the engine's default
@@ -26,7 +27,27 @@ SERVED_GROUP = 32  # columns of a group in int4, the engine's default
 
 def fake_quantize(w: Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", stochastic: bool = False) -> Tensor:
     """w rounded to `bits`, in its shape and dtype. Raises ValueError if groups do not divide it, or bits are not served."""
-    return _Through.apply(w, quantized(w.detach(), bits, groups, kind, stochastic))
+    return through(w, quantized(w.detach(), bits, groups, kind, stochastic))
+
+
+@torch.library.custom_op("slipstream::fake_quantize", mutates_args=())
+def scheduled(w: Tensor, now: Tensor, groups: int, kind: str, stochastic: bool) -> Tensor:
+    """As `fake_quantize`, with bits that a compiled model reads at every step. now: fp32 [2], bits and the exact weight's share."""
+    bits, share = now.tolist()
+    if not bits:
+        return w.clone()
+    value = quantized(w, int(bits), groups, kind, stochastic)  # type: ignore[arg-type]
+    return share * w + (1 - share) * value if share else value
+
+
+scheduled.register_fake(lambda w, *_: torch.empty_like(w))
+scheduled.register_autograd(lambda _, grad: (grad, None, None, None, None))
+
+
+def through(w: Tensor, value: Tensor) -> Tensor:
+    """`value`, with its gradient going to w."""
+    out: Tensor = _Through.apply(w, value)
+    return out
 
 
 class _Through(torch.autograd.Function):
@@ -47,27 +68,29 @@ def quantized(w: Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", s
         return _served(w, bits)
     if w.numel() % groups:
         raise ValueError(f"{groups} groups do not divide the {w.numel()} elements of a tensor of shape {tuple(w.shape)}")
+    if kind != "symmetric" or bits > 2:
+        return _rounded(w, bits, groups, kind == "symmetric", stochastic)
     flat = w.reshape(groups, -1).float()
-    if kind == "symmetric" and bits <= 2:
-        out = _binary(flat) if bits == 1 else _ternary(flat)
-    else:
-        out = _rounded(flat, bits, kind == "symmetric", torch.rand_like(flat) - 0.5 if stochastic else None)
-    return out.reshape(w.shape).to(w.dtype)
+    return (_binary(flat) if bits == 1 else _ternary(flat)).reshape(w.shape).to(w.dtype)
 
 
-def _rounded(flat: Tensor, bits: int, symmetric: bool, noise: Tensor | None) -> Tensor:
+def _rounded(w: Tensor, bits: int, groups: int, symmetric: bool, stochastic: bool) -> Tensor:
+    scale, zero, low, high = _grid(*group_ends(w, groups), bits, symmetric)
+    if not stochastic:
+        return on_grid(w, scale, zero, low, high)
+    flat, by, start = w.reshape(groups, -1).float(), scale[:, None], zero[:, None]
+    steps = (flat - start) / by + torch.rand_like(flat) - 0.5
+    return (torch.round(steps).clamp_(low, high) * by + start).reshape(w.shape).to(w.dtype)
+
+
+def _grid(least: Tensor, most: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, int, int]:
+    """(scale, zero, lowest and highest whole number) of ranges. A range of one number has a scale of 1."""
     levels = 2**bits
+    scale = 2 * torch.maximum(least.abs(), most.abs()) / levels if symmetric else (most - least) / levels
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     if symmetric:
-        scale = 2 * flat.abs().amax(1, keepdim=True) / levels
-        zero, low, high = torch.zeros_like(scale), -levels // 2, levels // 2 - 1
-    else:
-        least = flat.amin(1, keepdim=True)
-        scale = (flat.amax(1, keepdim=True) - least) / levels
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        zero, low, high = torch.round(least / scale) * scale, 0, levels - 1
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # a group of zeros
-    steps = (flat - zero) / scale
-    return torch.round(steps if noise is None else steps + noise).clamp_(low, high) * scale + zero
+        return scale, torch.zeros_like(scale), -levels // 2, levels // 2 - 1
+    return scale, torch.round(least / scale) * scale, 0, levels - 1
 
 
 def _ternary(flat: Tensor) -> Tensor:
@@ -105,19 +128,13 @@ class _Quantizer:
             return fake_quantize(input, bits, num_groups, cls.kind)
         if num_groups != 1:
             raise ValueError(f"a fixed range is of one group, and num_groups is {num_groups}")
-        return _Through.apply(input, in_range(input.detach(), bits, min_value, max_value, cls.kind))
+        return through(input, in_range(input.detach(), bits, min_value, max_value, cls.kind))
 
 
 def in_range(x: Tensor, bits: int, least: Any, most: Any, kind: Kind) -> Tensor:
     """x rounded on the grid of the range [least, most] (scalars or tensors of one element), without a gradient."""
-    ends = torch.stack([torch.as_tensor(end, dtype=torch.float32, device=x.device).reshape(()) for end in (least, most)])
-    levels = 2**bits
-    if kind == "symmetric":
-        scale, zero, low, high = 2 * ends.abs().amax() / levels, torch.zeros(()), -levels // 2, levels // 2 - 1
-    else:
-        scale = (ends[1] - ends[0]) / levels
-        zero, low, high = torch.round(ends[0] / scale) * scale, 0, levels - 1
-    return (torch.round((x.float() - zero) / scale).clamp_(low, high) * scale + zero).to(x.dtype)
+    ends = [torch.as_tensor(end, dtype=torch.float32, device=x.device).reshape(1) for end in (least, most)]
+    return on_grid(x, *_grid(*ends, bits, kind == "symmetric"))
 
 
 class SymQuantizer(_Quantizer):

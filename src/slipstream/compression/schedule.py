@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-
-class Clock:
-    """The number of optimizer steps, which an engine or `compression_scheduler` sets."""
-
-    step = 0
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +23,70 @@ class Bits:
     offset: int = 0
     mixed: float = 0.0
 
-    def at(self, step: int) -> tuple[int, float] | None:
+    def changes(self, factors: Sequence[int] = ()) -> list[int]:
+        """The steps from `offset` on at which a bit goes. factors: how much longer than twice as long each next one takes."""
+        due, steps = self.period, []
+        for i in range(self.start - self.target):
+            steps.append(due)
+            due *= 2 * (factors[i] if i < len(factors) else 1)
+        return steps
+
+    def at(self, step: int, factors: Sequence[int] = ()) -> tuple[int, float] | None:
         """(bits, share of the exact weight) at this step; None before the offset."""
         steps = step - self.offset
         if steps < 0:
             return None
-        bits, changed, due = self.start, 0, self.period
-        while bits > self.target and steps >= due:
-            bits, changed, due = bits - 1, due, 2 * due
-        return bits, max(0.0, 1.0 - self.mixed * (steps - changed)) if self.mixed else 0.0
+        made = [due for due in self.changes(factors) if due <= steps]
+        since = steps - (made[-1] if made else 0)
+        return self.start - len(made), max(0.0, 1.0 - self.mixed * since) if self.mixed else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Scheduled:
+    """A weight's schedule, and where it stands."""
+
+    bits: Bits
+    factors: Tensor | None = None  # int64 [changes], by which eigenvalues delay changes; a buffer of the layer
+    now: Tensor = field(default_factory=lambda: torch.zeros(2))  # fp32 [2]: bits, the exact weight's share
+
+    def known(self) -> list[int]:
+        return [] if self.factors is None else self.factors.tolist()
+
+    def tick(self, step: int) -> None:
+        self.now.copy_(torch.tensor(self.bits.at(step, self.known()) or (0.0, 0.0)))
+
+    def change_at(self, step: int) -> int | None:
+        """Which change, counted from 0, falls on this step."""
+        changes = self.bits.changes(self.known())
+        return changes.index(step - self.bits.offset) if step - self.bits.offset in changes else None
+
+
+class Clock:
+    """The number of optimizer steps, which an engine or `compression_scheduler` sets, and what follows from it.
+
+    Layers read `begun` and tensors, so that a compiled forward serves every step.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self.begun: dict[int, bool] = {}  # whether techniques that begin at this step have begun
+        self.scheduled: list[Scheduled] = []
+        self.kept: dict[Any, tuple[int, Tensor]] | None = None  # layer -> version of its weight, rounded; None: nothing is kept
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        self.begun = {since: step >= since for since in self.begun}
+        for each in self.scheduled:
+            each.tick(step)
+
+    def begin_at(self, since: int) -> None:
+        self.begun[since] = self._step >= since
+
+    def follow(self, scheduled: Scheduled) -> None:
+        scheduled.tick(self._step)
+        self.scheduled.append(scheduled)

@@ -243,10 +243,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "experts over {c.plan.experts.size} ranks: take parameters or uniform",
     ),
     Refusal(
-        lambda c: c.plan.layer_drop and c.plan.mesh.pp > 1,
-        "progressive_layer_drop is not built with pipelines (pipeline.stages {c.plan.mesh.pp}); drop one of the two",
-    ),
-    Refusal(
         lambda c: c.plan.layer_drop and not c.plan.zero.ignore_unused,
         "progressive_layer_drop skips layers, whose parameters then get no gradient, and "
         "zero_optimization.ignore_unused_parameters is false: set it to true",

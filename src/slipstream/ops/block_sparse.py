@@ -33,9 +33,9 @@ class _Sparse(ctypes.Structure):
 
     _fields_ = (
         *((name, _Heads) for name in ("q", "k", "v", "o", "grad", "dq", "dk", "dv")),
-        *((name, ctypes.c_void_p) for name in ("lse", "key_bias", "bias", "bias_grad", "tiles", "panels", "layouts")),
+        *((name, ctypes.c_void_p) for name in ("lse", "key_bias", "bias", "bias_grad", "spans", "tiles", "panels", "layouts")),
         *((name, ctypes.c_int64) for name in ("batch", "num_heads", "num_kv_heads", "num_layouts", "length", "dim")),
-        *((name, ctypes.c_int64) for name in ("bias_batch", "bias_head")),
+        *((name, ctypes.c_int64) for name in ("bias_batch", "bias_head", "grad_batch")),
         *((name, ctypes.c_float) for name in ("scale", "dropout")),
         ("seed", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in ("dtype", "causal")),
@@ -70,6 +70,7 @@ class BlockLayout:
         if len(blocks) > 1 and bool((blocks == blocks[:1]).all()):
             blocks = blocks[:1]
         self.blocks, self.block, self.causal, self.length = blocks, block, causal, blocks.shape[1] * block
+        self.tiles = self._cut()  # not when first used: a compiled model reads it
 
     def __repr__(self) -> str:
         return f"BlockLayout({len(self.blocks)} of {self.length} tokens, block {self.block}, density {self.density:.3f})"
@@ -83,8 +84,7 @@ class BlockLayout:
         """The layout of these heads alone."""
         return self if len(self.blocks) == 1 else BlockLayout(self.blocks[begin:end], self.block, causal=self.causal)
 
-    @functools.cached_property
-    def tiles(self) -> _Tiles:
+    def _cut(self) -> _Tiles:
         per, starts, tiles, panels, at = self.block // PANEL, [0], [], [], 0
         for rows in self.blocks:
             for first, count, columns in _runs(rows, per):
@@ -94,7 +94,7 @@ class BlockLayout:
                 panels.append(keys)
                 at += len(keys)
             starts.append(len(tiles))
-        listed = torch.cat(panels).to(torch.int32)
+        listed = torch.cat(panels or [torch.empty(0)]).to(torch.int32)
         return _Tiles(torch.tensor(tiles, dtype=torch.int32), listed, torch.tensor(starts))
 
 
@@ -122,59 +122,127 @@ def _native() -> Callable[..., int] | None:
     return function
 
 
-class _Settings(NamedTuple):
-    """What stays from the forward to the backward beside tensors with gradients."""
-
-    layout: BlockLayout
-    key_bias: Tensor | None
-    scale: float
-    dropout: float
-    seed: int
+# The kernels as operators of torch, so that `torch.compile` takes them as they are. A layout is its three arrays of `_Tiles`.
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: _Settings) -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        _run(0, call, bias, {"q": q, "k": k, "v": v, "o": out}, lse)
-        ctx.save_for_backward(q, k, v, bias, out, lse)
-        ctx.call = call
-        return out
+@torch.library.custom_op("slipstream::block_sparse_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    key_bias: Tensor | None,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    tiles: Tensor,
+    panels: Tensor,
+    layouts: Tensor,
+    scale: float,
+    dropout: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    heads = {"q": q, "k": k, "v": v, "o": out}
+    _run(
+        0, heads, _Tiles(tiles, panels, layouts), (scale, dropout, causal), seed, lse=lse, bias=bias, key_bias=key_bias, spans=spans
+    )
+    return out, lse
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, lse = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        heads = {"q": q, "k": k, "v": v, "o": out, "grad": _rows(grad), "dq": dq, "dk": dk, "dv": dv}
-        bias_grad = bias.new_zeros(*q.shape[:3], q.shape[2]) if bias is not None and ctx.needs_input_grad[3] else None
-        _run(1, ctx.call, bias, heads, lse, bias_grad)
-        return dq, dk, dv, None if bias_grad is None else bias_grad, None
+
+@_forward.register_fake
+def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("slipstream::block_sparse_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    key_bias: Tensor | None,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    tiles: Tensor,
+    panels: Tensor,
+    layouts: Tensor,
+    scale: float,
+    dropout: float,
+    causal: bool,
+    bias_wants: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    bias_grad = _bias_grad(q, bias, bias_wants)
+    heads = {"q": q, "k": k, "v": v, "o": out, "grad": _rows(grad), "dq": dq, "dk": dk, "dv": dv}
+    arrays = {"lse": lse, "bias": bias, "key_bias": key_bias, "spans": spans, "bias_grad": bias_grad if bias_wants else None}
+    _run(1, heads, _Tiles(tiles, panels, layouts), (scale, dropout, causal), seed, **arrays)
+    return dq, dk, dv, bias_grad
+
+
+@_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _bias_grad(q, rest[2], rest[-1])
+
+
+def _bias_grad(q: Tensor, bias: Tensor | None, wants: bool) -> Tensor:
+    """Zeros for the gradient of a bias, which sequences that share the bias add to in turn."""
+    return q.new_zeros(bias.shape if bias is not None and wants else 0, dtype=torch.float32)
+
+
+def _batch_stride(x: Tensor) -> int:
+    return x.stride(0) if len(x) > 1 else 0
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *arrays, scale, dropout, causal = inputs
+    ctx.settings = scale, dropout, causal
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*arrays[:3], *output, *arrays[3:])
+
+
+@torch.autograd.function.once_differentiable
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    arrays, wants = ctx.saved_tensors, bool(ctx.needs_input_grad[3])
+    *grads, bias_grad = _backward(grad, *arrays, *ctx.settings, wants)
+    return (*grads, bias_grad if wants else None, *[None] * 9)
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def _run(
-    backward: int, call: _Settings, bias: Tensor | None, heads: dict[str, Tensor], lse: Tensor, bias_grad: Tensor | None = None
+    backward: int,
+    heads: dict[str, Tensor],
+    tiles: _Tiles,
+    settings: tuple[float, float, bool],
+    seed: Tensor | None,
+    **arrays: Tensor | None,
 ) -> None:
-    q, k = heads["q"], heads["k"]
-    tiles = call.layout.tiles
+    q, k, bias, bias_grad = heads["q"], heads["k"], arrays["bias"], arrays.get("bias_grad")
     s = _Sparse(**{name: _Heads(x.data_ptr(), *x.stride()[:3]) for name, x in heads.items()})
-    arrays = {"lse": lse, "key_bias": call.key_bias, "bias": bias, "bias_grad": bias_grad, **tiles._asdict()}
-    for name, x in arrays.items():
+    for name, x in (*arrays.items(), *tiles._asdict().items()):
         setattr(s, name, None if x is None else x.data_ptr())
     s.batch, s.num_heads, s.length, s.dim = q.shape
-    s.num_kv_heads, s.num_layouts = k.shape[1], len(call.layout.blocks)
+    s.num_kv_heads, s.num_layouts = k.shape[1], len(tiles.layouts) - 1
     if bias is not None:
-        s.bias_batch, s.bias_head = bias.stride()[:2]
-    s.scale, s.dropout, s.seed = call.scale, round(call.dropout * 65536), call.seed
-    s.dtype, s.causal = cpu.DTYPES[q.dtype], call.layout.causal
-    native = _native()
-    done: list[int] = []
+        s.bias_batch, s.bias_head = _batch_stride(bias), bias.stride(1)
+    if bias_grad is not None:
+        s.grad_batch = _batch_stride(bias_grad)
+    s.scale, s.dropout, s.causal = settings[0], round(settings[1] * 65536), settings[2]
+    s.seed, s.dtype = 0 if seed is None else int(seed), cpu.DTYPES[q.dtype]
+    native, done = _native(), []
+    if native is None:
+        raise RuntimeError(f"compiled models need the native kernels of block-sparse attention: {build.load().reason}")
 
     def items(begin: int, end: int) -> None:
-        if native is not None:
-            done.append(native(backward, ctypes.addressof(s), begin, end))
+        done.append(native(backward, ctypes.addressof(s), first + begin, first + end))
 
-    cpu.in_threads(items, len(q) * k.shape[1], torch.get_num_threads(), least=1, multiple=1)
+    num = k.shape[1] * (1 if bias_grad is not None and not s.grad_batch else len(q))
+    for first in range(0, len(q) * k.shape[1], num):
+        cpu.in_threads(items, num, torch.get_num_threads(), least=1, multiple=1)
     if not all(done):
         raise MemoryError(
             f"no memory for block-sparse attention of {s.length} tokens with {s.dim} features: a few copies of a head in fp32"
@@ -194,29 +262,37 @@ def block_sparse_attention(
     scale: float | None = None,
     bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    spans: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """softmax(scale q k^T + bias + key_bias) v, of the layout's blocks alone.
 
     q: [B, H, L, D], k and v: [B, KV heads, L, D], with D of at most 256, fp32, bf16 or fp16, on one device. scale: D^-1/2 if None.
     bias: added to scores, broadcastable to [B, H, L, L], with a gradient if it wants one. key_bias: [B, L], -inf for a key that
-    nobody sees, without a gradient. dropout: of probabilities, drawn from torch's generator (the same when recomputed with its
+    nobody sees, without a gradient. spans: [B, L, 2], the first key that each query sees and the one after the last: windows and
+    packed sequences without a matrix. dropout: of probabilities, drawn from torch's generator (the same when recomputed with its
     state). Returns [B, H, L, D]; zeros for a query that sees no key. Raises ValueError.
     """
     _check(q, k, v, layout, dropout)
     batch, _, length, dim = q.shape
-    if key_bias is not None:
-        if key_bias.shape != (batch, length):
-            raise ValueError(f"key_bias has shape {tuple(key_bias.shape)}; it must be [batch, tokens], {(batch, length)}")
-        key_bias = key_bias.detach().float().contiguous()
-    if bias is not None:
-        bias = _expanded(bias, q)
+    for name, x, shape in (("key_bias", key_bias, (batch, length)), ("spans", spans, (batch, length, 2))):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}, of [batch, tokens]")
+    key_bias = None if key_bias is None else key_bias.detach().float().contiguous()
+    spans = None if spans is None else spans.to(torch.int32).contiguous()
+    bias = None if bias is None else _expanded(bias, q)
     scale = dim**-0.5 if scale is None else scale
-    if not q.is_cpu or _native() is None:
-        return _twin(q, k, v, layout, scale, bias, key_bias, dropout)
-    seed = int(torch.randint(1 << 32, ()).item()) if dropout else 0
-    call = _Settings(layout, key_bias, scale, dropout, seed)
-    return _Attention.apply(_rows(q), _rows(k), _rows(v), bias, call)
+    if not (q.is_cpu and (torch.compiler.is_compiling() or _has_kernels())):
+        return _twin(q, k, v, layout, scale, _Added(bias, key_bias, spans), dropout)
+    seed = torch.randint(1 << 32, ()) if dropout else None
+    arrays = (bias, key_bias, spans, seed, *layout.tiles)
+    out: Tensor = _forward(_rows(q), _rows(k), _rows(v), *arrays, scale, dropout, layout.causal)[0]
+    return out
+
+
+def _has_kernels() -> bool:
+    """Whether kernels compute; without flash attention (`sdpa_kernel(SDPBackend.MATH)`) callers differentiate twice."""
+    return _native() is not None and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, dropout: float) -> None:
@@ -242,7 +318,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, dropout: float)
 
 
 def _expanded(bias: Tensor, q: Tensor) -> Tensor:
-    """As the kernels read it: fp32 [B, H, L, L], the last two dimensions contiguous."""
+    """As the kernels read it: fp32 [B or 1, H, L, L], the last two dimensions contiguous."""
     batch, heads, length, _ = q.shape
     try:
         whole = torch.broadcast_shapes(bias.shape, (batch, heads, length, length))
@@ -250,36 +326,48 @@ def _expanded(bias: Tensor, q: Tensor) -> Tensor:
         whole = None
     if whole != (batch, heads, length, length):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must broadcast to {(batch, heads, length, length)}")
-    bias = bias.float()
-    return bias.expand(*bias.shape[:-2], length, length).contiguous().expand(whole)
+    bias = bias.float().expand(*bias.shape[:-2], length, length).contiguous()
+    return bias.expand(len(bias) if bias.dim() == 4 else 1, *whole[1:])
 
 
-def _twin(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, bias: Tensor | None, key_bias: Tensor | None, dropout: float
-) -> Tensor:
+class _Added(NamedTuple):
+    """What is added to scores."""
+
+    bias: Tensor | None
+    key_bias: Tensor | None
+    spans: Tensor | None
+
+    def of_head(self, head: slice) -> _Added:
+        return self if self.bias is None else self._replace(bias=self.bias[:, head])
+
+    def to(self, score: Tensor, queries: Tensor, seen: Tensor) -> Tensor:
+        """score [batch, heads, rows, block, keys]; queries [rows, block, 1] and seen [rows, 1, keys] are places of tokens."""
+        if self.bias is not None:
+            score = score + self.bias[:, :, queries, seen]
+        if self.key_bias is not None:
+            score = score + self.key_bias[:, None, seen]
+        if self.spans is not None:
+            first, last = self.spans[:, None, queries].unbind(-1)
+            score = score.masked_fill((seen < first) | (seen >= last), float("-inf"))
+        return score
+
+
+def _twin(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, added: _Added, dropout: float) -> Tensor:
     """The same in torch: keys of a row's blocks are gathered, rows with as many blocks as each other together."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if len(layout.blocks) == 1:
-        return _twin_heads(q, k, v, layout.blocks[0], layout, scale, bias, key_bias, dropout)
+        return _twin_heads(q, k, v, layout.blocks[0], layout, scale, added, dropout)
     each = [slice(head, head + 1) for head in range(q.shape[1])]
     parts = [
-        _twin_heads(q[:, h], k[:, h], v[:, h], rows, layout, scale, None if bias is None else bias[:, h], key_bias, dropout)
+        _twin_heads(q[:, h], k[:, h], v[:, h], rows, layout, scale, added.of_head(h), dropout)
         for h, rows in zip(each, layout.blocks, strict=True)
     ]
     return torch.cat(parts, 1)
 
 
 def _twin_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    layout: BlockLayout,
-    scale: float,
-    bias: Tensor | None,
-    key_bias: Tensor | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, layout: BlockLayout, scale: float, added: _Added, dropout: float
 ) -> Tensor:
     """Heads with one layout `rows` [blocks, blocks]."""
     batch, heads, length, dim = q.shape
@@ -296,10 +384,7 @@ def _twin_heads(
         keys, values = (x[:, :, columns].flatten(3, 4).float() for x in (k, v))
         score = q[:, :, at].float() * scale @ keys.transpose(-1, -2)  # [batch, heads, rows, block, count * block]
         queries, seen = tokens[at][:, :, None], tokens[columns].flatten(1)[:, None, :]
-        if bias is not None:
-            score = score + bias[:, :, queries, seen]
-        if key_bias is not None:
-            score = score + key_bias[:, None, seen]
+        score = added.to(score, queries, seen)
         if layout.causal:
             score = score.masked_fill(seen > queries, float("-inf"))
         blind = (score < _LEAST).all(-1, keepdim=True)  # the gradient of a softmax over -inf alone is NaN

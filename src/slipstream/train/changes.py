@@ -42,8 +42,12 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
         return None
 
     def connect(engine: Engine) -> None:
+        keeps = plan.zero.stage < 3 and plan.batch.accumulation > 1  # weights stay where they are, and are rounded once a step
+
         def follow(_: bool = True) -> None:
-            clock.step = engine.global_steps
+            clock.step = engine.global_steps  # also after a checkpoint was loaded
+            if not engine.backwards:
+                clock.kept = {} if keeps else None
 
         engine.states[0].before_forward(lambda *_: follow())  # a loaded checkpoint sets the step
         engine.states[0].after_step.append(follow)

@@ -1,10 +1,10 @@
 """Progressive layer dropping (Zhang and He 2020, arXiv 2010.13369): training skips residual blocks, more of them as it goes on.
 
-Block l of L is kept with probability p = 1 - (l / L)(1 - theta(t)), where theta(t) = (1 - theta) exp(-gamma t) + theta at step t.
+Block l of the L in its stack is kept with probability p = 1 - (l / L)(1 - theta(t)), where theta(t) = (1 - theta) exp(-gamma t) + theta at step t.
 A kept block's change is divided by p: x + (f(x) - x) / p. In evaluation all blocks run, unscaled.
 
 [Note: The same blocks on every rank]
-The draw is a hash of (seed, step, backwards of the step so far, block): ranks agree without communication, a resumed run draws
+The draw is a hash of (seed, step, backwards of the step so far, block), in a pipeline of the schedule's micro-batch: ranks agree without communication, a resumed run draws
 what the interrupted one would have drawn, and a forward without a backward, which one rank may run alone, changes no later draw.
 A dropped block is not called: nothing is gathered for it. Nothing is reduced for it either (`zero.hooks.Dropped`).
 """
@@ -12,7 +12,10 @@ A dropped block is not called: nothing is gathered for it. Nothing is reduced fo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+import logging
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -22,12 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
-from slipstream.train.around import Around, first_of, unwrap, with_first, wrap
+from slipstream.train.around import first_of, unwrap, with_first, wrap
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks
 from slipstream.zero.wrap import repeated_blocks
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 _KEYWORDS = ("progressive_layer_drop", "pld_theta")
 
@@ -55,49 +61,62 @@ class LayerDrop(ProgressiveLayerDrop):
 
     def __init__(self, theta: float, gamma: float, seed: int) -> None:
         super().__init__(theta, gamma)
-        self.seed, self.count = seed, 0  # number of blocks
+        self.seed = seed
         self.dropped: frozenset[nn.Module] = frozenset()
-        self.blocks: list[nn.Module] = []
-        self.wrappers: list[tuple[nn.Module, Around]] = []
+        self.blocks: dict[nn.Module, tuple[int, float]] = {}  # (number in the model, l / L in its stack) of each
+        self.checked: set[type] = set()  # classes of blocks
         # What blocks of a class return beside their first output: None, or a container's type and number
         self.kinds: dict[type, tuple[type, int] | None] = {}
 
-    def keep_probability(self, block: int) -> float:
-        """Of block 1 to `count`."""
-        return 1.0 - block / self.count * (1.0 - self.current_theta)
+    def keep_probability(self, block: nn.Module) -> float:
+        return 1.0 - self.blocks[block][1] * (1.0 - self.current_theta)
 
     def draw(self, step: int, backwards: int) -> frozenset[nn.Module]:
         """Draw for the forward that begins; returns the blocks that it drops."""
         self.update_state(step)
         self.dropped = frozenset(
-            block for i, block in enumerate(self.blocks, 1) if _uniform(self.seed, step, backwards, i) >= self.keep_probability(i)
+            block
+            for block, (number, _) in self.blocks.items()
+            if _uniform(self.seed, step, backwards, number) >= self.keep_probability(block)
         )
         return self.dropped
 
-    def around(self, number: int) -> Around:
-        """What runs around the calls of block `number`, 1 to `count`."""
+    def take(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Let those of the model's repeated blocks `names` drop that are here: all of them, but for stages of a pipeline."""
+        stacks: dict[str, list[str]] = {}
+        for name in names:
+            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+        here = dict(model.named_modules())
+        for number, name in enumerate(names, 1):
+            stack = stacks[name.rpartition(".")[0]]
+            if (block := here.get(name)) is not None:
+                self.blocks[block] = number, (stack.index(name) + 1) / len(stack)
+                wrap(block, self.call)
 
-        def call(block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not block.training:
-                return run(*args, **kwargs)
-            x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
-            if block in self.dropped:
-                return self._like_output(type(block), x, partial(run, *args, **kwargs))
-            output = run(*args, **kwargs)
-            changed = first_of(output)
-            if not isinstance(x, Tensor) or not isinstance(changed, Tensor) or changed.shape != x.shape:
-                raise TypeError(
-                    f"progressive_layer_drop: {type(block).__name__} is no residual block: its first input and output must be "
-                    "tensors of one shape. Let the model drop layers itself (its forward takes pld_theta=), or drop the "
-                    "block of the config"
-                )
-            self.kinds[type(block)] = _kind(output)
-            probability = self.keep_probability(number)
-            if probability == 1.0:
-                return output
-            return with_first(output, torch.lerp(x.to(changed.dtype), changed, 1.0 / probability))
-
-        return call
+    def call(self, block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What runs around the calls of a block."""
+        if not block.training:
+            return run(*args, **kwargs)
+        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+        if block in self.dropped:
+            return self._like_output(type(block), x, partial(run, *args, **kwargs))
+        looks = type(block) not in self.checked and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+        if looks:
+            x, given = x.view_as(x), x
+            args = tuple(x if each is given else each for each in args)
+            kwargs = {name: x if each is given else each for name, each in kwargs.items()}
+        output = run(*args, **kwargs)
+        changed = first_of(output)
+        if not isinstance(x, Tensor) or not isinstance(changed, Tensor) or changed.shape != x.shape:
+            raise TypeError(_NO_RESIDUAL.format(type(block).__name__))
+        if looks:
+            self.checked.add(type(block))
+            _check_residual(type(block), x, changed)
+        self.kinds[type(block)] = _kind(output)
+        probability = self.keep_probability(block)
+        if probability == 1.0:
+            return output
+        return with_first(output, torch.lerp(x.to(changed.dtype), changed, 1.0 / probability))
 
     def _like_output(self, kind: type, x: Any, run: Callable[[], Any]) -> Any:
         """A dropped block's output: its input, in a tuple with None if its class returns tuples."""
@@ -107,17 +126,11 @@ class LayerDrop(ProgressiveLayerDrop):
         others = self.kinds[kind]
         return x if others is None else others[0]([x, *[None] * others[1]])
 
-    def wrap(self) -> None:
-        """Let the blocks leave themselves out."""
-        self.wrappers = [(block, self.around(number)) for number, block in enumerate(self.blocks, 1)]
-        for block, around in self.wrappers:
-            wrap(block, around)
-
     def close(self) -> None:
         """Give the blocks their own classes again."""
-        for block, around in self.wrappers:
-            unwrap(block, around)
-        self.blocks, self.wrappers = [], []
+        for block in self.blocks:
+            unwrap(block, self.call)
+        self.blocks = {}
 
 
 def _uniform(*numbers: int) -> float:
@@ -130,32 +143,73 @@ def _kind(output: Any) -> tuple[type, int] | None:
     return (type(output), len(output) - 1) if isinstance(output, (tuple, list)) else None
 
 
+_NO_RESIDUAL = (
+    "progressive_layer_drop: {} is no residual block: its first input and output must be tensors of one shape, and the output a "
+    "sum with the input. Let the model drop layers itself (its forward takes pld_theta=), or drop the block of the config"
+)
+# what autograd calls the steps on which a block's input passes unchanged but for its shape, dtype and device
+_PASSING = re.compile(
+    r"(Add|View|UnsafeView|ReshapeAlias|Transpose|Permute|T|ToCopy|Clone|Alias|Squeeze|Unsqueeze|Slice)Backward\d"
+)
+_NORM = re.compile(r"(NativeLayerNorm|FusedRmsNorm|NativeGroupNorm|Mul|Rsqrt|Div)Backward\d")
+
+
+def _check_residual(kind: Any, x: Tensor, output: Tensor) -> None:
+    """Look, once for a class, how the input reaches the output. Raises TypeError unless it is added on the way."""
+    if _reaches(output.grad_fn, x.grad_fn, lambda name: _PASSING.fullmatch(name)):
+        return
+    if not _reaches(output.grad_fn, x.grad_fn, lambda name: _PASSING.fullmatch(name) or _NORM.fullmatch(name)):
+        raise TypeError(_NO_RESIDUAL.format(kind.__name__))
+    logger.warning(
+        "progressive_layer_drop: %s normalizes after its sums (post-LN), so that a dropped block leaves out a norm, too; the "
+        "schedule is meant for norms before the sublayers (pre-LN)",
+        kind.__name__,
+    )
+
+
+def _reaches(output: Any, goal: Any, passes: Callable[[str], Any]) -> bool:
+    """Whether a path leads through the steps that pass, and at least one sum, from the output's step back to the input's.
+
+    Steps written in Python hide what they do (recompute, fused layers) and pass.
+    """
+    found, seen = [(output, False)], set()
+    while found:
+        node, has_sum = found.pop()
+        if node is goal and has_sum:
+            return True
+        if node is None or node is goal or (node, has_sum) in seen:
+            continue
+        seen.add((node, has_sum))
+        hidden = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if hidden or passes(node.name()):
+            is_sum = hidden or node.name().startswith("AddBackward")
+            found += [(following, has_sum or is_sum) for following, _ in node.next_functions]
+    return False
+
+
 def drop_layers(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     """Prepare the model as the config's `progressive_layer_drop` says. Raises TypeError for a model without residual blocks."""
     if plan.layer_drop is None:
         return None
-    drop = LayerDrop(plan.layer_drop.theta, plan.layer_drop.gamma, plan.seed)
+    drop, staged = LayerDrop(plan.layer_drop.theta, plan.layer_drop.gamma, plan.seed), plan.mesh.pp > 1
     parameters = inspect.signature(model.forward).parameters.values()
-    is_own = any(param.name in _KEYWORDS for param in parameters)
-    is_open = any(param.kind is param.VAR_KEYWORD for param in parameters) and not hasattr(model, "config")
-    names = [] if is_own or is_open else _droppable(model)
-    if not names and not is_own and not is_open:
-        raise TypeError(
-            f"progressive_layer_drop: {type(model).__name__} has no repeated residual blocks, and its forward takes no keywords"
-            f" {' and '.join(_KEYWORDS)}; let it take them and drop layers itself, or drop the block of the config"
-        )
-    drop.blocks = [model.get_submodule(name) for name in names]
-    drop.count = len(names)
-    drop.wrap()
+    takes = any(param.name in _KEYWORDS for param in parameters)
+    takes |= any(param.kind is param.VAR_KEYWORD for param in parameters) and not hasattr(model, "config")
+    names = [] if takes or staged else _droppable(model, repeated_blocks(model))
+    if not staged and not takes:
+        _check_any(model, names)
+        drop.take(model, names)
 
     def connect(engine: Engine) -> None:
-        states = engine.single
+        states = engine.states[0]
         states.resources["layer drop"] = drop
+        if staged:
+            drop.take(model, _blocks_of_all_stages(model, engine))
 
         def wire(hooks: Hooks) -> None:
             if drop.blocks:
-                hooks.droppable(drop.blocks, lambda: drop.draw(engine.global_steps, hooks.backwards))
-            else:
+                hooks.droppable(list(drop.blocks), lambda: drop.draw(engine.global_steps, hooks.backwards))
+            elif takes and not staged:
                 hooks.handles.append(model.register_forward_pre_hook(_with_keywords(drop, engine), with_kwargs=True))
 
         wire(states.hooks)
@@ -165,9 +219,29 @@ def drop_layers(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None
     return connect
 
 
-def _droppable(model: nn.Module) -> list[str]:
-    """The repeated blocks that have layers inside: a list of plain layers is no stack of residual blocks."""
-    return [name for name in repeated_blocks(model) if any(True for _ in model.get_submodule(name).children())]
+def _check_any(model: nn.Module, names: Sequence[str]) -> None:
+    if not names:
+        raise TypeError(
+            f"progressive_layer_drop: {type(model).__name__} has no repeated residual blocks, and its forward takes no keywords"
+            f" {' and '.join(_KEYWORDS)}; let it take them and drop layers itself, or drop the block of the config"
+        )
+
+
+def _droppable(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those that have layers inside: a list of plain layers is no stack of residual blocks."""
+    return [name for name in names if any(True for _ in model.get_submodule(name).children())]
+
+
+def _blocks_of_all_stages(model: nn.Module, engine: Engine) -> list[str]:
+    """The repeated blocks of the whole pipeline, in its order; a stage may have one of them only. Collective."""
+    numbered = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
+    outer = [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
+    own = [(name, type(model.get_submodule(name)).__qualname__) for name in _droppable(model, outer)]
+    found = dict(itertools.chain.from_iterable(gather_objects(own, engine.mesh.pp)))
+    kinds = [(name.rpartition(".")[0], kind) for name, kind in found.items()]
+    names = [name for name, kind in found.items() if kinds.count((name.rpartition(".")[0], kind)) > 1]
+    _check_any(model, names)
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])
 
 
 def _with_keywords(drop: LayerDrop, engine: Engine) -> Callable[..., Any]:

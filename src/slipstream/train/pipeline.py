@@ -353,6 +353,8 @@ class Pipe:
         self.spans = []
         for i, action in enumerate(actions):
             place = action.chunk, action.micro
+            for states in engine.states:
+                states.hooks.at_micro_batch(action.micro)
             self.began = time.time()  # of an action that waits for mail: when that has come
             if action.kind is Kind.FORWARD:
                 runs[place] = self._forward(action, batches[action.micro], kept, losses)

@@ -288,6 +288,12 @@ class Hooks:
         """Let forwards leave out blocks: `draw`, called as one begins, returns those that it does not call."""
         self.drops = Dropped(self.units, blocks, draw)
 
+    def at_micro_batch(self, number: int) -> None:
+        """Let forwards and recomputation that follow be of this micro-batch of the step: a schedule has another order."""
+        self.backwards = number
+        if self.drops is not None and self.model.training:
+            self.drops.draw()
+
     def remove(self) -> None:
         for handle in reversed(self.handles):  # last in, first out: a handle may restore an attribute that an earlier one replaced
             handle.remove()

@@ -51,3 +51,26 @@ SLIPSTREAM_API void slipstream_dequantize_rows(char *w, int dtype, const struct 
     isa_in_use()->from_rows(w + begin * form->columns * itemsize(dtype), dtype, end - begin, form,
                             packed + begin * form->row_nbytes, pairs);
 }
+
+static int64_t piece_of(const struct grid *grid, int64_t item, int64_t *at)
+{
+    const int64_t per = (grid->group + grid->piece - 1) / grid->piece, first = item % per * grid->piece;
+    *at = item / per * grid->group + first;
+    return grid->group - first < grid->piece ? grid->group - first : grid->piece;
+}
+
+SLIPSTREAM_API void slipstream_ends(const struct grid *grid, int64_t begin, int64_t end)
+{
+    for (int64_t item = begin, at; item < end; ++item) {
+        const int64_t numel = piece_of(grid, item, &at);
+        isa_in_use()->to_ends(grid->w + at * itemsize(grid->dtype), grid->dtype, numel, grid->ends + 2 * item);
+    }
+}
+
+SLIPSTREAM_API void slipstream_on_grid(const struct grid *grid, int64_t begin, int64_t end)
+{
+    for (int64_t item = begin, at; item < end; ++item) {
+        const int64_t numel = piece_of(grid, item, &at), size = itemsize(grid->dtype), group = at / grid->group;
+        isa_in_use()->to_grid(grid, grid->w + at * size, grid->out + at * size, numel, grid->scale[group], grid->zero[group]);
+    }
+}

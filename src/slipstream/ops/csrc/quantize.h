@@ -12,6 +12,17 @@ struct row_form {
     int64_t bits, columns, block, code_nbytes, row_nbytes;
 };
 
+/* A tensor of groups, each of `group` elements cut into pieces, the items; rounded to `zero + k * scale`, low <= k <= high. */
+struct grid {
+    const char *w;
+    char *out;
+    float *ends; /* [items][2]: the least and the largest element; NaN if one is not finite */
+    const float *scale, *zero; /* of each group */
+    int64_t group, piece;
+    float low, high;
+    int32_t dtype;
+};
+
 struct quantize_isa {
     const char *name;
     /* w [rows][columns] <-> codes of its shape, a scale for each row. */
@@ -22,6 +33,9 @@ struct quantize_isa {
     void (*from_int4)(float *w, int64_t groups, int64_t group, const uint8_t *codes, const float *scales, const float *lows);
     /* packed rows -> w [rows][columns] of any dtype; `pairs` are the two values of each byte of 4-bit codes. */
     void (*from_rows)(char *w, int dtype, int64_t rows, const struct row_form *form, const uint8_t *packed, const float *pairs);
+    /* w [numel] -> its ends; w -> out. */
+    void (*to_ends)(const char *w, int dtype, int64_t numel, float *ends);
+    void (*to_grid)(const struct grid *grid, const char *w, char *out, int64_t numel, float scale, float zero);
 };
 
 extern const struct quantize_isa *const quantize_avx512;

@@ -215,3 +215,61 @@ TARGET static void from_rows(char *w, int dtype, int64_t rows, const struct row_
         }
     }
 }
+
+/* ---- rounding to a grid ---- */
+
+TARGET static void to_ends(const char *w, int dtype, int64_t numel, float *ends)
+{
+    const int64_t size = itemsize(dtype);
+    vec least = vec_set(0x1.fffffep127f), most = vec_set(-0x1.fffffep127f), broken = vec_set(0.0f);
+    char rest[16 * sizeof(float)];
+    for (int64_t k = 0; k < numel; k += 16) {
+        const char *from = w + k * size;
+        if (numel - k < 16) { /* the first of the last elements fills up */
+            for (int lane = 0; lane < 16; ++lane)
+                memcpy(rest + lane * size, from + (lane < numel - k ? lane * size : 0), (size_t)size);
+            from = rest;
+        }
+        const vec x = load_weights(from, dtype);
+        least = vec_min(least, x);
+        most = vec_max(most, x);
+        broken = vec_add(broken, vec_sub(x, x)); /* 0 until a value is not finite, then NaN */
+    }
+    float lanes[16], sum = 0.0f, low[16], high[16];
+    store_f32(lanes, broken, 0), store_f32(low, least, 0), store_f32(high, most, 0);
+    for (int lane = 0; lane < 16; ++lane) {
+        sum += lanes[lane];
+        low[0] = low[lane] < low[0] ? low[lane] : low[0];
+        high[0] = high[lane] > high[0] ? high[lane] : high[0];
+    }
+    ends[0] = low[0] + sum, ends[1] = high[0] + sum;
+}
+
+INLINE vec on_grid(vec x, const struct grid *grid, vec scale, vec zero)
+{
+    return vec_add(vec_mul(whole_between(vec_div(vec_sub(x, zero), scale), grid->low, grid->high), scale), zero);
+}
+INLINE void store_weights(char *p, vec x, int dtype)
+{
+    if (dtype == DTYPE_F32)
+        store_f32(p, x, 0);
+    else if (dtype == DTYPE_BF16)
+        store_bf16(p, x, 0);
+    else
+        store_f16(p, x, 0);
+}
+
+TARGET static void to_grid(const struct grid *grid, const char *w, char *out, int64_t numel, float scale, float zero)
+{
+    const int dtype = grid->dtype;
+    const int64_t size = itemsize(dtype), full = numel / 16 * 16;
+    const vec by = vec_set(scale), from = vec_set(zero);
+    for (int64_t k = 0; k < full; k += 16)
+        store_weights(out + k * size, on_grid(load_weights(w + k * size, dtype), grid, by, from), dtype);
+    if (full < numel) {
+        char rest[16 * sizeof(float)] = {0};
+        memcpy(rest, w + full * size, (size_t)((numel - full) * size));
+        store_weights(rest, on_grid(load_weights(rest, dtype), grid, by, from), dtype);
+        memcpy(out + full * size, rest, (size_t)((numel - full) * size));
+    }
+}

@@ -25,13 +25,14 @@ struct sparse {
     float *lse;                      /* [batch, heads, length], +inf for a query without a key */
     const float *key_bias;           /* [batch, length] or NULL */
     const float *bias;               /* added to scores, [batch, heads, length, length] by the strides below, or NULL */
-    float *bias_grad;                /* contiguous, zeros at first, or NULL */
+    float *bias_grad;                /* added to, [batch or 1, heads, length, length], or NULL */
+    const int32_t *spans;            /* [batch, length, 2]: the first key that a query sees and the one after its last, or NULL */
     const struct sparse_tile *tiles; /* of all layouts */
     const int32_t *panels;
     const int64_t *layouts; /* [num_layouts + 1]: where the tiles of each begin */
     int64_t batch, num_heads, num_kv_heads, num_layouts, length, dim;
-    int64_t bias_batch, bias_head; /* strides */
-    float scale, dropout;          /* dropout: the least 16-bit number that is kept */
+    int64_t bias_batch, bias_head, grad_batch; /* strides */
+    float scale, dropout;                      /* dropout: the least 16-bit number that is kept */
     uint32_t seed;
     int32_t dtype, causal;
 };

@@ -227,25 +227,34 @@ INLINE vec kept(const struct sparse *s, uint32_t head, int64_t query, int64_t pa
                     vec_zero());
 }
 
-/* Scores of one query with a panel, with biases and masks. */
-INLINE vec biased(const struct sparse *s, const int plain, vec x, const float *bias, const float *key_bias, int64_t query, int64_t panel,
-                  vec lanes)
-{
-    if (!plain && key_bias)
-        x = vec_add(x, load_f32(key_bias + panel * PANEL));
-    if (!plain && bias)
-        x = vec_add(x, load_f32(bias + query * s->length + panel * PANEL));
-    if (s->causal && panel * PANEL + PANEL - 1 > query)
-        x = vec_pick(lanes, vec_set((float)(query - panel * PANEL + 1)), vec_set(-INFINITY), x);
-    return x;
-}
-
 struct pass { /* of one tile */
     const struct sparse *s;
     const struct sparse_tile *tile;
     const float *bias, *key_bias;
+    const int32_t *spans;
     uint32_t head; /* batch * num_heads + head */
+    int64_t bias_grad;
 };
+
+/* Scores of one query with a panel, with biases and masks. */
+INLINE vec biased(const struct pass *pass, const int plain, vec x, int64_t query, int64_t panel, vec lanes)
+{
+    const struct sparse *s = pass->s;
+    const int64_t key = panel * PANEL;
+    const vec never = vec_set(-INFINITY);
+    if (!plain && pass->key_bias)
+        x = vec_add(x, load_f32(pass->key_bias + key));
+    if (!plain && pass->bias)
+        x = vec_add(x, load_f32(pass->bias + query * s->length + key));
+    if (!plain && pass->spans) {
+        x = vec_pick(lanes, vec_set((float)(pass->spans[2 * query] - key)), x, never);
+        x = vec_pick(lanes, vec_set((float)(pass->spans[2 * query + 1] - key)), never, x);
+    }
+    if (s->causal && key + PANEL - 1 > query)
+        x = vec_pick(lanes, vec_set((float)(query - key + 1)), never, x);
+    return x;
+}
+INLINE int is_unmasked(const struct pass *pass) { return !pass->bias && !pass->key_bias && !pass->spans && !(pass->s->dropout > 0); }
 
 INLINE vec lane_numbers(void)
 {
@@ -265,7 +274,7 @@ INLINE void soften(const int plain, const struct pass *pass, const int32_t *pane
         vec top = vec_set(most[i]), sum = vec_zero();
         for (int at = 0; at < count; ++at) {
             const vec raw = load_f32(scored + at * PANEL);
-            const vec x = biased(s, plain, raw, pass->bias, pass->key_bias, query, panels[at], lanes);
+            const vec x = biased(pass, plain, raw, query, panels[at], lanes);
             if (!plain || (s->causal && panels[at] * PANEL + PANEL - 1 > query))
                 store_f32(scored + at * PANEL, x, 0);
             top = vec_max(x, top);
@@ -292,7 +301,7 @@ INLINE void soften(const int plain, const struct pass *pass, const int32_t *pane
 
 TARGET static void soften_any(const struct pass *pass, const int32_t *panels, int count, float *scored, float *o, float *most, float *total)
 {
-    if (pass->bias || pass->key_bias || pass->s->dropout > 0)
+    if (!is_unmasked(pass))
         soften(0, pass, panels, count, scored, o, most, total);
     else
         soften(1, pass, panels, count, scored, o, most, total);
@@ -301,7 +310,15 @@ TARGET static void soften_any(const struct pass *pass, const int32_t *panels, in
 INLINE struct pass pass_of(const struct sparse *s, const struct sparse_tile *tile, int64_t b, int64_t h)
 {
     const float *bias = s->bias ? s->bias + b * s->bias_batch + h * s->bias_head : 0;
-    return (struct pass){s, tile, bias, s->key_bias ? s->key_bias + b * s->length : 0, (uint32_t)(b * s->num_heads + h)};
+    return (struct pass){
+        .s = s,
+        .tile = tile,
+        .bias = bias,
+        .key_bias = s->key_bias ? s->key_bias + b * s->length : 0,
+        .spans = s->spans ? s->spans + b * s->length * 2 : 0,
+        .head = (uint32_t)(b * s->num_heads + h),
+        .bias_grad = b * s->grad_batch + h * s->length * s->length,
+    };
 }
 INLINE int chunk_of(const struct sparse_tile *tile, int at)
 {
@@ -378,9 +395,9 @@ INLINE void harden(const int plain, const struct pass *pass, const int32_t *pane
     for (int i = 0; i < pass->tile->rows * PANEL; ++i, scored += count * PANEL, grads += count * PANEL) {
         const int64_t query = pass->tile->row * PANEL + i;
         const vec base = vec_set(lse[i]), mean = vec_set(delta[i]);
-        float *bias_grad = plain || !s->bias_grad ? 0 : s->bias_grad + (pass->head * s->length + query) * s->length;
+        float *bias_grad = plain || !s->bias_grad ? 0 : s->bias_grad + pass->bias_grad + query * s->length;
         for (int at = 0; at < count; ++at) {
-            const vec x = biased(s, plain, load_f32(scored + at * PANEL), pass->bias, pass->key_bias, query, panels[at], lanes);
+            const vec x = biased(pass, plain, load_f32(scored + at * PANEL), query, panels[at], lanes);
             vec p = exp_or_zero(vec_sub(x, base)), grad = load_f32(grads + at * PANEL);
             if (!plain && s->dropout > 0) {
                 const vec keep = kept(s, pass->head, query, panels[at]);
@@ -390,7 +407,7 @@ INLINE void harden(const int plain, const struct pass *pass, const int32_t *pane
                 store_f32(scored + at * PANEL, p, 0);
             p = vec_mul(p, vec_sub(grad, mean));
             if (!plain && bias_grad)
-                store_f32(bias_grad + panels[at] * PANEL, p, 0);
+                store_f32(bias_grad + panels[at] * PANEL, vec_add(p, load_f32(bias_grad + panels[at] * PANEL)), 0);
             store_f32(grads + at * PANEL, vec_mul(p, scale), 0);
         }
     }
@@ -399,7 +416,7 @@ INLINE void harden(const int plain, const struct pass *pass, const int32_t *pane
 TARGET static void harden_any(const struct pass *pass, const int32_t *panels, int count, const float *lse, const float *delta, float *scored,
                               float *grads)
 {
-    if (pass->bias || pass->key_bias || pass->s->dropout > 0)
+    if (!is_unmasked(pass))
         harden(0, pass, panels, count, lse, delta, scored, grads);
     else
         harden(1, pass, panels, count, lse, delta, scored, grads);
