@@ -1,10 +1,13 @@
-"""The legs `experts-quality` and `experts-pyramid`: losses of small GPTs that train for equal time on the text of `make train`.
+"""The legs `experts-quality`, `-shared`, `-wide` and `experts-pyramid`: losses of small GPTs that train for equal time.
+
+The text is that of `make train`.
 
 Two contenders train at once, each in a process on a core of its own, and change cores with each seed. Rates are constant after a
 warm-up, so a curve says what a shorter run would have reached. The clock stands while the validation loss is measured.
 
 dense    the example's GPT
 moe      each MLP is 8 experts of half of its features, of which a token uses 2: the same active parameters
+shared   each MLP is one of half of its features and 1 of 8 such experts: the same active parameters
 pyramid  PR-MoE (arXiv:2201.05596): each MLP is a dense one of half of its features and 1 of 2 or, in the last layer, 4 such experts
 """
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from benchmarks.worker import Channel
 
 EXAMPLE = ROOT / "examples" / "pretrain"
-SIZES = {"dim": 128, "layers": 3, "heads": 4, "hidden": 512}
+DEPTH, HEAD = 3, 32
 VOCAB, CONTEXT, BATCH, RATE, WARMUP = 1024, 128, 4, 2e-3, 50
 SECONDS, QUICK_SECONDS, CURVE = 60.0, 3.0, 20  # of training; points of a curve
 VALIDATION = 64  # windows
@@ -47,11 +50,20 @@ class Curve(NamedTuple):
     losses: list[float]
     steps: int
     parameters: int
+    counts: list[int] = []  # noqa: RUF012 (never written): steps at each point
 
     @property
     def smooth(self) -> list[float]:
         """Means of three points."""
         return [statistics.mean(self.losses[max(i - 2, 0) : i + 1]) for i in range(len(self.losses))]
+
+    def at(self, step: int) -> float:
+        """The smoothed loss after so many steps."""
+        points = zip(itertools.pairwise(self.counts), itertools.pairwise(self.smooth), strict=True)
+        for (first, last), (before, after) in points:
+            if step <= last:
+                return before + (after - before) * (step - first) / max(last - first, 1)
+        return self.smooth[-1]
 
     def reaches(self, loss: float) -> float:
         """The seconds after which the smoothed loss is as low; infinite if it never is."""
@@ -71,39 +83,45 @@ def example(module: str) -> Any:
 class Mixture(nn.Module):
     """A layer of experts in place of an MLP."""
 
-    def __init__(self, config: Any, num_experts: int, k: int, has_residual: bool) -> None:
+    def __init__(self, config: Any, num_experts: int, k: int, beside: str = "") -> None:
         from slipstream.moe import MoE
 
         super().__init__()
         half = example("model").MLP
-        residual = half(config, 2) if has_residual else None
-        self.moe = MoE(config.dim, lambda: half(config, 2), num_experts, k=k, residual=residual, balance_rate=1e-3)
+        dense: dict[str, Any] = {beside: half(config, 2)} if beside else {}  # shared or residual
+        self.moe = MoE(config.dim, lambda: half(config, 2), num_experts, k=k, balance_rate=1e-3, **dense)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.moe(x)[0]
         return out
 
 
-def build(system: str, vocab: int) -> Any:
+def sizes_of(width: int) -> dict[str, int]:
+    return {"dim": width, "layers": DEPTH, "heads": width // HEAD, "hidden": 4 * width}
+
+
+def build(system: str, vocab: int, width: int = 128) -> Any:
     models = example("model")
-    config = models.ModelConfig(vocab_size=vocab, **SIZES)
+    config = models.ModelConfig(vocab_size=vocab, **sizes_of(width))
     model = models.LanguageModel(config)
     for i, block in enumerate(model.blocks):
         if system == "moe":
-            block.mlp = Mixture(config, 8, 2, has_residual=False)
+            block.mlp = Mixture(config, 8, 2)
+        elif system == "shared":
+            block.mlp = Mixture(config, 8, 1, "shared")
         elif system == "pyramid":
-            block.mlp = Mixture(config, 4 if i == len(model.blocks) - 1 else 2, 1, has_residual=True)
+            block.mlp = Mixture(config, 4 if i == len(model.blocks) - 1 else 2, 1, "residual")
     return model
 
 
-def train(channel: Channel, system: str, folder: str, seed: int, seconds: float) -> None:
+def train(channel: Channel, system: str, folder: str, seed: int, seconds: float, width: int) -> None:
     """A worker's target."""
     torch.set_num_threads(1)
     import slipstream
 
     corpus = example("data").load(Path(folder), CONTEXT)
     torch.manual_seed(seed)
-    model = build(system, corpus.tokenizer.get_vocab_size())
+    model = build(system, corpus.tokenizer.get_vocab_size(), width)
     schedule = {"warmup_num_steps": WARMUP, "warmup_max_lr": RATE, "warmup_type": "linear"}
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -125,7 +143,7 @@ def train(channel: Channel, system: str, folder: str, seed: int, seconds: float)
         return loss
 
     def run() -> dict[str, Any]:
-        times, losses, spent, steps = [0.0], [evaluate()], 0.0, 0
+        times, losses, counts, spent, steps = [0.0], [evaluate()], [0], 0.0, 0
         while len(times) <= CURVE:
             began = time.perf_counter()
             while spent + time.perf_counter() - began < seconds * len(times) / CURVE:
@@ -136,12 +154,13 @@ def train(channel: Channel, system: str, folder: str, seed: int, seconds: float)
             spent += time.perf_counter() - began
             times.append(spent)
             losses.append(evaluate())
-        return Curve(times, losses, steps, sum(param.numel() for param in model.parameters()))._asdict()
+            counts.append(steps)
+        return Curve(times, losses, steps, sum(param.numel() for param in model.parameters()), counts)._asdict()
 
     channel.serve({"run": run})
 
 
-def race(systems: Sequence[str], folder: Path, seed: int, seconds: float) -> list[Curve]:
+def race(systems: Sequence[str], folder: Path, seed: int, seconds: float, width: int) -> list[Curve]:
     """All at once, each on a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(systems):
@@ -149,7 +168,7 @@ def race(systems: Sequence[str], folder: Path, seed: int, seconds: float) -> lis
     with ExitStack() as stack:
         workers = []
         for i, system in enumerate(systems):
-            arguments = {"system": system, "folder": str(folder), "seed": seed, "seconds": seconds}
+            arguments = {"system": system, "folder": str(folder), "seed": seed, "seconds": seconds, "width": width}
             env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             core = cores[(i + seed) % len(systems)]
             worker = Worker("benchmarks.experts_quality:train", arguments, name=system, core=core, env=env)
@@ -162,8 +181,8 @@ def race(systems: Sequence[str], folder: Path, seed: int, seconds: float) -> lis
         return [Curve(**worker.answer(timeout=3 * seconds + 60)) for worker in workers]
 
 
-def run(options: Options, systems: tuple[str, str]) -> str:
-    seconds = QUICK_SECONDS if options.quick else SECONDS
+def run(options: Options, systems: tuple[str, str], width: int = 128, seconds: float = SECONDS) -> str:
+    seconds = QUICK_SECONDS if options.quick else seconds
     first, second = systems
     rows, shares, gaps = [], [], []
     sizes: dict[str, int] = {}
@@ -171,7 +190,8 @@ def run(options: Options, systems: tuple[str, str]) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         folder = data.prepare(data.standard_library(), Path(scratch), VOCAB)
         for seed in range(options.num_rounds(3)):
-            curves = dict(zip(systems, race(systems, folder, seed, seconds), strict=True))
+            curves = dict(zip(systems, race(systems, folder, seed, seconds, width), strict=True))
+            common = min(curve.steps for curve in curves.values())
             goal = curves[first].smooth[-1]
             shares.append(curves[second].reaches(goal) / curves[first].times[-1])
             gaps.append(curves[second].smooth[-1] - goal)
@@ -179,19 +199,20 @@ def run(options: Options, systems: tuple[str, str]) -> str:
                 sizes[name] = curve.parameters
                 reached = curve.reaches(goal)
                 when = f"{reached:.1f} s" if reached < float("inf") else "not reached"
-                rows.append([str(seed), name, f"{curve.steps:,}", f"{curve.smooth[-1]:.3f}", when])
+                rows.append([str(seed), name, f"{curve.steps:,}", f"{curve.smooth[-1]:.3f}", f"{curve.at(common):.3f}", when])
             print(f"  seed {seed}: {', '.join(f'{name} {curve.smooth[-1]:.3f}' for name, curve in curves.items())}", flush=True)
-    judged = [verdict("time of moe to the loss of dense, of its time", statistics.median(shares), TARGET)]
+    judged = [verdict(f"time of {second} to the loss of dense, of its time", statistics.median(shares), TARGET)]
     weights = [[name, f"{count:,}", f"{4 * count / 2**20:.1f}"] for name, count in sizes.items()]
     parts = [
-        f"GPTs (width {SIZES['dim']}, {SIZES['layers']} layers, MLPs of {SIZES['hidden']} features, {VOCAB:,} tokens) of the same "
+        f"GPTs (width {width}, {DEPTH} layers, MLPs of {4 * width:,} features, {VOCAB:,} tokens) of the same "
         f"active parameters, fp32, one thread each, {BATCH * CONTEXT} tokens per step, {seconds:g} s of training on the text of "
-        f"`make train`. Losses in nats per token on {VALIDATION * CONTEXT:,} held-out tokens, means of three points; the last "
-        f"column is when a run reaches the last loss of `{first}`.",
-        table(["seed", "model", "steps", "last loss", f"reaches {first}'s"], rows),
+        f"`make train`. Losses in nats per token on {VALIDATION * CONTEXT:,} held-out tokens, means of three points, at "
+        f"the end and after as many steps as the slower run has made; the last column is when a run reaches the last loss of "
+        f"`{first}`.",
+        table(["seed", "model", "steps", "last loss", "loss at equal steps", f"reaches {first}'s"], rows),
         table(["model", "parameters", "MiB in fp32"], weights),
     ]
-    if second == "moe":
+    if second != "pyramid":
         parts.append(verdicts(judged))
     else:
         fewer = sizes[first] / sizes[second]

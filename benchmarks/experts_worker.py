@@ -1,14 +1,16 @@
 """The contenders of the leg on experts, in a rank.
 
-layer    one layer's forward and backward: SYSTEM[:gated]. dense has the active products of k experts in one MLP; deepspeed is its
-         MoE, padded to the fullest expert, or with a capacity of 1 (it drops, and pads the others); mixtral:WAY is transformers'
-         block, whose experts are computed in that way
+layer    one layer's forward and backward: SYSTEM[:gated][, KIND]. dense has the active products of k experts in one MLP; deepspeed
+         is its MoE, padded to the fullest expert, or with a capacity of 1 (it drops, and pads the others); mixtral:WAY is
+         transformers' block, whose experts are computed in that way. skewed: half of the tokens prefer expert 0; bf16
+split    the same of a layer whose experts are split over the ranks, and the bytes that its rows have to send
 travel   a layer split over two ranks with a shared expert, and its parts
 model    a GPT's step: dense, or with experts (ep: split over the ranks); and `swap`, the exchanges of that alone
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,8 +33,14 @@ def layer(channel: Channel, system: str, num_experts: int, k: int) -> None:
     """A rank's target: times of forward and backward of one layer, whose gradients start empty each time."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    module, call = _LAYERS[system](num_experts, k)
-    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    name, _, kind = system.partition(", ")
+    module, call = _LAYERS[name](num_experts, k)
+    x = torch.randn(TOKENS, WIDTH)
+    if kind == "skewed":
+        x = _skewed(module, x)
+    if kind == "bf16":
+        module, x = module.bfloat16(), x.bfloat16()
+    x.requires_grad_()
 
     def steps(count: int) -> dict[str, Any]:
         times = []
@@ -43,6 +51,52 @@ def layer(channel: Channel, system: str, num_experts: int, k: int) -> None:
             module.zero_grad(set_to_none=True)
             x.grad = None
         return {"times": times}
+
+    channel.serve({"steps": steps})
+
+
+def _skewed(module: nn.Module, x: Tensor) -> Tensor:
+    """Tokens of which half prefer expert 0: the router's logits spread by 0.6, and those of expert 0 are 0.8 larger."""
+    direction = nn.functional.normalize(torch.randn(WIDTH), dim=0)
+    for name, param in module.named_parameters():
+        if name.endswith(("router.weight", "wg.weight")):
+            with torch.no_grad():
+                param[0] += 0.8 * direction
+    return x + direction
+
+
+def split(channel: Channel, system: str, num_experts: int, k: int) -> None:
+    """A rank's target: times of forward and backward of a layer whose experts are split over the ranks."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    world = int(os.environ["WORLD_SIZE"])
+    if system == "deepspeed":
+        module, call = _deepspeed(False, ep=world)(num_experts, k)
+    else:
+        import slipstream
+
+        slipstream.init_distributed(verbose=False)
+        module, call = _ours(num_experts, k)
+        blocks: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": world}}
+        blocks |= {"slipstream": {"transport": "gloo" if system.endswith("gloo") else "auto"}}
+        module = slipstream.initialize(model=module, config={"train_micro_batch_size_per_gpu": 1, **blocks})[0].module
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    params = [x, *module.parameters()]
+    counts = module(x)[2].view(world, -1).sum(1)
+    leaving = int(counts.sum() - counts[dist.get_rank()])
+    arriving = torch.zeros(world, dtype=torch.int64)
+    dist.all_to_all_single(arriving, counts.to(torch.int64))
+    rows = leaving + int(arriving.sum() - arriving[dist.get_rank()])  # there and, of the others' tokens, back
+
+    def steps(count: int) -> dict[str, Any]:
+        times = []
+        for _ in range(count):
+            dist.barrier()
+            start = time.perf_counter()
+            torch.autograd.grad(call(x), params, allow_unused=True)
+            times.append(time.perf_counter() - start)
+        return {"times": times, "bytes": 2 * rows * WIDTH * 4}  # forward and backward
 
     channel.serve({"steps": steps})
 
@@ -85,13 +139,13 @@ def _ours_gated(num_experts: int, k: int) -> Any:
     return module, _summed(module)
 
 
-def _deepspeed(drops: bool) -> Callable[[int, int], Any]:
+def _deepspeed(drops: bool, ep: int = 1) -> Callable[[int, int], Any]:
     def build(num_experts: int, k: int) -> Any:
         import deepspeed
         from deepspeed.moe.layer import MoE
 
         deepspeed.init_distributed("gloo", verbose=False)
-        module = MoE(WIDTH, mlp(4 * WIDTH), num_experts, k=k, drop_tokens=drops)
+        module = MoE(WIDTH, mlp(4 * WIDTH), num_experts, ep_size=ep, k=k, drop_tokens=drops)
         module.set_deepspeed_parallelism()
         return module, _summed(module)
 

@@ -1,13 +1,10 @@
-"""Tokens per second of a random Mixtral, most of whose weights are experts, on one process and on several that split these:
+"""The leg `serve-ranks`: tokens per second of a random Mixtral, most of whose weights are experts, on one process and on several.
 
-    python -m benchmarks.serve_ranks [--dtype int4] [--processes 2]
-
-One process has as many threads as the others have processes, so that all use the same cores. A median of interleaved rounds.
+One process has as many threads as the others have processes, so that all use the same cores. `--measure` is one contender.
 """
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,6 +14,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from benchmarks.legs import Options
+from benchmarks.report import Spread, table
 
 HIDDEN, INNER, LAYERS, EXPERTS, VOCAB = 1024, 3584, 4, 8, 4096
 BATCHES = (1, 8)  # sequences
@@ -95,33 +95,40 @@ def rates(folder: Path, dtype: str, kind: str, processes: int) -> dict[int, floa
     return {int(batch): float(rate) for batch, rate in (line.split() for line in lines if line)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", default="int4")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--split", help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        split = {options.split: options.processes} if options.split else {}
-        measure(options.measure, options.dtype, split, options.threads)
-        return
+def run(options: Options, dtype: str = "int4", processes: int = 2) -> str:
     kinds = ("one process", "ep_size", "moe_tp_size")
     found: dict[str, list[dict[int, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
-        for _ in range(options.rounds):
-            for kind in kinds:
-                found[kind].append(rates(Path(folder), options.dtype, kind, options.processes))
+        for turn in range(options.num_rounds(3)):
+            for kind in kinds[:: 1 if turn % 2 == 0 else -1]:
+                found[kind].append(rates(Path(folder), dtype, kind, processes))
+                print(f"  serve-ranks, {kind}: done", flush=True)
+    rows = []
     for batch in BATCHES:
-        base = statistics.median(one[batch] for one in found["one process"])
+        base = [one[batch] for one in found["one process"]]
         for kind, rounds in found.items():
             values = [one[batch] for one in rounds]
-            middle, spread = statistics.median(values), max(values) / min(values)
-            line = f"{options.dtype}, {batch} sequences, {kind:11}: {middle:7.1f} tokens/s"
-            print(f"{line}, {middle / base:.2f} of one, spread {spread:.2f}")
+            rows.append([str(batch), kind, Spread.of(values).show(1), Spread.ratio(values, base).show(2)])
+    return "\n\n".join(
+        (
+            f"A random Mixtral (width {HIDDEN:,}, {LAYERS} layers of {EXPERTS} experts of {INNER:,} features), {dtype}, on "
+            f"{processes} cores: one process of {processes} threads, or {processes} of one thread, which have whole experts "
+            f"(ep_size) or columns of each (moe_tp_size). {NEW} new tokens of each sequence; median (min-max) of the rounds.",
+            table(["sequences", "processes", "tok/s", "over one process"], rows),
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", default="int4")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--measure", required=True)
+    parser.add_argument("--split")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    measure(options.measure, options.dtype, {options.split: options.processes} if options.split else {}, options.threads)
 
 
 if __name__ == "__main__":

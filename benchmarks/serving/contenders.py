@@ -95,6 +95,14 @@ class Process:
         finally:
             self._worker.stop()
 
+    def expert_use(self) -> list[int]:
+        """The times that an expert was found in memory, and that it was not."""
+        self._worker.resume()
+        try:
+            return list(self._worker.call("expert_use"))
+        finally:
+            self._worker.stop()
+
     def close(self) -> None:
         self._worker.close()
 

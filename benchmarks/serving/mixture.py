@@ -164,12 +164,24 @@ def _shape() -> Shape:
     return Shape(layers * layer, CONFIG["vocab_size"] * width, 4 * width * layers, 4 * kv_width * layers)
 
 
+def _hits(use: list[int] | None) -> str:
+    return "" if not use or not sum(use) else f"{use[0] / sum(use):.0%}"
+
+
 def expert_share() -> float:
     """Of the model's bytes."""
     layers, width = CONFIG["num_hidden_layers"], CONFIG["hidden_size"]
     kv_width = width // CONFIG["num_attention_heads"] * CONFIG["num_key_value_heads"]
     experts = layers * CONFIG["num_local_experts"] * 3 * width * CONFIG["intermediate_size"]
     return experts / (experts + layers * 2 * width * (width + kv_width) + 2 * CONFIG["vocab_size"] * width)
+
+
+def _stored(thirds: int) -> Contender:
+    """Ours in int4, with so many thirds of its experts in memory and the others on disk."""
+    layers, width, experts = CONFIG["num_hidden_layers"], CONFIG["hidden_size"], CONFIG["num_local_experts"]
+    matrices = layers * experts * 3 * width * CONFIG["intermediate_size"]
+    nbytes = Shape(matrices, 0, 0, 0).weight_bytes("int4")
+    return dataclasses.replace(INT4, extra=(("expert_cache_bytes", f"{nbytes * thirds / 3 / 2**20:.0f}M"),))
 
 
 def _stream(seed: int, outputs: int) -> Trace:
@@ -183,7 +195,8 @@ def run(options: Options) -> str:
 
 
 def measure(run: Run) -> str:
-    contenders = (OURS, LLAMA, TRANSFORMERS, INT8, Q8, INT4, Q4)
+    stored = (_stored(1), _stored(2))
+    contenders = (OURS, LLAMA, TRANSFORMERS, INT8, Q8, INT4, Q4, *stored)
     outputs = 16 if run.quick else 128
     with run.fleet() as fleet:
         for contender in run.chosen(contenders):
@@ -192,6 +205,7 @@ def measure(run: Run) -> str:
             fleet.run(process, _stream(-1, 8))
         results = interleaved(run, fleet, {"stream": partial(_stream, outputs=outputs)})
         processes = list(fleet.running.values())
+        use = {each.contender.name: each.expert_use() for each in processes if each.contender in stored}
     rates = {name: [outcome.stream_rate for outcome in outcomes] for (_, name), outcomes in results.items()}
     reads = [limits.read for limits in run.limits]
 
@@ -209,6 +223,7 @@ def measure(run: Run) -> str:
             Spread.of(rates[process.contender.name]).show(1),
             f"{run.shape.weight_bytes(process.contender.precision) / 1e6:.0f}",
             f"{Spread.of(share(process.contender)).median:.0%}",
+            _hits(use.get(process.contender.name)),
         ]
         for process in processes
     ]
@@ -226,8 +241,10 @@ def measure(run: Run) -> str:
             f"A random Mixtral ({size}, {CONFIG['num_experts_per_tok']} active; {expert_share():.0%} of the bytes are experts') "
             f"from one bf16 copy; every contender has all cores. One stream, {outputs} tokens after 32, counted after the "
             f"first one; {run.rounds} rounds, median (min-max). Active bytes: those of a token's own experts and of all that is "
-            "dense, read once.",
-            table(["contender", "tok/s", "active MB", "share of read bandwidth"], [*rows, *absent(fleet)]),
+            "dense, read once. expert_cache_bytes: one or two thirds of the experts, the others on disk.",
+            table(
+                ["contender", "tok/s", "active MB", "share of read bandwidth", "experts found in memory"], [*rows, *absent(fleet)]
+            ),
             run.describe_limits(),
             contenders_table(processes, results),
             verdicts(targets),

@@ -32,6 +32,10 @@ def cores() -> list[int]:
 class System(ABC):
     facts: dict[str, Any]  # threads, precision, kernels (which ran), setting
 
+    def expert_use(self) -> list[int]:
+        """The times that an expert was found in memory, and that it was not."""
+        return [0, 0]
+
     @abstractmethod
     def run(self, feed: Feed) -> None:
         """Serve until `feed.over`. Calls `feed.take` for each token when a client could have it."""
@@ -47,6 +51,7 @@ class Ours(System):
         split: bool = True,
         prefix_caching: bool = True,
         token_interval: float | None = None,
+        expert_cache_bytes: str | None = None,
     ) -> None:
         import slipstream
         from slipstream.inference.engine import Engine
@@ -60,6 +65,7 @@ class Ours(System):
             token_budget=budget,
             prefix_caching=prefix_caching,
             token_interval=token_interval,
+            **({} if expert_cache_bytes is None else {"expert_cache_bytes": expert_cache_bytes}),
         )
         self._opened, self._engine = opened, opened.engine
         runner = opened.engine.runner
@@ -74,6 +80,10 @@ class Ours(System):
         setting = f"budget {budget}" + ("" if split else ", SplitFuse off") + ("" if prefix_caching else ", prefix cache off")
         setting += "" if token_interval is None else f", {token_interval * 1000:.0f} ms between tokens"
         self.facts = {"threads": runner.threads, "precision": precision, "kernels": opened.description, "setting": setting}
+
+    def expert_use(self) -> list[int]:
+        stats = self._engine.stats()
+        return [stats.expert_hits, stats.expert_misses]
 
     def run(self, feed: Feed) -> None:
         from slipstream.inference.core import Finish, SamplingParams
@@ -286,4 +296,4 @@ def serve(channel: Channel, kind: str, models: str, spawned: float, **options: A
         system.run(feed)
         return dataclasses.asdict(Outcome.of(feed, time.process_time() - cpu))
 
-    channel.serve({"facts": lambda: facts, "play": play})
+    channel.serve({"facts": lambda: facts, "play": play, "expert_use": system.expert_use})

@@ -1,6 +1,7 @@
 """Layers of experts in engines: expert parallelism at every ZeRO stage is one process, whatever ranks route where."""
 
 import copy
+import itertools
 import logging
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from slipstream import checkpoint, optim
 from slipstream.compat import groups
 from slipstream.compat import moe as deepspeed_moe
 from slipstream.compat.engine import initialize
+from slipstream.compat.utils import set_z3_leaf_module
 from slipstream.moe import MoE, dispatch, expert_loads
 from slipstream.parallel.exchange import Crossing, Exchange, swap
 from slipstream.world.watch import PeerError
@@ -420,6 +422,11 @@ def foreign_twin(kind: str, ranks: int) -> tuple[list[float], list[float], dict[
     return losses, norms, model.state_dict()
 
 
+LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"tp": 2, "tokens": True}, {"pp": 2}]
+BESIDE = list(zip(LAYOUTS, (3, 2, 1), strict=True))
+BESIDE_ALL = [each for each in itertools.product(LAYOUTS, range(4)) if each not in BESIDE]
+
+
 @distributed(world_size=4, transports=("shared", "gloo"))
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_ranks_of_a_replica_share_the_tokens_of_experts(transport: str, ep: int) -> None:
@@ -442,9 +449,56 @@ def test_experts_of_parts_of_a_sequence() -> None:
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "tokens": True}, {"pp": 2}], ids=str)
-def test_experts_beside_other_axes(layout: dict[str, Any]) -> None:
-    train_beside("Mixtral", layout)
+@pytest.mark.parametrize(("layout", "stage"), [*BESIDE, *(pytest.param(*each, marks=pytest.mark.slow) for each in BESIDE_ALL)])
+def test_experts_beside_other_axes(layout: dict[str, Any], stage: int) -> None:
+    train_beside("Mixtral", layout, stage)
+
+
+def mixtral_on(layout: dict[str, int], ep: int, stage: int, seed: int = 0) -> Any:
+    model = foreign("Mixtral")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(seed)
+    blocks = {"expert_parallel": {"enabled": True, "autoep_size": ep}, "slipstream": {"transport": "auto", "mesh": layout}}
+    return make(model, stage, **blocks)
+
+
+def mixtral_steps(engine: Any, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        inputs = {name: value[:2] for name, value in foreign_batch("", 0, step).items()}  # the same on each replica
+        if engine.mesh.pp.size > 1:
+            losses.append(engine.train_batch(iter([inputs])).item())
+        else:
+            loss = engine(**inputs).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def save_mixtral(path: Path) -> list[float]:
+    engine = mixtral_on({"tp": 2}, 2, 2)
+    mixtral_steps(engine, 0, 2)
+    engine.save_checkpoint(str(path), tag="x")
+    losses = mixtral_steps(engine, 2, 2)
+    engine.destroy()
+    return losses
+
+
+def resume_mixtral(path: Path, layout: dict[str, int], ep: int, stage: int) -> list[float]:
+    engine = mixtral_on(layout, ep, stage, seed=1)
+    engine.load_checkpoint(str(path), tag="x")
+    losses = mixtral_steps(engine, 2, 2)
+    engine.destroy()
+    return losses
+
+
+def test_a_mixture_moves_between_layouts(tmp_path: Path) -> None:
+    expected = run(4, save_mixtral, tmp_path)[0]
+    for ranks, layout, ep, stage in ((4, {"pp": 2}, 2, 1), (1, {}, 1, 0)):
+        found = run(ranks, resume_mixtral, tmp_path, layout, ep, stage)[0]
+        assert found == pytest.approx(expected, abs=2e-5), (layout, ep)
 
 
 @distributed(world_size=4)
@@ -455,14 +509,14 @@ def test_an_auxiliary_loss_is_that_of_all_layers_and_tokens(kind: str, layout: d
     train_beside(kind, layout)
 
 
-def train_beside(kind: str, layout: dict[str, Any]) -> None:
+def train_beside(kind: str, layout: dict[str, Any], stage: int = 1) -> None:
     mesh = {axis: size for axis, size in layout.items() if axis != "tokens"}
     replicas = 4 // math.prod(mesh.values())
     losses, norms, weights = foreign_twin(kind, replicas)
     extra = {"mesh": mesh, "tensor": {"sequence_parallel": "tokens" in layout}}
     size = 1 if len(mesh) > 1 else 2  # a stage has one rank of each slice
     blocks = {"expert_parallel": {"enabled": True, "autoep_size": size}, "slipstream": {"transport": "auto"} | extra}
-    engine = make(foreign(kind), 1, **blocks)
+    engine = make(foreign(kind), stage, **blocks)
     if "pp" in layout:
         results: Any = [], []
         for step in range(STEPS):
@@ -600,7 +654,7 @@ def test_an_all_to_all_that_is_not_awaited_does_no_harm(transport: str) -> None:
 
 
 class Balanced(nn.Module):
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float | None) -> None:
         super().__init__()
         self.moe = MoE(8, None, EXPERTS, k=1, ep_size=2, expert_size=8, balance_rate=rate)
 
@@ -698,6 +752,137 @@ def test_the_log_and_the_engine_have_the_load_of_all_ranks(transport: str) -> No
             assert line.endswith(" routes " + " ".join(map(str, routes)))
     else:
         assert not entries
+    engine.destroy()
+
+
+def placed(kind: str, ep: int = 2, **router: Any) -> Any:
+    return make(foreign(kind), 1, expert_parallel={"enabled": True, "autoep_size": ep} | router)
+
+
+ROUTER = {"top_k": 1, "route_norm": False, "route_scale": 1.5, "num_expert_groups": 2, "num_limited_groups": 2}
+OTHER = {"top_k": 3, "route_norm": True, "routed_scaling_factor": 0.5, "num_expert_groups": 1, "num_limited_groups": 1}
+FIXED = {"score_func": "sigmoid", "score_apply": "post", "expert_activation": "silu"}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("router", [ROUTER, OTHER])
+def test_router_settings_of_the_config(router: dict[str, Any]) -> None:
+    engine = placed("DeepseekV3", **router, **FIXED)
+    names = ["num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"]
+    FOREIGN["changed"] = FOREIGN["DeepseekV3"] | dict(zip(names, router.values(), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        import transformers
+
+        for part in ("Config", "ForCausalLM"):
+            patch.setattr(transformers, f"changed{part}", getattr(transformers, f"DeepseekV3{part}"), raising=False)
+        twin = foreign("changed")
+    del FOREIGN["changed"]
+    inputs = foreign_batch("", dist.get_rank(), 0)
+    torch.testing.assert_close(engine(**inputs).loss, twin(**inputs).loss)
+    assert [getattr(engine.module.config, name) for name in names] == list(router.values())
+    engine.destroy()
+    alike = {"top_k": 2, "route_norm": True, "route_scale": 1.0, "score_func": "softmax", "num_expert_groups": 1}
+    placed("Mixtral", **alike).destroy()  # what the model does anyway
+    torch.manual_seed(0)
+    ours = make(Balanced(None), 1, expert_parallel={"enabled": True, "autoep_size": 2, "top_k": 3, "load_balance_coeff": 0.5})
+    x = torch.randn(8, 8)
+    ours.backward(ours(x))
+    ours.step()
+    assert sum(ours.expert_load()["moe"].routes) == 48 and ours.module.moe.balance.abs().sum() > 0
+    ours.destroy()
+
+
+REFUSED = [
+    ("Mixtral", {"score_func": "sigmoid"}, r"score_func is 'sigmoid', and the router of this model has 'softmax'"),
+    ("Mixtral", {"route_norm": False}, "route_norm is False, and the router of this model has True"),
+    ("Mixtral", {"num_expert_groups": 2}, "num_expert_groups is 2"),
+    ("Mixtral", {"score_apply": "pre"}, "score_apply is 'pre', and the router of this model has 'post'"),
+    ("Mixtral", {"expert_activation": "gelu"}, "expert_activation is 'gelu', and the router of this model has 'silu'"),
+    ("Mixtral", {"load_balance_coeff": 0.01}, "moves a bias on the choice of experts, and this router has none"),
+    ("Olmoe", {"top_k": 5}, r"k \(5\) must lie in 1 to num_experts \(4\)"),
+    ("DeepseekV3", {"num_expert_groups": 3}, "num_groups must divide"),
+]
+
+
+@distributed(world_size=2)
+def test_a_router_that_cannot_do_what_the_config_says_is_refused() -> None:
+    for kind, router, text in REFUSED:
+        with pytest.raises(ValueError, match=text):
+            placed(kind, **router)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("half", [False, True])
+def test_the_config_balances_the_experts_of_an_unmodified_model(half: bool) -> None:
+    model = foreign("DeepseekV3")
+    router = model.model.layers[1].mlp.gate
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight.mul_(20)
+        router.e_score_correction_bias.fill_(0.5)
+    blocks = {"expert_parallel": {"enabled": True, "autoep_size": 2, "load_balance_coeff": 2**-12}}
+    engine = make(model, 2, **blocks, **({"bf16": {"enabled": True}} if half else {}))
+    bias, moved = torch.full((EXPERTS,), 0.5), 0
+    for step in range(8):
+        engine.backward(engine(**foreign_batch("", dist.get_rank(), step)).loss)
+        engine.step()
+        load = torch.tensor(engine.expert_load()["model.layers.1.mlp.experts"].routes, dtype=torch.float32)
+        bias += (load.mean() - load).sign() * 2**-12
+        moved += int((load.mean() != load).sum())
+        torch.testing.assert_close(router.e_score_correction_bias.float(), bias.to(router.e_score_correction_bias.dtype).float())
+    assert moved > 20 and (router.e_score_correction_bias.dtype == torch.bfloat16) == half
+    assert (bias - 0.5).abs().max() > 3 * 2**-12  # single steps are less than half a unit of bf16
+    engine.destroy()
+
+
+class Faulty(nn.Module):
+    """Our layer, DeepSpeed's and one of transformers behind a dense one; the router of one has logits that are not finite."""
+
+    def __init__(self, faulty: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.ours = MoE(32, None, EXPERTS, k=1, ep_size=2, expert_size=8)
+        self.theirs = deepspeed_moe.MoE(32, nn.Linear(32, 32), EXPERTS, ep_size=2, k=1, use_rts=False)
+        self.foreign = foreign("Mixtral").model.layers[0].mlp
+        if faulty:
+            with torch.no_grad():
+                self.get_parameter(faulty).fill_(1e38)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return (self.ours(h)[0] + self.theirs(h)[0] + self.foreign(h[None])[0]).square().mean()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("faulty", "layer"),
+    [
+        ("ours.router.weight", "ours"),
+        ("theirs.deepspeed_moe.gate.wg.weight", "theirs.deepspeed_moe"),
+        ("foreign.gate.weight", "foreign.experts"),
+        ("", ""),
+    ],
+)
+def test_a_router_whose_logits_are_not_finite_is_named(faulty: str, layer: str) -> None:
+    torch.manual_seed(0)
+    half = {"enabled": True, "loss_scale": 1}
+    engine = make(Faulty(faulty), 1, fp16=half, expert_parallel={"enabled": True, "autoep_size": 2})
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slipstream").addHandler(handler)
+    x = torch.randn(6, 8)
+    if dist.get_rank():
+        x[1, 1] = torch.nan if not faulty else 1.0  # without a faulty router, NaN comes from the data
+    engine.backward(engine(x.half()))
+    engine.step()
+    logging.getLogger("slipstream").removeHandler(handler)
+    assert not engine.step_applied
+    if dist.get_rank() == 0:
+        text = next(record for record in records if "is not finite" in record)
+        assert ("the router of" in text) == bool(faulty) and "skipped" in text
+        assert not faulty or f"the router of {layer!r} has NaN or infinite logits for 6 tokens that are finite" in text, text
+    lost = {name: load.lost for name, load in engine.expert_load().items()}
+    assert lost == {name: 12 if name == layer else 0 for name in lost}
     engine.destroy()
 
 
@@ -1067,34 +1252,52 @@ def test_bytes_are_those_of_the_tokens_that_travel(transport: str, ep: int) -> N
     engine.destroy()
 
 
-class Branches(nn.Module):
-    """Experts that know nothing of each other: a module for each, of which a rank runs one."""
+class Choice(nn.Module):
+    """A module for each expert, of which a rank runs one."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.inp = nn.Linear(8, 8)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.name = name
+        self.add_module(name, nn.ModuleList(nn.Linear(8, 8) for _ in range(2)))
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
-        return self.experts[expert](self.inp(x)).square().mean()
+        result: Tensor = getattr(self, self.name)[expert](x)
+        return result
+
+
+class Branches(nn.Module):
+    """Experts that know nothing of each other, in a layer of their own, in a repeated one, or in the model itself."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 8)
+        self.layer = Choice("paths" if where == "marked" else "experts") if where in ("layer", "marked") else None
+        if where == "marked":
+            set_z3_leaf_module(self.layer, True)
+        self.layers = nn.ModuleList(Choice("experts") for _ in range(2)) if where == "layers" else []
+        if where in ("model", "unmarked"):
+            self.add_module("experts" if where == "model" else "paths", nn.ModuleList(nn.Linear(8, 8) for _ in range(2)))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        h = self.inp(x)
+        for layer in [*([] if self.layer is None else [self.layer]), *self.layers]:
+            h = layer(h, expert)
+        chosen = getattr(self, "paths", getattr(self, "experts", None))
+        return (h if chosen is None else chosen[expert](h)).square().mean()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_ranks_may_run_different_modules_if_their_weights_are_there(transport: str) -> None:
+@pytest.mark.parametrize("where", ["model", "layer", "layers", "marked"])
+def test_ranks_may_run_different_experts_of_a_list(transport: str, where: str) -> None:
     rank = dist.get_rank()
     for stage in cases.stages(transport):
         torch.manual_seed(0)
-        model, reference = Branches(), Branches()
+        model, reference = Branches(where), Branches(where)
         reference.load_state_dict(model.state_dict())
         sgd = {"type": "SGD", "params": {"lr": 0.5}}
         engine = make(model, stage, transport, optimizer=sgd, gradient_clipping=0)
-        if (stage, transport) == (3, "gloo"):  # experts are blocks, which are gathered from all ranks
-            with pytest.raises(PeerError, match="ranks took different branches in the model"):
-                engine(batch(rank, 0), rank)
-            engine.destroy()
-            continue
         plain = torch.optim.SGD(reference.parameters(), lr=0.5)
-        for step in range(2):
+        for step in range(3):
             engine.backward(engine(batch(rank, step), (rank + step) % 2))
             engine.step()
             plain.zero_grad()
@@ -1125,3 +1328,11 @@ def test_experts_over_ranks_step_by_signs_as_far_as_on_each_rank(kind: str, tran
         engine.destroy()
     for alone, apart in moved.values():
         assert 0.8 < apart / alone < 1.25, moved
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_modules_of_a_list_that_is_none_of_experts_are_blocks(transport: str) -> None:
+    engine = make(Branches("unmarked"), 3, transport)
+    with pytest.raises(PeerError, match=r"ranks took different branches in the model(.|\n)*set_z3_leaf_module\(module, True\)"):
+        engine(batch(dist.get_rank(), 0), dist.get_rank())
+    engine.destroy()

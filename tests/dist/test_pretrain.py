@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from slipstream import checkpoint
 from tests.dist.test_launch_agents import Launcher, launcher
 
 __all__ = ["launcher"]  # a fixture
@@ -88,3 +90,10 @@ def test_a_mixture_of_experts_trains_and_resumes_whole(launcher: Launcher, tmp_p
     code, out, err = launcher.run(*command, "--steps", "16", "--resume")
     assert code == 0, err
     assert figure(r"bits per byte +([\d.]+) ", out) < first
+    history = checkpoint.load_metadata(str(tmp_path / "out" / "checkpoints"), "step16").shared["client"]["history"]
+    assert len(history["loads"]) == len(history["steps"]) >= 4 and history["steps"][-1] == 16, "both runs"
+    for loads in history["loads"]:  # of each expert over the layer's mean
+        layers = [loads[i : i + 4] for i in range(0, len(loads), 4)]
+        assert len(layers) == 3 and all(sum(each) == pytest.approx(4) and min(each) >= 0 for each in layers)
+    width, height = struct.unpack(">II", (tmp_path / "out" / "loss.png").read_bytes()[16:24])
+    assert (width, height) == (960, 900), "the picture of the loads is below that of the losses, which has 540 lines"

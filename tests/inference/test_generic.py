@@ -201,10 +201,74 @@ def test_quantized_by_dtype(kind: str, tmp_path: Any) -> None:
     assert len(answers[0]) == 6 and model.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "GptOss"])
+def test_stacked_experts_are_quantized(name: str, kind: str) -> None:
+    """An expert's matrices are those of its rows; a model with the rounded weights computes the same."""
+    model = tiny(name, **MIXTURES[name])
+    twin, packed = copy.deepcopy(model), quantize_model(copy.deepcopy(model), kind, torch.float32)
+    plain = {path: module for path, module in twin.named_modules() if hasattr(module, "is_transposed")}
+    stacks = {path: module for path, module in packed.named_modules() if isinstance(module, PackedExperts)}
+    assert stacks and stacks.keys() == {f"{path}" for path in plain}
+    with torch.no_grad():
+        for path, module in packed.named_modules():
+            if isinstance(module, PackedLinear) and ".experts." not in path:
+                twin.get_submodule(path).weight.copy_(module.weight)
+        for path, stack in stacks.items():
+            assert not any(parameter.numel() for parameter in stack.parameters())
+            for part, weights in ((stack.first, plain[path].gate_up_proj), (stack.down, plain[path].down_proj)):
+                for expert, weight in zip(part, weights, strict=True):
+                    assert expert.kind.__name__.lower() == kind
+                    weight.copy_(expert.weight.T if plain[path].is_transposed else expert.weight)
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(packed(ids).logits, twin(ids).logits, rtol=1e-3, atol=1e-3)
+    with slipstream.init_inference(model, dtype=kind, device="cpu", max_context=32) as engine:
+        assert len(engine.generate([3, 1, 4, 1, 5], max_new_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_a_live_model_with_layers_of_the_callers_own_is_served() -> None:
+    """PR-MoE: slipstream.moe.MoE and DeepSpeed's layer with a residual branch, in place of a Llama's MLPs."""
+
+    class Mixture(torch.nn.Module):
+        def __init__(self, moe: torch.nn.Module) -> None:
+            super().__init__()
+            self.moe = moe
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.moe(x)[0]
+            return out
+
+    model = tiny("Llama", **SIZES).eval()
+    width = model.config.hidden_size
+    mlp = torch.nn.Sequential(torch.nn.Linear(width, 16), torch.nn.GELU(), torch.nn.Linear(16, width))
+    model.model.layers[0].mlp = Mixture(MoE(width, None, 4, k=1, expert_size=16, residual=torch.nn.Linear(width, width)))
+    model.model.layers[1].mlp = Mixture(DeepSpeedMoE(width, mlp, 2, k=1, use_residual=True, eval_capacity_factor=4.0))
+    model.eval()
+    ids = [3, 1, 4, 1, 5]
+    with slipstream.init_inference(model, dtype="fp32", device="cpu", max_context=32, moe={"type": "residual"}) as engine:
+        assert "transformers' forward" in engine.description
+        found = engine.generate(ids, max_new_tokens=6, temperature=0.0, ignore_eos=True).token_ids
+    for _ in range(6):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert list(found) == ids[5:]
+    with pytest.raises(ValueError, match="need the native kernels: the LlamaForCausalLM has modules of its own"):
+        slipstream.init_inference(model, device="cpu", expert_cache_bytes="1M")
+    with pytest.raises(ValueError, match="the kinds are standard and residual"):
+        slipstream.init_inference(model, device="cpu", moe={"type": "other"})
+
+
 def test_what_is_not_quantized() -> None:
-    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    with pytest.raises(UnsupportedModel, match=r"int8 would leave .* of OlmoeForCausalLM .*experts.gate_up_proj: \[4, "):
-        quantize_model(tiny("Olmoe", **sizes), "int8")
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = torch.nn.Parameter(torch.ones(9, 96, 96))
+
+    odd = tiny("Llama", **SIZES)
+    odd.model.layers[0].mlp.more = Stack()
+    with pytest.raises(UnsupportedModel, match=r"int8 would leave .* of LlamaForCausalLM .*mlp.more.stack: \[9, "):
+        quantize_model(odd, "int8")
     model = tiny("OPT", **CASES["opt"][1])
     model.config.num_local_experts = 96  # as many as fc1 has outputs, which makes it a router
     assert {name for *_, name, _ in _matrices(model)} == {"q_proj", "k_proj", "v_proj", "out_proj", "fc2", "lm_head"}

@@ -206,17 +206,18 @@ def test_results_are_of_commits_before_this_one() -> None:
 
 
 def test_a_curve_says_when_it_reaches_a_loss() -> None:
-    curve = Curve([0.0, 1.0, 2.0, 3.0], [4.0, 4.0, 1.0, 1.0], 3, 1)  # smoothed: 4, 4, 3, 2
+    curve = Curve([0.0, 1.0, 2.0, 3.0], [4.0, 4.0, 1.0, 1.0], 30, 1, [0, 10, 20, 30])  # smoothed: 4, 4, 3, 2
     assert [curve.reaches(loss) for loss in (4.5, 4.0, 3.5, 2.0, 1.9)] == [0.0, 0.0, 1.5, 3.0, float("inf")]
+    assert [curve.at(step) for step in (0, 10, 15, 30, 40)] == [4.0, 4.0, 3.5, 2.0, 2.0]
 
 
 def test_mixtures_have_the_active_parameters_of_the_dense_model() -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'slipstream[examples]'")
-    models = {system: experts_quality.build(system, 64) for system in ("dense", "moe", "pyramid")}
+    models = {system: experts_quality.build(system, 64) for system in ("dense", "moe", "shared", "pyramid")}
     mlp = sum(param.numel() for param in models["dense"].blocks[0].mlp.parameters())
-    for system, experts in {"moe": (8, 8, 8), "pyramid": (2, 2, 4)}.items():
+    for system, experts in {"moe": (8, 8, 8), "shared": (8, 8, 8), "pyramid": (2, 2, 4)}.items():
         for block, num in zip(models[system].blocks, experts, strict=True):
             moe = block.mlp.moe
             each = sum(param.numel() for param in moe.experts.parameters()) // num
-            dense = sum(param.numel() for param in moe.residual.parameters()) if moe.residual is not None else 0
+            dense = sum(param.numel() for module in (moe.residual, moe.shared) if module for param in module.parameters())
             assert moe.num_experts == num and moe.k * each + dense == mlp

@@ -94,8 +94,6 @@ def asking(switch: Key) -> Any:
         "data_types.buffer_dtype": "bf16",
         "data_types.keep_in_fp32_modules": ["lm_head"],
         "weight_quantization.enabled": True,
-        **{f"expert_parallel.{name}": "x" for name in ("score_apply", "score_func", "expert_activation")},
-        "expert_parallel.route_norm": True,
         "weight_quantization.quantized_initialization": {"num_bits": 4},
         "weight_quantization.post_init_quant": {"fc": {"num_bits": 4}},
     }

@@ -492,3 +492,17 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out, loss, _ = self.layer(x)
         return x + out + loss
+
+
+def test_scripts_tell_experts_parameters_from_dense_ones() -> None:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    ours = MoE(8, None, 4, ep_size=2, shared=nn.Linear(8, 8))
+    marked = {name for name, param in ours.named_parameters() if deepspeed_moe.is_moe_param(param)}
+    assert marked == {name for name, _ in ours.named_parameters() if name.startswith("experts.")} and len(marked) == 2
+    assert {param.group_name for param in ours.experts.parameters()} == {"ep_size_2"}
+    groups = deepspeed_moe.split_params_into_different_moe_groups_for_optimizer({"params": list(ours.parameters()), "name": "x"})
+    assert [(group["name"], len(group["params"])) for group in groups] == [("x", 3), ("ep_size_2", 2)]
+    foreign = MixtralSparseMoeBlock(MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=6))
+    assert [deepspeed_moe.has_moe_layers(each) for each in (ours, foreign, nn.Linear(1, 1))] == [(True, 4), (True, 6), (False, 0)]

@@ -28,16 +28,20 @@ def saved(kind: str, folder: Path, **changes: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(("kind", "mixture"), [("Llama", "Mixtral"), ("Mistral", "Mixtral"), ("Qwen3", "Qwen3Moe")])
+@pytest.mark.parametrize(
+    ("kind", "mixture"), [("Llama", "Mixtral"), ("Mistral", "Mixtral"), ("Qwen2", "Qwen2Moe"), ("Qwen3", "Qwen3Moe")]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_mixture_begins_as_the_dense_model(kind: str, mixture: str, tied: bool, tmp_path: Path) -> None:
     dense = saved(kind, tmp_path / "dense", tie_word_embeddings=tied)
-    assert cli.main(["convert", str(tmp_path / "dense"), str(tmp_path / "moe"), "--upcycle", "4"]) == 0
+    k = ["--top-k", "3"] if tied else []
+    assert cli.main(["convert", str(tmp_path / "dense"), str(tmp_path / "moe"), "--upcycle", "4", *k]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "moe")).eval()
     assert type(model).__name__ == f"{mixture}ForCausalLM"
     ids = torch.arange(20).view(2, 10)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, dense(ids).logits)
+    assert model.config.num_experts_per_tok == model.model.layers[0].mlp.gate.top_k == (3 if tied else 2)
     experts = model.model.layers[0].mlp.experts
     assert experts.num_experts == 4 and torch.equal(experts.down_proj[0], experts.down_proj[3])
     router = model.model.layers[1].mlp.gate.weight
@@ -47,6 +51,7 @@ def test_the_mixture_begins_as_the_dense_model(kind: str, mixture: str, tied: bo
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 28}),
         ("Qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
         ("Mistral", {"sliding_window": 4}),
@@ -67,8 +72,9 @@ def test_models_without_a_mixture_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"MixtralForCausalLM has no bias for 'model\.layers\.0\.self_attn"):
         convert(tmp_path / "biased", tmp_path / "x", "hf", num_experts=4)
     saved("Llama", tmp_path / "dense")
-    with pytest.raises(CheckpointError, match="a token uses 2 experts"):
-        convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=1)
+    for num_experts, k in ((1, 2), (4, 5), (4, 0)):
+        with pytest.raises(CheckpointError, match=f"--upcycle {num_experts}: a token uses {k} experts"):
+            convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=num_experts, top_k=k)
     with pytest.raises(CheckpointError, match="for Hugging Face folders"):
         convert(tmp_path / "dense", tmp_path / "x", "slipstream", num_experts=4)
     saved("Qwen3", tmp_path / "mixed", use_sliding_window=True, sliding_window=4, max_window_layers=1)
@@ -79,6 +85,8 @@ def test_models_without_a_mixture_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the model is quantized"):
         convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=4)
     saved("Olmo", tmp_path / "olmo")
-    with pytest.raises(CheckpointError, match="a model of type 'olmo' has no mixture of experts; use one of llama, mistral, qwen3"):
+    with pytest.raises(
+        CheckpointError, match="a model of type 'olmo' has no mixture of experts; use one of llama, mistral, qwen2, qwen3"
+    ):
         convert(tmp_path / "olmo", tmp_path / "x", "hf", num_experts=4)
     assert not (tmp_path / "x").exists()

@@ -23,7 +23,7 @@ from slipstream.checkpoint.document import METADATA, Document, Entry
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.load import retry_if_replaced
 from slipstream.checkpoint.save import save
-from slipstream.checkpoint.upcycle import upcycle
+from slipstream.checkpoint.upcycle import USED, upcycle
 from slipstream.checkpoint.values import decode, encode
 from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of, read_header
 from slipstream.config.huggingface import read_config
@@ -42,13 +42,14 @@ def convert(
     max_shard_size: int | str = "5GB",
     like: str | os.PathLike[str] | None = None,
     num_experts: int | None = None,
+    top_k: int = USED,
 ) -> Path:
     """Convert the checkpoint `source` to `target` and return the folder written.
 
     source: one checkpoint, a directory of checkpoints (`tag` selects one, None the latest), or a Hugging Face folder. dtype: of
     the parameters in a Hugging Face folder; None keeps the stored one. like: a Hugging Face folder of the same model, from which
-    configuration and tokenizer are copied. num_experts: write a mixture of so many experts, each a copy of the model's MLP. Raises
-    CheckpointError, with nothing written.
+    configuration and tokenizer are copied. num_experts: write a mixture of so many experts, copies of the model's MLP, of which a
+    token uses `top_k`. Raises CheckpointError, with nothing written.
     """
     cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
     source, target = Path(os.path.abspath(source)), Path(target)
@@ -57,7 +58,7 @@ def convert(
         path = _find(source, tag)
         with closing(BoxReader(path, _of_hf(path) if _is_hf(path) else read_document(path))) as stored:
             if to == "hf":
-                _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like), num_experts)
+                _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like), num_experts, top_k)
                 return target
             if cast is not None or like is not None or num_experts is not None:
                 raise CheckpointError(f"dtype, like and num_experts are for Hugging Face folders; to={to!r} keeps every tensor")
@@ -115,14 +116,20 @@ def _named(source: BoxReader, kind: str) -> dict[str, str]:
 
 
 def _to_hf(
-    source: BoxReader, target: Path, dtype: torch.dtype | None, shard_nbytes: int, like: Path | None, num_experts: int | None
+    source: BoxReader,
+    target: Path,
+    dtype: torch.dtype | None,
+    shard_nbytes: int,
+    like: Path | None,
+    num_experts: int | None,
+    top_k: int,
 ) -> None:
     tensors = _weights(source, dtype)
     config, texts = _shared(source).get("model_config"), dict[str, str | bytes]()
     if num_experts is not None:
         if like is not None and config is None:
             config = read_config(like / "config.json")
-        tensors, config = upcycle(tensors, config or {}, num_experts)
+        tensors, config = upcycle(tensors, config or {}, num_experts, top_k)
     if config is not None:
         texts |= pretrained.describe(config, None, dtype or next(iter(tensors.values())).dtype)
     if like is not None:

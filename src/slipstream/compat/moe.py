@@ -7,7 +7,7 @@ nothing is padded. Experts are stacked: their parameters have the names of one e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from slipstream.moe import Experts, ExpertStack, Routes, gate, mix_residual
 from slipstream.moe.dispatch import Meanwhile
 from slipstream.moe.grouped import without_autocast
+from slipstream.moe.huggingface import is_foreign
 from slipstream.moe.layer import Branch, on_the_way
 from slipstream.moe.load import LoadMeter
 
@@ -98,7 +99,7 @@ class MOELayer(nn.Module):
         self.meter.keep(loss)
         self.exp_counts = routes.counts
         if self.training and torch.is_grad_enabled():
-            self.meter.record(routes.counts, routes.kept, loss)
+            self.meter.record(routes.counts, tokens, routes.weights, routes.kept, loss)
         out: Tensor = self.experts(tokens, routes, meanwhile)
         return out.view_as(hidden_states), loss
 
@@ -149,8 +150,6 @@ class MoE(nn.Module):
             top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )
         experts = Experts(ExpertStack(expert, num_experts), ep_size, is_sliced=enable_expert_tensor_parallelism)
-        for param in experts.parameters():
-            vars(param).update(allreduce=False, group_name=self.expert_group_name)
         self.deepspeed_moe = MOELayer(router, experts)
         if use_residual:
             self.mlp = expert
@@ -169,12 +168,12 @@ class MoE(nn.Module):
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a model has a layer of experts, and the number of experts of the first one."""
-    numbers = [module.num_experts for module in m.modules() if isinstance(module, Experts)]
+    numbers: list[int] = [layer.num_experts for layer in cast(Any, m.modules()) if isinstance(layer, Experts) or is_foreign(layer)]
     return bool(numbers), numbers[0] if numbers else 0
 
 
 def is_moe_param(param: Any) -> bool:
-    """Whether a parameter is an expert's of `MoE`."""
+    """Whether a parameter is an expert's of `MoE`, or of transformers' experts in an engine."""
     return getattr(param, "allreduce", True) is False
 
 

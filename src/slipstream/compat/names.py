@@ -305,7 +305,7 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's optimizer; Slipstream's kernels step it",
     "deepspeed.ops.lamb.FusedLamb, OnebitAdam, OnebitLamb": "correct biases: LAMB before it computes the norm, as in the paper",
     "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` raises",
-    "deepspeed.utils.set_z3_leaf_modules": "only marks modules: blocks are gathered as a unit, so their modules are leaves",
+    "deepspeed.utils.set_z3_leaf_modules": "marks modules to gather as a unit; blocks and layers of experts are without it",
     "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
     "deepspeed.moe.layer.MoE": "stacks its experts: a parameter of one is `...experts.stack.expert.NAME` with a leading dimension. "
     "Nothing is padded to the capacity; random draws of the gate come in another order",

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from slipstream.compat.accelerator import get_accelerator
 from slipstream.compat.comm import get_rank
+from slipstream.zero.wrap import is_leaf
 
 logger = logging.getLogger("slipstream")  # the parent of all of Slipstream's loggers
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
@@ -96,7 +97,7 @@ class OnDevice:
         self._stack.close()
 
 
-# -- leaf modules: Slipstream gathers whole blocks, so modules inside them are leaves anyway; the marks only answer queries --
+# -- leaf modules: blocks are gathered as a whole, so modules inside them are leaves anyway; a marked module outside is a block --
 
 
 def set_z3_leaf_modules(
@@ -142,7 +143,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    return bool(vars(model).get("_z3_leaf", False))
+    return is_leaf(model)
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:

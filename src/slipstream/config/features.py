@@ -74,11 +74,11 @@ _BY_MODEL = "a model's experts are found by their class, and computed by grouped
 _BY_EXCHANGE = "the transport of the ranks decides how tokens travel; counts are exact, without a buffer of a fixed size"
 
 
+_ROUTERS = "the model's own."
+_FIXED = "Must be what the model does: another value is refused."
+
+
 class ExpertParallel(Block):
-    feature = Feature(
-        "another router than the model's",
-        "drop the key: the model's config sets its router, and slipstream.moe.MoE has the same options for a model of your own",
-    )
     enabled: bool = honored(
         False, "Split the experts of each layer over `autoep_size` ranks.", "test_an_unmodified_model_of_experts"
     )
@@ -96,9 +96,13 @@ class ExpertParallel(Block):
     router_pattern: str | None = no_effect(None, _BY_MODEL)
     use_grouped_mm: bool = no_effect(True, _BY_MODEL)
     disable_triton_grouped_mm: bool = no_effect(False, _BY_MODEL)
-    route_norm: bool | None = switch(None)
-    route_scale: Real = switch(1.0, off=(1.0,))
-    score_apply: str = switch("auto", off=("auto",))
+    route_norm: bool | None = honored(
+        None, f"Whether a token's weights add up to 1; null: {_ROUTERS}", "test_router_settings_of_the_config"
+    )
+    route_scale: Real = honored(1.0, f"Factor of the weights; 1: {_ROUTERS}", "test_router_settings_of_the_config")
+    score_apply: Literal["auto", "pre", "post"] = honored(
+        "auto", f"Where weights apply: to outputs (post). {_FIXED}", "test_router_settings_of_the_config"
+    )
     combine_impl: str = no_effect("auto", _BY_MODEL)
     row_weighting_impl: str = no_effect("auto", _BY_MODEL)
     gate_up_impl: str = no_effect("separate", _BY_MODEL)
@@ -106,12 +110,23 @@ class ExpertParallel(Block):
     comm_num_sm: Size = no_effect(12, _BY_EXCHANGE)
     comm_qp_margin: Size = no_effect(4, _BY_EXCHANGE)
     comm_max_tokens_per_rank: Size = no_effect(0, _BY_EXCHANGE)
-    num_expert_groups: Count | None = switch(None)
-    num_limited_groups: Count | None = switch(None)
-    score_func: str = switch("auto", off=("auto",))
-    top_k: Int | str = switch("auto", off=("auto",))
-    load_balance_coeff: Real | None = switch(None)
-    routed_scaling_factor: Real | str = switch("auto", off=("auto",))
+    num_expert_groups: Count | None = honored(None, f"Groups of experts; null: {_ROUTERS}", "test_router_settings_of_the_config")
+    num_limited_groups: Count | None = honored(
+        None, f"Groups that a token uses; null: {_ROUTERS}", "test_router_settings_of_the_config"
+    )
+    score_func: Literal["auto", "softmax", "sigmoid"] = honored(
+        "auto", f"The router's scores. {_FIXED}", "test_router_settings_of_the_config"
+    )
+    top_k: Count | Literal["auto"] = honored("auto", f"Experts of a token; auto: {_ROUTERS}", "test_router_settings_of_the_config")
+    load_balance_coeff: Positive | None = honored(
+        None,
+        "Step by which a bias on the choice of experts moves against their load after each update; the router must have the bias "
+        "(DeepSeek-V3 and its like, `slipstream.moe.MoE`). null: biases rest.",
+        "test_the_config_balances_the_experts_of_an_unmodified_model",
+    )
+    routed_scaling_factor: Positive | Literal["auto"] = honored(
+        "auto", "As `route_scale`, before it.", "test_router_settings_of_the_config"
+    )
     expert_w1: str | None = no_effect(None, _BY_MODEL)
     expert_w2: str | None = no_effect(None, _BY_MODEL)
     expert_w3: str | None = no_effect(None, _BY_MODEL)
@@ -120,7 +135,7 @@ class ExpertParallel(Block):
     has_shared_experts: bool | None = no_effect(None, _BY_MODEL)
     shared_experts_pattern: str | None = no_effect(None, _BY_MODEL)
     shared_experts_gate_pattern: str | None = no_effect(None, _BY_MODEL)
-    expert_activation: str | None = switch(None)
+    expert_activation: str | None = honored(None, f"The experts' activation. {_FIXED}", "test_router_settings_of_the_config")
 
 
 class Pipeline(Block):

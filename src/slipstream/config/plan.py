@@ -112,11 +112,27 @@ class PipelinePlan:
     recompute_interval: int = key("pipeline.activation_checkpoint_interval")  # layers that are recomputed together; 0: the module's
 
 
+def _unless_auto(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
     """How layers of experts are split over ranks."""
 
     size: int = key("expert_parallel.autoep_size")
+    # settings of routers; None: the model's own
+    top_k: int | None = key("expert_parallel.top_k", read=_unless_auto)
+    route_norm: bool | None = key("expert_parallel.route_norm")
+    route_scale: float | None = of(
+        Json("expert_parallel.route_scale"), Json("expert_parallel.routed_scaling_factor", read=_unless_auto)
+    )
+    num_expert_groups: int | None = key("expert_parallel.num_expert_groups")
+    num_limited_groups: int | None = key("expert_parallel.num_limited_groups")
+    score_func: str | None = key("expert_parallel.score_func", read=_unless_auto)
+    score_apply: str | None = key("expert_parallel.score_apply", read=_unless_auto)
+    expert_activation: str | None = key("expert_parallel.expert_activation")
+    balance_rate: float | None = key("expert_parallel.load_balance_coeff")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -132,7 +132,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         mesh=mesh,
         pipeline=values.section(PipelinePlan),
         tensor=values.section(TensorPlan),
-        experts=values.section(ExpertPlan, size=values["expert_parallel.autoep_size"] if values["expert_parallel.enabled"] else 1),
+        experts=_experts(values),
         batch=batch,
         zero=values.section(ZeroPlan, error_beta=_error_beta(values)),
         local_steps=values.section(LocalStepsPlan),
@@ -245,6 +245,13 @@ class Values:
         if self.is_auto(path):
             return f"auto: {AUTO[path].text}" if path in AUTO else "auto: the default"
         return self.origin(path) if self.is_given(path) else "default"
+
+
+def _experts(values: Values) -> ExpertPlan:
+    if not values["expert_parallel.enabled"]:
+        return ExpertPlan(**{field.name: 1 if field.name == "size" else None for field in fields(ExpertPlan)})
+    scale, model_scale = values["expert_parallel.route_scale"], values["expert_parallel.routed_scaling_factor"]
+    return values.section(ExpertPlan, route_scale=(None if scale == 1 else scale) if model_scale == "auto" else model_scale)
 
 
 def _overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ There are two ways; the first is used if its logits match the second's, which is
 
 Models with other state than keys and values (Mamba, hybrids, encoder-decoders) raise UnsupportedModel.
 
-`quantize_model` replaces matrices by int8 or int4 ones, which are dequantized at each use, a slice at a time. This saves memory. It
+`quantize_model` replaces matrices, those of stacked experts included, by int8 or int4 ones, which are dequantized at each use, a slice at a time. This saves memory. It
 saves time only on CPUs without bf16 instructions (no AVX-512), where products in bf16 are slow.
 """
 
@@ -352,19 +352,60 @@ class PackedLinear(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
+class PackedExperts(nn.Module):
+    """Replaces transformers' module of experts, whose weights are stacks: an expert's matrices are packed by themselves."""
+
+    def __init__(self, source: Any, pack: Callable[[Tensor, Tensor | None], PackedLinear]):
+        super().__init__()
+        self.source = source  # of its activation; it keeps no weights
+        self.first = self._packed("gate_up_proj" if source.has_gate else "up_proj", pack)
+        self.down = self._packed("down_proj", pack)
+
+    def _packed(self, name: str, pack: Callable[[Tensor, Tensor | None], PackedLinear]) -> nn.ModuleList:
+        source = self.source
+        weights, biases = getattr(source, name), getattr(source, f"{name}_bias") if source.has_bias else None
+        experts = nn.ModuleList()
+        for i, weight in enumerate(weights):
+            matrix = weight.T.contiguous() if source.is_transposed else weight
+            experts.append(pack(matrix, None if biases is None else biases[i]))
+        setattr(source, name, None)
+        return experts
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [T, d], top_k_index and top_k_weights [T, k] -> [T, d]; sums are fp32."""
+        source, out = self.source, torch.zeros(hidden_states.shape, device=hidden_states.device)
+        for expert in top_k_index.unique().tolist():
+            tokens, routes = (top_k_index == expert).nonzero(as_tuple=True)
+            hidden = self.first[expert](hidden_states[tokens])
+            hidden = source._apply_gate(hidden) if source.has_gate else source.act_fn(hidden)
+            weights = top_k_weights[tokens, routes, None].float()
+            out.index_add_(0, tokens, self.down[expert](hidden).float() * weights)
+        return out.to(hidden_states.dtype)
+
+
+def _stacked_experts(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """transformers' modules of experts, as (parent, name, module). A layout that is not known stays as it is."""
+    layout = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if all(hasattr(child, each) for each in layout) and not getattr(child, "has_post_expert_norm", False):
+                yield parent, name, child
+
+
 @torch.no_grad()
 def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, group_size: int = 32) -> Any:
     """Replace the matrices of a transformers model by those of `kind`, and cast the rest to `dtype`, the compute dtype.
 
     As in `quantize.quantize`, the output matrix is int8 for both kinds; embeddings, norms, biases and routers are not quantized.
-    Raises UnsupportedModel if most weights are in other modules (experts as one tensor, for example).
+    Raises UnsupportedModel if most weights are in modules of other kinds.
     """
-    head, stored, matrices = model.get_output_embeddings(), model.dtype, list(_matrices(model))
+    head, stored, matrices, stacks = model.get_output_embeddings(), model.dtype, list(_matrices(model)), list(_stacked_experts(model))
     num_quantized = sum(module.weight.numel() for module in {module for _, _, module in matrices})
+    num_quantized += sum(param.numel() for _, _, module in stacks for param in module.parameters(recurse=False))
     others = {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if not isinstance(module, nn.Embedding) and all(module is not one for _, _, one in matrices)
+        if not isinstance(module, nn.Embedding) and all(module is not one for _, _, one in (*matrices, *stacks))
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() > 1
     }
@@ -382,6 +423,9 @@ def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, g
             quantized[module] = PackedLinear(matrix, module.bias, dtype)
             module.weight = None  # free its memory before the next one is converted
         setattr(parent, name, quantized[module])
+    for parent, name, module in stacks:
+        packed = PackedExperts(module, lambda weight, bias: PackedLinear(to_kind(weight, kind, group_size), bias, dtype))
+        setattr(parent, name, packed)
     for parameter in model.parameters():
         if parameter.dtype == stored:  # others are kept in fp32 by the model on purpose
             parameter.data = parameter.data.to(dtype)

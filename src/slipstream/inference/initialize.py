@@ -51,7 +51,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "base_dir": ((None, ""), "it belongs to `checkpoint`; give the model's folder as `model`"),
     "save_mp_checkpoint_path": ((None,), "there are no tensor-parallel parts to save"),
     **dict.fromkeys(("ep_group", "expert_group", "ep_mp_group"), ((None,), "all ranks of the job share the experts")),
-    "moe_type": ((None, "standard", "Standard"), "layers with a residual branch (PR-MoE) have no serving forward"),
+    "moe_type": ((None, "standard", "Standard", "residual", "Residual"), "the kinds are standard and residual (PR-MoE)"),
     "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
     "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
     "keep_module_on_host": ((None, False), "weights are on the device that computes; choose it with `device`"),

@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.config import huggingface
 from slipstream.inference.config import DecoderConfig, ExpertsPart, Rope
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
-from slipstream.inference.models import UnsupportedModel, from_hf, from_state, outline
+from slipstream.inference.models import MisfitError, UnsupportedModel, from_hf, from_state, outline
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.trained import find
@@ -130,13 +130,21 @@ def _map_weights(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
 
 
 def _live(model: Any, opening: Opening, group: int) -> LoadedModel:
-    """A PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`. Its storage is shared."""
+    """A PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`. Its storage is shared.
+
+    A PreTrainedModel with modules of the caller's own (slipstream.moe.MoE in place of an MLP) is left to its own code.
+    """
     if not hasattr(model, "state_dict") or not hasattr(getattr(model, "config", None), "to_dict"):
         raise ValueError(f"{type(model).__name__} is not a model: give a Hugging Face folder, a .gguf file or a PreTrainedModel")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     generation = getattr(model, "generation_config", None)
     config = _with_ends(from_hf(model.config.to_dict()), getattr(generation, "eos_token_id", None))
-    return _build(config, state, opening, group, _stored(state))
+    try:
+        return _build(config, state, opening, group, _stored(state))
+    except MisfitError as error:
+        if not hasattr(model, "_can_set_experts_implementation"):  # no PreTrainedModel: nothing else runs it
+            raise
+        raise UnsupportedModel(f"the {type(model).__name__} has modules of its own: {error}") from error
 
 
 def is_config(source: Any) -> bool:

@@ -18,6 +18,10 @@ from slipstream.inference.config import DecoderConfig, ExpertsPart, Layer, Rope,
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
 
+class MisfitError(ValueError):
+    """The weights are not those of the configuration."""
+
+
 class UnsupportedModel(ValueError):
     """`DecoderConfig` cannot describe this model; the message says why."""
 
@@ -374,10 +378,10 @@ class _State:
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> Matrix:
         if name not in self.state:
-            raise ValueError(f"the weights lack {name} {list(shape)}")
+            raise MisfitError(f"the weights lack {name} {list(shape)}")
         m = self.state[name]
         if shape_of(m) != shape:
-            raise ValueError(f"weight {name} is {list(shape_of(m))}; the configuration needs {list(shape)}")
+            raise MisfitError(f"weight {name} is {list(shape_of(m))}; the configuration needs {list(shape)}")
         self.used.add(name)
         return m
 
@@ -393,13 +397,13 @@ def from_state(
 ) -> DecoderWeights:
     """Assign weights by Hugging Face's names to their roles, without copies. convert(name, matrix) is applied to each matrix.
 
-    Raises ValueError naming any weight that is missing, unknown or of the wrong shape."""
+    Raises MisfitError naming any weight that is missing, unknown or of the wrong shape."""
     source = _State(state, convert)
     weights = _weights(config, source)
     surplus = sorted(name for name in set(state) - source.used if not is_surplus(config, name))
     if surplus:
         more = f" and {len(surplus) - 5} more" if len(surplus) > 5 else ""
-        raise ValueError(f"the model of this configuration does not have these weights: {', '.join(surplus[:5])}{more}")
+        raise MisfitError(f"the model of this configuration does not have these weights: {', '.join(surplus[:5])}{more}")
     return weights
 
 

@@ -1,8 +1,8 @@
 """After each step: the balance of experts by a bias on their choice, and the load in the log.
 
-A layer with `balance_rate` raises the bias of experts with less than the mean load of all data-parallel ranks by the rate, and
-lowers that of the others (arXiv:2408.15664). The bias changes who is chosen, not the weights, so no gradient fights the language
-model's.
+A layer with `balance_rate`, or one of transformers under `expert_parallel.load_balance_coeff`, raises the bias of experts with less
+than the mean load of all data-parallel ranks by the rate, and lowers that of the others (arXiv:2408.15664). The bias changes who is
+chosen, not the weights, so no gradient fights the language model's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from slipstream.moe.huggingface import ForeignExperts
 from slipstream.moe.layer import MoE
-from slipstream.moe.load import Sum, entry, meters, sum_loads
+from slipstream.moe.load import LoadMeter, Sum, entry, meters, sum_loads
+
+Move = Callable[[Tensor], object]  # takes signs [num_experts]: 1 raises an expert's bias by a step
 
 logger = logging.getLogger("slipstream.train")
 
@@ -29,7 +32,7 @@ def balancing(
     rank writes it.
     """
     by_name = meters(model)
-    balanced = [(module, module.balance) for module in model.modules() if isinstance(module, MoE) and module.balance is not None]
+    balanced = list(_biases(model))
     total = functools.cache(connect)
 
     @torch.no_grad()
@@ -50,8 +53,16 @@ def balancing(
         yield end_step
 
 
-def balance(layers: Sequence[tuple[MoE, Tensor]], total: Sum) -> None:
+def _biases(model: nn.Module) -> Iterator[tuple[LoadMeter, Move]]:
+    for module in model.modules():
+        if isinstance(module, MoE) and module.balance is not None:
+            yield module.meter, lambda signs, bias=module.balance: bias.add_(signs.to(bias.dtype))
+        elif isinstance(module, ForeignExperts) and module.bias is not None:
+            yield module.meter, module.bias.move
+
+
+def balance(layers: Sequence[tuple[LoadMeter, Move]], total: Sum) -> None:
     """Move the biases of layers against the load of the step. Collective."""
-    loads = total(torch.cat([layer.meter.now[: layer.num_experts] for layer, _ in layers]))
-    for (_, bias), load in zip(layers, loads.split([layer.num_experts for layer, _ in layers]), strict=True):
-        bias.add_((load.sum() - load * len(load)).sign().to(bias.dtype))
+    loads = total(torch.cat([meter.now[: meter.num_experts] for meter, _ in layers]))
+    for (_, move), load in zip(layers, loads.split([meter.num_experts for meter, _ in layers]), strict=True):
+        move((load.sum() - load * len(load)).sign())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from slipstream.moe.dispatch import Meanwhile, run_experts
 from slipstream.moe.grouped import grouped_linear
 from slipstream.moe.load import LoadMeter
+from slipstream.moe.routers import RouterBias
 from slipstream.parallel.exchange import Exchange, gather_from, scatter_to, without_values
 from slipstream.zero.leaves import mark_stack, parts_of
 
@@ -31,7 +32,7 @@ def is_foreign(module: nn.Module) -> bool:
 def adopt(module: Any) -> None:
     """Let transformers' module of experts compute by sorted rows and grouped products."""
     if not isinstance(module, ForeignExperts):
-        vars(module).update(exchange=None, tokens=None, meter=LoadMeter(module.num_experts), ahead=None)
+        vars(module).update(exchange=None, tokens=None, meter=LoadMeter(module.num_experts), ahead=None, bias=None)
         for param in module.parameters():
             if len(param) == module.num_experts:  # not an adapter's
                 mark_stack(param)
@@ -139,10 +140,12 @@ class ForeignExperts(nn.Module):
     tokens: Exchange | None
     meter: LoadMeter
     ahead: Ahead | None
+    bias: RouterBias | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled() and not without_values(top_k_index):
-            self.meter.record(torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts)[: self.num_experts])
+            counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts)[: self.num_experts]
+            self.meter.record(counts, hidden_states, top_k_weights)
         meanwhile: Meanwhile = ()
         if self.ahead is not None and not (torch.compiler.is_compiling() or without_values(hidden_states)):
             travels = self.exchange is not None and self.exchange.size > 1 and self.tokens is None

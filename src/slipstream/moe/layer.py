@@ -25,6 +25,12 @@ from slipstream.parallel.exchange import Exchange, gather_from, leave, scatter_t
 from slipstream.zero.hooks import eager
 
 
+def mark_experts(module: nn.Module, ep_size: int) -> None:
+    """Set DeepSpeed's marks on experts' parameters, by which scripts tell them from dense ones."""
+    for param in module.parameters():
+        vars(param).update(allreduce=False, group_name=f"ep_size_{ep_size}")
+
+
 class Experts(nn.Module):
     """The experts of one layer, and the ranks that have the others.
 
@@ -39,6 +45,7 @@ class Experts(nn.Module):
         if ep_size is not None and (ep_size < 1 or stack.num_experts % ep_size):
             raise ValueError(f"{stack.num_experts} experts cannot be split over ep_size ({ep_size}) ranks: it must divide them")
         self.stack, self.num_experts, self.ep_size, self.is_sliced = stack, stack.num_experts, ep_size, is_sliced
+        mark_experts(self, ep_size or 1)
         self.exchange: Exchange | None = None
         self.tokens: Exchange | None = None
         self.apart: Exchange | None = None
@@ -123,7 +130,7 @@ class MoE(nn.Module):
         aux_loss_weight: float = 0.0,
     ) -> None:
         super().__init__()
-        _check(num_experts, k, num_groups, top_groups)
+        check_choice(num_experts, k, num_groups, top_groups)
         _check_numbers(expert_size, jitter, balance_rate)
         for name, value, kind in (("score", score, Score), ("drop", drop, Drop)):
             if value not in get_args(kind):
@@ -170,7 +177,7 @@ class MoE(nn.Module):
         loss = routes.loss + self.z_loss * gate.z_loss(logits) if self.z_loss else routes.loss
         loss = self.experts.mean_loss(loss)
         if self.training and torch.is_grad_enabled():
-            self.meter.record(routes.counts, routes.kept, loss)
+            self.meter.record(routes.counts, tokens, routes.weights, routes.kept, loss)
         dense = [Branch(module, x) for module in (self.shared, self.residual) if module is not None]
         out = self.experts(tokens, routes, on_the_way(dense)).view_as(x)
         if self.shared is not None:
@@ -203,7 +210,8 @@ class MoE(nn.Module):
         return f"num_experts={self.num_experts}, k={self.k}"
 
 
-def _check(num_experts: int, k: int, num_groups: int, top_groups: int) -> None:
+def check_choice(num_experts: int, k: int, num_groups: int, top_groups: int) -> None:
+    """Raise ValueError unless k experts can be chosen from the best groups."""
     if not 1 <= k <= num_experts:
         raise ValueError(f"k ({k}) must lie in 1 to num_experts ({num_experts})")
     if (

@@ -1,7 +1,7 @@
 """The load of experts: a meter in each layer, which counts in every forward of a training step without waiting for the device.
 
-A vector of a meter has num_experts + 3 elements, in fp64: the routes to each expert, before any is dropped; the dropped routes; the
-sum of the auxiliary losses of the forwards, and their number.
+A vector of a meter has num_experts + 4 elements, in fp64: the routes to each expert, before any is dropped; the dropped routes; the
+lost tokens; the sum of the auxiliary losses of the forwards, and their number.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class ExpertLoad(NamedTuple):
     routes: tuple[int, ...]  # to each expert, before any is dropped
     dropped: float  # share of the routes
     loss: float  # the mean auxiliary loss of the layer's forwards; NaN: the layer computes none
+    lost: int = 0  # finite tokens whose weights are not finite: the router's logits are NaN or infinite
 
     @property
     def peak(self) -> float:
@@ -41,7 +42,8 @@ class ExpertLoad(NamedTuple):
         if len(routes) > _MOST_EXPERTS:
             each = f"{routes[0]} to {routes[-1]}, half of the experts {routes[len(routes) // 4]} to {routes[len(routes) * 3 // 4]}"
         loss = "" if math.isnan(self.loss) else f", auxiliary loss {self.loss:.4g}"
-        return f"max over mean {self.peak:.2f}, dropped {self.dropped:.2%}{loss}, routes {each}"
+        lost = f", NaN or infinite logits for {self.lost} tokens" if self.lost else ""
+        return f"max over mean {self.peak:.2f}, dropped {self.dropped:.2%}{loss}{lost}, routes {each}"
 
 
 class LoadMeter:
@@ -49,7 +51,7 @@ class LoadMeter:
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        self.now, self.last, self.since = torch.zeros(3, num_experts + 3, dtype=torch.float64)
+        self.now, self.last, self.since = torch.zeros(3, num_experts + 4, dtype=torch.float64)
         self.kept_loss: Tensor | None = None
 
     def __reduce__(self) -> Any:
@@ -58,20 +60,27 @@ class LoadMeter:
 
     @eager
     @torch.no_grad()
-    def record(self, counts: Tensor, kept: Tensor | None = None, loss: Tensor | None = None) -> None:
-        """Add a forward of this rank's tokens, unless it is one of no training step, or a second one. kept: [T, k]; None: all."""
+    def record(
+        self, counts: Tensor, tokens: Tensor, weights: Tensor, kept: Tensor | None = None, loss: Tensor | None = None
+    ) -> None:
+        """Add a forward of this rank's tokens [T, d], unless it is one of no training step, or a second one.
+
+        weights, kept: [T, k]; kept None: all. A sum over a token's features tells in one pass whether they are finite.
+        """
         if is_repeating() or without_values(counts):
             return
         self.to(counts.device)
         self.now[: self.num_experts] += counts
         if kept is not None:
             self.now[self.num_experts] += counts.sum() - kept.sum()
+        is_lost = ~weights.sum(1).isfinite() & tokens.sum(1, dtype=torch.float32).isfinite()
+        self.now[self.num_experts + 1] += is_lost.sum()
         if loss is not None:
-            self.now[self.num_experts + 1 :] += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
+            self.now[self.num_experts + 2 :] += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
 
     def to(self, device: torch.device) -> None:
         if self.now.is_meta:  # built with the model, which has memory now
-            self.now, self.last, self.since = torch.zeros(3, self.num_experts + 3, dtype=torch.float64, device=device)
+            self.now, self.last, self.since = torch.zeros(3, self.num_experts + 4, dtype=torch.float64, device=device)
         elif self.now.device != device:
             self.now, self.last, self.since = (each.to(device) for each in (self.now, self.last, self.since))
 
@@ -106,14 +115,23 @@ class LoadMeter:
         self.now.zero_()
 
     def load(self, vector: Tensor) -> ExpertLoad:
-        *routes, dropped, loss, forwards = vector.tolist()
-        return ExpertLoad(tuple(map(int, routes)), dropped / max(sum(routes), 1), loss / forwards if forwards else math.nan)
+        *routes, dropped, lost, loss, forwards = vector.tolist()
+        mean = loss / forwards if forwards else math.nan
+        return ExpertLoad(tuple(map(int, routes)), dropped / max(sum(routes), 1), mean, int(lost))
 
 
 def meters(model: nn.Module) -> dict[str, LoadMeter]:
     """Those of all layers of experts, by name."""
     named = ((name, getattr(module, "meter", None)) for name, module in model.named_modules())
     return {name: meter for name, meter in named if isinstance(meter, LoadMeter)}
+
+
+def lost_tokens(by_name: Mapping[str, LoadMeter]) -> str:
+    """The first router that gave finite tokens of this step logits that are not finite, as text; "" for none."""
+    for name, meter in by_name.items():
+        if lost := int(meter.now[meter.num_experts + 1]):
+            return f"the router of {name!r} has NaN or infinite logits for {lost} tokens that are finite"
+    return ""
 
 
 class KeptLosses:

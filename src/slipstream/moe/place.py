@@ -18,7 +18,8 @@ from torch import nn
 
 from slipstream.config.plan import ExpertPlan
 from slipstream.moe.huggingface import adopt, is_foreign, run_shared_ahead
-from slipstream.moe.layer import Experts
+from slipstream.moe.layer import Experts, mark_experts
+from slipstream.moe.routers import set_routers
 from slipstream.parallel.exchange import Exchange
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
 from slipstream.zero.leaves import is_quantized, mark_part, parts_of
@@ -72,6 +73,9 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
     Collective over the world. Raises ValueError, before any layer is cut, for experts that cannot be split.
     """
     every = list(_layers(model, plan))
+    set_routers(model, [(layer.name, layer.module) for layer in every], plan)
+    for layer in every:
+        mark_experts(layer.module, layer.size)
     for layer in every:
         if any(part.split.axis == "ep" for param in layer.module.parameters() for part in parts_of(param)):
             raise ValueError(

@@ -254,16 +254,17 @@ class Engine(nn.Module):
         """Adjust the loss scale and warn of gradients that are not finite: at each skipped step, at applied ones when the count
         is a power of two."""
         before = self.precision.loss_scale
-        self.precision.scaler.update(self.step_applied, verdict.culprit)
+        self.precision.scaler.update(self.step_applied, verdict.culprit, verdict.cause)
         if verdict.finite:
             return
         self.nonfinite_steps += 1
         count, is_applied = self.nonfinite_steps, self.step_applied
         if self.mesh.is_first and not (is_applied and count & (count - 1)):
             logger.warning(
-                "step %d: the gradient of %r is not finite (the first such parameter); step %s (%d so far)%s",
+                "step %d: the gradient of %r is not finite (the first such parameter)%s; step %s (%d so far)%s",
                 self.global_steps,
                 verdict.culprit,
+                verdict.cause and f": {verdict.cause}",
                 "applied anyway" if is_applied else "skipped",
                 count,
                 self.precision.scaler.explain(before),

@@ -20,7 +20,7 @@ from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, 
 from slipstream.config.arguments import ConfigError, LoadedConfig, read_config
 from slipstream.moe.balance import balancing
 from slipstream.moe.layer import MoE
-from slipstream.moe.load import KeptLosses, meters
+from slipstream.moe.load import KeptLosses, lost_tokens, meters
 from slipstream.moe.place import ExpertRanks, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
@@ -200,8 +200,10 @@ class _Cut(NamedTuple):
         def due() -> int | None:
             return watch.step if every and watch.step % every == 0 else None
 
-        for meter in meters(engine.module).values():
+        by_name = meters(engine.module)
+        for meter in by_name.values():
             meter.to(engine.device)
+        states.suspects.append(lambda: lost_tokens(by_name))
         states.after_step.extend(balancing(engine.module, lambda: states.exchange(mesh.dense.both).sum, due, logs=logs))
 
 

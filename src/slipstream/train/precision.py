@@ -43,16 +43,16 @@ class LossScaler:
         self.skipped = 0  # in a row
         self.changed: list[Callable[[float], None]] = []  # called with the new scale over the old one
 
-    def update(self, applied: bool, culprit: str = "") -> None:
-        """Update the scale after a step. Raises OverflowError, naming `culprit`, if skipping more steps would not help."""
+    def update(self, applied: bool, culprit: str = "", cause: str = "") -> None:
+        """Update the scale after a step. Raises OverflowError, naming `culprit` and `cause`, if skipping more would not help."""
         self.skipped = 0 if applied else self.skipped + 1
         if (plan := self._moves) is None:
             if self.skipped >= MAX_SKIPPED:
                 lower = "" if self.plan is None else f", lower fp16.loss_scale ({self.scale:g}), set it to 0 (dynamic) or use bf16"
                 raise OverflowError(
                     f"gradients were not finite in {self.skipped} steps in a row, and each was skipped: waiting does not help"
-                    f"{lower}. Check the data, and divisions or logs of zero in the module of {culprit!r}, or lower the "
-                    f"learning rate. The last checkpoint is intact."
+                    f"{lower}. {cause and f'In the last one, {cause}. '}Check the data, and divisions or logs of zero in the "
+                    f"module of {culprit!r}, or lower the learning rate. The last checkpoint is intact."
                 )
             return
         if applied:
@@ -71,7 +71,7 @@ class LossScaler:
             raise OverflowError(
                 f"gradients are still not finite at the lowest loss scale ({plan.minimum}). The values themselves are too "
                 f'large for fp16: use bf16 ({{"bf16": {{"enabled": true}}}}), lower the learning rate, or look for a division '
-                f"or log of zero in the module of {culprit!r}. The last checkpoint is intact."
+                f"or log of zero in the module of {culprit!r}{cause and f': {cause}'}. The last checkpoint is intact."
             )
         self._set(max(self.scale / 2.0, plan.minimum))
 

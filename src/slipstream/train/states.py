@@ -63,6 +63,7 @@ class States:
     resources: dict[str, Any] = field(default_factory=dict)  # by name; closed with the engine: mail, exchanges of activations
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
+    suspects: list[Callable[[], str]] = field(default_factory=list)  # what may have made gradients not finite; "" for nothing
     on_hooks: list[Callable[[Hooks], None]] = field(default_factory=list)  # called with the hooks, and with new ones after surgery
     outer: Outer | None = None  # train/local_steps.py
     average: weakref.ref[Average] | None = None  # the slipstream.ema.Ema of these states; the user owns it

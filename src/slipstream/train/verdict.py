@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Verdict(NamedTuple):
     finite: bool
     scale: float  # the optimizer multiplies gradients with it: unscale and clip in one factor
     culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on some rank
+    cause: str = ""  # what made it so, if a part of the model knows
 
 
 def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: float) -> Verdict:
@@ -50,7 +51,7 @@ def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: flo
     if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also for a step that is applied anyway: 0 for inf, NaN for NaN
         clip = clipping / (norm + 1e-6)
         clip = 1.0 if clip > 1.0 else clip
-    return Verdict(norm, finite, clip / loss_scale, "" if finite else _find_culprit(trainable, world.axis))
+    return Verdict(norm, finite, clip / loss_scale, *(() if finite else _find_culprit(parts, trainable, world.axis)))
 
 
 def _squares(units: Sequence[Unit]) -> list[float]:
@@ -62,8 +63,8 @@ def _squares(units: Sequence[Unit]) -> list[float]:
     return [float(square) for square in squares]
 
 
-def _find_culprit(units: Sequence[Unit], world: Axis) -> str:
-    """The first parameter, in model order, whose gradient is not finite on some rank; "" for none. Collective, rare."""
+def _find_culprit(parts: Sequence[States], units: Sequence[Unit], world: Axis) -> tuple[str, str]:
+    """`Verdict.culprit` and `cause`, "" for none. Collective, rare."""
     first: tuple[int, int, str] | None = None
     for unit in units:
         if first is not None or math.isfinite(float(unit.window.partial.sumsq)) or unit.grads is None:
@@ -73,5 +74,7 @@ def _find_culprit(units: Sequence[Unit], world: Axis) -> str:
             if not bool(torch.isfinite(unit.grads.get(inside.start, inside.stop)).all()):
                 first = (unit.index, i, unit.names[i])
                 break
-    candidates: list[tuple[int, int, str]] = [each for each in gather_objects(first, world) if each is not None]
-    return min(candidates)[2] if candidates else ""
+    causes = [cause for states in parts for suspect in states.suspects if (cause := suspect())]
+    found: list[tuple[Any, list[str]]] = gather_objects((first, causes), world)
+    firsts = [each for each, _ in found if each is not None]
+    return min(firsts)[2] if firsts else "", next((cause for _, each in found for cause in each), "")

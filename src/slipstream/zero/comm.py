@@ -300,7 +300,8 @@ class ProcessGroupComm(Comm):
                 f"ranks took different branches in the model, ran different numbers of micro-batches, or called different "
                 f"methods of the engine: ranks {agreeing} are in {operation} (step {self.watch.step}, {self.watch.phase}, unit "
                 f"{self.watch.unit or '-'}), ranks {others} are in another operation. Without shared memory, every rank "
-                "must run the same modules in the same order and call the same collective methods"
+                "must run the same modules in the same order and call the same collective methods. A module that runs others by "
+                "choice is gathered as a whole, and its choice is free, after deepspeed.utils.set_z3_leaf_module(module, True)"
             )
         return rows[:, _HEAD : _HEAD + values.numel()]
 

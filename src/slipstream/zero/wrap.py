@@ -1,11 +1,15 @@
 """Group the parameters that are gathered together. Pure: reads the module tree and changes nothing.
 
-A group is one repeated block (an element of a list of like modules: a transformer layer, an MoE layer with all its
-experts). Parameters outside all blocks form the root group, which comes first. Inside a block, groups are keyed by
-(dtype, trainable, exact, differs, kind), because a flat buffer has one dtype and one family, frozen weights need neither gradients
-nor optimizer state, codes and scales of quantized weights are never cast, and a reduction is that of a whole buffer. The items of
-a group are leaves (zero/leaves.py).
+A group is one repeated block (an element of a list of like modules: a transformer layer) or, outside of those, a layer that has a
+list to choose from ([Note: Choices]). Parameters outside all blocks form the root group, which comes first. Inside a block,
+groups are keyed by (dtype, trainable, exact, differs, kind): a flat buffer has one dtype and one family, frozen weights need
+neither gradients nor optimizer state, codes and scales of quantized weights are never cast, and a reduction is that of a whole
+buffer. The items of a group are leaves (zero/leaves.py).
 A parameter that several modules share belongs to its first group.
+
+[Note: Choices] Without shared memory, a unit is gathered from all ranks, so all ranks must run its block. The experts of a list are
+not run by all, each rank runs those that its tokens chose: the layer that has the list is the block. A list is one of experts by
+its name or its elements' class; any other module that chooses is one if it is marked (`deepspeed.utils.set_z3_leaf_module`).
 """
 
 from __future__ import annotations
@@ -44,23 +48,37 @@ class Group:
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Names of the outermost repeated modules: children of one container that share a class and have parameters.
 
-    Children whose names are numbers, as in a PipelineModule, are in a container too.
+    Children whose names are numbers, as in a PipelineModule, are in a container too. Experts are no blocks, but a layer of them is.
     """
-    blocks: list[str] = []
+    lists = {name for name, module in model.named_modules(remove_duplicate=False) if _are_experts(name, module)}
+    layers = {name.rpartition(".")[0] for name in lists}
 
-    def visit(module: nn.Module, prefix: str) -> None:
+    def visit(module: nn.Module, prefix: str) -> list[str]:
         children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
         kinds = [type(child) for _, child in children]
         is_container = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        blocks: list[str] = []
         for name, child in children:
             path = f"{prefix}{name}"
-            if (is_container or name.isdigit()) and kinds.count(type(child)) >= 2:
+            if ((is_container or name.isdigit()) and kinds.count(type(child)) >= 2) or is_leaf(child):
                 blocks.append(path)
-            else:
-                visit(child, path + ".")
+            elif path not in lists:
+                blocks += visit(child, path + ".") or ([path] if path in layers else [])
+        return blocks
 
-    visit(model, "")
-    return blocks
+    return visit(model, "")
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module is marked as one whose modules are gathered together."""
+    return bool(vars(module).get("_z3_leaf", False))
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    kinds = [type(child).__name__ for child in module.children()]
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(kinds) < 2:
+        return False
+    return "expert" in name.rpartition(".")[2].lower() or all(kind.endswith("Expert") for kind in kinds)
 
 
 def wrap(model: nn.Module) -> list[Group]:
