@@ -57,6 +57,7 @@ class Ours(System):
         from slipstream.inference.engine import Engine
         from slipstream.inference.native import NativeDecoder
 
+        more: dict[str, Any] = {} if expert_cache_bytes is None else {"expert_cache_bytes": expert_cache_bytes}
         opened = slipstream.init_inference(
             models / "hf",
             dtype=precision,
@@ -65,7 +66,7 @@ class Ours(System):
             token_budget=budget,
             prefix_caching=prefix_caching,
             token_interval=token_interval,
-            **({} if expert_cache_bytes is None else {"expert_cache_bytes": expert_cache_bytes}),
+            **more,
         )
         self._opened, self._engine = opened, opened.engine
         runner = opened.engine.runner

@@ -330,7 +330,7 @@ def test_recomputed_layers() -> None:
         engine.destroy()
     assert results[0] == results[1]
     assert calls == [2 * MICRO, 4 * MICRO]
-    with pytest.raises(ValueError, match="has no stages; drop it, or set slipstream.activations"):
+    with pytest.raises(ValueError, match=r"has no stages; drop it, or set slipstream\.activations"):
         make(nn.Linear(2, 2), 1, "auto", pipeline={"activation_checkpoint_interval": 1})
 
 
@@ -390,7 +390,7 @@ class Reporting(PipelineModule):
 
 @distributed(world_size=4)
 def test_additional_losses_are_reported_on_all_ranks() -> None:
-    """DeepSpeed's get_additional_losses: means over micro-batches and ranks, beside the loss; and the last stage's sum of losses."""
+    """DeepSpeed's get_additional_losses: means over micro-batches and ranks; and the last stage's sum of losses."""
     engine, plain = (make(module(kind, num_stages=2), 1, "shared") for kind in (Reporting, PipelineModule))
     assert engine.get_additional_losses() is None and engine.total_loss is None
     data = batches(engine.mesh.batch.index, 0)
@@ -606,7 +606,7 @@ class Sliced(nn.Module):
 @distributed(world_size=4)
 @pytest.mark.parametrize(("own", "stage"), [(True, 1), (False, 3)])
 def test_a_topology_with_a_model_axis(own: bool, stage: int) -> None:
-    """Three axes by DeepSpeed's class, with our layers and with the user's: as one process on the batch of the data-parallel rank."""
+    """Three axes by DeepSpeed's class, with our layers and with the user's: as one process on a data-parallel rank's batch."""
     group = None if own else dist.new_subgroups(2)[0]
 
     def build(whole: bool = False, **kwargs: Any) -> PipelineModule:
@@ -694,7 +694,7 @@ def test_the_partition_of_the_config() -> None:
     assert parts("profile", slow) == [0, 1, 5]
     with pytest.raises(RuntimeError, match="'type:Nothing' matches none of the layers' classes"):
         parts("type:Nothing")
-    with pytest.raises(ValueError, match="pipeline.partition 'thirds' is none of parameters, uniform, type:REGEX, profile"):
+    with pytest.raises(ValueError, match=r"pipeline\.partition 'thirds' is none of parameters, uniform, type:REGEX, profile"):
         parts("thirds")
     with torch.device("meta"):
         empty = decoder(**sizes)

@@ -186,9 +186,11 @@ def encoder(architecture: str) -> nn.Module:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(("architecture", "stage"), [("BertForMaskedLM", 1), ("RobertaForMaskedLM", 3), ("BertForTokenClassification", 0)])
+@pytest.mark.parametrize(
+    ("architecture", "stage"), [("BertForMaskedLM", 1), ("RobertaForMaskedLM", 3), ("BertForTokenClassification", 0)]
+)
 def test_a_loss_without_the_models_loss_function(architecture: str, stage: int) -> None:
-    """Labels are spread unevenly; RoBERTa counts positions by its token ids, padding left out. The model is whole again at the end."""
+    """Labels are spread unevenly; RoBERTa counts positions by its token ids. The model is whole again at the end."""
 
     def items(step: int) -> dict[str, Tensor]:
         found = batch(step, "padded")
@@ -207,7 +209,7 @@ def test_a_loss_without_the_models_loss_function(architecture: str, stage: int) 
         norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         optimizer.step()
         output = engine(**items(step))
-        assert [*output][0] == "loss"
+        assert next(iter(output)) == "loss"
         engine.backward(output.loss)
         engine.step()
         assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), abs=3e-5)

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import slipstream
+from slipstream.compat.moe import MoE as DeepSpeedMoE
 from slipstream.inference.generic import (
     GenericDecoder,
+    PackedExperts,
     PackedLinear,
     _matrices,
     cache_shapes,
@@ -22,6 +24,7 @@ from slipstream.inference.generic import (
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.quantize import dequantize, to_int4, to_int8
+from slipstream.moe import MoE
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, check_against_generate, tiny
 
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -76,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {  # the class, its sizes, 
     "deepseek-v3": ("DeepseekV3", {**MLA, "q_lora_rank": 24}, False),
     "mpt": ("Mpt", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, **ENDS}, False),
 }
+STACKS = {"DeepseekV2": CASES["deepseek-v2"][1], "DeepseekV3": CASES["deepseek-v3"][1], "GptOss": {**SIZES, **MOE, "head_dim": 16}}
 
 
 def generic(model: Any) -> GenericDecoder:
@@ -202,10 +206,10 @@ def test_quantized_by_dtype(kind: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "GptOss"])
+@pytest.mark.parametrize("name", STACKS)
 def test_stacked_experts_are_quantized(name: str, kind: str) -> None:
     """An expert's matrices are those of its rows; a model with the rounded weights computes the same."""
-    model = tiny(name, **MIXTURES[name])
+    model = tiny(name, **STACKS[name])
     twin, packed = copy.deepcopy(model), quantize_model(copy.deepcopy(model), kind, torch.float32)
     plain = {path: module for path, module in twin.named_modules() if hasattr(module, "is_transposed")}
     stacks = {path: module for path, module in packed.named_modules() if isinstance(module, PackedExperts)}

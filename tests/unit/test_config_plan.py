@@ -484,7 +484,7 @@ OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param",
 def test_every_honored_key_is_in_the_plan() -> None:
     sections = [Plan, *(kind for kind in vars(plans).values() if isinstance(kind, type) and kind.__name__.endswith("Plan"))]
     names = {json.name.removesuffix(".*") for section in sections for keys in json_keys(section).values() for json in keys}
-    names -= {"*", "curriculum_learning"}  # blocks as the config has them
+    names -= {"*", "curriculum_learning", "data_efficiency"}  # blocks as the config has them
     assert names | CHECKED | OLDER == set(HONORED) and not names & (CHECKED | OLDER)
 
 
@@ -733,6 +733,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "compile.kwargs": st.just({"dynamic": False}),
     "slipstream.unknown_keys": st.sampled_from(["error", "Warn"]),
     "slipstream.pipeline.schedule": st.sampled_from(["1f1b", "gpipe", "Zero_Bubble"]),
+    "slipstream.pipeline.chunks": st.integers(1, 3),
+    "pipeline.partition": st.sampled_from(["parameters", "Uniform", "type:Block", "profile"]),
     "slipstream.pipeline.reduce": st.sampled_from(["step", "Micro_Batch"]),
     "pipeline.stages": st.sampled_from(["auto", 1, 2]),
     "pipeline.activation_checkpoint_interval": st.integers(0, 3),

@@ -16,7 +16,7 @@ from slipstream.config.resolution import Values, case_of
 from slipstream.optim import fit, resolve_optimizer, rule_of
 from slipstream.optim.rules import Rule
 from slipstream.train import rehearse
-from slipstream.zero.leaves import mark_stack
+from slipstream.zero.leaves import mark_part, mark_stack
 
 Config = dict[str, Any]  # by dotted key
 DEVICES = {
@@ -54,6 +54,8 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"expert_parallel.enabled": True, "expert_parallel.autoep_size": 8},
         {"expert_parallel.enabled": True, "expert_parallel.autoep_size": 2, "slipstream.mesh.sp": 2},
         {"pipeline.stages": 2, "slipstream.pipeline.schedule": "zero_bubble", "slipstream.pipeline.reduce": "micro_batch"},
+        {"pipeline.stages": 2, "slipstream.mesh.tp": 2, "pipeline.partition": "profile"},
+        {"pipeline.stages": 2, "slipstream.pipeline.schedule": "gpipe", "slipstream.pipeline.chunks": 2},
     ),
     "weights": (
         {},
@@ -141,6 +143,8 @@ OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
         {"optimizer.type": "OneBitLamb"},
         *({"optimizer.type": name} for name in ("AdamW", "Lion", "SGD", "Adagrad", "LAMB", "RMSprop", "Adafactor", "OneBitAdam")),
         {"optimizer.type": "AdamW", "optimizer.params": {"amsgrad": True}},
+        {"optimizer.type": "OneBitAdam", "optimizer.params": {"freeze_step": 7}},
+        {"optimizer.type": "LAMB", **disk("optimizer")},
     ),
     "rounding": ({}, half("bf16") | {"slipstream.stochastic_rounding": True}),
     **{
@@ -229,9 +233,14 @@ def built(config: Config) -> tuple[Plan, torch.optim.Optimizer, Rule | None]:
     plan = resolve(nested({"optimizer.type": "AdamW"} | STAGE_3 | config), world=WORLD, facts=DEVICES["a CPU"])
     assert plan.optimizer is not None
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params)
-    param = torch.nn.Parameter(torch.zeros(4, 4))
-    mark_stack(param)
-    optimizer = named.build([param])
+    stack, part = (torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    mark_stack(stack)
+    if plan.mesh.tp > 1:
+        mark_part(part, "tp", plan.mesh.tp, dim=1)
+    # a number of steps in the config is the first group's alone
+    optimizer = named.build(
+        [{"params": [stack]}, {"params": [part], **({"freeze_step": 9} if "freeze_step" in named.kwargs else {})}]
+    )
     return plan, optimizer, rule_of(optimizer) if named.native else None
 
 

@@ -105,9 +105,8 @@ def _mask(
 
     def allowed(begin: int, end: int, keys: int) -> Tensor:
         offsets = (q_offset + begin, kv_offset)
-        mask = sdpa_mask(batch_size, end - begin, keys, *offsets, mask_function, attention_mask, **kwargs | skip)
-        assert mask is not None, "skipping is off"
-        return mask
+        found: Any = sdpa_mask(batch_size, end - begin, keys, *offsets, mask_function, attention_mask, **kwargs | skip)
+        return torch.as_tensor(found)  # never None, as skipping is off
 
     if not is_whole:
         pattern, config = _pattern(kwargs["config"]), kwargs["config"]
@@ -164,7 +163,7 @@ def _attention(
         out = F.scaled_dot_product_attention(query, key, value, attention_mask.bool(), scale=scaling)
         return out.transpose(1, 2), None
     if key.shape[2] != length:
-        if length == 1 or attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32:
+        if length == 1 or (attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype != torch.int32):
             raise ValueError(
                 f"{type(module).__name__}: {length} queries with {key.shape[2]} keys and a mask of the caller's; where the queries "
                 "stand among the keys is not known. Pass a mask [batch, tokens], or the whole sequence without a cache"
@@ -180,7 +179,7 @@ def _attention(
         keys = F.pad(keys, (0, more), value=float("-inf"))
         bias = None if bias is None else F.pad(bias, (0, more, 0, more))
         spans = None if spans is None else F.pad(spans, (0, 0, 0, more))
-    options = {"scale": scaling, "bias": bias, "key_bias": keys, "spans": spans, "dropout": dropout}
+    options: Any = {"scale": scaling, "bias": bias, "key_bias": keys, "spans": spans, "dropout": dropout}
     return block_sparse_attention(query, key, value, layout, **options)[:, :, :length].transpose(1, 2), None
 
 

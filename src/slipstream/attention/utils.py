@@ -114,10 +114,10 @@ class SparseAttentionUtils:
 
 
 class _Returning(BertSparseSelfAttention):
-    """As a layer of transformers calls it: masks may be bool or added to scores, [B, 1, L, L], and it returns (context, weights)."""
+    """As a layer of transformers calls it: a mask [B, 1, L, L] may be bool or added to scores, and it returns (context, None)."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """hidden_states: [B, L, h]. Returns ([B, L, h], None). Raises ValueError with a cache, whose keys a pattern does not cover."""
+        """hidden_states [B, L, h] -> ([B, L, h], None). Raises ValueError with a cache, whose keys a pattern does not cover."""
         if any(value is not None for value in (*args[:1], kwargs.get("past_key_values"))):
             raise ValueError(
                 "sparse layers of SparseAttentionUtils take whole sequences: pass use_cache=False, or use_sparse_attention(model)"

@@ -51,7 +51,7 @@ _QWEN = UpcycleTarget(
 _QWEN2 = _QWEN._replace(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    settings=_QWEN.settings | {"shared_expert_intermediate_size": "shared_size"},
+    settings={**_QWEN.settings, "shared_expert_intermediate_size": "shared_size"},
     biases=r".*\.self_attn\.[qkv]_proj\.bias",
     shared="mlp.shared_expert",
 )

@@ -48,13 +48,6 @@ class Compressed(nn.Module):
         self.scheduled = Scheduled(bits)
         self.clock.follow(self.scheduled)
 
-    def delay_by_eigenvalues(self) -> None:
-        """Let factors delay changes of bits; a buffer, so that checkpoints keep them."""
-        assert self.scheduled is not None, "weights are quantized"
-        changes = max(1, self.scheduled.bits.start - self.scheduled.bits.target)
-        self.register_buffer("bit_factors", torch.ones(changes, dtype=torch.long))
-        self.scheduled.factors = self.get_buffer("bit_factors")
-
     def enable_activation_quantization(
         self, bits: int, kind: Kind = "symmetric", calibration: Literal["dynamic", "static"] = "dynamic", offset: int = 0
     ) -> None:
@@ -162,7 +155,6 @@ class Compressed(nn.Module):
                 groups, kind, _ = self._kinds["weight"]
                 self.weight.copy_(quantized(self.weight, self.scheduled.bits.target, groups, kind))
                 self.scheduled = None
-                self._buffers.pop("bit_factors", None)
             elif technique in self._since and technique != "activation":
                 mask = self.mask_of(technique).detach().bool()
                 shape = (-1, *(1,) * (self.weight.dim() - 1))

@@ -133,8 +133,8 @@ class _Quantizer:
 
 def in_range(x: Tensor, bits: int, least: Any, most: Any, kind: Kind) -> Tensor:
     """x rounded on the grid of the range [least, most] (scalars or tensors of one element), without a gradient."""
-    ends = [torch.as_tensor(end, dtype=torch.float32, device=x.device).reshape(1) for end in (least, most)]
-    return on_grid(x, *_grid(*ends, bits, kind == "symmetric"))
+    low, high = (torch.as_tensor(end, dtype=torch.float32, device=x.device).reshape(1) for end in (least, most))
+    return on_grid(x, *_grid(low, high, bits, kind == "symmetric"))
 
 
 class SymQuantizer(_Quantizer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +22,13 @@ class Bits:
     offset: int = 0
     mixed: float = 0.0
 
-    def changes(self, factors: Sequence[int] = ()) -> list[int]:
-        """The steps from `offset` on at which a bit goes. factors: how much longer than twice as long each next one takes."""
-        due, steps = self.period, []
-        for i in range(self.start - self.target):
-            steps.append(due)
-            due *= 2 * (factors[i] if i < len(factors) else 1)
-        return steps
-
-    def at(self, step: int, factors: Sequence[int] = ()) -> tuple[int, float] | None:
+    def at(self, step: int) -> tuple[int, float] | None:
         """(bits, share of the exact weight) at this step; None before the offset."""
         steps = step - self.offset
         if steps < 0:
             return None
-        made = [due for due in self.changes(factors) if due <= steps]
+        changes = (self.period << i for i in range(self.start - self.target))
+        made = [due for due in changes if due <= steps]
         since = steps - (made[-1] if made else 0)
         return self.start - len(made), max(0.0, 1.0 - self.mixed * since) if self.mixed else 0.0
 
@@ -46,19 +38,10 @@ class Scheduled:
     """A weight's schedule, and where it stands."""
 
     bits: Bits
-    factors: Tensor | None = None  # int64 [changes], by which eigenvalues delay changes; a buffer of the layer
     now: Tensor = field(default_factory=lambda: torch.zeros(2))  # fp32 [2]: bits, the exact weight's share
 
-    def known(self) -> list[int]:
-        return [] if self.factors is None else self.factors.tolist()
-
     def tick(self, step: int) -> None:
-        self.now.copy_(torch.tensor(self.bits.at(step, self.known()) or (0.0, 0.0)))
-
-    def change_at(self, step: int) -> int | None:
-        """Which change, counted from 0, falls on this step."""
-        changes = self.bits.changes(self.known())
-        return changes.index(step - self.bits.offset) if step - self.bits.offset in changes else None
+        self.now.copy_(torch.tensor(self.bits.at(step) or (0.0, 0.0)))
 
 
 class Clock:

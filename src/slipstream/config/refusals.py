@@ -234,13 +234,13 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.pipeline.chunks > 1 and c.plan.pipeline.schedule in ("gpipe", "v"),
-        "slipstream.pipeline.chunks ({c.plan.pipeline.chunks}) is for the schedules 1f1b and zero_bubble; {c.plan.pipeline.schedule} "
-        "has its own number of stages on each rank: drop chunks",
+        "slipstream.pipeline.chunks ({c.plan.pipeline.chunks}) is for the schedules 1f1b and zero_bubble; "
+        "{c.plan.pipeline.schedule} has its own number of stages on each rank: drop chunks",
     ),
     Refusal(
         lambda c: c.plan.pipeline.partition == "profile" and c.plan.mesh.sp * c.plan.mesh.tp * c.plan.experts.size > 1,
-        "pipeline.partition profile measures a whole model in one process, not one with sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp} and "
-        "experts over {c.plan.experts.size} ranks: take parameters or uniform",
+        "pipeline.partition profile measures a whole model in one process, not one with sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp} "
+        "and experts over {c.plan.experts.size} ranks: use parameters or uniform",
     ),
     Refusal(
         lambda c: c.plan.layer_drop and not c.plan.zero.ignore_unused,

@@ -285,8 +285,8 @@ class TensorOptions(Block):
 class PipelineOptions(Block):
     schedule: Word[Literal["1f1b", "gpipe", "zero_bubble", "v"]] = honored(
         "1f1b",
-        "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps; or `v`: these, "
-        "and a decoder's stages go out to the last rank and back (DualPipeV's layout).",
+        "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps; or `v`: "
+        "these, and a decoder's stages go out to the last rank and back (DualPipeV's layout).",
         "test_the_schedule_of_the_config",
     )
     chunks: Count = honored(

@@ -9,8 +9,9 @@ There are two ways; the first is used if its logits match the second's, which is
 
 Models with other state than keys and values (Mamba, hybrids, encoder-decoders) raise UnsupportedModel.
 
-`quantize_model` replaces matrices, those of stacked experts included, by int8 or int4 ones, which are dequantized at each use, a slice at a time. This saves memory. It
-saves time only on CPUs without bf16 instructions (no AVX-512), where products in bf16 are slow.
+`quantize_model` replaces matrices, those of stacked experts included, by int8 or int4 ones, which are dequantized at each use, a
+slice at a time. This saves memory. It saves time only on CPUs without bf16 instructions (no AVX-512), where products in bf16 are
+slow.
 """
 
 from __future__ import annotations
@@ -399,7 +400,12 @@ def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, g
     As in `quantize.quantize`, the output matrix is int8 for both kinds; embeddings, norms, biases and routers are not quantized.
     Raises UnsupportedModel if most weights are in modules of other kinds.
     """
-    head, stored, matrices, stacks = model.get_output_embeddings(), model.dtype, list(_matrices(model)), list(_stacked_experts(model))
+    head, stored, matrices, stacks = (
+        model.get_output_embeddings(),
+        model.dtype,
+        list(_matrices(model)),
+        list(_stacked_experts(model)),
+    )
     num_quantized = sum(module.weight.numel() for module in {module for _, _, module in matrices})
     num_quantized += sum(param.numel() for _, _, module in stacks for param in module.parameters(recurse=False))
     others = {

@@ -235,10 +235,10 @@ def _cost_of_parts(options: argparse.Namespace, plan: Plan) -> int:
 
     if not options.model or plan.experts.size > 1 or options.memory or options.batch or options.activations:
         raise ValueError(
-            f"the config splits the model or its samples over ranks (pp {plan.mesh.pp}, sp {plan.mesh.sp}, tp {plan.mesh.tp}, experts "
-            f"over {plan.experts.size}): --model and --length are needed, and experts over ranks, --num-params, --memory, --batch and "
-            f"--activations not served for such a config; slipstream plan --ranks {options.world} --model M compares layouts, and "
-            "engine.explain() tells the bytes of a rank"
+            f"the config splits the model or its samples over ranks (pp {plan.mesh.pp}, sp {plan.mesh.sp}, tp {plan.mesh.tp}, "
+            f"experts over {plan.experts.size}): --model and --length are needed, and experts over ranks, --num-params, --memory, "
+            f"--batch and --activations not served for such a config; slipstream plan --ranks {options.world} --model M compares "
+            "layouts, and engine.explain() tells the bytes of a rank"
         )
     layout = layouts.layout_of(plan, options.world)
     if options.batch_shape:
@@ -247,7 +247,11 @@ def _cost_of_parts(options: argparse.Namespace, plan: Plan) -> int:
     cluster = replace(cluster, element=plan.precision.param_dtype.itemsize)
     cost = layouts.cost_of(model, cluster, layout)
     if options.json:
-        print(json.dumps({"parameters": model.num_params, "layout": layout._asdict(), "cost": cost._asdict(), "seconds": cost.seconds}))
+        print(
+            json.dumps(
+                {"parameters": model.num_params, "layout": layout._asdict(), "cost": cost._asdict(), "seconds": cost.seconds}
+            )
+        )
         return 0
     print(f"{_described(options, model, cluster)}\n\n{layouts.table(model, cluster, [(layout, cost)])}")
     print("seconds of a step, by part; GB of the fullest rank, with states and activations on its device")
@@ -264,7 +268,14 @@ def _setting(options: argparse.Namespace, ranks: int, batch: int) -> tuple[Any, 
     rates = calibrate.rates("bfloat16", options.device or facts(None).device_type, None, rates_of(options.rate))
     between = parse_count(options.bandwidth, "--bandwidth ") / 8 if options.bandwidth else rates.wire
     memory = options.memory or float("inf")
-    sizes = {"ranks": ranks, "hosts": options.hosts, "flops": rates.flops, "inside": rates.wire, "between": between, "memory": memory}
+    sizes = {
+        "ranks": ranks,
+        "hosts": options.hosts,
+        "flops": rates.flops,
+        "inside": rates.wire,
+        "between": between,
+        "memory": memory,
+    }
     return layouts.decoder_of(build_on_meta(options.model), options.length, batch, options.heads), layouts.Cluster(**sizes)
 
 

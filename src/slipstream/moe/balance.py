@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +57,13 @@ def balancing(
 def _biases(model: nn.Module) -> Iterator[tuple[LoadMeter, Move]]:
     for module in model.modules():
         if isinstance(module, MoE) and module.balance is not None:
-            yield module.meter, lambda signs, bias=module.balance: bias.add_(signs.to(bias.dtype))
+            yield module.meter, partial(_move, module.balance)
         elif isinstance(module, ForeignExperts) and module.bias is not None:
             yield module.meter, module.bias.move
+
+
+def _move(bias: Tensor, signs: Tensor) -> None:
+    bias.add_(signs.to(bias.dtype))
 
 
 def balance(layers: Sequence[tuple[LoadMeter, Move]], total: Sum) -> None:

@@ -10,7 +10,7 @@ tokens: otherwise an expert would see every token several times, and its gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,18 +76,7 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
     set_routers(model, [(layer.name, layer.module) for layer in every], plan)
     for layer in every:
         mark_experts(layer.module, layer.size)
-    for layer in every:
-        if any(part.split.axis == "ep" for param in layer.module.parameters() for part in parts_of(param)):
-            raise ValueError(
-                f"{layer.name!r} has only the experts that an earlier engine left on this rank: build the model anew, and load a "
-                "checkpoint"
-            )
-        if mesh.tp.size > 1 and getattr(layer.module, "is_sliced", False) and not layer.is_sliced:
-            raise ValueError(
-                f"{layer.name!r}: enable_expert_tensor_parallelism, and no parameter of the experts is a slice over the "
-                f"{mesh.tp.size} tp ranks: set tensor_model_parallel and partition_dim on those that are, or drop the flag, "
-                "and the ranks share the tokens"
-            )
+    _check_uncut(every, mesh)
     layers = [layer for layer in every if layer.size > 1]
     if plan.size > 1 and not layers and mesh.pp.size == 1:
         raise ValueError(
@@ -106,6 +95,21 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
         placed.append((layer, axis))
     apart = every if mesh.tp.size > 1 and token_shares else []
     return mesh, ExpertRanks(placed, apart, shares_tokens=mesh.tp.size > 1 and not token_shares)
+
+
+def _check_uncut(layers: Sequence[_RoutedLayer], mesh: Mesh) -> None:
+    for layer in layers:
+        if any(part.split.axis == "ep" for param in layer.module.parameters() for part in parts_of(param)):
+            raise ValueError(
+                f"{layer.name!r} has only the experts that an earlier engine left on this rank: build the model anew, and load a "
+                "checkpoint"
+            )
+        if mesh.tp.size > 1 and getattr(layer.module, "is_sliced", False) and not layer.is_sliced:
+            raise ValueError(
+                f"{layer.name!r}: enable_expert_tensor_parallelism, and no parameter of the experts is a slice over the "
+                f"{mesh.tp.size} tp ranks: set tensor_model_parallel and partition_dim on those that are, or drop the flag, "
+                "and the ranks share the tokens"
+            )
 
 
 def draws(model: nn.Module) -> bool:

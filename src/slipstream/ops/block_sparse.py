@@ -237,12 +237,12 @@ def _run(
     if native is None:
         raise RuntimeError(f"compiled models need the native kernels of block-sparse attention: {build.load().reason}")
 
-    def items(begin: int, end: int) -> None:
+    def items(first: int, begin: int, end: int) -> None:
         done.append(native(backward, ctypes.addressof(s), first + begin, first + end))
 
     num = k.shape[1] * (1 if bias_grad is not None and not s.grad_batch else len(q))
     for first in range(0, len(q) * k.shape[1], num):
-        cpu.in_threads(items, num, torch.get_num_threads(), least=1, multiple=1)
+        cpu.in_threads(functools.partial(items, first), num, torch.get_num_threads(), least=1, multiple=1)
     if not all(done):
         raise MemoryError(
             f"no memory for block-sparse attention of {s.length} tokens with {s.dim} features: a few copies of a head in fp32"

@@ -93,8 +93,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.is_whole and c.has_parts and c.is_offloaded,
-        "{c.name} needs whole parameters, and some are parts of wholes on other ranks, which cannot be joined while their states are "
-        "on the host or on disk: drop offload_optimizer and offload_param, or use AdamW",
+        "{c.name} needs whole parameters, and some are parts of wholes on other ranks, which cannot be joined while their states "
+        "are on the host or on disk: drop offload_optimizer and offload_param, or use AdamW",
     ),
     Refusal(
         lambda c: c.is_late and c.has_rounds,

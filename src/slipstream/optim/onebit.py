@@ -553,8 +553,8 @@ class OneBitSteps(NativeSteps):
             else:
                 total = local_steps.sums[i][1]
                 onebit.worker(local_steps.u[span], (inverse > 0).float(), *own, beta=0.0, factor=1 / total if total else 0.0)
-        own = _served(unit)
-        served, partly = frozen.inverse[own], frozen.partly[own.start // onebit.BLOCK : own.stop // onebit.BLOCK]
+        shard = _served(unit)
+        served, partly = frozen.inverse[shard], frozen.partly[shard.start // onebit.BLOCK : shard.stop // onebit.BLOCK]
 
         def serve(sources: list[Tensor]) -> None:
             onebit.server(sources, served, partly, frozen.server, frozen.server_scales, frozen.own, alpha=1 / dp.size)

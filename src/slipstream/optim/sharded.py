@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.optim.rules import Rule, unsupported_option
-from slipstream.optim.wholes import Cut, cuts_over
+from slipstream.optim.wholes import Joint, cuts_over
 from slipstream.zero.storage.store import Section, Store
 from slipstream.zero.storage.stream import Ring, StateChunk
 from slipstream.zero.unit import Unit
@@ -39,7 +39,7 @@ class UpdatePiece:
     group: int
     step: int = 0  # counted by NativeSteps
     leaf: Tensor | None = None  # the view of the master that TorchSteps passes to the optimizer
-    cuts: tuple[Cut, ...] | None = None  # over other ranks, which TorchSteps joins for an optimizer that needs wholes
+    cuts: tuple[Joint, ...] | None = None  # over other ranks, which TorchSteps joins for an optimizer that needs wholes
 
     @property
     def name(self) -> str:
@@ -294,7 +294,7 @@ class TorchSteps(ShardedSteps):
         if unit.out is not None:
             unit.out.put(0, unit.master.whole())
 
-    def _cuts(self, piece: UpdatePiece) -> tuple[Cut, ...]:
+    def _cuts(self, piece: UpdatePiece) -> tuple[Joint, ...]:
         """Collective at the first call."""
         if piece.cuts is None:
             piece.cuts = cuts_over(piece.unit, piece.i) if self.whole else ()
@@ -379,7 +379,7 @@ class TorchSteps(ShardedSteps):
 _PARAMS = {"params", "param_names"}
 
 
-def _through(cuts: Sequence[Cut], value: Tensor) -> Tensor:
+def _through(cuts: Sequence[Joint], value: Tensor) -> Tensor:
     """The whole of which `value` is this rank's part. Collective."""
     for cut in cuts:
         value = cut.join(value)

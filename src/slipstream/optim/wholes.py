@@ -1,8 +1,9 @@
-"""Parameters cut over an axis, for optimizers whose update of one needs all of it: LAMB's norms, Muon's matrices, Adafactor's sums.
+"""Parameters cut over an axis, for optimizers that need all of one: LAMB's norms, Muon's matrices, Adafactor's sums.
 
-LAMB adds its two squares over the ranks that have the parts. Other optimizers step the whole: `Cut.join` gathers weights, gradients
-and states, each rank computes the same update, and keeps its part. `zero.layout.whole_layout` gives the parts of one whole to the same
-place among the shards of each family, so exactly these ranks step it, in the same order. The experts of a stack are wholes themselves.
+LAMB adds its two squares over the ranks that have the parts. Other optimizers step the whole: `Joint.join` gathers weights,
+gradients and states, each rank computes the same update, and keeps its part. `zero.layout.whole_layout` gives the parts of one
+whole to the same place among the shards of each family, so exactly these ranks step it, in the same order. The experts of a stack
+are wholes themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slipstream.zero.unit import Unit
 Squares = tuple[float | Tensor, float | Tensor]
 
 
-class Cut(NamedTuple):
+class Joint(NamedTuple):
     """How one dimension of a whole is cut over an axis."""
 
     part: Part
@@ -54,9 +55,9 @@ def axes_of(unit: Unit, i: int) -> list[tuple[Part, Axis]]:
     return [(part, unit.comms.family.parts_of(part.split)) for part in cuts_of_tensors(unit.params[i])]
 
 
-def cuts_over(unit: Unit, i: int) -> tuple[Cut, ...]:
+def cuts_over(unit: Unit, i: int) -> tuple[Joint, ...]:
     """Collective over the ranks that have the parts of parameter i."""
-    return tuple(Cut(part, axis, gather_objects(part.ranges_of(axis.index), axis)) for part, axis in axes_of(unit, i))
+    return tuple(Joint(part, axis, gather_objects(part.ranges_of(axis.index), axis)) for part, axis in axes_of(unit, i))
 
 
 def summed(squares: Squares, axes: Sequence[Axis]) -> Squares:

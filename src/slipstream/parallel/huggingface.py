@@ -316,7 +316,8 @@ def _divide(model: nn.Module, layers: str, names: Sequence[str], after: Sequence
         ranks = dist.get_world_size() if dist.is_initialized() else num_stages
         most = max(size for size in range(1, len(names) + 1) if ranks % size == 0)
         raise ValueError(
-            f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; {most} work on {ranks} ranks"
+            f"{type(model).__name__} has {len(names)} layers, fewer than the {num_stages} pipeline stages; {most} work on "
+            f"{ranks} ranks"
         )
     blocks, kind = list(model.get_submodule(layers).children()), method.partition(":")[0].lower()
     if kind == "uniform":
@@ -339,7 +340,7 @@ def _seconds(model: nn.Module, names: Sequence[str]) -> list[float]:
     """The time of each block in a forward of the whole model; what runs before the first and after the last counts to these."""
     if any(param.is_meta for param in model.parameters()):
         raise ValueError(
-            f"pipeline.partition 'profile' measures {type(model).__name__}, whose weights are on meta; take parameters or uniform"
+            f"pipeline.partition 'profile' measures {type(model).__name__}, whose weights are on meta; use parameters or uniform"
         )
     device = next(model.parameters()).device
     best, was_training = [math.inf] * len(names), model.training

@@ -315,7 +315,7 @@ def settings(layout: MeshLayout) -> dict[str, object]:
     """The config keys of a layout."""
     mesh = {name: size for name, size in (("pp", layout.pp), ("sp", layout.sp), ("tp", layout.tp)) if size > 1}
     own: dict[str, object] = {"mesh": mesh} if mesh else {}
-    chosen = {"schedule": layout.schedule} if layout.schedule != "1f1b" else {}
+    chosen: dict[str, object] = {"schedule": layout.schedule} if layout.schedule != "1f1b" else {}
     chosen |= {"chunks": layout.chunks} if layout.chunks > 1 else {}
     if layout.pp > 1 and chosen:
         own["pipeline"] = chosen

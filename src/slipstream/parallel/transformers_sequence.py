@@ -4,8 +4,8 @@
 `initialize` registers one attention function with transformers, points the model's config to it, and puts a hook before the model's
 forward. Each rank of the sequence axis gets the same batch, and the hook keeps its share of the tokens; labels are shifted before
 that. A batch with `shift_labels` has shares already (`SequenceShares`, DeepSpeed's UlyssesSPDataLoaderAdapter). The model's loss is
-the mean over the whole sequence on every rank: its `loss_function` is replaced, and a class that has a loss of its own (BERT's masked
-language model) gets no labels; a hook behind its forward adds the loss of its logits. Outputs other than the loss are this rank's share.
+the mean over the whole sequence on every rank: its `loss_function` is replaced, and a class that has a loss of its own (BERT's
+masked language model) gets no labels; a hook behind its forward adds the loss of its logits. Other outputs are this rank's share.
 
 Positions decide the mask: where they begin again, another packed sample begins. Padding and sliding windows are masked, too.
 """
@@ -167,10 +167,15 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
         return None
     base: Any = getattr(model, "get_base_model", lambda: model)()  # without PEFT's wrapper
     if getattr(config, "is_encoder_decoder", False) or _POOLS.search(type(base).__name__):
-        needs = "shares of an encoder's sequence and a decoder's" if getattr(config, "is_encoder_decoder", False) else "one token's state"
+        needs = (
+            "shares of an encoder's sequence and a decoder's"
+            if getattr(config, "is_encoder_decoder", False)
+            else "one token's state"
+        )
         raise ValueError(
-            f"{type(base).__name__} computes its outputs from {needs}, which sequence_parallel_size does not serve: use data or tensor "
-            "parallelism for it, or a model whose loss is a sum over tokens (causal or masked language models, token classification)"
+            f"{type(base).__name__} computes its outputs from {needs}, which sequence_parallel_size does not serve: use data or "
+            "tensor parallelism for it, or a model whose loss is a sum over tokens (causal or masked language models, token "
+            "classification)"
         )
     implementation = config._attn_implementation
     if implementation not in _SERVED:
@@ -210,15 +215,17 @@ def _serve_loss(model: Any, holder: Sequences) -> None:
         return
     kind = getattr(function, "__name__", type(function).__name__)
     forwards = (inspect.unwrap(vars(each)["forward"]) for each in type(model).__mro__ if "forward" in vars(each))
-    if kind in _LOSSES and any("loss_function" in getattr(forward, "__code__", _serve_loss.__code__).co_names for forward in forwards):
+    if kind in _LOSSES and any(
+        "loss_function" in getattr(forward, "__code__", _serve_loss.__code__).co_names for forward in forwards
+    ):
         holder.shifts, model.loss_function = _LOSSES[kind], _Loss(holder)
         holder.undo.append(partial(setattr, model, "loss_function", function))
     elif kind in _LOSSES and not _LOSSES[kind]:
         holder.shifts, holder.loss = False, _Loss(holder)
     else:
         holder.no_loss = (
-            f"{type(model).__name__} computes a loss of its own ({kind}), which sequence_parallel_size would compute of shares of the "
-            "sequence: call it without labels, and take slipstream.parallel.sequence.sequence_mean of its logits' losses"
+            f"{type(model).__name__} computes a loss of its own ({kind}), which sequence_parallel_size would compute of shares of "
+            "the sequence: call it without labels, and take slipstream.parallel.sequence.sequence_mean of its logits' losses"
         )
 
 

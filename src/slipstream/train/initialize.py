@@ -241,12 +241,12 @@ def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, 
 
 
 def _recomputing(plan: Plan, model: nn.Module) -> Plan:
-    """The plan in which `pipeline.activation_checkpoint_interval` recomputes the blocks of a decoder; a PipelineModule reads it."""
+    """The plan in which `pipeline.activation_checkpoint_interval` recomputes a decoder's blocks; a PipelineModule reads it."""
     if not plan.pipeline.recompute_interval or isinstance(model, PipelineModule) or plan.activations.way == "recompute":
         return plan
     if not isinstance(model, PipelinedDecoder) or plan.activations.way == "offload":
         raise ValueError(
-            f"pipeline.activation_checkpoint_interval ({plan.pipeline.recompute_interval}) recomputes the layers of a pipeline, and "
+            f"pipeline.activation_checkpoint_interval ({plan.pipeline.recompute_interval}) recomputes a pipeline's layers, and "
             + (
                 'slipstream.activations is "offload"; drop one of the two'
                 if plan.activations.way == "offload"

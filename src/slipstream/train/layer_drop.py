@@ -1,11 +1,13 @@
 """Progressive layer dropping (Zhang and He 2020, arXiv 2010.13369): training skips residual blocks, more of them as it goes on.
 
-Block l of the L in its stack is kept with probability p = 1 - (l / L)(1 - theta(t)), where theta(t) = (1 - theta) exp(-gamma t) + theta at step t.
-A kept block's change is divided by p: x + (f(x) - x) / p. In evaluation all blocks run, unscaled.
+Block l of the L in its stack is kept with probability p = 1 - (l / L)(1 - theta(t)), where theta(t) =
+(1 - theta) exp(-gamma t) + theta at step t. A kept block's change is divided by p: x + (f(x) - x) / p. In evaluation all
+blocks run, unscaled.
 
 [Note: The same blocks on every rank]
-The draw is a hash of (seed, step, backwards of the step so far, block), in a pipeline of the schedule's micro-batch: ranks agree without communication, a resumed run draws
-what the interrupted one would have drawn, and a forward without a backward, which one rank may run alone, changes no later draw.
+The draw is a hash of (seed, step, backwards of the step so far, block), in a pipeline of the schedule's micro-batch: ranks agree
+without communication, a resumed run draws what the interrupted one would have drawn, and a forward without a backward, which one
+rank may run alone, changes no later draw.
 A dropped block is not called: nothing is gathered for it. Nothing is reduced for it either (`zero.hooks.Dropped`).
 """
 
@@ -101,10 +103,7 @@ class LayerDrop(ProgressiveLayerDrop):
         if block in self.dropped:
             return self._like_output(type(block), x, partial(run, *args, **kwargs))
         looks = type(block) not in self.checked and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
-        if looks:
-            x, given = x.view_as(x), x
-            args = tuple(x if each is given else each for each in args)
-            kwargs = {name: x if each is given else each for name, each in kwargs.items()}
+        x, args, kwargs = _viewed(x, args, kwargs) if looks else (x, args, kwargs)
         output = run(*args, **kwargs)
         changed = first_of(output)
         if not isinstance(x, Tensor) or not isinstance(changed, Tensor) or changed.shape != x.shape:
@@ -137,6 +136,12 @@ def _uniform(*numbers: int) -> float:
     """A number in [0, 1) that looks random, of whole numbers."""
     digest = blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2.0**64
+
+
+def _viewed(x: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The input as a step of its own, at which the path from the output ends, and the arguments with it."""
+    view = x.view_as(x)
+    return view, tuple(view if arg is x else arg for arg in args), {name: view if arg is x else arg for name, arg in kwargs.items()}
 
 
 def _kind(output: Any) -> tuple[type, int] | None:

@@ -353,7 +353,7 @@ class Pipe:
         self.spans = []
         for i, action in enumerate(actions):
             place = action.chunk, action.micro
-            for states in engine.states:
+            for states in self.engine.states:
                 states.hooks.at_micro_batch(action.micro)
             self.began = time.time()  # of an action that waits for mail: when that has come
             if action.kind is Kind.FORWARD:
@@ -502,8 +502,9 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
     style, num_chunks = style_of(module, plan), len(module.stages)
     if plan.chunks not in (1, num_chunks) or (plan.schedule == "v" and not module.is_v):
         raise ValueError(
-            f"slipstream.pipeline has chunks {plan.chunks} and schedule {plan.schedule}, and {type(module).__name__} has {num_chunks} "
-            f"stages on each rank: build it with num_chunks={plan.chunks}, as a DualPipeVModule for v, or drop the keys"
+            f"slipstream.pipeline has chunks {plan.chunks} and schedule {plan.schedule}, and {type(module).__name__} has "
+            f"{num_chunks} stages on each rank: build it with num_chunks={plan.chunks}, for v as a DualPipeVModule, or drop "
+            "the keys"
         )
     stages = sorted(stage_of(mesh.pp.size, style, mesh.pp.index, chunk) for chunk in range(num_chunks))
     if list(module.stages) != stages:

@@ -130,12 +130,18 @@ def _load(
         for restore in reversed(undo):
             restore()
         raise
+    _spread(parts, metadata, request, exclude, optimizer=optimizer, module_only=module_only)
+    return str(metadata.path), loaded.shared["client"]
+
+
+def _spread(
+    parts: Sequence[States], metadata: Any, request: Any, exclude: Sequence[str], *, optimizer: bool, module_only: bool
+) -> None:
     for states in parts:
         spread_weights(states)
         if states.steps.has_optimizer and not optimizer and not module_only:
             states.steps.loaded_without_states()
         _restart_averages(states, metadata, request.tensors.keys(), exclude)
-    return str(metadata.path), loaded.shared["client"]
 
 
 def _latest_tag(states: States, directory: str) -> str | None:
