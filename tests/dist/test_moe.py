@@ -1226,6 +1226,48 @@ def test_what_an_engine_left_is_not_split_again() -> None:
         make(quantized, 1, expert_parallel={"enabled": True, "autoep_size": 2})
 
 
+class Mixed(nn.Module):
+    """A layer whose experts can be split, beside one that has a list of them."""
+
+    def __init__(self, *, both: bool = True) -> None:
+        super().__init__()
+        self.plain = Choice("experts")
+        self.moe = MoE(8, None, EXPERTS, k=1, expert_size=8) if both else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.plain(x, 0)
+        return (self.moe(h)[0] if isinstance(self.moe, MoE) else h).square().mean()
+
+
+WHOLE = r"the experts of 'plain' \(Choice\) are no stack of transformers' or slipstream.moe's, and cannot be split"
+
+
+@distributed(world_size=2)
+def test_experts_that_stay_whole_are_named() -> None:
+    def make_split(model: nn.Module, **keys: Any) -> Any:
+        return make(model, 1, expert_parallel={"enabled": True, "autoep_size": 2} | keys)
+
+    with pytest.raises(ValueError, match=WHOLE):
+        make_split(Mixed(both=False))
+    with pytest.raises(ValueError, match=WHOLE):
+        make_split(Mixed(), moe_layer_pattern="plain|moe")
+    with pytest.raises(ValueError, match=r"Net has no layers of experts .*, and none is named by moe_layer_pattern 'moe'"):
+        make_split(toy.Net(), moe_layer_pattern="moe")
+    for keys in ({"moe_layer_pattern": "("}, {"moe_layer_pattern": ".", "expert_pattern": "("}):
+        with pytest.raises(ValueError, match=rf"expert_parallel.{[*keys][-1]} '\(' is no regular expression"):
+            make_split(Mixed(), **keys)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slipstream").addHandler(handler)
+    for keys in ({"moe_layer_pattern": "moe"}, {"moe_layer_pattern": ".", "expert_pattern": "experts?_of_none"}, {}):
+        engine = make_split(Mixed(), **keys)
+        assert len(engine.module.plain.experts) == 2 and engine.module.moe.experts.exchange.size == 2
+        engine.destroy()
+        assert sum("cannot be split" in record for record in records) == (not keys and dist.get_rank() == 0)
+    logging.getLogger("slipstream").removeHandler(handler)
+
+
 @distributed(world_size=4, transports=("shared", "gloo"))
 @pytest.mark.parametrize("ep", [2, 4])
 def test_bytes_are_those_of_the_tokens_that_travel(transport: str, ep: int) -> None:

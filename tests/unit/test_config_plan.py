@@ -760,6 +760,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "expert_parallel.score_func": st.sampled_from(["auto", "softmax", "sigmoid"]),
     "expert_parallel.score_apply": st.sampled_from(["auto", "post"]),
     "expert_parallel.expert_activation": st.just("silu") | st.none(),
+    "expert_parallel.moe_layer_pattern": st.just("mlp") | st.none(),
+    "expert_parallel.expert_pattern": st.just("experts") | st.none(),
     "expert_parallel.load_balance_coeff": st.just(1e-3) | st.none(),
     "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),

@@ -91,8 +91,17 @@ class ExpertParallel(Block):
     validate_folding_routing: bool = no_effect(False, "the numbers of rows are compared in every exchange")
     async_split_plan: bool = no_effect(False, _BY_EXCHANGE)
     preset_model: str | None = no_effect(None, _BY_MODEL)
-    moe_layer_pattern: str | None = no_effect(None, _BY_MODEL)
-    expert_pattern: str | None = no_effect(None, _BY_MODEL)
+    moe_layer_pattern: str | None = honored(
+        None,
+        "Regular expression of the names of layers whose experts are split. One whose experts cannot be split is refused; null: it "
+        "is named in a warning.",
+        "test_experts_that_stay_whole_are_named",
+    )
+    expert_pattern: str | None = honored(
+        None,
+        'With `moe_layer_pattern`: of the name of the experts in such a layer; null: "experts".',
+        "test_experts_that_stay_whole_are_named",
+    )
     router_pattern: str | None = no_effect(None, _BY_MODEL)
     use_grouped_mm: bool = no_effect(True, _BY_MODEL)
     disable_triton_grouped_mm: bool = no_effect(False, _BY_MODEL)

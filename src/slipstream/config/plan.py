@@ -121,6 +121,8 @@ class ExpertPlan:
     """How layers of experts are split over ranks."""
 
     size: int = key("expert_parallel.autoep_size")
+    layer_pattern: str | None = key("expert_parallel.moe_layer_pattern")
+    expert_pattern: str | None = key("expert_parallel.expert_pattern")
     # settings of routers; None: the model's own
     top_k: int | None = key("expert_parallel.top_k", read=_unless_auto)
     route_norm: bool | None = key("expert_parallel.route_norm")

@@ -10,6 +10,8 @@ tokens: otherwise an expert would see every token several times, and its gradien
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ from slipstream.parallel.exchange import Exchange
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
 from slipstream.zero.leaves import is_quantized, mark_part, parts_of
 from slipstream.zero.recording import keep_source
+from slipstream.zero.wrap import expert_lists
+
+logger = logging.getLogger("slipstream.train")
 
 Connect = Callable[[str | Axis], Exchange]  # the exchange over an axis; collective at its first call
 
@@ -78,11 +83,8 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
         mark_experts(layer.module, layer.size)
     _check_uncut(every, mesh)
     layers = [layer for layer in every if layer.size > 1]
-    if plan.size > 1 and not layers and mesh.pp.size == 1:
-        raise ValueError(
-            f"expert_parallel.autoep_size is {plan.size}, and {type(model).__name__} has no layers of experts "
-            "(slipstream.moe.MoE, or transformers' experts): drop the key"
-        )
+    if plan.size > 1:
+        _check_found(model, mesh, plan, every)
     for layer in layers:
         _check(layer, mesh)
     mesh = mesh.with_families(layer.differs() for layer in layers)
@@ -95,6 +97,42 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
         placed.append((layer, axis))
     apart = every if mesh.tp.size > 1 and token_shares else []
     return mesh, ExpertRanks(placed, apart, shares_tokens=mesh.tp.size > 1 and not token_shares)
+
+
+def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequence[_RoutedLayer]) -> None:
+    """Name experts that stay whole on every rank: in an error if there are no others, or if the config's pattern means them."""
+    known = {layer.name.rpartition(".")[0] for layer in layers}
+    whole = next((name for name in _described(model, plan) if name not in known), None)
+    remedy = "use slipstream.moe.MoE in its place, or drop the block expert_parallel, and each rank has all of them"
+    if whole is not None:
+        kind = type(model.get_submodule(whole)).__name__
+        text = f"the experts of {whole!r} ({kind}) are no stack of transformers' or slipstream.moe's, and cannot be split"
+        if plan.layer_pattern is not None or not layers:
+            raise ValueError(f"expert_parallel.autoep_size is {plan.size}, and {text}: {remedy}")
+        if mesh.is_first:
+            logger.warning("%s: each rank has all of them, beside its part of other layers' experts", text)
+    elif not layers and mesh.pp.size == 1:
+        pattern = "" if plan.layer_pattern is None else f", and none is named by moe_layer_pattern {plan.layer_pattern!r}"
+        raise ValueError(
+            f"expert_parallel.autoep_size is {plan.size}, and {type(model).__name__} has no layers of experts "
+            f"(slipstream.moe.MoE, or transformers' experts){pattern}: drop the key"
+        )
+
+
+def _described(model: nn.Module, plan: ExpertPlan) -> list[str]:
+    """The layers that the config's patterns name, or else those that have a list of experts."""
+    if plan.layer_pattern is None:
+        return [name.rpartition(".")[0] for name in expert_lists(model)]
+    try:
+        layer, experts = re.compile(plan.layer_pattern), re.compile(plan.expert_pattern or "experts")
+    except re.error as error:
+        key = "expert_pattern" if error.pattern == plan.expert_pattern else "moe_layer_pattern"
+        raise ValueError(f"expert_parallel.{key} {error.pattern!r} is no regular expression: {error}") from error
+    return [
+        name
+        for name, module in model.named_modules()
+        if layer.search(name) and any(experts.fullmatch(child) for child, _ in module.named_children())
+    ]
 
 
 def _check_uncut(layers: Sequence[_RoutedLayer], mesh: Mesh) -> None:

@@ -50,7 +50,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
     Children whose names are numbers, as in a PipelineModule, are in a container too. Experts are no blocks, but a layer of them is.
     """
-    lists = {name for name, module in model.named_modules(remove_duplicate=False) if _are_experts(name, module)}
+    lists = set(expert_lists(model))
     layers = {name.rpartition(".")[0] for name in lists}
 
     def visit(module: nn.Module, prefix: str) -> list[str]:
@@ -72,6 +72,11 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is marked as one whose modules are gathered together."""
     return bool(vars(module).get("_z3_leaf", False))
+
+
+def expert_lists(model: nn.Module) -> list[str]:
+    """The names of lists of experts ([Note: Choices])."""
+    return [name for name, module in model.named_modules(remove_duplicate=False) if _are_experts(name, module)]
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
