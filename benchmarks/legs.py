@@ -141,6 +141,7 @@ LEGS = (
         "block-sparse attention over dense attention, and the longest sequence under a limit of memory",
         "sparse:run",
     ),
+    Leg("fused", 2, 3, "a fused BertLayer over transformers' eager one and over torch.compile, and what it keeps", "fused:run"),
     Leg("states", 2, 3, "bytes per parameter over the formula, on pp, tp and both", "layouts:states"),
     Leg("predicted", 2, 3, "the time model of `slipstream plan --ranks` over measured steps of six layouts", "layouts:predicted"),
     Leg("sequences", 2, 8, "the longest sequence of a step under a limit of memory", "sequences:run"),

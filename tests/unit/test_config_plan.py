@@ -770,6 +770,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.check_grad_overflow": flags,
     "slipstream.keep_checkpoints": st.integers(1, 9) | st.none(),
     "slipstream.broadcast_buffers": flags,
+    "slipstream.fused_layers": flags,
     "checkpoint.load_universal": flags,
     "checkpoint.writer.decoupled": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),

@@ -136,6 +136,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     ),
     "checkpoints": ({}, {"checkpoint.writer.decoupled": True}),
     "compile": ({}, {"compile.backend": "eager"}, {"compile.enabled": True}),
+    "fused": ({}, {"slipstream.fused_layers": True}),
 }
 OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
     "optimizer": (

@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from slipstream.attention.layouts import MODES, layouts_of, sparsity_of
 from slipstream.attention.modules import SparseSelfAttention
-from slipstream.ops.block_sparse import block_sparse_attention
+from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
 
 NAME = "slipstream_sparse"  # of the attention function
+DENSE = "slipstream_dense"  # of the one that computes all scores
+ALL: Mapping[str, Any] = {"mode": "dense", "block": 16}
 PATTERN = "slipstream_sparse_attention"  # attribute of a model's config
 _ROWS = 1 << 20  # elements of a mask that exist at a time
 
@@ -70,13 +72,14 @@ def use_sparse_attention(model: nn.Module, pattern: Mapping[str, Any] | None = N
 
 
 def register() -> None:
-    """Tell transformers of `attn_implementation="slipstream_sparse"`."""
+    """Tell transformers of `attn_implementation="slipstream_sparse"` and `"slipstream_dense"`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if NAME not in ALL_ATTENTION_FUNCTIONS:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+        for name in (NAME, DENSE):
+            ALL_ATTENTION_FUNCTIONS.register(name, _attention)
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 
 
 def _mask(
@@ -138,6 +141,8 @@ def _spans(allowed: Callable[[int, int, int], Tensor], length: int) -> Tensor:
 
 
 def _pattern(config: Any) -> Mapping[str, Any]:
+    if config._attn_implementation == DENSE:
+        return ALL
     return getattr(config, PATTERN, None) or {}
 
 
@@ -171,16 +176,25 @@ def _attention(
         key, value = key[:, :, :length], value[:, :, :length]  # of a cache with room for more
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     layout = layouts_of(_pattern(module.config), query.shape[1]).of(length, causal)
-    keys, spans, bias = _masks(attention_mask)
+    return attend(query, key, value, layout, attention_mask, scaling, dropout).transpose(1, 2), None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, layout: BlockLayout, mask: Tensor | None, scale: float | None, dropout: float
+) -> Tensor:
+    """query [B, H, L, D], key and value [B, KV heads, L, D] -> [B, H, L, D]; L is at most the layout's. mask: of `_mask`, or
+    numbers [B, 1, 1 or L, L] that are added to scores."""
+    length = query.shape[2]
+    keys, spans, bias = _masks(mask)
     more = layout.length - length
     if more:
         query, key, value = (F.pad(x, (0, 0, 0, more)) for x in (query, key, value))
         keys = query.new_zeros(len(query), length, dtype=torch.float32) if keys is None else keys
         keys = F.pad(keys, (0, more), value=float("-inf"))
-        bias = None if bias is None else F.pad(bias, (0, more, 0, more))
+        bias = None if bias is None else F.pad(bias, (0, more, 0, more if bias.shape[-2] > 1 else 0))
         spans = None if spans is None else F.pad(spans, (0, 0, 0, more))
-    options: Any = {"scale": scaling, "bias": bias, "key_bias": keys, "spans": spans, "dropout": dropout}
-    return block_sparse_attention(query, key, value, layout, **options)[:, :, :length].transpose(1, 2), None
+    options: Any = {"scale": scale, "bias": bias, "key_bias": keys, "spans": spans, "dropout": dropout}
+    return block_sparse_attention(query, key, value, layout, **options)[:, :, :length]
 
 
 def _masks(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

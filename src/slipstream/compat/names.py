@@ -25,7 +25,11 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.versions": "git_branch git_hash",
         "slipstream": "InferenceEngine add_config_arguments init_inference",
         "slipstream.parallel.slicing": "tp_model_init",
+        "slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer",
     },
+    "deepspeed.ops.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
+    "deepspeed.ops.transformer.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
+    "deepspeed.module_inject": {"slipstream.fused": "replace_transformer_layer"},
     "deepspeed.runtime": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.base_optimizer": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.config": {
@@ -358,20 +362,14 @@ _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, 
 _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
 _INSIDE = "DeepSpeed's internals (flat groups, experts, hooks); engine.explain() and engine.units show Slipstream's"
 _ESTIMATE = "memory estimates; `slipstream plan` and engine.explain() report the bytes, including activations"
-_TRANSFORMER = "DeepSpeed's transformer kernels; torch's scaled_dot_product_attention is as fast"
+_TRANSFORMER = "the inference kernels of DeepSpeed; init_inference has its own"
 _HYBRID = "the hybrid engine; generation under torch.no_grad() works at every stage"
 _INJECTION = "kernel injection; init_inference uses the model as it is"
 _TUNING = "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"
 
 # module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
 MISSING: Mapping[str, Mapping[str, str]] = {
-    "deepspeed": {
-        "PipelineEngine": _PIPELINE,
-        "DeepSpeedHybridEngine": _HYBRID,
-        "DeepSpeedTransformerLayer": _TRANSFORMER,
-        "DeepSpeedTransformerConfig": _TRANSFORMER,
-        "replace_transformer_layer": _INJECTION,
-    },
+    "deepspeed": {"PipelineEngine": _PIPELINE, "DeepSpeedHybridEngine": _HYBRID},
     "deepspeed.runtime.zero": {
         "TiledLinearReturnBias": "a tiled linear layer that returns its bias; TiledLinear adds it",
         "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,

@@ -400,6 +400,7 @@ class Plan:
     compression: Mapping[str, Any] | None = key("*", shown=lambda blocks: dict(_leaves(blocks or {})))
     data: DataPlan
     checkpoint: CheckpointPlan
+    fused_layers: bool = key("slipstream.fused_layers")
     broadcast_buffers: bool = key("slipstream.broadcast_buffers")  # broadcast rank 0's before each forward
     steps_per_print: int | None = key("steps_per_print")  # None = never
     wall_clock_breakdown: bool = key("wall_clock_breakdown")

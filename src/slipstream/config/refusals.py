@@ -233,6 +233,10 @@ REFUSALS: tuple[Refusal, ...] = (
         f"{_EFFICIENCY}.data_sampling.dynamic_batching is enabled without max_tokens; set it to the tokens of a micro-batch",
     ),
     Refusal(
+        lambda c: c.plan.fused_layers and c.plan.compile,
+        "slipstream.fused_layers and compile.enabled both fuse the layers; drop one of them",
+    ),
+    Refusal(
         lambda c: c.plan.pipeline.chunks > 1 and c.plan.pipeline.schedule in ("gpipe", "v"),
         "slipstream.pipeline.chunks ({c.plan.pipeline.chunks}) is for the schedules 1f1b and zero_bubble; "
         "{c.plan.pipeline.schedule} has its own number of stages on each rank: drop chunks",

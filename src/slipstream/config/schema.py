@@ -341,6 +341,11 @@ class Slipstream(Block):
         "keep", "Keep, recompute or offload to the host the activations of repeated blocks."
     )
     keep_checkpoints: Count | None = honored(None, "Number of newest checkpoints to keep in a directory; not set: all.")
+    fused_layers: bool = honored(
+        False,
+        "Fuse the steps between products in layers of BERT's and Llama's families (transformers).",
+        "test_the_config_fuses_layers",
+    )
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 
 

@@ -29,7 +29,7 @@ class _Wrapped:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in vars(self).items() if name != _WRAPPERS}
-        return copyreg.__newobj__, (type(self).__mro__[2],), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (type(self).__mro__[2], object, None), state  # type: ignore[attr-defined]
 
 
 def wrap(module: nn.Module, around: Around) -> None:

@@ -33,6 +33,13 @@ def _sparse_attention(model: nn.Module, plan: Plan) -> None:
         apply_pattern(model, asdict(plan.sparse))
 
 
+def _fuse_layers(model: nn.Module, plan: Plan) -> None:
+    if plan.fused_layers:
+        from slipstream.fused import fuse_layers
+
+        fuse_layers(model, attention=plan.mesh.sp == 1)
+
+
 def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     """Compress the model, unless `init_compression` has done so before; the steps are the engine's from now on."""
     if plan.compression is not None and clock_of(model) is None:
@@ -82,7 +89,7 @@ def _figures(engine: Engine) -> list[tuple[str, float, int]]:
     return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in figures.items() if value is not None]
 
 
-CHANGES: tuple[Change, ...] = (_sparse_attention, drop_layers, drop_tokens, shorten_sequences, _compress, _monitor)
+CHANGES: tuple[Change, ...] = (_sparse_attention, _fuse_layers, drop_layers, drop_tokens, shorten_sequences, _compress, _monitor)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

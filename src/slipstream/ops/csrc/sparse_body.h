@@ -4,6 +4,7 @@
  * vectors of outputs. Keys are transposed once per head, multiplied by the scale.
  * A masked score's exponential is exactly 0, and so is one below e^-64 of the largest: denormal numbers cost 150 cycles each.
  */
+#include "vec_drop.h"
 #include "vec_exp.h"
 
 #include <math.h>
@@ -218,13 +219,10 @@ TARGET static void sums(float *o, int rows, const float *p, int64_t down, int64_
 /* e^x, and 0 below e^-64. */
 INLINE vec exp_or_zero(vec x) { return vec_pick(x, vec_set(-64.0f), vec_exp(x), vec_zero()); }
 
-/* 1 / (1 - p), or 0 for a dropped probability: 16 bits each of a hash of (seed, head, query, panel), the same forward and backward. */
+/* What dropout multiplies 16 probabilities with, the same forward and backward. */
 INLINE vec kept(const struct sparse *s, uint32_t head, int64_t query, int64_t panel)
 {
-    uint32_t x = s->seed ^ (head * 0x9e3779b9u + (uint32_t)query) * 0x85ebca6bu;
-    x = ((x ^ x >> 15) + (uint32_t)panel * 0xc2b2ae35u) * 0x27d4eb2fu;
-    return vec_pick(words_to_vec(own_half(halves_of(x ^ x >> 13), 0)), vec_set(s->dropout), vec_set(65536.0f / (65536.0f - s->dropout)),
-                    vec_zero());
+    return vec_kept(s->seed, head * 0x9e3779b9u + (uint32_t)query, (uint32_t)panel, s->dropout);
 }
 
 struct pass { /* of one tile */

@@ -1,0 +1,246 @@
+"""Fused layers in unmodified models of transformers: encoders like BERT, decoders like Llama.
+
+The class of a module is replaced by a subclass that computes the same with `ops.fused`; parameters, their names, hooks of other
+modules, and what `isinstance` says stay. A linear layer that is not exactly `nn.Linear`, or has hooks (adapters, quantized or
+sliced layers), is called as it is. Results equal the model's own to rounding, but dropout draws other numbers.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.attention.transformers import DENSE, register
+from slipstream.ops import fused
+from slipstream.ops.fused import Activation
+
+# class of an activation in transformers or torch -> kind
+_KINDS: dict[str, Activation] = {
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "ReLU": "relu",
+}
+
+
+def product(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """layer(x) without its bias, and the bias, which a fused pass adds; of another layer than a plain `nn.Linear`, all of it."""
+    if is_plain(layer):
+        return F.linear(x, layer.weight), layer.bias
+    return layer(x), None
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether nothing would notice if this linear layer were not called."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is nn.Linear and not any(hooks)
+
+
+def feed_forward(x: Tensor, first: Any, last: Any, kind: Activation, up: Any = None) -> tuple[Tensor, Tensor | None]:
+    """The MLP without its last bias, and that bias."""
+    if is_plain(first) and is_plain(last) and (up is None or (is_plain(up) and up.bias is None)):
+        gate = None if up is None else up.weight
+        return fused.mlp(x, first.weight, last.weight, kind=kind, bias=first.bias, up=gate), last.bias
+    inner, bias = product(first, x)
+    return product(last, fused.activation(inner, kind, bias=bias, up=None if up is None else up(x)))
+
+
+class Fused:
+    """What a fused module's class has before its own class. `__reduce_ex__`: a copy, or a pickle, is of the own class."""
+
+    @staticmethod
+    def takes(module: Any) -> bool:
+        """Whether the module can be served; if not, it stays as it is."""
+        return True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg._reconstructor, (_own(type(self)), object, None), vars(self)  # type: ignore[attr-defined]
+
+
+# -- encoders: a sublayer's product, bias, dropout, residual and LayerNorm --
+
+
+def _add_and_norm(module: Any, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    norm = module.LayerNorm
+    dropout = module.dropout.p if module.dropout.training else 0.0
+    options: dict[str, Any] = {"norm": "layer", "bias": bias, "residual": residual, "eps": norm.eps, "dropout": dropout}
+    return fused.add_norm(x, norm.weight, norm.bias, **options)[1]
+
+
+def _takes_output(module: Any) -> bool:
+    return type(module.LayerNorm) is nn.LayerNorm and type(module.dropout) is nn.Dropout and module.LayerNorm.weight is not None
+
+
+class _SelfOutput(Fused):
+    takes = staticmethod(_takes_output)
+
+    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        return _add_and_norm(self, *product(self.dense, hidden_states), input_tensor)
+
+
+class _EncoderLayer(Fused):
+    @staticmethod
+    def takes(module: Any) -> bool:
+        known = type(module.intermediate.intermediate_act_fn).__name__ in _KINDS
+        return known and _takes_output(module.output)
+
+    def feed_forward_chunk(self: Any, attention_output: Tensor) -> Tensor:
+        kind = _KINDS[type(self.intermediate.intermediate_act_fn).__name__]
+        x, bias = feed_forward(attention_output, self.intermediate.dense, self.output.dense, kind)
+        return _add_and_norm(self.output, x, bias, attention_output)
+
+
+# -- decoders --
+
+
+class _RmsNorm(Fused):
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return fused.add_norm(hidden_states, self.weight, norm="rms", eps=self.variance_epsilon)[1]
+
+
+class _GatedMlp(Fused):
+    @staticmethod
+    def takes(module: Any) -> bool:
+        return type(module.act_fn).__name__ in _KINDS
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out, bias = feed_forward(x, self.gate_proj, self.down_proj, _KINDS[type(self.act_fn).__name__], self.up_proj)
+        return out if bias is None else out + bias
+
+
+class _DecoderLayer(Fused):
+    """Pre-norm: the sum after attention and its norm are one pass."""
+
+    @staticmethod
+    def takes(module: Any) -> bool:
+        return isinstance(module.post_attention_layernorm, _RmsNorm) or type(module.post_attention_layernorm).__name__ in _CLASSES
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        norm = self.post_attention_layernorm
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), *args, **kwargs)
+        options: dict[str, Any] = {"norm": "rms", "residual": hidden_states, "eps": norm.variance_epsilon}
+        total, x = fused.add_norm(attended, norm.weight, **options)
+        return total + self.mlp(x)
+
+
+class _Attention(Fused):
+    """Rotary positions of queries and keys in one pass each."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (layer(hidden_states).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (fused.rotary(x, *position_embeddings).transpose(1, 2) for x in (query, key))
+        value = value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        eager = sys.modules[_own(type(self)).__module__].eager_attention_forward
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        if (window := getattr(self, "sliding_window", None)) is not None:
+            kwargs["sliding_window"] = window
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+_ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Data2VecText", "Ernie")
+_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe")  # their layers and MLPs differ
+
+# class of transformers -> what replaces it
+_CLASSES: dict[str, type[Fused]] = {
+    **{f"{name}{part}": _SelfOutput for name in _ENCODERS for part in ("SelfOutput", "Output")},
+    **{f"{name}Layer": _EncoderLayer for name in _ENCODERS},
+    **{f"{name}RMSNorm": _RmsNorm for name in (*_DECODERS, *_MIXTURES)},
+    **{f"{name}MLP": _GatedMlp for name in (*_DECODERS, "Qwen2Moe", "Qwen3Moe")},
+    **{f"{name}Attention": _Attention for name in (*_DECODERS, *_MIXTURES)},
+    **{f"{name}DecoderLayer": _DecoderLayer for name in _DECODERS},
+}
+
+
+def _own(kind: type) -> type:
+    """The class that a fused one replaced."""
+    return kind.__mro__[kind.__mro__.index(Fused) + 1]
+
+
+_MADE: dict[tuple[type, type], type] = {}
+
+
+def _class(own: type, mixin: type[Fused]) -> type:
+    if (own, mixin) not in _MADE:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        _MADE[own, mixin] = type(own.__name__, (mixin, own), names)
+    return _MADE[own, mixin]
+
+
+def _mixin_of(module: nn.Module) -> type[Fused] | None:
+    own = type(module)
+    mixin = _CLASSES.get(own.__name__) if own.__module__.startswith("transformers.models.") else None
+    return mixin if mixin is not None and not isinstance(module, Fused) and mixin.takes(module) else None
+
+
+def fuse_layers(model: nn.Module, *, attention: bool = True) -> nn.Module:
+    """Replace the layers of a model of transformers (BERT and its kin, Llama, Mistral, Qwen 2 and 3) in place; returns it.
+
+    attention: let it compute attention with dropout and masks in one kernel, if it uses transformers' "eager" or "sdpa". Raises
+    ValueError for a model without such layers, before it is changed.
+    """
+    found = [(module, mixin) for module in model.modules() if (mixin := _mixin_of(module)) is not None]
+    if not found and not any(isinstance(module, Fused) for module in model.modules()):
+        names = ", ".join(sorted({*_ENCODERS, *_DECODERS, *_MIXTURES}))
+        raise ValueError(
+            f"fused_layers: {type(model).__name__} has no layers that can be fused; models of transformers of these families have:"
+            f" {names}. Drop the option, or build the model of slipstream.ops.fused"
+        )
+    for module, mixin in found:
+        module.__class__ = _class(type(module), mixin)
+    if attention:
+        _use_dense_attention(model)
+    return model
+
+
+def _use_dense_attention(model: nn.Module) -> None:
+    register()
+    for module in model.modules():
+        own: Any = getattr(module, "config", None)
+        served = getattr(module, "_supports_sdpa", True) and not getattr(own, "is_encoder_decoder", False)
+        if served and getattr(own, "_attn_implementation", None) in ("eager", "sdpa"):
+            own._attn_implementation = DENSE
+
+
+def replace_transformer_layer(
+    orig_layer_impl: type[nn.Module] | None,
+    model: nn.Module,
+    checkpoint_dict: Any = None,
+    config: Any = None,
+    model_config: Any = None,
+) -> nn.Module:
+    """DeepSpeed's name of `fuse_layers`, for training and evaluation. orig_layer_impl: only layers of this class; None: all.
+
+    `config` and `model_config` are not needed. Raises ValueError for a class that cannot be fused, and for `checkpoint_dict`.
+    """
+    if checkpoint_dict is not None:
+        raise ValueError("replace_transformer_layer: load the checkpoint into the model first; checkpoint_dict is not read")
+    layers = [m for m in model.modules() if orig_layer_impl is not None and isinstance(m, orig_layer_impl)]
+    if orig_layer_impl is not None and not layers:
+        raise ValueError(f"replace_transformer_layer: the model has no {orig_layer_impl.__name__}")
+    for each in layers or [model]:
+        fuse_layers(each)
+    return model

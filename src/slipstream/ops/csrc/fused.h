@@ -1,0 +1,31 @@
+/* The passes of a transformer layer between its products: the arrays of a call, and the function table of an instruction set. */
+#ifndef SLIPSTREAM_FUSED_H
+#define SLIPSTREAM_FUSED_H
+
+#include "slipstream_ops.h"
+
+/* fused_body.h says what each array has in each pass. */
+struct fused {
+    const char *x, *residual, *grad, *sum_grad;
+    char *sum, *out, *dsum, *dx;
+    const float *bias, *weight, *shift, *inverse_weight;
+    float *dbias, *dweight, *dshift, *stats; /* stats: of each row the mean and the reciprocal deviation */
+    int64_t columns, heads, rotated, tokens, stride;
+    float eps, least;
+    uint32_t seed;
+    int32_t dtype, kind;
+};
+
+enum { FUSED_NO_NORM, FUSED_LAYER_NORM, FUSED_RMS_NORM };
+enum { FUSED_GELU_TANH, FUSED_GELU, FUSED_SILU, FUSED_RELU };
+
+struct fused_isa {
+    const char *name;
+    void (*passes[5])(const struct fused *s, int64_t begin, int64_t end); /* of fused_body.h, in its order; rows [begin, end) */
+};
+
+extern const struct fused_isa *const fused_avx512;
+extern const struct fused_isa *const fused_avx2;
+extern const struct fused_isa *const fused_portable;
+
+#endif

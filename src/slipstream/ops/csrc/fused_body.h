@@ -1,0 +1,258 @@
+/* What a transformer layer computes between its products, each in one pass over memory, forward and backward. Arithmetic is fp32.
+ *
+ * Rows have `columns` elements of one dtype, without gaps. What belongs to columns (biases, weights of norms, their gradients) is
+ * fp32, padded with zeros to a multiple of 16. Gradients of columns are added to the caller's sums, one set for each thread. */
+#include "vec_drop.h"
+#include "vec_exp.h"
+
+#include <math.h>
+#include <string.h>
+
+INLINE int64_t itemsize(int dtype) { return dtype == DTYPE_F32 ? 4 : 2; }
+INLINE vec load_vec(const char *p, int dtype) { return dtype == DTYPE_F32 ? load_f32(p) : dtype == DTYPE_BF16 ? load_bf16(p) : load_f16(p); }
+INLINE void store_vec(char *p, vec a, int dtype)
+{
+    if (dtype == DTYPE_F32)
+        store_f32(p, a, 0);
+    else if (dtype == DTYPE_BF16)
+        store_bf16(p, a, 0);
+    else
+        store_f16(p, a, 0);
+}
+
+INLINE vec get_part(const char *p, int64_t count, int dtype)
+{
+    char rest[64] = {0};
+    if (count >= 16)
+        return load_vec(p, dtype);
+    memcpy(rest, p, (size_t)(count * itemsize(dtype)));
+    return load_vec(rest, dtype);
+}
+INLINE void put_part(char *p, vec a, int64_t count, int dtype)
+{
+    char rest[64];
+    if (count >= 16) {
+        store_vec(p, a, dtype);
+        return;
+    }
+    store_vec(rest, a, dtype);
+    memcpy(p, rest, (size_t)(count * itemsize(dtype)));
+}
+INLINE int64_t place(const struct fused *s, int64_t row, int64_t c) { return (row * s->columns + c) * itemsize(s->dtype); }
+INLINE vec get(const struct fused *s, const char *base, int64_t row, int64_t c)
+{
+    return get_part(base + place(s, row, c), s->columns - c, s->dtype);
+}
+INLINE void put(const struct fused *s, char *base, int64_t row, int64_t c, vec a)
+{
+    put_part(base + place(s, row, c), a, s->columns - c, s->dtype);
+}
+INLINE void add_to(float *sums, int64_t c, vec a) { store_f32(sums + c, vec_add(load_f32(sums + c), a), 0); }
+INLINE vec dropped(const struct fused *s, vec a, int64_t row, int64_t c)
+{
+    return s->least > 0 ? vec_mul(a, vec_kept(s->seed, (uint32_t)row, (uint32_t)(c / 16), s->least)) : a;
+}
+
+/* ---- sum = dropout(x + bias) + residual; out = norm(sum) ---- */
+
+TARGET static void add_norm(const struct fused *s, int64_t begin, int64_t end)
+{
+    static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vec lanes = load_f32(numbers), zero = vec_zero();
+    const int64_t columns = s->columns;
+    for (int64_t row = begin; row < end; ++row) {
+        vec total = zero, squares = zero;
+        if (s->sum != s->x || s->bias || s->residual || s->least > 0)
+            for (int64_t c = 0; c < columns; c += 16) {
+                vec a = get(s, s->x, row, c);
+                if (s->bias)
+                    a = vec_add(a, load_f32(s->bias + c));
+                a = dropped(s, a, row, c);
+                if (s->residual)
+                    a = vec_add(a, get(s, s->residual, row, c));
+                put(s, s->sum, row, c, a);
+            }
+        if (s->kind == FUSED_NO_NORM)
+            continue;
+        if (s->kind == FUSED_LAYER_NORM)
+            for (int64_t c = 0; c < columns; c += 16)
+                total = vec_add(total, get(s, s->sum, row, c)); /* lanes past the end are 0 */
+        const float mean = lanes_sum(total) / (float)columns;
+        for (int64_t c = 0; c < columns; c += 16) {
+            vec a = vec_sub(get(s, s->sum, row, c), vec_set(mean));
+            if (columns - c < 16)
+                a = vec_pick(lanes, vec_set((float)(columns - c)), zero, a);
+            squares = vec_fma(a, a, squares);
+        }
+        const float inverse = 1.0f / sqrtf(lanes_sum(squares) / (float)columns + s->eps);
+        s->stats[2 * row] = mean, s->stats[2 * row + 1] = inverse;
+        for (int64_t c = 0; c < columns; c += 16) {
+            vec a = vec_mul(vec_mul(vec_sub(get(s, s->sum, row, c), vec_set(mean)), vec_set(inverse)), load_f32(s->weight + c));
+            if (s->shift)
+                a = vec_add(a, load_f32(s->shift + c));
+            put(s, s->out, row, c, a);
+        }
+    }
+}
+
+/* The normalized value: of the sum, or of the norm's output (`inverse_weight` is not NULL). */
+INLINE vec normal(const struct fused *s, int64_t row, int64_t c, vec mean, vec inverse)
+{
+    vec a = get(s, s->x, row, c);
+    if (!s->inverse_weight)
+        return vec_mul(vec_sub(a, mean), inverse);
+    if (s->shift)
+        a = vec_sub(a, load_f32(s->shift + c));
+    return vec_mul(a, load_f32(s->inverse_weight + c));
+}
+
+/* x: the sum, or the norm's output. grad: of the output; sum_grad: of the sum, or NULL. dsum: the gradient of sum and residual; dx:
+ * that of x before dropout, or NULL if it is the same. */
+TARGET static void add_norm_backward(const struct fused *s, int64_t begin, int64_t end)
+{
+    const int64_t columns = s->columns;
+    for (int64_t row = begin; row < end; ++row) {
+        vec mean = vec_zero(), inverse = mean, first = mean, second = mean;
+        if (s->kind != FUSED_NO_NORM) {
+            mean = vec_set(s->stats[2 * row]), inverse = vec_set(s->stats[2 * row + 1]);
+            for (int64_t c = 0; c < columns; c += 16) {
+                const vec by = vec_mul(get(s, s->grad, row, c), load_f32(s->weight + c));
+                first = vec_add(first, by);
+                second = vec_fma(by, normal(s, row, c, mean, inverse), second);
+            }
+            first = s->kind == FUSED_LAYER_NORM ? vec_set(lanes_sum(first) / (float)columns) : vec_zero();
+            second = vec_set(lanes_sum(second) / (float)columns);
+        }
+        for (int64_t c = 0; c < columns; c += 16) {
+            vec d = vec_zero();
+            if (s->kind != FUSED_NO_NORM) {
+                const vec grad = get(s, s->grad, row, c), a = normal(s, row, c, mean, inverse);
+                add_to(s->dweight, c, vec_mul(grad, a));
+                if (s->dshift)
+                    add_to(s->dshift, c, grad);
+                d = vec_mul(vec_sub(vec_sub(vec_mul(grad, load_f32(s->weight + c)), first), vec_mul(a, second)), inverse);
+            }
+            if (s->sum_grad)
+                d = vec_add(d, get(s, s->sum_grad, row, c));
+            if (s->dsum)
+                put(s, s->dsum, row, c, d);
+            if (s->dx || s->dbias) {
+                d = dropped(s, d, row, c);
+                if (s->dx)
+                    put(s, s->dx, row, c, d);
+                if (s->dbias)
+                    add_to(s->dbias, c, d);
+            }
+        }
+    }
+}
+
+/* ---- out = activation(x + bias) [* up] ---- */
+
+/* x * sigmoid(z(x)) and its derivative; the tanh form of GELU is one of these: (1 + tanh(y)) / 2 is sigmoid(2 y). */
+INLINE vec by_sigmoid(vec x, vec z, vec dz, vec *slope)
+{
+    const vec one = vec_set(1.0f);
+    const vec s = vec_div(one, vec_add(one, vec_exp(vec_min(vec_sub(vec_zero(), z), vec_set(80.0f)))));
+    const vec y = vec_mul(x, s);
+    *slope = vec_fma(vec_mul(y, vec_sub(one, s)), dz, s);
+    return y;
+}
+
+/* x * Phi(x), by a polynomial of erf (Abramowitz and Stegun 7.1.26, error 1.5e-7); the exponential is the density's, too. */
+INLINE vec by_erf(vec x, vec *slope)
+{
+    const vec one = vec_set(1.0f), zero = vec_zero();
+    const vec t = vec_div(one, vec_fma(vec_abs(x), vec_set(0.3275911f * 0.70710678f), one));
+    const vec e = vec_exp(vec_max(vec_mul(vec_mul(x, x), vec_set(-0.5f)), vec_set(-80.0f)));
+    vec p = vec_fma(t, vec_set(0.5f * 1.061405429f), vec_set(0.5f * -1.453152027f));
+    p = vec_fma(t, p, vec_set(0.5f * 1.421413741f));
+    p = vec_fma(t, p, vec_set(0.5f * -0.284496736f));
+    p = vec_fma(t, p, vec_set(0.5f * 0.254829592f));
+    const vec tail = vec_mul(vec_mul(p, t), e), share = vec_pick(x, zero, vec_sub(one, tail), tail);
+    *slope = vec_fma(vec_mul(x, e), vec_set(0.39894228f), share);
+    return vec_mul(x, share);
+}
+
+INLINE vec activated(int kind, vec x, vec *slope)
+{
+    const vec one = vec_set(1.0f), zero = vec_zero();
+    if (kind == FUSED_GELU_TANH) {
+        const vec square = vec_mul(x, x), twice = vec_set(1.5957691216f);
+        return by_sigmoid(x, vec_mul(vec_mul(twice, x), vec_fma(square, vec_set(0.044715f), one)),
+                          vec_mul(twice, vec_fma(square, vec_set(0.134145f), one)), slope);
+    }
+    if (kind == FUSED_GELU)
+        return by_erf(x, slope);
+    if (kind == FUSED_SILU)
+        return by_sigmoid(x, x, one, slope);
+    *slope = vec_pick(zero, x, zero, one); /* ReLU */
+    return vec_mul(x, *slope);
+}
+
+TARGET static void activate(const struct fused *s, int64_t begin, int64_t end)
+{
+    vec slope;
+    for (int64_t row = begin; row < end; ++row)
+        for (int64_t c = 0; c < s->columns; c += 16) {
+            vec a = get(s, s->x, row, c);
+            if (s->bias)
+                a = vec_add(a, load_f32(s->bias + c));
+            a = activated(s->kind, a, &slope);
+            if (s->residual)
+                a = vec_mul(a, get(s, s->residual, row, c));
+            put(s, s->out, row, c, a);
+        }
+}
+
+/* Gradients of x (dx) and up (dsum), which may replace `grad`; out: the output once more, or NULL. */
+TARGET static void activate_backward(const struct fused *s, int64_t begin, int64_t end)
+{
+    vec slope;
+    for (int64_t row = begin; row < end; ++row)
+        for (int64_t c = 0; c < s->columns; c += 16) {
+            vec a = get(s, s->x, row, c), grad = get(s, s->grad, row, c);
+            if (s->bias)
+                a = vec_add(a, load_f32(s->bias + c));
+            a = activated(s->kind, a, &slope);
+            if (s->residual) {
+                const vec up = get(s, s->residual, row, c);
+                put(s, s->dsum, row, c, vec_mul(grad, a));
+                grad = vec_mul(grad, up), a = vec_mul(a, up);
+            }
+            if (s->out)
+                put(s, s->out, row, c, a);
+            grad = vec_mul(grad, slope);
+            put(s, s->dx, row, c, grad);
+            if (s->dbias)
+                add_to(s->dbias, c, grad);
+        }
+}
+
+/* ---- rotary positions: rows are tokens, with `heads` heads of `columns` features, of which the first `rotated` turn ---- */
+
+/* bias, weight: cosines and sines, fp32 [tokens, rotated]. kind: 1 turns back. x may have gaps: `stride` elements between tokens. */
+TARGET static void rotate(const struct fused *s, int64_t begin, int64_t end)
+{
+    const int64_t half = s->rotated / 2, size = itemsize(s->dtype);
+    for (int64_t row = begin; row < end; ++row) {
+        const float *cosine = s->bias + row % s->tokens * s->rotated, *sine = s->weight + row % s->tokens * s->rotated;
+        for (int64_t head = 0; head < s->heads; ++head) {
+            const char *from = s->x + (row * s->stride + head * s->columns) * size;
+            char *to = s->out + (row * s->heads + head) * s->columns * size;
+            for (int64_t c = 0; c < half; c += 16) {
+                const int64_t count = half - c;
+                const vec a = get_part(from + c * size, count, s->dtype), b = get_part(from + (c + half) * size, count, s->dtype);
+                const vec cos_a = get_part((const char *)(cosine + c), count, DTYPE_F32);
+                const vec cos_b = get_part((const char *)(cosine + half + c), count, DTYPE_F32);
+                const vec sin_a = get_part((const char *)(sine + c), count, DTYPE_F32);
+                const vec sin_b = get_part((const char *)(sine + half + c), count, DTYPE_F32);
+                const vec turned_a = s->kind ? vec_fma(b, sin_b, vec_mul(a, cos_a)) : vec_sub(vec_mul(a, cos_a), vec_mul(b, sin_a));
+                const vec turned_b = s->kind ? vec_sub(vec_mul(b, cos_b), vec_mul(a, sin_a)) : vec_fma(a, sin_b, vec_mul(b, cos_b));
+                put_part(to + c * size, turned_a, count, s->dtype);
+                put_part(to + (c + half) * size, turned_b, count, s->dtype);
+            }
+            memcpy(to + s->rotated * size, from + s->rotated * size, (size_t)((s->columns - s->rotated) * size));
+        }
+    }
+}
