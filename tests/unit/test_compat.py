@@ -103,7 +103,6 @@ def test_a_missing_name_says_why(deepspeed: ModuleType) -> None:
 
 def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType) -> None:
     for module, name in (
-        ("elasticity", "compute_elastic_config"),
         ("elasticity.elastic_agent", "DSElasticAgent"),
         ("runtime.quantize", "Quantizer"),
         ("runtime.zero.mics", "MiCS_Optimizer"),

@@ -23,8 +23,8 @@ from slipstream.train import compiled, rehearse
 from slipstream.train.schedules import build_scheduler
 from tests.unit.test_config_schema import ACCELERATE
 
-# The plan has these blocks whole: test_compression.py, test_monitors.py, test_curriculum.py, test_curriculum_data.py and
-# test_random_ltd.py have their keys.
+# The plan has these blocks whole: test_compression.py, test_monitors.py, test_curriculum.py, test_curriculum_data.py,
+# test_random_ltd.py and test_elasticity.py have their keys.
 WHOLE = (
     "compression_training.",
     "quantize_training.",
@@ -34,6 +34,7 @@ WHOLE = (
     "csv_monitor.",
     "curriculum_learning.",
     "data_efficiency.",
+    "elasticity.",
 )
 HONORED = {name: key for name, key in of_fate(Fate.HONORED).items() if not name.startswith(WHOLE)}
 FACTS = ModelFacts(device_type="cpu", supports_bf16=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,27 @@ def report() -> int:
     from slipstream.launch import cli
 
     return cli.main(["report", *sys.argv[1:]])
+
+
+def elastic() -> int:
+    """`ds_elastic -c CONFIG [-w RANKS]`: print the batch sizes of a config's block `elasticity`."""
+    from slipstream.config import load_config
+    from slipstream.config.elastic import compute_elastic_config
+
+    parser = argparse.ArgumentParser(prog="ds_elastic", description=elastic.__doc__)
+    parser.add_argument("-c", "--config", required=True, help="the JSON config")
+    parser.add_argument("-w", "--world-size", type=int, default=0, help="number of ranks; version 0.2 needs it")
+    options = parser.parse_args()
+    try:
+        config = load_config(options.config)
+        results = compute_elastic_config(config, "0.19.8", options.world_size)
+    except ValueError as error:
+        sys.stderr.write(f"ds_elastic: {error}\n")
+        return 2
+    named = zip(("final_batch_size", "valid_gpus", "micro_batch_size"), results, strict=False)
+    rows = "".join(f"{f'{name} ':.<21} {value}\n" for name, value in named)
+    sys.stdout.write(f"Elasticity config:\n{json.dumps(config['elasticity'], indent=4, sort_keys=True)}\n\n{rows}")
+    return 0
 
 
 def zero_to_fp32() -> int:

@@ -12,6 +12,8 @@ _PATTERNS = (
     "SparsityConfig VariableSparsityConfig"
 )
 
+_ELASTIC_ERRORS = "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"
+
 # module of DeepSpeed -> {module of Slipstream: names in it}
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
@@ -59,6 +61,13 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.sparse_attention.sparse_attention_utils": {"slipstream.attention": "SparseAttentionUtils"},
     "deepspeed.ops.sparse_attention.matmul": {"slipstream.attention": "MatMul"},
     "deepspeed.ops.sparse_attention.softmax": {"slipstream.attention": "Softmax"},
+    "deepspeed.elasticity": {
+        "slipstream.config.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config " + _ELASTIC_ERRORS
+    },
+    "deepspeed.elasticity.elasticity": {
+        "slipstream.config.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
+    },
+    "deepspeed.elasticity.config": {"slipstream.config.elastic": _ELASTIC_ERRORS},
     "deepspeed.compression": {"slipstream.compression": "init_compression redundancy_clean"},
     "deepspeed.compression.compress": {"slipstream.compression": "init_compression redundancy_clean student_initialization"},
     "deepspeed.compression.helper": {"slipstream.compression": "convert_conv1d_to_linear"},
@@ -357,7 +366,7 @@ _ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges sig
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
 _MOQ = "the classes behind MoQ, which DeepSpeed 0.19.8 has removed too; set quantize_training in the config"
-_ELASTIC = "elastic batch sizes, which DeepSpeed 0.19.8 has removed too; every checkpoint loads at any world size"
+_ELASTIC = "the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:MAX` is the agent"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
 _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
 _INSIDE = "DeepSpeed's internals (flat groups, experts, hooks); engine.explain() and engine.units show Slipstream's"

@@ -653,19 +653,23 @@ class Timers(Block):
     throughput: ThroughputTimer = ThroughputTimer()
 
 
+_ELASTIC = "test_elasticity"
+
+
 class Elasticity(Block):
-    feature = Feature("elastic batch sizes", "set elasticity.enabled to false and restart; checkpoints load at any world size")
-    enabled: bool = switch()
-    max_train_batch_size: Count = 2000
-    micro_batch_sizes: list[Count] = [2, 4, 6]
-    min_gpus: Count = 1
-    max_gpus: Count = 10000
-    min_time: Size = 0
-    prefer_larger_batch: bool = True
-    version: Real = 0.2
-    ignore_non_elastic_batch_info: bool = False
-    num_gpus_per_node: Count = 1
-    model_parallel_size: Count = 1
+    """Batch sizes for many numbers of ranks (config/elastic.py)."""
+
+    enabled: bool = honored(False, "Compute the batch sizes such that many numbers of ranks keep the same global batch.", _ELASTIC)
+    max_train_batch_size: Count = honored(2000, "Largest global batch, in samples; to be set.", _ELASTIC)
+    micro_batch_sizes: list[Count] = honored([2, 4, 6], "Micro-batch sizes to choose from, in samples; to be set.", _ELASTIC)
+    min_gpus: Count = honored(1, "Fewest ranks.", _ELASTIC)
+    max_gpus: Count = honored(10000, "Most ranks.", _ELASTIC)
+    min_time: Size = no_effect(0, "how long to wait between changes of the number of ranks is the scheduler's choice")
+    prefer_larger_batch: bool = honored(True, "Of batches that fit equally many numbers of ranks, take the largest.", _ELASTIC)
+    version: Real = honored(0.2, "0.1 counts ranks; 0.2 whole nodes, and it has a batch for every number of ranks.", _ELASTIC)
+    ignore_non_elastic_batch_info: bool = honored(False, "Ignore batch sizes in the config; false: refuse them.", _ELASTIC)
+    num_gpus_per_node: Count = honored(1, "Version 0.2: ranks of a node.", _ELASTIC)
+    model_parallel_size: Count = honored(1, "Version 0.2: ranks of one replica of the model, as the mesh has it.", _ELASTIC)
 
 
 class ParallelWrite(Block):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from slipstream.config import keys
+from slipstream.config import elastic, keys
 from slipstream.config.plan import (
     DTYPES,
     INT4,
@@ -284,6 +284,8 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
             f"data_parallel_size is {stated}, but the batch is split over {ranks} ranks; drop the key, or start {stated} processes",
             fits=stated,
         )
+    if values["elasticity.enabled"]:
+        return _elastic_batch(values, world, mesh, ranks)
     train, accumulation = values["train_batch_size"], values["gradient_accumulation_steps"]
     micro = values["train_micro_batch_size_per_gpu"]
     if train is None and micro is None:
@@ -299,6 +301,24 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     if accumulation is None and (train is None or micro is None):
         values.sources["gradient_accumulation_steps"] = "default"
     return values.section(BatchPlan, train_batch_size=batch.train, micro_batch_size=batch.micro, accumulation=batch.accumulation)
+
+
+def _elastic_batch(values: Values, world: DataWorld, mesh: MeshPlan, ranks: int) -> BatchPlan:
+    """The batch sizes by the block `elasticity`, on `ranks` data-parallel ranks."""
+    block = values.parsed.config.elasticity
+    elastic.check_stated(block, (path for path in elastic.BATCH_KEYS if values.is_given(path)))
+    if block.version == 0.2 and block.model_parallel_size != mesh.model_size:
+        raise ValueError(
+            f"elasticity.model_parallel_size is {block.model_parallel_size}, and one replica of the model has pp ({mesh.pp}) x sp "
+            f"({mesh.sp}) x tp ({mesh.tp}) = {mesh.model_size} ranks; set it to {mesh.model_size}"
+        )
+    elastic.ensure_immutable_elastic_config(block.model_dump())
+    batch = elastic.elastic_batch(block, world.ranks)
+    elastic.check_count(batch, ranks)
+    micro = elastic.largest_micro(block, batch.train, ranks)
+    values.sources |= dict.fromkeys(elastic.BATCH_KEYS, "derived: elasticity")
+    accumulation = batch.train // (micro * ranks)
+    return values.section(BatchPlan, train_batch_size=batch.train, micro_batch_size=micro, accumulation=accumulation)
 
 
 def _default_micro_batch(values: Values) -> int | None:
