@@ -1,10 +1,10 @@
 """Elastic batch sizes: the block `elasticity`, with the results of DeepSpeed's versions 0.1 and 0.2.
 
-A run that is restarted on another number of ranks keeps its global batch if that batch divides into micro-batches on many counts of
-ranks. Both versions look for such a batch among multiples of each micro-batch size and of their least common multiple. The factor
-is the largest highly composite number that fits below the largest batch; the common multiple alone is a candidate even above that, as in
-DeepSpeed. The candidate with the most valid counts wins. Version 0.2 counts whole nodes. Where a count is not valid, it falls
-back to the largest batch that this count divides.
+A run that is restarted on another number of ranks keeps its global batch if that batch divides into micro-batches on many counts
+of ranks. Both versions look for such a batch among multiples of each micro-batch size and of their least common multiple. The
+factor is the largest highly composite number that fits below the largest batch; the common multiple alone is a candidate even
+above that, as in DeepSpeed. The candidate with the most valid counts wins. Version 0.2 counts whole nodes. Where a count is not
+valid, it falls back to the largest batch that this count divides.
 
 Source: DeepSpeed 0.19.6's `compute_elastic_config` (its algorithm and names; 0.19.8 has dropped it).
 """

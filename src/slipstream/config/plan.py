@@ -360,6 +360,11 @@ class CheckpointPlan:
     asynchronous: bool = key("checkpoint.writer.decoupled")
     universal: bool = key("checkpoint.load_universal")  # a load without a tag prefers `latest_universal` to `latest`
     keep: int | None = key("slipstream.keep_checkpoints")  # number of newest checkpoints to keep in a directory; None = all
+    folder: str | None = key("slipstream.checkpoint.folder")  # of checkpoints that the engine saves by itself; None = none
+    every_steps: int = key("slipstream.checkpoint.every_steps")  # 0 = not by steps
+    every_minutes: float = key("slipstream.checkpoint.every_minutes")  # 0 = not by time
+    on_signal: tuple[str, ...] = key("slipstream.checkpoint.on_signal", read=tuple, shown=list)  # save, and exit with code 85
+    resume: bool = key("slipstream.checkpoint.resume")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

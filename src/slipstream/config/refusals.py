@@ -7,6 +7,7 @@ arguments of an optimizer or scheduler that are not valid have no plan: resoluti
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -94,6 +95,11 @@ class Case:
         """The first axis whose size is stated twice, differently, as text; "" if there is none."""
         differing = (stated for stated in self.sizes.values() if len({size for _, size in stated}) > 1)
         return " and ".join(f"{name} ({size})" for name, size in next(differing, []))
+
+    @property
+    def wrong_signals(self) -> str:
+        known = {each.name for each in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+        return ", ".join(name for name in self.plan.checkpoint.on_signal if name not in known)
 
     @property
     def holders(self) -> int:
@@ -264,6 +270,19 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.plan.local_steps.every and (c.plan.mesh.model_size > 1 or c.plan.experts.size > 1),
         "slipstream.local_steps is built for data parallelism alone, but parts of the model are on several ranks (pp "
         "{c.plan.mesh.pp}, sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp}, experts over {c.plan.experts.size}); drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.local_steps.every and c.plan.checkpoint.folder,
+        "slipstream.checkpoint.folder needs an exchange of all ranks in every step, and slipstream.local_steps has none; call "
+        "engine.save_checkpoint() in the script",
+    ),
+    Refusal(
+        lambda c: (c.plan.checkpoint.every_steps or c.plan.checkpoint.every_minutes) and not c.plan.checkpoint.folder,
+        "slipstream.checkpoint has every_steps or every_minutes without a folder; set slipstream.checkpoint.folder",
+    ),
+    Refusal(
+        lambda c: c.wrong_signals,
+        "slipstream.checkpoint.on_signal has {c.wrong_signals}, of which a process cannot be told; use names as SIGUSR1",
     ),
     Refusal(
         lambda c: c.values["zero_optimization.zero_quantized_gradients"] and c.precision.comm_dtype is not INT4,

@@ -316,6 +316,21 @@ class LocalSteps(Block):
     )
 
 
+_AUTOSAVE = "test_checkpoints_by_itself"
+
+
+class AutomaticCheckpoints(Block):
+    """Checkpoints that the engine saves and loads by itself (train/autosave.py)."""
+
+    folder: str | None = honored(None, "Directory of the checkpoints that the engine saves by itself.", _AUTOSAVE)
+    every_steps: Size = honored(0, "Steps between them; 0: not by steps.", _AUTOSAVE)
+    every_minutes: Annotated[Real, Field(ge=0)] = honored(0.0, "Minutes between them; 0: not by time.", _AUTOSAVE)
+    on_signal: Names = honored(
+        ["SIGTERM", "SIGUSR1"], "Signals to any rank after which all save at the end of the step and exit with code 85.", _AUTOSAVE
+    )
+    resume: bool = honored(True, "`initialize` loads the newest checkpoint of the directory, if there is one.", _AUTOSAVE)
+
+
 class Slipstream(Block):
     """Slipstream's own options."""
 
@@ -346,6 +361,7 @@ class Slipstream(Block):
         "Fuse the steps between products in layers of BERT's and Llama's families (transformers).",
         "test_the_config_fuses_layers",
     )
+    checkpoint: AutomaticCheckpoints = AutomaticCheckpoints()
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from slipstream import brief
 from slipstream.launch import environment
-from slipstream.launch.failure import Failure, encode, first, render, shell_code, with_reason
+from slipstream.launch.failure import Failure, decode, encode, first, render, shell_code, with_reason
 from slipstream.launch.watch import RankWatch
 from slipstream.launch.worker import read_records, read_stack
 from slipstream.observe.host import num_cores, read_pressure
@@ -99,7 +99,7 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     os.environ[brief.RECORDS] = str(folder)
     before = read_pressure()
     try:
-        with RankWatch(folder) as watch, _reporting_reaped_ranks(watch):
+        with RankWatch(folder, patient=":" in options.nnodes) as watch, _reporting_reaped_ranks(watch):
             if lease:
                 _stop_with_stdin(watch)
             try:
@@ -108,6 +108,9 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
             except ChildFailedError as error:
                 after = read_pressure()
                 failures = [with_reason(failure, before, after) for failure in _collect(error.failures, folder, watch)]
+        if first(failures).exit_code == brief.AGAIN:
+            print(f"slipstream run: {_saved(folder)}", file=sys.stderr, flush=True)
+            return brief.AGAIN
         sys.stderr.write("".join(map(encode, failures)) if report else render(failures))
         sys.stderr.flush()
         return shell_code(first(failures).exit_code)
@@ -119,12 +122,20 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
         return 1
     except (SignalException, KeyboardInterrupt) as stop:
         number = signal.Signals(getattr(stop, "sigval", signal.SIGINT))
+        records = (decode(path.read_text()) for path in folder.glob("attempt*-rank*.json"))
+        if any(record.exit_code == brief.AGAIN for record in records if record is not None):
+            print(f"slipstream run: {_saved(folder)}", file=sys.stderr, flush=True)
+            return brief.AGAIN
         if not lease:
             said = f"stopped by {number.name}, and its ranks have stopped; {brief.last_checkpoint(str(folder))}"
             print(f"slipstream run: {said}", file=sys.stderr, flush=True)
         return 128 + number
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _saved(folder: Path) -> str:
+    return f"all ranks have stopped after a signal; {brief.last_checkpoint(str(folder))}; exit code {brief.AGAIN}: start again"
 
 
 @contextmanager

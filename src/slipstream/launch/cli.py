@@ -96,6 +96,13 @@ def _range(text: str) -> range:
     return range(int(low), int(high))
 
 
+def _hosts(text: str) -> str:
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of numbers of hosts; write 1:4")
+    return text
+
+
 def _key(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("a key must not be empty; leave the option out for a server without keys")
@@ -135,6 +142,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--ssh-port", type=_port, metavar="PORT")
     add("--no-ssh", action="store_true", help="start only this node's ranks; use with --node-rank")
     add("--max-restarts", type=_count, default=0, metavar="N", help="restart all ranks up to N times after a failure")
+    add("--elastic", type=_hosts, metavar="MIN:MAX", help="go on with MIN to MAX hosts, as they die or join")
     add("--env-file", metavar="FILE", help="VAR=VALUE lines; default: .deepspeed_env, .slipstream_env, in ~ and here")
     add("--dry-run", action="store_true", help="print the commands without running them")
     add("-q", "--quiet", action="store_true", help="do not print the launch summary")

@@ -19,6 +19,8 @@ __all__ = ["LAUNCHERS", "Command", "Job", "agent_argv", "mpich", "one_node", "op
 
 AGENT = "slipstream.launch.agent"
 WORKER = "slipstream.launch.worker"
+# Seconds until a host that does not answer counts as gone, and that a new round of ranks waits for more than the fewest hosts
+_ELASTIC = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=3"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -37,6 +39,7 @@ class Job:
     no_python: bool = False
     pass_local_rank: bool = False
     max_restarts: int = 0
+    elastic: str | None = None  # MIN:MAX hosts; None: a fixed number
     quiet: bool = False
     exports: Mapping[str, str] = field(default_factory=dict)
     ssh_port: int | None = None
@@ -74,11 +77,12 @@ def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, loca
     With restarts: the c10d rendezvous, through which agents learn of each other's failures and agree on a new port for each
     attempt; it assigns the node ranks itself. Without restarts: the static rendezvous, with our node ranks.
     """
-    argv = [f"--nnodes={num_nodes}", f"--nproc-per-node={num_ranks}", f"--max-restarts={job.max_restarts}"]
+    argv = [f"--nnodes={job.elastic or num_nodes}", f"--nproc-per-node={num_ranks}", f"--max-restarts={job.max_restarts}"]
     if job.max_restarts:
         endpoint = f"{job.master_addr}:{job.master_port}"
         argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id=slipstream-{job.master_port}"]
         argv += [f"--local-addr={local_addr}"] if local_addr else []
+        argv += [f"--rdzv-conf={_ELASTIC}"] if job.elastic else []
     else:
         argv += [f"--node-rank={node_rank}", f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
     if job.no_python:
@@ -88,7 +92,7 @@ def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, loca
 
 def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
     """The agent's arguments for this host: a single node, or one of several that a user or scheduler starts one by one."""
-    reachable = job.master_addr in LOOPBACK or node_rank == 0
+    reachable = job.master_addr in LOOPBACK or (node_rank == 0 and not job.elastic)
     return agent_argv(
         job,
         num_nodes=num_nodes,
@@ -125,6 +129,8 @@ def pdsh(job: Job) -> list[Command]:
     The fan-out is the number of nodes: with a smaller one, the first nodes would wait for nodes that are not started yet.
     """
     hosts = job.hosts
+    if job.elastic:
+        _refuse_restarts(job, "pdsh")
     agent = agent_argv(job, num_nodes=len(hosts), node_rank=0, num_ranks=0, local_addr=None)
     words = [shlex.quote(word) for word in (*_remote_agent(job), *agent)]
     words[words.index("--nproc-per-node=0")] = '--nproc-per-node="$RANKS"'  # index() finds ours, which precede the script's
@@ -167,6 +173,8 @@ def _program(job: Job) -> list[str]:
 
 
 def _refuse_restarts(job: Job, launcher: str) -> None:
+    if job.elastic:
+        raise ValueError(f"--elastic {job.elastic}: {launcher} cannot go on with fewer hosts; use --launcher ssh or local")
     if job.max_restarts:
         raise ValueError(
             f"--max_restarts {job.max_restarts}: {launcher} starts the ranks itself and cannot restart them; use its requeueing "

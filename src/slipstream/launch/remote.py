@@ -107,17 +107,20 @@ def _report(failures: Sequence[Failure], failed: Sequence[_Running]) -> int:
     return shell_code(failed[0].process.returncode)
 
 
-def run_commands(commands: Sequence[Command]) -> int:
-    """Start all commands and wait for them; if one fails, stop the others. Returns the exit code for the shell."""
+def run_commands(commands: Sequence[Command], spare: int = 0) -> int:
+    """Start all commands and wait for them; if more than `spare` fail, stop the others. Returns the exit code for the shell."""
     running: list[_Running] = []
     handlers = {number: signal.signal(number, _on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         for command in commands:
             running.append(_Running(command))
-        while all(not command.process.poll() for command in running) and any(command.process.poll() is None for command in running):
+        while True:
+            codes = [command.process.poll() for command in running]
+            if None not in codes or sum(map(bool, codes)) > spare:
+                break
             time.sleep(_POLL_S)
         failed = [command for command in running if command.process.poll()]
-        if not failed:
+        if len(failed) <= spare:
             return 0
         _wait(running, _RECORDS_S)
         _stop(running)

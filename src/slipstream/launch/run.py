@@ -25,8 +25,10 @@ from slipstream.world.discover import Node, node
 __all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
 
 DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
+_ELASTIC_RESTARTS = 100  # torch counts a lost host as a failure of those that are left
 _THIS_HOST = commands.LOOPBACK
-_JOB_OPTIONS = ("module", "no_python", "pass_local_rank", "max_restarts", "quiet", "ssh_port")  # fields of Job of the same name
+# Fields of Job of the same name
+_JOB_OPTIONS = ("module", "no_python", "pass_local_rank", "max_restarts", "quiet", "ssh_port", "elastic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Start:
     agent: tuple[str, ...] | None  # torchrun's options
     env: Mapping[str, str]  # for the agent
     notes: tuple[str, ...]  # for the user, printed before the start
+    spare: int = 0  # how many of the commands may fail
 
 
 def _hosts(options: argparse.Namespace, around: HostState) -> tuple[Host, ...]:
@@ -96,6 +99,16 @@ def _node_of_this_host(options: argparse.Namespace, around: HostState, chosen: S
     return Node(num_nodes, node_rank, master, options.master_port or known.master_port)
 
 
+def _elastic_node(options: argparse.Namespace, around: HostState, chosen: Sequence[Host], place: Node | None) -> Node:
+    """The same on every host: the agents number themselves where they meet."""
+    known = place or Node(num_nodes=1, node_rank=0, master_addr=None, master_port=None)
+    most = int(options.elastic.partition(":")[2])
+    master = options.master_addr or known.master_addr or (chosen[0].name if around.hostfile is not None else None)
+    if most > 1 and master is None:
+        raise ValueError(f"--elastic {options.elastic} needs --master_addr, the host where all meet, the same on all hosts")
+    return Node(most, 0, master, options.master_port or known.master_port)
+
+
 def _exports(around: HostState) -> tuple[dict[str, str], list[str]]:
     """The variables of the environment files, and a note on each file."""
     merged: dict[str, str] = {}
@@ -129,7 +142,8 @@ def _describe_local(options: argparse.Namespace, around: HostState, num_ranks: i
         text += f" ({devices})" if around.num_devices else " (no CUDA device; set --nproc N to start more)"
     if place.num_nodes > 1:
         master = f"{place.master_addr}:{place.master_port or DEFAULT_PORT}"
-        text += f"; node {place.node_rank} of {place.num_nodes}, master {master}"
+        which = f"{options.elastic} hosts" if options.elastic else f"node {place.node_rank} of {place.num_nodes}"
+        text += f"; {which}, master {master}"
     return text
 
 
@@ -178,7 +192,10 @@ def _start_elsewhere(options: argparse.Namespace, around: HostState, job: Job, l
         address = f"; master {master}:{port}"
         notes.insert(0, f"exported environment: {environment.shown(shared) or 'nothing'}")
     summary = f"{_counted(num_ranks, 'rank')} on {_counted(num_nodes, 'host')}, by {launcher}{address}"
-    return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes))
+    spare = len(started) - int(options.elastic.partition(":")[0]) if options.elastic else 0
+    if spare < 0:
+        raise ValueError(f"--elastic {options.elastic} needs at least as many hosts, and the hostfile selects {len(started)}")
+    return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes), spare=spare)
 
 
 def _refuse_without_hostfile(options: argparse.Namespace, launcher: str) -> None:
@@ -194,6 +211,8 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
         raise ValueError("--module and --no_python are mutually exclusive: a module needs Python")
     if options.no_python and options.pass_local_rank:
         raise ValueError("--pass_local_rank needs a Python script; an executable can read LOCAL_RANK from its environment")
+    if options.elastic and not options.max_restarts:
+        options.max_restarts = _ELASTIC_RESTARTS
     place = node(around.environ)
     chosen = _hosts(options, around)
     launcher = _default_launcher(options, around, chosen, place)
@@ -213,7 +232,8 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
             raise ValueError(
                 f"--launcher local with {len(chosen)} hosts needs --node_rank on each; or use --launcher ssh to start all from here"
             )
-        return _start_here(options, around, job, _node_of_this_host(options, around, chosen, place))
+        of_this_host = _elastic_node if options.elastic else _node_of_this_host
+        return _start_here(options, around, job, of_this_host(options, around, chosen, place))
     if around.hostfile is None:
         _refuse_without_hostfile(options, launcher)
     return _start_elsewhere(options, around, job, launcher)
@@ -289,7 +309,7 @@ def execute(options: argparse.Namespace) -> int:
     if start.agent is None:
         from slipstream.launch.remote import run_commands
 
-        return run_commands(start.commands)
+        return run_commands(start.commands, start.spare)
     from slipstream.launch.agent import run_node
 
     os.environ.update(start.env)

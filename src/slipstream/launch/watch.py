@@ -30,10 +30,11 @@ _SCAN_S = 0.25
 
 class RankWatch:
     """A context manager around an agent's run, on the main thread. `deaths` maps pid -> time_ns; `killed` holds the pids that it
-    killed. It writes how each rank failed to `folder`, for the ranks of the next attempt."""
+    killed. It writes how each rank failed to `folder`, for the ranks of the next attempt. It passes SIGUSR1 on to the ranks.
+    `patient`: torchrun also stops ranks when hosts join or leave, so that they may be saving a checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, patient: bool = False) -> None:
+        self._folder, self._patient = folder, patient
         self.deaths: dict[int, int] = {}
         self.killed: set[int] = set()
         self._children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
@@ -49,6 +50,7 @@ class RankWatch:
 
     def __enter__(self) -> RankWatch:
         self._old_wakeup = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        self._old_handler = signal.signal(signal.SIGUSR1, lambda number, frame: None)  # the thread gets it through the pipe
         if hasattr(os, "pidfd_open") and self._children.exists():
             self._selector.register(self._reads, selectors.EVENT_READ)
             self._thread.start()
@@ -56,6 +58,7 @@ class RankWatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         signal.set_wakeup_fd(self._old_wakeup)
+        signal.signal(signal.SIGUSR1, self._old_handler)
         self._closed.set()
         os.write(self._writes, b"\0")
         if self._thread.ident is not None:
@@ -81,7 +84,7 @@ class RankWatch:
                     self._on_signals(os.read(self._reads, 64))
                 else:
                     self._on_death(key.data)
-            if self._deadline is None and not self._stop_requested and self._watched and _is_stopping_ranks():
+            if self._deadline is None and not (self._stop_requested or self._patient) and self._watched and _is_stopping_ranks():
                 self._set_deadline(GRACE_S)  # the failed rank died before it was adopted, or torchrun reaped it first
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._kill()
@@ -109,6 +112,9 @@ class RankWatch:
             if number == signal.SIGINT:
                 self._set_deadline(0.0 if self._stop_requested else GRACE_S)  # a second request kills immediately
                 self._stop_requested = True
+            elif number == signal.SIGUSR1:
+                for descriptor in self._watched.values():
+                    signal.pidfd_send_signal(descriptor, number)
             elif number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 self._stop_requested = True
 

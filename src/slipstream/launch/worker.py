@@ -224,6 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     _announce_restart(place)
     if place.folder is not None:
         _file(place.folder, place.attempt, place.rank, ".pid").write_text(str(os.getpid()))
+        _file(place.folder, place.attempt, place.rank, ".json").unlink(missing_ok=True)  # of before hosts joined or left
         stack = open(_file(place.folder, place.attempt, place.rank, ".stack"), "w")  # noqa: SIM115 (open until exit)
         faulthandler.enable(file=stack)
     local_rank = [f"--local_rank={place.local_rank}"] if options.pass_local_rank else []

@@ -224,12 +224,14 @@ class Engine(nn.Module):
             self.global_steps, self.skipped_steps, rates, verdict.norm, self.precision.loss_scale, self.plan.batch.train_batch_size
         )
         self.watch.phase = "idle"
+        self.saves.auto.after_step(self, verdict.wish)
 
     def _finish_window(self) -> Verdict:
         for states in self.states:
             self.window.check_loop(states.hooks.backwards, logs=self.mesh.is_first)
             window.finish(states, self.alpha)
-        return judge(self.states, self.states[0].replica, self.precision.loss_scale, self.plan.gradient_clipping)
+        settings = self.precision.loss_scale, self.plan.gradient_clipping
+        return judge(self.states, self.states[0].replica, *settings, self.saves.auto.wish)
 
     def _count(self, verdict: Verdict) -> None:
         self.global_grad_norm = verdict.norm
@@ -496,6 +498,7 @@ class Engine(nn.Module):
                 module_only=load_module_only,
                 exclude=exclude,
             )
+            self.saves.auto.loaded |= path is not None
             if path is not None:  # a new window of the current plan, whatever the saved accumulation was
                 self.zero_grad()
                 self.micro_steps = self.global_steps * (self.plan.batch.accumulation if self.plan.batch.managed else 1)

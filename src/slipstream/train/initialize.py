@@ -140,6 +140,7 @@ def initialize(
     forget(model)  # a later engine starts from the weights that this one has trained
     engine.optimizer = OptimizerHandle(engine, inner) if inner is not None else None
     engine.lr_scheduler, engine.training_dataloader = scheduler, loader
+    engine.saves.auto.resume(engine)
     _log_traffic(engine)
     return engine, engine.optimizer, loader, scheduler
 

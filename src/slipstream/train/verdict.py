@@ -22,11 +22,12 @@ class Verdict(NamedTuple):
     norm: float  # global L2 norm of the mean gradient, unscaled, before clipping
     finite: bool
     scale: float  # the optimizer multiplies gradients with it: unscale and clip in one factor
+    wish: float = 0.0  # the largest of the ranks' `Autosave.wish`
     culprit: str = ""  # the first parameter, in model order, whose gradient is not finite on some rank
     cause: str = ""  # what made it so, if a part of the model knows
 
 
-def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: float) -> Verdict:
+def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: float, wish: float = 0.0) -> Verdict:
     """Compute the verdict in one exchange. A barrier.
 
     Each rank adds the squares of its own units in fp64, then every rank adds the sums in rank order: the work per rank does not
@@ -40,7 +41,7 @@ def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: flo
     for square in _squares(trainable):
         own += square
     backwards = max((states.hooks.backwards for states in parts), default=0)
-    rows = world.exchange(torch.tensor([float(backwards), own], dtype=torch.float64))
+    rows = world.exchange(torch.tensor([float(backwards), own, wish], dtype=torch.float64))
     check_rounds(rows[:, 0], world.axis)
     total = 0.0
     for square in rows[:, 1].tolist():
@@ -51,7 +52,8 @@ def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: flo
     if clipping > 0:  # as torch.nn.utils.clip_grad_norm_, also for a step that is applied anyway: 0 for inf, NaN for NaN
         clip = clipping / (norm + 1e-6)
         clip = 1.0 if clip > 1.0 else clip
-    return Verdict(norm, finite, clip / loss_scale, *(() if finite else _find_culprit(parts, trainable, world.axis)))
+    wish = float(rows[:, 2].max())
+    return Verdict(norm, finite, clip / loss_scale, wish, *(() if finite else _find_culprit(parts, trainable, world.axis)))
 
 
 def _squares(units: Sequence[Unit]) -> list[float]:

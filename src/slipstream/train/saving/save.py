@@ -18,6 +18,7 @@ from slipstream import brief, checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.errors import Ranks
 from slipstream.config.plan import CheckpointPlan
+from slipstream.train.autosave import Autosave
 from slipstream.train.loaders import Loader
 from slipstream.train.saving import entries
 from slipstream.train.states import States
@@ -34,6 +35,7 @@ class Saves:
 
     def __init__(self, parts: Sequence[States], plan: CheckpointPlan, mesh: Mesh, device: torch.device) -> None:
         self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
+        self.auto = Autosave(plan, is_first=mesh.is_first)
         self.staging: checkpoint.Staging | None = None  # host memory that asynchronous checkpoints are written from
         self._in_flight: checkpoint.AsyncSave | None = None
         if plan.asynchronous:
@@ -130,7 +132,8 @@ class Saves:
         self.staging.prepare(nbytes // self.mesh.batch.size if replicated else nbytes)
 
     def close(self) -> None:
-        """Free the host memory."""
+        """Free the host memory, and give the signals back."""
+        self.auto.close()
         if self.staging is not None:
             self.staging.close()
 

@@ -1,0 +1,176 @@
+"""Checkpoints that the engine saves by itself, and runs that go on after signals, kills, and hosts that leave and join."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.train.autosave import Preempted
+from tests import toy
+from tests.dist.test_launch_agents import Launcher
+from tests.pool import distributed
+from tests.ports import free_port
+
+# Each rank appends what a step trained on to a file of its own: step, ranks, samples, loss.
+SCRIPT = """
+import os, sys, time, torch, slipstream
+folder, stop, pause, batch = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), 4
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4096
+    def __getitem__(self, i): return torch.sin(torch.arange(8.0) * i), i
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+config = {"train_batch_size": batch, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "zero_optimization": {"stage": 2},
+          "slipstream": {"checkpoint": {"folder": folder, "every_steps": int(sys.argv[4])}}}
+engine, _, loader, _ = slipstream.initialize(model=model, config=config, training_data=Data())
+log = open(f"{folder}-{time.time_ns()}-{os.environ['RANK']}.log", "a")
+for x, ids in loader:
+    if engine.global_steps == stop:
+        break
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    print(engine.global_steps, os.environ["WORLD_SIZE"], *ids.tolist(), loss.item(), file=log, flush=True)
+    time.sleep(pause)
+    engine.step()
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    for process in launcher.started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    assert launcher.gone(within=10)
+
+
+def steps(folder: Path) -> dict[int, dict[int, Any]]:
+    """step -> number of ranks -> (samples in ascending order, mean loss)."""
+    parts: dict[int, dict[int, list[tuple[list[int], float]]]] = {}
+    for path in folder.parent.glob(f"{folder.name}-*.log"):
+        for line in path.read_text().splitlines():
+            step, ranks, *ids, loss = line.split()
+            parts.setdefault(int(step), {}).setdefault(int(ranks), []).append(([int(i) for i in ids], float(loss)))
+    joined = {}
+    for step, by_ranks in parts.items():
+        for ranks, seen in by_ranks.items():
+            ids = sorted({i for part, _ in seen for i in part})
+            joined.setdefault(step, {})[ranks] = (ids, sum(loss for _, loss in seen) / len(seen))
+    return joined
+
+
+def wait_until(condition: Any, process: subprocess.Popen[str], seconds: float = 200) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end and process.poll() is None, process.communicate(timeout=5)
+        time.sleep(0.05)
+
+
+@distributed(world_size=2)
+def test_checkpoints_by_itself(tmp_path: Path) -> None:
+    """`folder`, `every_steps`, `every_minutes`, `on_signal` and `resume` of slipstream.checkpoint."""
+
+    def engine_of(**options: Any) -> Any:
+        return toy.make(toy.seeded(toy.Lm), 2, slipstream={"checkpoint": {"folder": str(tmp_path / "a"), **options}})
+
+    def tags(folder: str = "a") -> list[str]:
+        return sorted(path.name for path in (tmp_path / folder).glob("global_step*"))
+
+    before = signal.getsignal(signal.SIGUSR1)
+    engine = engine_of(every_steps=2)
+    for i in range(5):
+        toy.step(engine, toy.tokens(engine.rank, i))
+    assert tags() == ["global_step2", "global_step4"]
+    engine.destroy()
+    engine = engine_of(every_steps=2)  # goes on from step 4
+    assert engine.global_steps == 4
+    if engine.rank == 1:  # one rank gets the signal, in the middle of a step; all save at its end
+        os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(Preempted) as stopped:
+        toy.step(engine, toy.tokens(engine.rank, 4))
+    assert stopped.value.code == 85 and tags()[-1] == "global_step5"
+    engine.destroy()
+    assert signal.getsignal(signal.SIGUSR1) is before
+    engine = engine_of(resume=False, on_signal=["SIGUSR2"])
+    assert engine.global_steps == 0 and signal.getsignal(signal.SIGUSR1) is before
+    engine.destroy()
+    engine = engine_of(folder=str(tmp_path / "b"), every_minutes=1e-9)
+    for i in range(2):
+        toy.step(engine, toy.tokens(engine.rank, i))
+    assert tags("b") == ["global_step1", "global_step2"]
+    engine.destroy()
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher(launcher: Launcher, tmp_path: Path) -> None:
+    """Both signals save the step that runs, and the next start continues as if nothing had happened, bit for bit."""
+    script, folder, whole = launcher.script(SCRIPT), tmp_path / "ck", tmp_path / "whole"
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        done = max(steps(folder), default=0)
+        process = launcher.start("--nproc", "2", script, str(folder), "100000", "0.05", "0")
+        wait_until(lambda done=done: max(steps(folder), default=0) >= done + 3, process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == 85, err
+        saved = int((folder / "latest").read_text().strip().removeprefix("global_step"))
+        assert saved == max(steps(folder)) + 1  # the step that ran is the last one and is saved
+        assert f"all ranks have stopped after a signal; the last complete checkpoint is 'global_step{saved}'" in err
+    code, _, err = launcher.run("--nproc", "2", script, str(whole), str(saved), "0", "0")
+    assert code == 0, err
+    assert steps(folder) == steps(whole) and len(steps(whole)) == saved
+
+
+@pytest.mark.slow
+def test_hosts_leave_and_join(launcher: Launcher, tmp_path: Path) -> None:
+    """Two agents of one rank; the second is killed, and a third joins: 2 -> 1 -> 2 ranks with the same samples in each step."""
+    script, folder, whole = launcher.script(SCRIPT), tmp_path / "ck", tmp_path / "whole"
+    port = free_port()
+    options = ("--elastic", "1:2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", str(port))
+    first = launcher.start(*options, script, str(folder), "1000000", "0.05", "1")
+    with socket.socket() as probe:
+        wait_until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, first)  # the first one is where all meet
+    second = launcher.start(*options, script, str(folder), "1000000", "0.05", "1")
+    wait_until(lambda: sum(2 in each for each in steps(folder).values()) >= 3, first)
+    second.kill()
+    time.sleep(0.2)  # the step that the first rank may be in
+    killed = max(steps(folder))
+    wait_until(lambda: max(steps(folder)) > killed + 3, first)
+    after = steps(folder)
+    alone = min(step for step in after if step >= killed - 1 and 1 in after[step])
+    assert alone <= killed + 1, "no step is missing"
+    third = launcher.start(*options, script, str(folder), "1000000", "0.05", "1")
+    wait_until(lambda: max(step for step, each in steps(folder).items() if 2 in each) > alone + 3, first)
+    for process in (first, third):
+        process.send_signal(signal.SIGTERM)
+    for process in (first, third):
+        _, err = process.communicate(timeout=200)
+    end = max(steps(folder))
+    code, _, err = launcher.run("--nproc", "1", script, str(whole), str(end), "0", "0")
+    assert code == 0, err
+    for step, by_ranks in steps(whole).items():
+        ids, loss = by_ranks[1]
+        for seen, mean in steps(folder)[step].values():
+            assert seen == ids and abs(mean - loss) < 1e-5, step
+
+
+def test_wrong_settings() -> None:
+    for checkpoint, message in (
+        ({"every_steps": 3}, "without a folder"),
+        ({"folder": "a", "on_signal": ["SIGKILL"]}, r"on_signal has SIGKILL"),
+        ({"folder": "a", "on_signal": "USR1"}, r"on_signal has USR1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            toy.make(torch.nn.Linear(2, 2), 0, slipstream={"checkpoint": checkpoint})
+    with pytest.raises(ValueError, match="local_steps has none"):
+        toy.make(torch.nn.Linear(2, 2), 0, slipstream={"checkpoint": {"folder": "a"}, "local_steps": {"every": 5}})
