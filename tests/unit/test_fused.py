@@ -72,6 +72,17 @@ def test_a_sum_and_its_norm(norm: str, columns: int, dtype: torch.dtype, impleme
             check(grads_of(both, leaves), grads_of(expected, leaves), dtype)
 
 
+def test_small_weights_are_not_divided_by() -> None:
+    """An invertible norm keeps the sum then: gradients of a column that the output has lost would be wrong."""
+    torch.manual_seed(5)
+    x, shift = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    weight = torch.tensor([1.0, 0.0, 1e-6, 2.0] * 4, requires_grad=True)
+    found = [
+        grads_of(fused.add_norm(x, weight, shift, norm="layer", invertible=flag)[1], [x, weight, shift]) for flag in (True, False)
+    ]
+    check(found[0], found[1], torch.float32)
+
+
 def test_dropout_draws_the_same_numbers_in_every_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual = torch.randn(33, 48, requires_grad=True), torch.randn(33, 48, requires_grad=True)
     found = []
@@ -258,6 +269,29 @@ def test_the_config_fuses_layers(family: str) -> None:
     torch.testing.assert_close(values[:3], values[3:], rtol=1e-4, atol=1e-5)
 
 
+def test_hooks_see_what_they_saw() -> None:
+    """Of modules between products, which a fused pass does not call."""
+    model = fuse_layers(built("BertForMaskedLM"))
+    seen: list[str] = []
+    layer = model.bert.encoder.layer[0]
+    for name in ("attention.output.LayerNorm", "intermediate", "output"):
+        layer.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    model(**batch())
+    assert seen == ["attention.output.LayerNorm", "intermediate", "output"]
+
+
+def test_attention_to_another_sequence_stays_as_it_was() -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    torch.manual_seed(0)
+    model = BertLMHeadModel(BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)).eval()
+    encoder, ids = torch.randn(2, 29, 32), batch()["input_ids"]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        found, expected = (each(input_ids=ids, encoder_hidden_states=encoder).logits for each in (fuse_layers(model), twin))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 # ---- DeepSpeed's layer ----
 
 
@@ -340,6 +374,8 @@ def test_its_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         first(torch.ones(1, 4, 32), None, torch.ones(1))
     with pytest.raises(ValueError, match="attention_mask has shape"):
         first(torch.ones(1, 4, 32), torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"attention_mask is torch\.int64"):
+        first(torch.ones(1, 4, 32), torch.ones(1, 1, 1, 4, dtype=torch.long))
 
 
 def test_dropout_trains_and_rests() -> None:

@@ -207,6 +207,8 @@ class DeepSpeedTransformerLayer(nn.Module):
         """Up to the output projection, without its bias."""
         batch, length, hidden = x.shape
         if mask is not None:
+            if not (mask.is_floating_point() or mask.dtype == torch.bool):
+                raise ValueError(f"attention_mask is {mask.dtype}; it must be numbers that are added to scores, or bool")
             if mask.dim() != 4 or mask.shape[0] not in (1, batch) or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
                 raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must be [{batch}, 1, 1 or {length}, {length}]")
             mask = mask[:, 0, 0].expand(batch, -1) if mask.shape[1:3] == (1, 1) else mask

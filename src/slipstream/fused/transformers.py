@@ -7,7 +7,6 @@ sliced layers), is called as it is. Results equal the model's own to rounding, b
 
 from __future__ import annotations
 
-import copyreg
 import sys
 from typing import Any
 
@@ -52,6 +51,17 @@ def feed_forward(x: Tensor, first: Any, last: Any, kind: Activation, up: Any = N
     return product(last, fused.activation(inner, kind, bias=bias, up=None if up is None else up(x)))
 
 
+def _is_seen(*modules: nn.Module) -> bool:
+    """Whether a module has hooks, which a pass that does not call it would leave out."""
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+def _unfused(own: Any) -> Any:
+    """For pickles: an object of the own class, where its model's config may name our attention."""
+    register()
+    return own.__new__(own)
+
+
 class Fused:
     """What a fused module's class has before its own class. `__reduce_ex__`: a copy, or a pickle, is of the own class."""
 
@@ -61,7 +71,7 @@ class Fused:
         return True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copyreg._reconstructor, (_own(type(self)), object, None), vars(self)  # type: ignore[attr-defined]
+        return _unfused, (_own(type(self)),), vars(self)
 
 
 # -- encoders: a sublayer's product, bias, dropout, residual and LayerNorm --
@@ -81,7 +91,9 @@ def _takes_output(module: Any) -> bool:
 class _SelfOutput(Fused):
     takes = staticmethod(_takes_output)
 
-    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Any:
+        if _is_seen(self.LayerNorm, self.dropout):
+            return super().forward(hidden_states, input_tensor)  # type: ignore[misc]
         return _add_and_norm(self, *product(self.dense, hidden_states), input_tensor)
 
 
@@ -91,7 +103,10 @@ class _EncoderLayer(Fused):
         known = type(module.intermediate.intermediate_act_fn).__name__ in _KINDS
         return known and _takes_output(module.output)
 
-    def feed_forward_chunk(self: Any, attention_output: Tensor) -> Tensor:
+    def feed_forward_chunk(self: Any, attention_output: Tensor) -> Any:
+        inner, output = self.intermediate, self.output
+        if _is_seen(inner, inner.intermediate_act_fn, output, output.LayerNorm, output.dropout):
+            return super().feed_forward_chunk(attention_output)  # type: ignore[misc]
         kind = _KINDS[type(self.intermediate.intermediate_act_fn).__name__]
         x, bias = feed_forward(attention_output, self.intermediate.dense, self.output.dense, kind)
         return _add_and_norm(self.output, x, bias, attention_output)
@@ -122,9 +137,11 @@ class _DecoderLayer(Fused):
     def takes(module: Any) -> bool:
         return isinstance(module.post_attention_layernorm, _RmsNorm) or type(module.post_attention_layernorm).__name__ in _CLASSES
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         norm = self.post_attention_layernorm
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), *args, **kwargs)
+        if args or _is_seen(norm):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         options: dict[str, Any] = {"norm": "rms", "residual": hidden_states, "eps": norm.variance_epsilon}
         total, x = fused.add_norm(attended, norm.weight, **options)
         return total + self.mlp(x)
@@ -220,7 +237,8 @@ def _use_dense_attention(model: nn.Module) -> None:
     register()
     for module in model.modules():
         own: Any = getattr(module, "config", None)
-        served = getattr(module, "_supports_sdpa", True) and not getattr(own, "is_encoder_decoder", False)
+        crosses = getattr(own, "is_encoder_decoder", False) or getattr(own, "add_cross_attention", False)
+        served = getattr(module, "_supports_sdpa", True) and not crosses
         if served and getattr(own, "_attn_implementation", None) in ("eager", "sdpa"):
             own._attn_implementation = DENSE
 

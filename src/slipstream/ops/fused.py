@@ -205,7 +205,7 @@ def _sum_backward(
     if norm == "none" and not call.dropout and not call.has_bias:
         return _SumGrads(sum_grad, sum_grad, None, None if weight is None else torch.zeros_like(weight), None)
     scaled = _column(weight)
-    inverse = torch.where(scaled == 0, 0.0, 1 / scaled) if scaled is not None and call.invertible else None
+    inverse = torch.where(scaled == 0, 0.0, 1 / scaled) if scaled is not None and call.invertible else None  # 0: of padding
     d_sum = torch.empty_like(saved) if call.has_residual or not call.dropout else None
     dx = torch.empty_like(saved) if call.dropout else None
     arrays = {"x": saved, "grad": grad, "sum_grad": sum_grad, "dsum": d_sum, "dx": dx, "stats": stats, "weight": scaled}
@@ -266,6 +266,12 @@ class _AddNorm(torch.autograd.Function):
         return found.x, columns[0], found.residual if ctx.call.has_residual else None, columns[1], columns[2], None
 
 
+def _may_invert(weight: Tensor, shift: Tensor | None) -> bool:
+    """Whether dividing by the weights loses few digits."""
+    largest = 1.0 if shift is None else 1.0 + shift.detach().abs()
+    return bool((weight.detach().abs() >= 0.05 * largest).all())
+
+
 def _check_sum(
     x: Tensor, weight: Tensor | None, shift: Tensor | None, norm: str, bias: Tensor | None, residual: Tensor | None, dropout: float
 ) -> None:
@@ -296,8 +302,8 @@ def add_norm(
 
     x, residual: [..., C] of one shape; if their dtypes differ, the wider one counts. weight, shift: [C], of the norm; bias: [C].
     norm: "layer" (weight x normal + shift), "rms" (weight x normal) or "none" (the sum again). dropout: the probability; pass 0 in
-    evaluation. invertible: the native backward reads the norm's output in place of the sum, which need not be kept then; a column
-    whose weight is exactly 0 gets no gradient of its weight. No second derivative. Raises ValueError.
+    evaluation. invertible: the native backward reads the norm's output in place of the sum, which need not be kept then, unless a
+    weight is too small to divide by. No second derivative. Raises ValueError.
     """
     _check_sum(x, weight, shift, norm, bias, residual, dropout)
     columns = x.shape[-1]
@@ -305,7 +311,7 @@ def add_norm(
         wide = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wide), residual.to(wide)
     flags = (bias is not None, residual is not None, shift is not None)
-    invertible = invertible and norm != "none" and _is_native(x)
+    invertible = invertible and weight is not None and _is_native(x) and _may_invert(weight, shift)
     call = _Sum(norm, eps, dropout, draw_seed(dropout), invertible, *flags)
     if norm == "none" and not (dropout or flags[0] or flags[1]):
         return x, x
