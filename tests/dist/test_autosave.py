@@ -143,6 +143,7 @@ def test_hosts_leave_and_join(launcher: Launcher, tmp_path: Path) -> None:
     second = launcher.start(*options, script, str(folder), "1000000", "0.05", "1")
     wait_until(lambda: sum(2 in each for each in steps(folder).values()) >= 3, first)
     second.kill()
+    second.communicate()
     time.sleep(0.2)  # the step that the first rank may be in
     killed = max(steps(folder))
     wait_until(lambda: max(steps(folder)) > killed + 3, first)

@@ -110,6 +110,12 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"zero_optimization.zero_quantized_weights": True, "zero_optimization.zeropp_loco_param.err_beta": 0.5},
     ),
     "rows": ({}, {"sparse_gradients": True}),
+    "saves": (
+        {},
+        {"slipstream.checkpoint.folder": "ck"},
+        {"slipstream.checkpoint.every_steps": 1},
+        {"slipstream.checkpoint.on_signal": "SIGKILL"},
+    ),
     "replicas": ({}, {"slipstream.local_steps.every": 4}),
     "compression": ({}, {"quantize_training.enabled": True}),
     "curriculum": ({}, {"curriculum_learning.enabled": True}),

@@ -273,7 +273,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.checkpoint.folder,
-        "slipstream.checkpoint.folder needs an exchange of all ranks in every step, and slipstream.local_steps has none; call "
+        "slipstream.checkpoint.folder needs an exchange of all ranks in every step, and slipstream.local_steps has none; use "
         "engine.save_checkpoint() in the script",
     ),
     Refusal(
