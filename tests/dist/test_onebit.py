@@ -428,6 +428,31 @@ def test_a_unit_that_starts_late_is_dense_first(kind: str, transport: str) -> No
 
 
 @distributed(world_size=2)
+def test_a_parameter_that_stops_or_starts_in_its_unit(tmp_path: Path) -> None:
+    """One that has no gradients keeps the others' phase, also after a load; one that gets them first is trained densely."""
+    model = toy.seeded(toy.Lm)
+    engine = toy.make(model, 1, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "freeze_step": 3}})
+    model.head.bias.requires_grad_(False)
+
+    def step(index: int) -> bool:
+        toy.step(engine, toy.tokens(dist.get_rank(), index))
+        return all(unit in engine.single.steps.frozen for unit in engine.units if "head.weight" in unit.names)
+
+    assert [step(i) for i in range(5)] == [False] * 3 + [True] * 2
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    engine.load_checkpoint(str(tmp_path), tag="t")
+    assert step(5)
+    model.head.bias.requires_grad_(True)
+    moved = []
+    for i in range(6, 12):
+        before = engine.state_dict()["head.bias"].clone()
+        step(i)
+        moved.append(float((engine.state_dict()["head.bias"] - before).norm()))
+    assert min(moved) > 0 and max(moved) < 4 * min(moved), moved
+    engine.destroy()
+
+
+@distributed(world_size=2)
 def test_a_new_mask_is_followed() -> None:
     model = toy.seeded(toy.Net)
     mask, bias = torch.ones(8), model.out.bias

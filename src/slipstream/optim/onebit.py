@@ -271,7 +271,8 @@ class OneBitSteps(NativeSteps):
         self.frozen: dict[Unit, Frozen] = {}
         self.done: int | None = None  # steps; None: the ranks have not compared theirs since they loaded
         self.shares: dict[Unit, float] = {}  # the factors from the sums of local gradients to this rank's mean gradient
-        self._lags: dict[Unit, int] = {}  # steps that were taken before a unit's first, once known
+        self._lags: dict[Unit, int] = {}  # steps that were taken before the first of a unit's latest parameter, once known
+        self._trained: dict[Unit, list[bool]] = {}  # the parameters that had gradients when `_lags` was found
         self.errors: dict[Unit, Store] = {}  # by `expose` or loaded: the means over ranks, in this rank's optimizer span
         self.local: dict[Unit, Local] = {}
         self._round, self._late, self._apart = Round.DENSE, set[Unit](), set[Unit]()  # of this step
@@ -382,10 +383,11 @@ class OneBitSteps(NativeSteps):
         if self.done is None:  # a rank may own no piece
             own = max((piece.step for piece in self.pieces()), default=0)
             self.done = int(unit.comms.data.exchange(torch.tensor([float(own)], dtype=torch.float64)).max())
-        if unit not in self._lags:
-            least = min((piece.step for piece in self.pieces([unit])), default=self.done)
+        trained = [param.requires_grad for param in unit.params]
+        if unit not in self._lags or trained != self._trained[unit]:
+            least = min((piece.step for piece in self.pieces([unit]) if piece.param.requires_grad), default=self.done)
             steps = unit.comms.data.exchange(torch.tensor([float(least)], dtype=torch.float64)).min()
-            self._lags[unit] = self.done - int(steps)
+            self._lags[unit], self._trained[unit] = self.done - int(steps), trained
         rounds, apart = rounds_of(self.inner), bool(kind_of(unit.model_params[0]))
         if self._is_young(unit) or rounds.kind(self.done + 1) is Round.DENSE or (apart and rounds.interval(self.done + 1) == 1):
             if unit in self.frozen:
