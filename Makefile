@@ -13,6 +13,7 @@
 #   make lint               ruff, codespell and mypy
 #   make bench              25 min: training and serving against DeepSpeed, FSDP2, DDP, vLLM, llama.cpp, into benchmarks/RESULTS.md
 #   make bench-all          all other benchmarks, about 2.5 hours (ARGS="LEG ..." selects some, ARGS=--quick is a short check)
+#   make site               the documentation as a site in site/, with a search (ARGS="--site-dir DIR")
 #   make clean              remove build outputs; the environments and runs/ stay
 #
 # Variables, from the command line or the environment:
@@ -32,6 +33,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 SERVE_PEERS := .venv-serve-peers
 CLIENTS := .venv-clients
+DOCS := .venv-docs
 # Python compiles what it imports; to compile all of torch and transformers would take most of a minute.
 INSTALL := python -m pip install --quiet --no-compile
 # CPU kernels and the launcher's entry point go stale only when one of these changes.
@@ -52,7 +54,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help train train-big finetune serve chat test test-all test-clients test-clients-smoke lint bench bench-all clean setup
+.PHONY: help train train-big finetune serve chat test test-all test-clients test-clients-smoke lint bench bench-all site clean setup
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -95,8 +97,17 @@ bench: $(READY) $(PEERS)/$(PINNED) $(SERVE_PEERS)/$(PINNED)
 bench-all: $(READY) $(PEERS)/$(PINNED) $(SERVE_PEERS)/$(PINNED) $(CLIENTS)/.ready
 	$(BIN)/python -m benchmarks --all $(ARGS)
 
+site: $(DOCS)/$(PINNED)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build $(ARGS)
+
+# It needs no torch.
+$(DOCS)/$(PINNED): requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/$(INSTALL) --requirement $<
+	@touch $@
+
 clean:
-	rm -rf build compat/*/build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info compat/*/*.egg-info $(READY) $(CLIENTS)/.ready
+	rm -rf build site compat/*/build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info compat/*/*.egg-info $(READY) $(CLIENTS)/.ready
 	find src -name '*.so' -delete
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
