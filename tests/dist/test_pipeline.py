@@ -650,26 +650,31 @@ def test_topologies_that_are_not_the_meshs_are_refused() -> None:
 @distributed(world_size=2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_chunks_of_a_decoder(stage: int) -> None:
-    """`slipstream.pipeline.chunks` and the schedule v: the bits of one stage per rank, tied embeddings included."""
-    results, orders = [], []
+    """`slipstream.pipeline.chunks` and v: the bits of one stage per rank; in v but for rounding, as embeddings are tied."""
+    results: list[Any] = []
+    orders = []
     for own in ({}, {"chunks": 2}, {"schedule": "zero_bubble", "chunks": 2}, {"schedule": "v"}):
         engine = make(decoder(tie_word_embeddings=True), stage, "auto", pipeline={"stages": 2}, slipstream={"pipeline": own})
         orders.append((str(engine.schedule.style), engine.pipe.module.stages))
         losses = [float(engine.train_batch(token_samples(0, step))) for step in range(2)]
-        results.append((losses, states_of(engine)))
+        results.append((own, losses, states_of(engine)))
         assert float(engine.eval_batch(token_samples(0, 9))) < 10
         engine.destroy()
     own_stages = [{0: (0,), 1: (1,)}, {0: (0, 2), 1: (1, 3)}, {0: (0, 2), 1: (1, 3)}, {0: (0, 3), 1: (1, 2)}]
     styles = ("1f1b", "interleaved", "zero_bubble", "v")
     assert orders == [(style, stages[dist.get_rank()]) for style, stages in zip(styles, own_stages, strict=True)]
-    for losses, states in results[1:]:
-        assert losses == results[0][0] and states.keys() == results[0][1].keys()
+    for own, losses, states in results[1:]:
+        assert losses == pytest.approx(results[0][1], rel=0 if own != {"schedule": "v"} else 1e-6)
+        assert states.keys() == results[0][2].keys()
         for name, value in states.items():
-            assert torch.equal(value, results[0][1][name]), name
+            if own == {"schedule": "v"}:  # one rank has both ends, and adds their gradients as they come
+                torch.testing.assert_close(value, results[0][2][name], rtol=1e-4, atol=2e-6)
+            else:
+                assert torch.equal(value, results[0][2][name]), (own, name)
     for model, own, text in (
         (decoder(), {"schedule": "v", "chunks": 2}, r"chunks \(2\) is for the schedules 1f1b and zero_bubble"),
         (module(num_stages=2), {"chunks": 2}, "PipelineModule has 1 stages on each rank: build it with num_chunks=2"),
-        (module(num_stages=2), {"schedule": "v"}, "as a DualPipeVModule for v"),
+        (module(num_stages=2), {"schedule": "v"}, "for v as a DualPipeVModule"),
     ):
         with pytest.raises(ValueError, match=text):
             make(model, stage, "auto", pipeline={"stages": 2}, slipstream={"pipeline": own})

@@ -183,7 +183,7 @@ def test_keys_of_deepspeed(folder: Path) -> None:
         slipstream.init_inference(folder, moe=moe, **_OPTIONS).close()
     slipstream.init_inference(folder, ep_size=1, moe_experts=[6, 6], **_OPTIONS).close()
     for moe, text in (
-        ({"type": "residual"}, "moe_type='residual' is not served: layers with a residual branch"),
+        ({"type": "other"}, "the kinds are standard and residual"),
         ({"ep_group": object()}, "ep_group=.* is not served: all ranks of the job share"),
         ({"ep_size": 2}, "need 2 processes, and 1 run this: start them by slipstream run --nproc 2"),
     ):
