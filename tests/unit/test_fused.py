@@ -372,6 +372,8 @@ def test_its_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(**options(heads=5)))
     with pytest.raises(ValueError, match="computes without head_mask"):
         first(torch.ones(1, 4, 32), None, torch.ones(1))
+    with pytest.raises(ValueError, match="computes without encoder_attention_mask, output_attentions"):
+        first(torch.ones(1, 4, 32), encoder_attention_mask=torch.ones(1, 4), output_attentions=True)
     with pytest.raises(ValueError, match="attention_mask has shape"):
         first(torch.ones(1, 4, 32), torch.ones(1, 4))
     with pytest.raises(ValueError, match=r"attention_mask is torch\.int64"):

@@ -184,7 +184,8 @@ class DeepSpeedTransformerLayer(nn.Module):
         are seen. Returns [B, S, H], in a tuple if the config says so. Raises ValueError for inputs that the layer does not read.
         """
         given = {"head_mask": head_mask, "layer_head_mask": layer_head_mask, "encoder_hidden_states": encoder_hidden_states}
-        given |= {"past_key_value": past_key_value, "output_attentions": output_attentions or None, "grads": grads}
+        given |= {"encoder_attention_mask": encoder_attention_mask, "past_key_value": past_key_value, "grads": grads}
+        given |= {"output_attentions": output_attentions or None}
         if named := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"DeepSpeedTransformerLayer computes without {', '.join(named)}: leave out what is not None")
         config = self.config

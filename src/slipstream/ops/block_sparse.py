@@ -80,10 +80,6 @@ class BlockLayout:
         """The share of blocks that are computed."""
         return float(self.blocks.float().mean())
 
-    def of_heads(self, begin: int, end: int) -> BlockLayout:
-        """The layout of these heads alone."""
-        return self if len(self.blocks) == 1 else BlockLayout(self.blocks[begin:end], self.block, causal=self.causal)
-
     def _cut(self) -> _Tiles:
         per, starts, tiles, panels, at = self.block // PANEL, [0], [], [], 0
         for rows in self.blocks:
