@@ -75,7 +75,7 @@ def measure(
     return seconds, troubles
 
 
-_PIPES = ("slipstream:pp:1f1b", "slipstream:pp:zero_bubble", "slipstream:pp:gpipe", "deepspeed:pp")
+_PIPES = ("slipstream:pp:1f1b", "slipstream:pp:zero_bubble", "slipstream:pp:zero_bubble:2", "slipstream:pp:gpipe", "deepspeed:pp")
 
 
 def pipeline(options: Options) -> str:
@@ -98,7 +98,13 @@ def pipeline(options: Options) -> str:
             gain = Spread.ratio(seconds["slipstream:pp:1f1b"], seconds["slipstream:pp:zero_bubble"]).median
             judged.append(verdict("m = 4: 1F1B over zero bubble", gain, 1.10, at_least=True))
         if "deepspeed:pp" not in troubles:
-            for schedule, name in (("1F1B", "slipstream:pp:1f1b"), ("zero bubble", "slipstream:pp:zero_bubble")):
+            for schedule, name in (
+                ("1F1B", "slipstream:pp:1f1b"),
+                ("zero bubble", "slipstream:pp:zero_bubble"),
+                ("zero bubble, two stages a rank", "slipstream:pp:zero_bubble:2"),
+            ):
+                if name in troubles:
+                    continue
                 times = Spread.ratio(seconds["deepspeed:pp"], seconds[name]).median
                 judged.append(verdict(f"m = {micros}: DeepSpeed's PipelineModule over our {schedule}", times, 1.15, at_least=True))
     return "\n\n".join(

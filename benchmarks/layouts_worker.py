@@ -1,7 +1,7 @@
 """The contenders of the legs on layouts, in a rank. Names: SYSTEM:LAYOUT[:VARIANT].
 
 compute:half   forwards and backwards of half of the micro-batches on each rank, without communication; compute:llama: of the Llama
-slipstream:pp  a pipeline; variants: the schedules      slipstream:dp  data parallelism (ZeRO-1)
+slipstream:pp  a pipeline; variants: the schedules, and stages of a rank      slipstream:dp  data parallelism (ZeRO-1)
 slipstream:tp  sliced layers; variants: overlap (tp_overlap_comm), tokens, or sums: its sums alone
 slipstream:mesh:pp2.tp2  any mesh
 half:tp        a model with half of the heads and half of each MLP, and AdamW: the products and updates of one of two slices
@@ -144,7 +144,11 @@ def _pipeline(work: Workload, micros: int, stage: int, variants: list[str]) -> C
     slipstream.init_distributed(verbose=False)
     torch.manual_seed(0)
     specs = [slipstream.LayerSpec(*each) for each in layers(work)]
-    model = slipstream.PipelineModule(specs, num_stages=dist.get_world_size(), loss_fn=loss_of, partition_method="parameters")
+    chunks = next((int(word) for word in variants if word.isdigit()), 1)
+    num_stages = dist.get_world_size()
+    model = slipstream.PipelineModule(
+        specs, num_stages=num_stages, num_chunks=chunks, loss_fn=loss_of, partition_method="parameters"
+    )
     own = {"pipeline": {"schedule": variants[0]}, "transport": _transport(variants)}
     engine = slipstream.initialize(model=model, config=config(work, micros, stage, slipstream=own))[0]
     items = batches(work, 0)

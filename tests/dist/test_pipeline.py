@@ -283,6 +283,77 @@ def test_the_schedule_of_the_config() -> None:
         engine.destroy()
 
 
+TIERS: dict[str, tuple[int, tuple[str, ...]]] = {  # by name: the ZeRO stage, and the blocks whose states rest on disk
+    "optimizer": (1, ("offload_optimizer",)),
+    "optimizer and weights": (3, ("offload_optimizer", "offload_param")),
+}
+
+
+@pytest.mark.disk
+@distributed(world_size=4)
+@pytest.mark.parametrize("tier", TIERS)
+def test_stages_with_states_on_disk(tier: str, tmp_path: Path) -> None:
+    """Losses, norms, weights, masters and moments have the bits of a pipeline in memory."""
+    stage, blocks = TIERS[tier]
+    results = []
+    for names in ((), blocks):
+        zero: dict[str, Any] = {name: {"device": "nvme", "nvme_path": str(tmp_path)} for name in names}
+        engine = make(module(num_stages=2), stage, "auto", dtype="bf16", zero_optimization={"stage": stage, **zero})
+        losses, norms = train_on(engine, 2)
+        results.append((losses, norms, states_of(engine)))
+        assert all(type(unit.master).__name__ == ("DiskStore" if names else "MemoryStore") for unit in probe.units(engine))
+        engine.destroy()
+    (*want_figures, want), (*figures, got) = results
+    assert figures == want_figures
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@distributed(world_size=2)
+def test_a_schedule_of_learning_rates_and_its_resumption(tmp_path: Path) -> None:
+    """Both stages step with the rates of `WarmupDecayLR`, and a resumed pipeline goes on with them."""
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_type": "linear"}}
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2}
+    blocks = {"scheduler": scheduler | {"params": scheduler["params"] | params}}
+    engine = make(module(num_stages=2), 1, "auto", **blocks)
+    rates = []
+    for step in range(5):
+        engine.train_batch(iter(batches(0, step)))
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+        if step == 2:
+            engine.save_checkpoint(str(tmp_path))
+    want = states_of(engine)
+    engine.destroy()
+    assert rates == pytest.approx([0.0, 5e-3, 1e-2, 7.5e-3, 5e-3])
+    resumed = make(module(num_stages=2), 1, "auto", **blocks)
+    resumed.load_checkpoint(str(tmp_path))
+    for step in (3, 4):
+        resumed.train_batch(iter(batches(0, step)))
+        assert resumed.optimizer.param_groups[0]["lr"] == rates[step]
+    got = states_of(resumed)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    resumed.destroy()
+
+
+@distributed(world_size=4)
+def test_an_overflow_on_one_stage_is_skipped_by_all() -> None:
+    """fp16: one scale and one verdict. An infinite gradient on the last stage leaves the weights of the first as they are."""
+    engine = make(module(num_stages=2), 2, "auto", dtype="fp16", fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    good = lambda step: iter(batches(engine.mesh.batch.index, step, MICRO, torch.float16))  # noqa: E731
+    engine.train_batch(good(0))
+    assert engine.step_applied and engine.precision.loss_scale == 2.0**8
+    before = states_of(engine)
+    micros = batches(engine.mesh.batch.index, 1, MICRO, torch.float16)
+    if engine.mesh.batch.index == 1:  # one replica, one micro-batch, and only the targets, which the last stage alone reads
+        micros[2] = (micros[2][0], torch.full_like(micros[2][1], float("inf")))
+    engine.train_batch(iter(micros))
+    assert engine.overflow and engine.skipped_steps == 1 and engine.precision.loss_scale == 2.0**7, engine.rank
+    after = states_of(engine)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    engine.train_batch(good(2))
+    assert engine.step_applied and engine.precision.loss_scale == 2.0**7
+    engine.destroy()
+
+
 @distributed(world_size=4)
 def test_gradients_reduced_after_each_micro_batch() -> None:
     """`slipstream.pipeline.reduce`: the same training, and at stage 3 no whole gradients between micro-batches."""
