@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream import compression
 from slipstream.compression.compress import clock_of
+from slipstream.compression.eigenvalue import Eigenvalue
 from slipstream.compression.quantize import quantized, top_mask
 from slipstream.compression.schedule import Bits
 
@@ -476,3 +477,134 @@ def test_knowledge_distillation() -> None:
     )
     loss = compression.kd_loss(student, teacher, temperature=2.0)
     assert loss.item() == pytest.approx(float(expected) * 4 / 6, rel=1e-5) and math.isfinite(loss.item())
+
+
+# The second-order schedule
+
+
+class Curved(nn.Module):
+    """Residual blocks of which each adds to another extent to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, layer in zip((1.0, 0.3, 2.0), self.layers, strict=True):
+            x = x + weight * layer(x)
+        return self.out(x).square().mean()
+
+
+def hessian_shares(model: Curved, x: Tensor) -> list[float]:
+    """The largest sizes of eigenvalues of each block's Hessian, over the largest of them."""
+    largest = []
+    for i, block in enumerate(model.layers):
+        names, shapes = zip(*((f"layers.{i}.{name}", p.shape) for name, p in block.named_parameters()), strict=True)
+
+        def loss(flat: Tensor, names: Any = names, shapes: Any = shapes) -> Tensor:
+            parts = flat.split([math.prod(shape) for shape in shapes])
+            values = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+            return torch.func.functional_call(model, values, (x,))  # type: ignore[no-any-return]
+
+        matrix = torch.autograd.functional.hessian(loss, torch.cat([p.detach().flatten() for p in block.parameters()]))
+        largest.append(torch.linalg.eigvalsh(matrix).abs().max().item())
+    return [each / max(largest) for each in largest]
+
+
+def test_eigenvalues_are_those_of_the_hessian(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Curved(), torch.randn(5, 4)
+    measure = Eigenvalue(layer_name="layers", tol=1e-6, max_iter=2000)
+    expected = hessian_shares(model, x)
+    assert measure.shares(model(x), model.layers) == pytest.approx(expected, rel=1e-3)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        model(x).backward(create_graph=True)
+    found = measure.compute_eigenvalue(model)
+    assert [found[id(layer[2].bias)] for layer in model.layers] == [(pytest.approx(v, rel=1e-3), i) for i, v in enumerate(expected)]
+    model.zero_grad()
+    model(x).backward()
+    assert measure.compute_eigenvalue(model) == {} and "create_graph=True" in caplog.text
+    assert measure.post_process([0.0, math.nan, -4.0, 1.0]) == [1.0, 1.0, 1.0, 0.25]
+    for name, num in (("encoder", 0), ("layers", 4)):
+        with pytest.raises(ValueError, match=r"its lists are 'layers', 'layers\.0'"):
+            Eigenvalue(layer_name=name, layer_num=num).get_layers(model)
+
+
+def curved(config: dict[str, Any], steps: int, x: Tensor, model: Curved | None = None, **more: Any) -> Any:
+    base = {"train_micro_batch_size_per_gpu": 5, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    engine, *_ = slipstream.initialize(model=model or Curved(), config=base | config | more)
+    for _ in range(steps):
+        engine.backward(engine(x))
+        engine.step()
+    return engine
+
+
+def losses_of(engine: Any) -> list[list[int]]:
+    """The steps at which the weights of each block lose their bits."""
+    schedules = [layer[0].scheduled for layer in engine.module.layers]
+    return [each.bits.losses(each.factors) for each in schedules]
+
+
+MOQ = block(weight_quantization=technique(start_bits=16, target_bits=14, quantization_period=2))
+
+
+@pytest.mark.parametrize("more", [{"zero_optimization": {"stage": 0}}, {"zero_optimization": {"stage": 3}}, {"remat": True}])
+def test_sensitive_layers_keep_their_bits(more: dict[str, Any], tmp_path: Any) -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    more = {"slipstream": {"activations": "recompute"}} if "remat" in more else more
+    ordered = MOQ | {"eigenvalue": {"enabled": True, "layer_name": "layers", "tol": 1e-4}}
+    factors = [1 + math.floor(4 * share) for share in hessian_shares(Curved(), x)]
+    assert len(set(factors)) > 1
+    engine = curved(ordered, 2, x, **more)
+    assert losses_of(engine) == [[2, 4 * factor] for factor in factors]
+    plain = curved(MOQ, 2, x, **more)
+    assert losses_of(plain) == [[2, 4]] * 3
+    plain.destroy()
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    resumed = curved(ordered, 0, x)
+    resumed.load_checkpoint(str(tmp_path))
+    assert losses_of(resumed) == [[2, 4 * factor] for factor in factors]
+    resumed.destroy()
+    seldom = curved(MOQ | {"eigenvalue": {**ordered["eigenvalue"], "gas_boundary_resolution": 3}}, 2, x)
+    assert losses_of(seldom) == [[2, 4]] * 3
+    seldom.destroy()
+
+
+def test_a_measurement_changes_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Losses and weights are those without it, at every number of micro-batches; a backward that is not the engine's is told."""
+    still = block(weight_quantization=technique(start_bits=16, target_bits=15, quantization_period=2))
+    block_ = {"enabled": True, "layer_name": "layers", "verbose": True, "layer_num": 2, "max_iter": 3}
+    x, found = torch.randn(5, 4), []
+    for more in ({}, {"eigenvalue": block_}):
+        engine = curved(still | more, 0, x, optimizer={"type": "SGD", "params": {"lr": 0.1}}, gradient_accumulation_steps=2)
+        for _ in range(8):
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+        found.append((loss.item(), {name: value for name, value in engine.state_dict().items() if "factors" not in name}))
+        engine.destroy()
+    assert found[0][0] == found[1][0] and all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
+    assert caplog.text.count("over the largest") == 1
+    engine = curved(still | {"eigenvalue": block_}, 0, x)
+    for _ in range(2):
+        engine(x).backward()
+        engine.step()
+    assert "no engine.backward(loss)" in caplog.text
+    engine.destroy()
+    with pytest.raises(ValueError, match="none loses any"):
+        curved(block(weight_quantization=technique()) | {"eigenvalue": block_}, 0, x)
+
+
+def test_what_the_second_order_needs_is_said() -> None:
+    ordered: dict[str, Any] = {"eigenvalue": {"enabled": True, "layer_name": "layers"}}
+    other = {"quantize_training": {"enabled": True, "eigenvalue": {"enabled": True, "layer_name": "blocks"}}}
+    for problem, config in {
+        "which nothing quantizes": ordered,
+        "both enabled, and differ": ordered | other,
+        "which slipstream.fused_layers has not": ordered | MOQ | {"slipstream": {"fused_layers": True}},
+        "which compile.enabled has not": ordered | MOQ | {"compile": {"enabled": True}},
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            curved(config, 0, torch.randn(5, 4))

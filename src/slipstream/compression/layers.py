@@ -48,6 +48,26 @@ class Compressed(nn.Module):
         self.scheduled = Scheduled(bits)
         self.clock.follow(self.scheduled)
 
+    def follow_factors(self) -> bool:
+        """Let the times at which bits are lost be stretched (`set_factor`). Returns whether the weight loses any."""
+        schedule = self.scheduled
+        if schedule is None or schedule.bits.start == schedule.bits.target:
+            return False
+        ones = torch.ones(schedule.bits.start - schedule.bits.target, dtype=torch.int64, device=self.weight.device)
+        self.register_buffer("period_factors", ones)
+        schedule.layer = self
+        return True
+
+    def loses_at(self, step: int) -> bool:
+        """Whether the weight loses a bit as this step begins."""
+        return self.scheduled is not None and step in self.scheduled.bits.losses(self.scheduled.factors)
+
+    def set_factor(self, step: int, factor: int) -> None:
+        """Multiply the time after the loss at this step."""
+        assert self.scheduled is not None
+        number = self.scheduled.bits.losses(self.scheduled.factors).index(step)
+        self.get_buffer("period_factors")[number] = factor
+
     def enable_activation_quantization(
         self, bits: int, kind: Kind = "symmetric", calibration: Literal["dynamic", "static"] = "dynamic", offset: int = 0
     ) -> None:
@@ -155,6 +175,7 @@ class Compressed(nn.Module):
                 groups, kind, _ = self._kinds["weight"]
                 self.weight.copy_(quantized(self.weight, self.scheduled.bits.target, groups, kind))
                 self.scheduled = None
+                self._buffers.pop("period_factors", None)
             elif technique in self._since and technique != "activation":
                 mask = self.mask_of(technique).detach().bool()
                 shape = (-1, *(1,) * (self.weight.dim() - 1))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bits:
     """Weights lose a bit after `period` steps from `offset` on, the next after 2 periods in all, then 4, 8, ... (MoQ).
 
+    factors: of MoQ's second-order schedule, what each time after a loss is multiplied by beside 2; 1 where there is none.
     mixed: how much of the exact weight a step takes away after a change, from 1 (all) to 0; 0: weights are quantized at once.
     """
 
@@ -22,14 +24,20 @@ class Bits:
     offset: int = 0
     mixed: float = 0.0
 
-    def at(self, step: int) -> tuple[int, float] | None:
+    def losses(self, factors: Sequence[int] = ()) -> list[int]:
+        """The steps at which a bit is lost."""
+        found, after = [], self.period
+        for i in range(self.start - self.target):
+            found.append(self.offset + after)
+            after *= 2 * (factors[i] if factors else 1)
+        return found
+
+    def at(self, step: int, factors: Sequence[int] = ()) -> tuple[int, float] | None:
         """(bits, share of the exact weight) at this step; None before the offset."""
-        steps = step - self.offset
-        if steps < 0:
+        if step < self.offset:
             return None
-        changes = (self.period << i for i in range(self.start - self.target))
-        made = [due for due in changes if due <= steps]
-        since = steps - (made[-1] if made else 0)
+        made = [due for due in self.losses(factors) if due <= step]
+        since = step - (made[-1] if made else self.offset)
         return self.start - len(made), max(0.0, 1.0 - self.mixed * since) if self.mixed else 0.0
 
 
@@ -39,9 +47,15 @@ class Scheduled:
 
     bits: Bits
     now: Tensor = field(default_factory=lambda: torch.zeros(2))  # fp32 [2]: bits, the exact weight's share
+    layer: nn.Module | None = None  # whose buffer `period_factors` checkpoints keep; None: the schedule has none
+
+    @property
+    def factors(self) -> list[int]:
+        found: list[int] = [] if self.layer is None else self.layer.get_buffer("period_factors").tolist()
+        return found
 
     def tick(self, step: int) -> None:
-        self.now.copy_(torch.tensor(self.bits.at(step) or (0.0, 0.0)))
+        self.now.copy_(torch.tensor(self.bits.at(step, self.factors) or (0.0, 0.0)))
 
 
 class Clock:

@@ -421,16 +421,20 @@ class ProgressiveLayerDrop(Block):
 # Compression
 
 
+_CURVED = "test_sensitive_layers_keep_their_bits"
+
+
 class Eigenvalue(Block):
-    feature = Feature("eigenvalue estimation", "set eigenvalue.enabled to false")
-    enabled: bool = switch()
-    verbose: bool = False
-    max_iter: Size = 100
-    tol: Real = 1e-2
-    stability: Real = 1e-6
-    gas_boundary_resolution: Size = 1
-    layer_name: str = "bert.encoder.layer"
-    layer_num: Size = 0
+    """MoQ's second-order schedule, at the top or in quantize_training."""
+
+    enabled: bool = honored(False, "Sensitive layers lose bits later: those with a large eigenvalue of the loss's Hessian.", _CURVED)
+    verbose: bool = honored(False, "Log each eigenvalue.", _CURVED)
+    max_iter: Count = honored(100, "Most products with the Hessian a block.", _CURVED)
+    tol: Real = honored(1e-2, "Stop when the eigenvalue changes by less than this share of itself.", _CURVED)
+    stability: Real = honored(1e-6, "Added to norms that vectors are divided by.", _CURVED)
+    gas_boundary_resolution: Count = honored(1, "Measure at multiples of so many steps only.", _CURVED)
+    layer_name: str = honored("bert.encoder.layer", "Path of the list of blocks in the model.", _CURVED)
+    layer_num: Size = honored(0, "Blocks of the list that are measured; 0: all.", _CURVED)
 
 
 _WEIGHTS, _INPUTS, _PRUNED = "test_bits_fall_with_the_steps", "test_inputs_are_quantized", "test_masked_and_cleaned"

@@ -35,6 +35,7 @@ _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for b
 
 
 _CODES = (torch.int8, INT4)
+_CURVATURE = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
 _EFFICIENCY = "data_efficiency"
 # A switch, and one around it, of which DeepSpeed reads the inner one only
 _SWITCHES = [
@@ -64,6 +65,10 @@ class Case:
         self.half = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else ""
         self.drops_tokens = plan.efficiency is not None and plan.efficiency["random_ltd"] is not None
         self.recomputes = plan.activations.way == "recompute"
+        self.orders = [path for path in ("eigenvalue", "quantize_training.eigenvalue") if values[f"{path}.enabled"]]
+        self.curvatures = [{name: values[f"{path}.{name}"] for name in _CURVATURE} for path in self.orders]
+        quantized = ("quantize_training", "compression_training.weight_quantization.shared_parameters")
+        self.quantizes = any(values[f"{path}.enabled"] for path in quantized)
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
         self.sharing = world.ranks // plan.mesh.pp  # ranks that have a replica of a dense parameter
@@ -74,6 +79,17 @@ class Case:
         self.param_tier = values.tier("param")  # also where the stage ignores it
         paths = (f"{_BLOCKS}.number_checkpoints", f"{_BLOCKS}.cpu_checkpointing")
         self.recomputing = " and ".join(f"{path} ({str(values[path]).lower()})" for path in paths if values[path])
+
+    @property
+    def once_differentiable(self) -> str:
+        """What the config asks for that has no second derivative, or needs the weights elsewhere."""
+        asked = {
+            "compile.enabled": self.plan.compile,
+            "slipstream.fused_layers": self.plan.fused_layers,
+            "sequence_parallel_size": self.plan.mesh.sp > 1,
+            "zero_optimization.offload_param.device nvme": self.offload.param == "nvme",
+        }
+        return " and ".join(name for name, is_asked in asked.items() if is_asked)
 
     @property
     def bubble(self) -> float:
@@ -210,6 +226,19 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.plan.compression and (c.plan.mesh.pp > 1 or c.plan.mesh.tp > 1),
         "compression_training and quantize_training are not built with pipelines and slices (pp {c.plan.mesh.pp}, tp "
         "{c.plan.mesh.tp}); drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.orders and not c.quantizes,
+        "{c.orders[0]}.enabled orders the bits of weights in training, which nothing quantizes; enable quantize_training or "
+        "compression_training.weight_quantization",
+    ),
+    Refusal(
+        lambda c: len(c.orders) > 1 and c.curvatures[0] != c.curvatures[1],
+        "eigenvalue and quantize_training.eigenvalue are both enabled, and differ; drop one of them",
+    ),
+    Refusal(
+        lambda c: c.orders and c.once_differentiable,
+        "{c.orders[0]}.enabled takes second derivatives, which {c.once_differentiable} has not; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.curriculum and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1),

@@ -563,7 +563,15 @@ def _compression(values: Values) -> dict[str, Any] | None:
     config = values.parsed.config
     blocks = {name: getattr(config, name).model_dump() for name in ("compression_training", "quantize_training")}
     parts = [part.get("shared_parameters", part) for part in blocks["compression_training"].values()]
+    blocks["eigenvalue"] = next(iter(_eigenvalues(values)), None)
     return blocks if any(part["enabled"] for part in (*parts, blocks["quantize_training"])) else None
+
+
+def _eigenvalues(values: Values) -> list[dict[str, Any]]:
+    """The enabled blocks `eigenvalue`, at the top and of quantize_training, without their switch."""
+    config = values.parsed.config
+    blocks = [each.model_dump() for each in (config.eigenvalue, config.quantize_training.eigenvalue)]
+    return [block for block in blocks if block.pop("enabled")]
 
 
 def _sparse(values: Values) -> SparsePlan | None:

@@ -14,11 +14,13 @@ from torch import nn
 
 from slipstream.attention.transformers import apply_pattern
 from slipstream.compression.compress import clock_of, init_compression
+from slipstream.compression.eigenvalue import Eigenvalue
 from slipstream.config.plan import Plan
 from slipstream.observe.monitors import check_packages, open_monitors
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.layer_drop import drop_layers
 from slipstream.train.random_ltd import drop_tokens
+from slipstream.train.second_order import SecondOrder
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -47,6 +49,8 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     clock = clock_of(model)
     if clock is None:
         return None
+    block = (plan.compression or {}).get("eigenvalue")
+    order = None if block is None else SecondOrder(model, Eigenvalue(**block))
 
     def connect(engine: Engine) -> None:
         keeps = plan.zero.stage < 3 and plan.batch.accumulation > 1  # weights stay where they are, and are rounded once a step
@@ -58,6 +62,8 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
 
         engine.states[0].before_forward(lambda *_: follow())  # a loaded checkpoint sets the step
         engine.states[0].after_step.append(follow)
+        if order is not None:
+            order.connect(engine)
 
     return connect
 

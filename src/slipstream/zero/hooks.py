@@ -21,6 +21,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
@@ -212,7 +213,9 @@ class Hooks:
         self.phase = Phase.IDLE
         self.sync = True  # False inside no_sync()
         self.refusal = ""  # if set, the error text for any differentiation
-        self.lands = True  # whether the current backward writes `.grad`: False inside torch.func's transforms
+        self.lands = True  # whether the current backward writes `.grad`: False inside torch.func's transforms and `aside`
+        self.is_aside = False
+        self.passes = 0  # backwards so far, of any kind
         self.keep = False  # create_graph: weights stay gathered until the step
         self.backwards = 0  # since the last step
         self.landed: set[tuple[int, int]] | None = None  # (unit index, parameter) with a gradient since then; None: not recorded
@@ -398,7 +401,8 @@ class Hooks:
         if self.phase is Phase.IDLE:
             self.phase = self.watch_phase(Phase.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            self.lands = not transforms.is_active()
+            self.passes += 1
+            self.lands = not (self.is_aside or transforms.is_active())
             units = self.units if self.drops is None else self.drops.reduced(self.units)
             self.reducer.begin(units if self.lands else ())
             self.active.clear()
@@ -418,17 +422,17 @@ class Hooks:
 
     def _on_block_grad(self, call: _Call, grad: Tensor) -> None:
         self._enter_backward()
-        if not call.entered:
-            call.entered = True
+        if call.entered != self.passes:
+            call.entered = self.passes
             for unit in call.own:
                 self.active[unit.index] = self.active.get(unit.index, 0) + 1
         self._gather(call.units)
 
     def _on_input_grad(self, call: _Call, grad: Tensor) -> None:
         """At the end of a block's backward, complete its units: gradients that have not landed are of unused parameters."""
-        if not call.entered or self.phase is not Phase.BACKWARD:
+        if call.entered != self.passes or self.phase is not Phase.BACKWARD:
             return
-        call.entered = False
+        call.entered = 0
         for unit in call.own:
             self.active[unit.index] -= 1
             if self.active[unit.index] == 0:
@@ -468,7 +472,7 @@ class Hooks:
             with torch.no_grad():
                 self.reducer.flush()
         self.backwards += self.lands
-        if self.drops is not None:
+        if self.drops is not None and not self.is_aside:
             self.drops.end_backward(left=1)
         self._close_backward()
 
@@ -499,6 +503,15 @@ class Hooks:
         if self.graph is not None and self.graph() is not None:
             return "between a forward and its backward (or outputs are kept: delete them, or compute them under torch.no_grad())"
         return ""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Derivatives inside are the caller's (`torch.autograd.grad`): nothing is reduced, and a backward may follow."""
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            self.is_aside = False
 
     # -- called by the step --
 
@@ -538,12 +551,12 @@ class Hooks:
 
 
 class _Call:
-    """One call of a block in a forward: the units it needs, those it owns, and whether its backward has begun."""
+    """One call of a block in a forward: the units it needs, those it owns, and in which pass backward it is, 0 for none."""
 
     __slots__ = ("entered", "own", "units")
 
     def __init__(self, units: Sequence[Unit], own: Sequence[Unit]) -> None:
-        self.units, self.own, self.entered = units, own, False
+        self.units, self.own, self.entered = units, own, 0
 
 
 _UNPICKLED = (

@@ -1,0 +1,98 @@
+"""MoQ's second-order schedule: layers that the loss is more sensitive to keep their bits for longer.
+
+In a window at whose end weights lose a bit, `engine.backward` measures the eigenvalue of each block's Hessian, of the loss of the
+window's last micro-batch over all ranks. A weight's next loss waits 1 + floor(4 lambda) times as long, lambda over the largest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from slipstream.compression.eigenvalue import Eigenvalue
+from slipstream.compression.layers import Compressed
+from slipstream.zero.hooks import Hooks
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class SecondOrder:
+    """The blocks whose eigenvalues are measured, and the layers in them that lose bits. Raises ValueError if there are none."""
+
+    def __init__(self, model: nn.Module, eigenvalue: Eigenvalue) -> None:
+        self.eigenvalue = eigenvalue
+        self.blocks = eigenvalue.get_layers(model)
+        layers = [[layer for layer in block.modules() if isinstance(layer, Compressed)] for block in self.blocks]
+        self.layers = [[layer for layer in each if layer.follow_factors()] for each in layers]
+        if not any(self.layers):
+            raise ValueError(
+                f"eigenvalue.enabled orders the bits that weights lose, and in {eigenvalue.layer_name!r} none loses any: set "
+                "start_bits above target_bits, without quantize_weight_in_forward, in layers of these blocks"
+            )
+        self.measured = -1  # the step of the last measurement
+
+    def is_due(self, engine: Engine) -> bool:
+        """Whether the backward of the micro-batch that comes measures: weights lose a bit at the end of its window."""
+        after = engine.global_steps + 1
+        if not engine.at_boundary or after % self.eigenvalue.gas_boundary_resolution:
+            return False
+        return any(layer.loses_at(after) for layers in self.layers for layer in layers)
+
+    def connect(self, engine: Engine) -> None:
+        states, model = engine.states[0], engine.module
+        both = ExitStack()  # kernels of attention that have second derivatives
+
+        def begin(module: nn.Module, *_: Any) -> None:
+            if module.training and torch.is_grad_enabled() and self.is_due(engine):
+                both.enter_context(sdpa_kernel([SDPBackend.MATH]))
+
+        def wire(hooks: Hooks) -> None:
+            end = model.register_forward_hook(lambda *_: both.close(), always_call=True)
+            hooks.handles += [model.register_forward_pre_hook(begin), end]
+
+        wire(states.hooks)
+        states.on_hooks.append(wire)
+        states.before_backward.append(lambda loss: self.measure(engine, loss))
+
+        def tell(_: bool) -> None:
+            step = engine.global_steps
+            if any(layer.loses_at(step) for layers in self.layers for layer in layers):
+                resolution = self.eigenvalue.gas_boundary_resolution
+                if self.measured != step and not step % resolution and engine.mesh.is_first:
+                    logger.warning(
+                        "eigenvalue: step %d had no engine.backward(loss), which measures; bits go on as without it", step
+                    )
+
+        states.after_step.append(tell)
+
+    def measure(self, engine: Engine, loss: Tensor) -> None:
+        """Set the factors of the layers that lose a bit at the end of this window. Collective."""
+        if not self.is_due(engine):
+            return
+        states, after = engine.states[0], engine.global_steps + 1
+        ranks = engine.mesh.dense.both
+
+        def mean(parts: list[Tensor]) -> list[Tensor]:
+            if ranks.size == 1:
+                return parts
+            total = states.exchange(ranks).sum(torch.cat([part.reshape(-1) for part in parts])) / ranks.size
+            return [each.view_as(part) for each, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
+
+        with states.hooks.aside(), sdpa_kernel([SDPBackend.MATH]):
+            shares = self.eigenvalue.shares(loss, self.blocks, mean)
+        for share, layers in zip(shares, self.layers, strict=True):
+            for layer in layers:
+                if layer.loses_at(after):
+                    layer.set_factor(after, 1 + math.floor(4 * share))
+        if self.eigenvalue.verbose and engine.mesh.is_first:
+            logger.warning("eigenvalue: step %d, over the largest: %s", after, ", ".join(f"{share:.3f}" for share in shares))
+        self.measured = after
