@@ -1,5 +1,6 @@
 """Quantization in training on several ranks: the same bits at every stage."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 import slipstream
 from tests.pool import distributed
+from tests.unit.test_compression import MOQ, Curved, curved, hessian_shares, losses_of
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -52,3 +54,18 @@ def test_quantized_training_has_the_same_bits_at_every_stage(transport: str) -> 
 def test_slices_of_compressed_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"not built with pipelines and slices \(pp 1, tp 2\)"):
         slipstream.initialize(model=nn.Linear(4, 4), config=CONFIG | {"tensor_parallel": {"autotp_size": 2}})
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_eigenvalues_are_of_the_mean_loss_on_every_rank(transport: str) -> None:
+    ordered = MOQ | {"eigenvalue": {"enabled": True, "layer_name": "layers", "tol": 1e-4}}
+    both = torch.randn(10, 4, generator=torch.Generator().manual_seed(22))
+    both[:5] *= 3  # the first rank alone would find others
+    own = both[5 * dist.get_rank() :][:5]
+    expected = [1 + math.floor(4 * share) for share in hessian_shares(Curved(), both)]
+    assert expected != [1 + math.floor(4 * share) for share in hessian_shares(Curved(), both[:5])]
+    for stage in range(4):
+        more = {"zero_optimization": {"stage": stage}, "slipstream": {"transport": transport}}
+        engine = curved(ordered, 2, own, **more)
+        assert losses_of(engine) == [[2, 4 * factor] for factor in expected]
+        engine.destroy()

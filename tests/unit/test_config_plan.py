@@ -28,6 +28,7 @@ from tests.unit.test_config_schema import ACCELERATE
 WHOLE = (
     "compression_training.",
     "quantize_training.",
+    "eigenvalue.",
     "tensorboard.",
     "wandb.",
     "comet.",

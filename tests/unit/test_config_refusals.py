@@ -118,6 +118,11 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     ),
     "replicas": ({}, {"slipstream.local_steps.every": 4}),
     "compression": ({}, {"quantize_training.enabled": True}),
+    "curvature": (
+        {},
+        {"eigenvalue.enabled": True},
+        {"eigenvalue.enabled": True, "quantize_training.eigenvalue.enabled": True, "eigenvalue.max_iter": 9},
+    ),
     "curriculum": ({}, {"curriculum_learning.enabled": True}),
     "data efficiency": (
         {},

@@ -176,8 +176,8 @@ class DeepSpeedEngine(Engine):
     all_gather_scalar, sparse_all_gather = sparse.all_gather_scalar, sparse.sparse_all_gather
     sparse_allreduce, sparse_allreduce_bucket = sparse.sparse_allreduce, sparse.sparse_allreduce_bucket
     sparse_allreduce_no_retain = sparse.sparse_allreduce_no_retain
-    # a config that enables one of the next two raises an error
-    eigenvalue_enabled = amp_enabled = _of(lambda plan: False)
+    amp_enabled = _of(lambda plan: False)  # a config that enables it raises an error
+    eigenvalue_enabled = _of(lambda plan: bool((plan.compression or {}).get("eigenvalue")))
     elasticity_enabled = _of(lambda plan: plan.sources["train_batch_size"] == "derived: elasticity")
     pld_enabled = _of(lambda plan: plan.layer_drop is not None)
     curriculum_enabled_legacy = _of(lambda plan: plan.curriculum is not None)

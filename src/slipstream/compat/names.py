@@ -96,6 +96,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.train.random_ltd": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd"
     },
     "deepspeed.runtime.data_pipeline.data_routing.scheduler": {"slipstream.train.random_ltd": "RandomLTDScheduler"},
+    "deepspeed.runtime.eigenvalue": {"slipstream.compression.eigenvalue": "Eigenvalue"},
     "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
     "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {

@@ -1,4 +1,4 @@
-"""The largest eigenvalues of the loss's Hessian, block by block: what MoQ's second-order schedule orders layers by (arXiv 1909.05840).
+"""The largest eigenvalues of the loss's Hessian, block by block: the order of MoQ's second-order schedule (arXiv 1909.05840).
 
 Power iteration: v is random and normalized; lambda = v.Hv, and v becomes Hv normalized, until lambda changes by less than `tol` of
 itself. Hv is the derivative of gradient.v. Values that are not finite count as 0.
@@ -52,7 +52,7 @@ class Eigenvalue:
         return blocks[: self.layer_num or len(blocks)]
 
     def compute_eigenvalue(self, module: nn.Module, device: object = None, scale: float = 1.0) -> dict[int, tuple[float, int]]:
-        """After `loss.backward(create_graph=True)`: {id of a parameter: (eigenvalue of its block, in 0 to 1; number of the block)}."""
+        """After `loss.backward(create_graph=True)`: {id of a parameter: (its block's eigenvalue, 0 to 1; the block's number)}."""
         blocks = self.get_layers(module)
         pairs = [[(p.grad, p) for p in block.parameters() if p.grad is not None and p.grad.requires_grad] for block in blocks]
         if not any(pairs):

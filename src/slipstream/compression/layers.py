@@ -49,7 +49,7 @@ class Compressed(nn.Module):
         self.clock.follow(self.scheduled)
 
     def follow_factors(self) -> bool:
-        """Let the times at which bits are lost be stretched (`set_factor`). Returns whether the weight loses any."""
+        """Let the times at which bits are lost be stretched (`stretch`). Returns whether the weight loses any."""
         schedule = self.scheduled
         if schedule is None or schedule.bits.start == schedule.bits.target:
             return False
@@ -62,11 +62,11 @@ class Compressed(nn.Module):
         """Whether the weight loses a bit as this step begins."""
         return self.scheduled is not None and step in self.scheduled.bits.losses(self.scheduled.factors)
 
-    def set_factor(self, step: int, factor: int) -> None:
-        """Multiply the time after the loss at this step."""
-        assert self.scheduled is not None
-        number = self.scheduled.bits.losses(self.scheduled.factors).index(step)
-        self.get_buffer("period_factors")[number] = factor
+    def stretch(self, step: int, factor: int) -> None:
+        """If the weight loses a bit at this step, multiply the time until the next loss."""
+        if self.scheduled is not None and self.loses_at(step):
+            number = self.scheduled.bits.losses(self.scheduled.factors).index(step)
+            self.get_buffer("period_factors")[number] = factor
 
     def enable_activation_quantization(
         self, bits: int, kind: Kind = "symmetric", calibration: Literal["dynamic", "static"] = "dynamic", offset: int = 0

@@ -427,7 +427,7 @@ _CURVED = "test_sensitive_layers_keep_their_bits"
 class Eigenvalue(Block):
     """MoQ's second-order schedule, at the top or in quantize_training."""
 
-    enabled: bool = honored(False, "Sensitive layers lose bits later: those with a large eigenvalue of the loss's Hessian.", _CURVED)
+    enabled: bool = honored(False, "Layers with a large eigenvalue of the loss's Hessian lose bits later.", _CURVED)
     verbose: bool = honored(False, "Log each eigenvalue.", _CURVED)
     max_iter: Count = honored(100, "Most products with the Hessian a block.", _CURVED)
     tol: Real = honored(1e-2, "Stop when the eigenvalue changes by less than this share of itself.", _CURVED)

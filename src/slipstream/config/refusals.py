@@ -230,7 +230,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.orders and not c.quantizes,
         "{c.orders[0]}.enabled orders the bits of weights in training, which nothing quantizes; enable quantize_training or "
-        "compression_training.weight_quantization",
+        "compression_training.weight_quantization, or drop it",
     ),
     Refusal(
         lambda c: len(c.orders) > 1 and c.curvatures[0] != c.curvatures[1],

@@ -61,7 +61,7 @@ class SecondOrder:
 
         wire(states.hooks)
         states.on_hooks.append(wire)
-        states.before_backward.append(lambda loss: self.measure(engine, loss))
+        engine.window.before_backward.append(lambda loss: self.measure(engine, loss))
 
         def tell(_: bool) -> None:
             step = engine.global_steps
@@ -91,8 +91,7 @@ class SecondOrder:
             shares = self.eigenvalue.shares(loss, self.blocks, mean)
         for share, layers in zip(shares, self.layers, strict=True):
             for layer in layers:
-                if layer.loses_at(after):
-                    layer.set_factor(after, 1 + math.floor(4 * share))
+                layer.stretch(after, 1 + math.floor(4 * share))
         if self.eigenvalue.verbose and engine.mesh.is_first:
             logger.warning("eigenvalue: step %d, over the largest: %s", after, ", ".join(f"{share:.3f}" for share in shares))
         self.measured = after
