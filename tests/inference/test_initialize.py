@@ -57,6 +57,13 @@ def test_group_size(family: str) -> None:
             init_inference(model, dtype=dtype, group_size=group_size, device="cpu")
 
 
+def test_sizes_are_checked_before_the_model_is_read() -> None:
+    with pytest.raises(ValueError, match=r"token_budget \(512\) is below max_running \(600\)"):
+        init_inference(Path("nowhere"), max_running=600, token_budget=512)
+    with init_inference(tiny("Llama", **SIZES), device="cpu", max_running=600) as engine:
+        assert engine.generate([1, 2], max_new_tokens=1).token_ids
+
+
 def test_a_gpu_that_is_not_there() -> None:
     for device in ("cuda", "cuda:1"):
         with pytest.raises(ValueError, match=f"device is {device}, and torch sees 0 GPUs here"):

@@ -144,7 +144,7 @@ arrivals = st.builds(
     prefix=st.integers(0, 1),
     common=st.integers(0, 24),
     tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
-    n=st.sampled_from([1, 1, 1, 2, 3]),
+    n=st.sampled_from([1, 1, 1, 2, 3, 12]),
     priority=st.integers(-1, 1),
     max_tokens=st.integers(1, 20),
     json=st.sampled_from([False, False, False, True]),
@@ -155,7 +155,7 @@ traffic = st.builds(
     num_blocks=st.integers(10, 24),
     block_size=st.integers(1, 5),
     token_budget=st.integers(1, 24),
-    max_running=st.integers(3, 8),
+    max_running=st.integers(1, 8),
     num_draft=st.sampled_from([0, 2, 4]),
     split=st.sampled_from([True, True, True, False]),
     prefix_caching=st.sampled_from([True, True, True, False]),
@@ -323,8 +323,6 @@ def test_refusals() -> None:
         scheduler.add(make([1] * 16))
     with pytest.raises(ValueError, match="the prompt is empty"):
         scheduler.add(make([]))
-    with pytest.raises(ValueError, match="n is 3, but at most 2"):
-        scheduler.add(make([1], n=3))
     scheduler.add(make([1] * 15))
     with pytest.raises(QueueFullError, match="1 requests wait, and max_waiting is 1"):
         scheduler.add(make([1]))
@@ -346,6 +344,23 @@ def test_siblings_share_the_prompt_and_part_at_its_last_block() -> None:
     batch = scheduler.schedule()
     assert batch is not None and len(batch.copies) == 2 and len({r.blocks[1] for r in family}) == 3
     assert len({r.blocks[0] for r in family}) == 1
+
+
+def test_siblings_beyond_max_running_wait_with_their_first_token() -> None:
+    """They neither wait for an empty engine nor keep others from running, and say what they would say alone."""
+    pool = BlockPool(40, 4)
+    scheduler = Scheduler(pool, token_budget=32, max_running=3, max_waiting=4, max_context=64)
+    model = Model(pool)
+    scheduler.add(other := make([7, 8], "other", max_tokens=12))
+    request = make([1, 2, 3, 4, 5, 6], n=7, end_ids=frozenset(), max_tokens=5)
+    scheduler.add(request)
+    _, outputs = step(scheduler, model)
+    family = [request, *request.siblings]
+    assert [output.request for output in outputs] == [other, *family], "all have their first token"
+    assert scheduler.running == [other, request, request.siblings[0]] and scheduler.waiting == request.siblings[1:]
+    drain(scheduler, model)
+    assert all(one.tokens == alone([1, 2, 3, 4, 5, 6], one.seed, 5, 64)[0] for one in family)
+    assert not scheduler.counters.preemptions
 
 
 def test_a_cancelled_prompt_takes_its_siblings_along() -> None:

@@ -28,7 +28,7 @@ from slipstream.inference.constrain import Constraint, Grammars
 from slipstream.inference.core import Batch, Chunk, Finish, Request, RequestPhase, Runner, SamplingParams
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import LogitsRow, Sampled, Sampler, SamplingError
-from slipstream.inference.scheduler import Scheduler, receivers
+from slipstream.inference.scheduler import Scheduler, check_budget, receivers
 from slipstream.inference.stats import Meters, Stats, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
 
@@ -177,11 +177,7 @@ class Engine:
         expert_use the counts of `expert_store`, for `stats`
         unavailable    if not empty, every request is rejected with this text until a `paused` block succeeds
         """
-        if token_budget < max_running:
-            raise ValueError(
-                f"token_budget ({token_budget}) is below max_running ({max_running}): a forward could not hold one token of every "
-                "running sequence; raise token_budget or lower max_running"
-            )
+        check_budget(token_budget, max_running)
         self.runner, self.tokenizer, self._expert_use = runner, tokenizer, expert_use
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
         self.model_name, self.sampling = model_name, dict(sampling or {})
@@ -251,7 +247,7 @@ class Engine:
         self._check(ids, params, n)
         with self._lock:
             self._check_open()
-            self._scheduler.check(len(ids), n)  # before the schema is compiled and n answers allocated; `add` checks again
+            self._scheduler.check(len(ids))  # before the schema is compiled and n answers allocated; `add` checks again
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos or params.json_schema is not None:  # after complete JSON the grammar allows only an end token
             ends |= self.end_ids

@@ -30,6 +30,7 @@ from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.native import MAX_THREADS, NativeDecoder
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_generic
+from slipstream.inference.scheduler import check_budget
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4
@@ -147,7 +148,7 @@ def init_inference(
             engine answers, the others compute their part until it is closed (docs/EXPERTS.md). On CPUs with native kernels only.
         max_running: sequences generated at once (64).
         max_waiting: requests in the queue; further ones are rejected (1024).
-        token_budget: tokens per forward (512).
+        token_budget: tokens per forward (512, or max_running if that is more).
         token_interval: seconds between the tokens of a running answer while prompts are computed: limits the prompt tokens of a
             forward, by the durations of the last forwards. Default: only token_budget limits them.
         num_draft: draft tokens per forward, from prompt lookup (0); the output is the same.
@@ -183,9 +184,11 @@ def pipeline(model: Any, **settings: Any) -> InferenceEngine:
 
 
 def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, **options: Any) -> InferenceEngine:
+    running = options.get("max_running", 64)
+    check_budget(options.setdefault("token_budget", max(512, running)), running)
     if ep_size * moe_tp_size == 1:
         return _open_here(model, ranks=None, **options)
-    ranks = ServingRanks(ep_size, moe_tp_size, max_rows=options.get("token_budget", 512))
+    ranks = ServingRanks(ep_size, moe_tp_size, max_rows=options["token_budget"])
     try:
         return _open_here(model, ranks=ranks, **options)
     except BaseException:

@@ -76,6 +76,15 @@ def receivers(chunk: Chunk) -> tuple[Request, ...]:
     return (chunk.request, *_pending_siblings(chunk.request)) if chunk.samples else ()
 
 
+def check_budget(token_budget: int, max_running: int) -> None:
+    """Raise ValueError unless a forward can hold one token of every running sequence."""
+    if token_budget < max_running:
+        raise ValueError(
+            f"token_budget ({token_budget}) is below max_running ({max_running}): a forward could not hold one token of every "
+            "running sequence; raise token_budget or lower max_running"
+        )
+
+
 class Scheduler:
     """Holds all unfinished requests. `waiting` and `running` are sorted by rank, the most important first."""
 
@@ -132,12 +141,12 @@ class Scheduler:
         the queue is full."""
         assert request.phase is RequestPhase.WAITING and request not in self._entries, f"{request.id} was added before"
         assert all(sibling.tokens == request.tokens for sibling in request.siblings), f"{request.id}: siblings share the prompt"
-        self.check(len(request.tokens), _num_sequences(request))
+        self.check(len(request.tokens))
         self._enter(request, request.arrival + self.patience * request.priority)
         insort(self.waiting, request, key=self._rank)
 
-    def check(self, num_prompt: int, n: int) -> None:
-        """Raise what `add` would raise for a prompt of `num_prompt` tokens and `n` sequences."""
+    def check(self, num_prompt: int) -> None:
+        """Raise what `add` would raise for a prompt of `num_prompt` tokens."""
         if not num_prompt:
             raise ValueError("the prompt is empty; it needs at least one token")
         if num_prompt >= self.max_context:
@@ -145,8 +154,6 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens, but prompt and output together may have {self.max_context} "
                 f"(the context, and a cache of {self.pool.num_blocks} blocks of {self.pool.block_size}); shorten it"
             )
-        if n > self.max_running:
-            raise ValueError(f"n is {n}, but at most {self.max_running} sequences run at once; ask for fewer")
         if len(self.waiting) >= self.max_waiting:
             raise QueueFullError(f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}; try again later")
 
@@ -201,6 +208,9 @@ class Scheduler:
             for sibling in sampling[1:]:
                 self._start_sibling(sibling, request)
             outputs += [RequestOutput(one, self._append(one, sampled[one])) for one in sampling]
+            for sibling in reversed(sampling[1:]):
+                if len(self.running) > self.max_running and sibling.phase is RequestPhase.RUNNING:
+                    self._requeue(sibling)  # it has its first token, and finds the prompt in the prefix cache
         return outputs
 
     def retryable_chunks(self, batch: Batch) -> tuple[Chunk, ...]:
@@ -242,7 +252,6 @@ class Scheduler:
         if not self.waiting:
             return
         owed = sum(self._blocks_owed(request) for request in self.running)
-        width = sum(_num_sequences(request) for request in self.running)
         while plan.budget and self.pool.num_free > owed:
             request = next((one for one in self.waiting if self._entries[one].admitted or not self.pausing), None)
             if request is None:
@@ -251,7 +260,7 @@ class Scheduler:
             hits = len(cached) * self.pool.block_size
             lacking = self.pool.num_needed(len(request.tokens)) - len(cached)
             too_long = not self.split and len(request.tokens) - hits > plan.budget
-            if too_long or lacking + owed > self.pool.num_free or width + _num_sequences(request) > self.max_running:
+            if too_long or lacking + owed > self.pool.num_free or len(self.running) >= self.max_running:
                 self.pool.free(cached)
                 break
             self.waiting.remove(request)
@@ -264,7 +273,6 @@ class Scheduler:
             request.phase, request.blocks, request.num_computed = RequestPhase.RUNNING, cached, hits
             self._plan(plan, request, _pending(request))
             owed += self._blocks_owed(request)
-            width += _num_sequences(request)
 
     def _add_drafts(self, plan: _Plan) -> None:
         """Spend the remaining budget and free blocks on draft tokens for the generations."""
@@ -309,11 +317,14 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Free its blocks and return it to the queue; its tokens are computed again later."""
+        self._requeue(request)
+        self.counters.preemptions += 1
+
+    def _requeue(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
         request.phase = RequestPhase.WAITING
         insort(self.waiting, request, key=self._rank)
-        self.counters.preemptions += 1
 
     def _capacity(self, request: Request) -> int:
         """How many positions from num_computed on fit its own blocks and all free ones."""
@@ -377,8 +388,3 @@ def _pending(request: Request) -> int:
 def _pending_siblings(request: Request) -> tuple[Request, ...]:
     """Siblings that wait until the request's prompt is computed."""
     return tuple(s for s in request.siblings if s.phase is not RequestPhase.FINISHED) if request.num_generated == 0 else ()
-
-
-def _num_sequences(request: Request) -> int:
-    """How many sequences it is, or becomes when its prompt is computed."""
-    return 1 + len(_pending_siblings(request))
