@@ -7,19 +7,13 @@ A range of bytes may begin and end inside a row. The rank with a row's first byt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.flat_slice import Ranged
 from slipstream.ops.rows import RowForm, dequantize_rows
-
-
-class Rested(Protocol):
-    """Bytes on disk."""
-
-    def numel(self) -> int: ...
-    def get(self, start: int, stop: int) -> Tensor: ...
 
 
 class Head(NamedTuple):
@@ -29,7 +23,7 @@ class Head(NamedTuple):
     codes: Tensor
 
 
-def head_of(data: Tensor | Rested, start: int, form: RowForm) -> Head:
+def head_of(data: Tensor | Ranged, start: int, form: RowForm) -> Head:
     """The head of `data`, the bytes [start, start + numel) of a packed matrix."""
     return Head(start, _get(data, 0, min(-start % form.row_nbytes, data.numel())).cpu().clone())
 
@@ -39,7 +33,7 @@ class Numbers:
 
     dtype = torch.float32
 
-    def __init__(self, data: Tensor | Rested, start: int, heads: Sequence[Head], form: RowForm) -> None:
+    def __init__(self, data: Tensor | Ranged, start: int, heads: Sequence[Head], form: RowForm) -> None:
         self.data, self.form = data, form
         stop = start + data.numel()
         self._skip = min(-start % form.row_nbytes, data.numel())
@@ -62,7 +56,7 @@ class Numbers:
         raise AssertionError("dequantized weights are read-only")
 
 
-def _get(data: Tensor | Rested, start: int, stop: int) -> Tensor:
+def _get(data: Tensor | Ranged, start: int, stop: int) -> Tensor:
     return data[start:stop] if isinstance(data, Tensor) else data.get(start, stop)
 
 
