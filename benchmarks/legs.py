@@ -122,7 +122,7 @@ LEGS = (
         arguments={"systems": ("dense", "moe"), "width": 256, "seconds": 240.0},
     ),
     Leg("link", 2, 2, "a pipeline beside data parallelism over links of 200 Mbit/s", "layouts:link"),
-    Leg("compressed", 2, 5, "seconds and bytes per step of 1-bit Adam and codes over links of 1 Gbit/s", "compressed:run"),
+    Leg("compressed", 2, 6, "seconds and bytes per step of 1-bit Adam and codes over links of 1 Gbit/s", "compressed:run"),
     Leg("groups", 2, 7, "bytes between two groups of ranks, seconds and loss of ZeRO++ over ZeRO-3", "groups:run"),
     Leg("rows", 2, 2, "bytes and seconds per step of an embedding-heavy model with sparse gradients", "rows:run"),
     Leg(

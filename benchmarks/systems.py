@@ -44,6 +44,12 @@ COMPRESSED: dict[str, dict[str, Any]] = {  # keys that make ours send less
     "feedback": {"communication_data_type": "int4", "zero_optimization": {"stage": 0, "zeropp_loco_param": {}}},
     "onebit": {"optimizer": {"type": "OneBitAdam", "params": {**ADAMW, "freeze_step": 2}}},
     "onebitlamb": {"optimizer": {"type": "OneBitLamb", "params": {**ADAMW, "freeze_step": 2}}},
+    "local": {  # 0/1 Adam, in local steps from the 5th step on
+        "optimizer": {
+            "type": "ZeroOneAdam",
+            "params": {**ADAMW, "var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 1 << 20},
+        }
+    },
     "zeropp": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True, "zero_quantized_weights": True}},
     "hpz": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
     "groups": {
@@ -61,6 +67,7 @@ COMPRESSED_LABELS = {
     "feedback": ", int4 gradients with error feedback",
     "onebit": ", 1-bit Adam",
     "onebitlamb": ", 1-bit LAMB",
+    "local": ", a local step of 0/1 Adam",
     "zeropp": ", int4 gradients and int8 weights",
     "hpz": ", groups of two ranks",
     "groups": ", int4 gradients, int8 weights, groups of two ranks",
