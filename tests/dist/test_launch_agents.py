@@ -291,6 +291,49 @@ def test_ctrl_c_is_one_line_with_the_last_checkpoint(saves: int, launcher: Launc
     assert "Traceback" not in err
 
 
+def test_logs_of_each_rank_cores_and_a_pid_file(launcher: Launcher, tmp_path: Path) -> None:
+    """The first failure stays on the terminal; its traceback is in the rank's log, too."""
+    script = launcher.script("""
+        import os, sys, time
+        from pathlib import Path
+        sets = [os.sched_getaffinity(0), os.environ["OMP_NUM_THREADS"]]
+        print("out of", os.environ["RANK"], sets, flush=True)
+        os.system("echo its child >&2")
+        if os.environ["RANK"] == "0":
+            Path(sys.argv[1]).touch()
+            time.sleep(300)
+        while not Path(sys.argv[1], "..", "go").resolve().exists():
+            time.sleep(0.02)
+        raise ValueError("boom of 1")
+    """)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    ranks = len(cores)
+    listed = ",".join(map(str, cores))
+    logs = ("--enable_each_rank_log", "logs/here", "--bind_core_list", listed, "--save_pid")
+    process = launcher.start("--nproc", "2", *logs, script, str(tmp_path / "ready")) if ranks == 2 else pytest.skip("one core")
+    wait_for(tmp_path / "ready")
+    pid_file = tmp_path / f"{process.pid}.deepspeed"
+    assert pid_file.read_text() == str(process.pid)
+    (tmp_path / "go").touch()
+    out, err = process.communicate(timeout=200)
+    assert (process.returncode, out) == (1, "") and not pid_file.exists()
+    assert "rank 1 on " in err and err.count("ValueError: boom of 1") == 1 and "its child" not in err
+    files = sorted((tmp_path / "logs/here").iterdir())
+    assert [re.sub(r"\d{14}", "TIME", file.name) for file in files] == ["TIME_rank0.log", "TIME_rank1.log"]
+    for rank, file in enumerate(files):
+        text = file.read_text()
+        assert f"out of {rank} [{{{cores[rank]}}}, '1']\n" in text and "its child\n" in text
+        assert ("ValueError: boom of 1" in text) == (rank == 1)
+    assert launcher.gone(within=5)
+
+
+def test_an_executable_is_bound_to_its_core(launcher: Launcher) -> None:
+    core = max(os.sched_getaffinity(0))
+    arguments = ("--bind_core_list", str(core), "--no_python", "sh", "-c", "grep Cpus_allowed_list /proc/self/status; exit 3")
+    code, out, err = launcher.run("--nproc", "1", *arguments)
+    assert (code, out.split()) == (3, ["Cpus_allowed_list:", str(core)]), err
+
+
 def test_ranks_die_with_their_agent(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(300)")
     process = launcher.start("--nproc", "1", script, str(tmp_path / "ready"))
@@ -366,10 +409,10 @@ def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: P
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print(sys.argv[1:], type(pool.apply(Point)).__name__, os.environ["OMP_NUM_THREADS"])
     """)
-    code, out, err = launcher.run("--nproc", "1", "--pass_local_rank", script, "--lr", "1")
+    code, out, err = launcher.run("--nproc", "1", "--pass_local_rank", script, "--log", "1")
     assert code == 0, err
     cores = len(os.sched_getaffinity(0))
-    assert out.split("\n")[0] == f"['--local_rank=0', '--lr', '1'] Point {cores}"
+    assert out.split("\n")[0] == f"['--local_rank=0', '--log', '1'] Point {cores}"
     assert f"OMP_NUM_THREADS={cores} for each rank" in err
     code, out, err = launcher.run("-q", "--nproc", "1", "--module", "beside")
     assert (code, out, err) == (0, "", "")

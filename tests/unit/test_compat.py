@@ -780,6 +780,12 @@ def test_z3_leaf_module_is_a_module_and_a_function(deepspeed: Any, group: None) 
         ("a.py --num_gpus 2", "run --pass-local-rank a.py --num_gpus 2"),
         ("--log_level error a.py", "run --pass-local-rank --quiet a.py"),
         ("--log_level=info --num_gpus=2 a.py", "run --pass-local-rank --num_gpus=2 a.py"),
+        ("--elastic_training --max_elastic_nodes 4 a.py", "run --pass-local-rank --elastic 1:4 a.py"),
+        ("--num_nodes 3 --min_elastic_nodes=2 --elastic_training a.py", "run --pass-local-rank --num_nodes 3 --elastic 2:3 a.py"),
+        ("--bind_core_list 0-1 --venv_script v a.py", "run --pass-local-rank --bind_core_list 0-1 --venv_script v a.py"),
+        ("--save_pid --enable_each_rank_log=d a.py", "run --pass-local-rank --save_pid --enable_each_rank_log=d a.py"),
+        ("--bind_cores_to_rank --launcher IMPI a.py", "run --pass-local-rank --bind_cores_to_rank --launcher mpich a.py"),
+        ("--launcher slurm --account=x a.py", "run --pass-local-rank --launcher slurm --launcher-args=--account=x a.py"),
     ],
 )
 def test_the_command_is_slipstream_run(command: str, translated: str) -> None:
@@ -792,8 +798,9 @@ def test_the_command_is_slipstream_run(command: str, translated: str) -> None:
 def test_the_command_refuses_what_is_not_there() -> None:
     for flags, message in (
         ("--autotuning run", "autotuning is not built"),
-        ("--save_pid", "SIGTERM"),
-        ("--enable_each_rank_log=logs", "by RANK"),
+        ("--elastic_training", "add --max_elastic_nodes N"),
+        ("--min_elastic_nodes 2", "add --elastic_training"),
+        ("--comment x", "--comment is an option of srun: add --launcher slurm"),
         ("--log_level loud", "'loud' is none of"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -43,7 +43,7 @@ def test_spellings(flag: str) -> None:
     start = plan(f"{flag} 3 train.py --nproc 9 --lr 1 -m x -- y")
     assert agent(start) == (
         "--nnodes=1 --nproc-per-node=3 --max-restarts=0 --node-rank=0 --master-addr=127.0.0.1 "
-        "--master-port=12345 --module slipstream.launch.worker train.py --nproc 9 --lr 1 -m x -- y"
+        "--master-port=12345 --module -- slipstream.launch.worker train.py --nproc 9 --lr 1 -m x -- y"
     )
 
 
@@ -110,6 +110,36 @@ def test_options_without_effect_are_said() -> None:
     assert "no effect" not in " ".join(plan("-H h --ssh_port 2222 --launcher_args=-v t.py", remote).notes)
 
 
+def test_what_a_rank_does_before_its_script_reaches_every_launcher() -> None:
+    """Logs and cores are options of the worker, which then also starts executables."""
+    around = replace(AROUND, time="20260102030405", cores=((0, 2), (1, 3)), hostfile=HOSTFILE)
+    flags = "--log=logs/20260102030405 --cores=0-1"
+    for line in ("", "--launcher pdsh", "--launcher openmpi", "--launcher slurm", "--node_rank 0 --launcher local"):
+        start = plan(f"-H h {line} --enable_each_rank_log logs --bind_core_list 0-1 --no_python prog x", around)
+        words = agent(start) if start.agent else start.commands[0].argv[-1]
+        words = words if start.agent or "worker" in words else shlex.join(start.commands[0].argv)
+        assert words.endswith(f"{flags} prog x") and "slipstream.launch.worker" in words and "--exec" in words, line
+        assert "output of the ranks: logs/20260102030405_rank*.log" in start.notes
+    assert agent(plan("--bind_cores_to_rank t.py", around=replace(around, hostfile=None))).endswith("worker --cores=all t.py")
+    assert agent(plan("--no_python prog")).endswith("--no-python -- prog")
+
+
+def test_a_script_is_sourced_on_other_hosts() -> None:
+    around = replace(AROUND, hostfile=HOSTFILE, environ={"PATH": "/a b"})
+    command, _ = plan("-H h --venv_script '/v/my activate' t.py", around).commands
+    assert command.argv[-1].startswith("cd /work && export PATH='/a b' && . '/v/my activate' && exec /py -u -m")
+    assert "--venv_script has no effect" in " ".join(plan("--venv_script v t.py").notes)
+    assert "--venv_script has no effect" in " ".join(plan("-H h --launcher openmpi --venv_script v t.py", around).notes)
+
+
+def test_more_ranks_than_cores_are_refused_before_anything_starts() -> None:
+    around = replace(AROUND, cores=((0, 2), (1, 3)))
+    with pytest.raises(ValueError, match=r"3 ranks and 2 core\(s\) on this host; start at most one rank a core"):
+        plan("--bind_cores_to_rank --nproc 3 t.py", around)
+    with pytest.raises(ValueError, match=r"--bind_core_list 3-4: this host lets the job use cores 0,1,2,3, not 4"):
+        plan("--bind_core_list 3-4 t.py", around)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -141,6 +171,8 @@ def test_refused_with_hosts() -> None:
         ("run --nprc 2 t.py", "slipstream run: unknown option --nprc; did you mean --nproc?"),
         ("run --nproc 0 t.py", "slipstream run: argument --nproc: '0' is not a number of 1 or more"),
         ("run --master_port 99999 t.py", "slipstream run: argument --master-port: '99999' is not a port"),
+        ("run --bind_core_list 3-1 t.py", "slipstream run: argument --bind-core-list: '3-1' is not a list of cores; write 0-3,8"),
+        ("run --enable_each_rank_log pyproject.toml t.py", "slipstream run: --enable_each_rank_log pyproject.toml is a file"),
         ("run no_such_script.py", "slipstream run: no_such_script.py: no such script"),
         ("run --hostfile /no/such/file t.py", "slipstream run: cannot read /no/such/file: No such file"),
         ("run --no_python no-such-program", "slipstream run: no-such-program: no such executable"),
@@ -190,7 +222,7 @@ def test_dry_run_prints_and_starts_nothing(capsys: pytest.CaptureFixture[str], t
     script.write_text("raise SystemExit(1)")
     assert main(["run", "--dry_run", "--nproc", "2", "--master_port", "1234", str(script), "--deepspeed_config", "x"]) == 0
     output = capsys.readouterr()
-    assert output.out.rstrip().endswith(f"--master-port=1234 --module slipstream.launch.worker {script} --deepspeed_config x")
+    assert output.out.rstrip().endswith(f"--master-port=1234 --module -- slipstream.launch.worker {script} --deepspeed_config x")
     assert "2 ranks on this host" in output.err
 
 

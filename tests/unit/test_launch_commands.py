@@ -23,7 +23,7 @@ JOB = Job(
     exports={"NCCL_DEBUG": "INFO", "X": "a b"},
 )
 AGENT = "/py -u -m slipstream.launch.agent --report"
-TAIL = "--module slipstream.launch.worker train.py --deepspeed_config 'ds config.json'"
+TAIL = "--module -- slipstream.launch.worker train.py --deepspeed_config 'ds config.json'"
 WORKER = "/py -u -m slipstream.launch.worker --report train.py --deepspeed_config 'ds config.json'"
 
 
@@ -40,10 +40,10 @@ def test_one_node() -> None:
 
 def test_module_no_python_and_local_rank() -> None:
     alone = replace(JOB, hosts=EVEN[:1], arguments=("--x",))
-    assert commands.one_node(replace(alone, module=True))[-5:] == [
-        *("--module", "slipstream.launch.worker", "-m", "train.py", "--x")
+    assert commands.one_node(replace(alone, module=True))[-6:] == [
+        *("--module", "--", "slipstream.launch.worker", "-m", "train.py", "--x")
     ]
-    assert commands.one_node(replace(alone, no_python=True))[-3:] == ["--no-python", "train.py", "--x"]
+    assert commands.one_node(replace(alone, no_python=True))[-4:] == ["--no-python", "--", "train.py", "--x"]
     assert commands.one_node(replace(alone, pass_local_rank=True))[-3:] == ["--pass-local-rank", "train.py", "--x"]
 
 
@@ -91,7 +91,7 @@ def test_pdsh() -> None:
         "NODE=%n; case $NODE in 0) RANKS=2; export CUDA_VISIBLE_DEVICES=1,3;; 1) RANKS=1;; esac; "
         f"cd '/my work' && exec env NCCL_DEBUG=INFO X='a b' {AGENT} --nnodes=2 "
         '--nproc-per-node="$RANKS" --max-restarts=0 --node-rank="$NODE" --master-addr=a --master-port=29500 '
-        "--module slipstream.launch.worker train.py 50%%"
+        "--module -- slipstream.launch.worker train.py 50%%"
     )
     assert command.env == {"PDSH_SSH_ARGS_APPEND": "-tt -o BatchMode=yes"}
 

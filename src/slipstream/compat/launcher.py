@@ -5,35 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 _VALUED = frozenset(
     """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank
-    --launcher --launcher_args --ssh_port --log_level""".split()  # noqa: SIM905
+    --launcher --launcher_args --ssh_port --log_level --enable_each_rank_log --bind_core_list --venv_script --min_elastic_nodes
+    --max_elastic_nodes --comment --account""".split()  # noqa: SIM905
 )
 _LEVELS = ("debug", "info", "warning", "error", "critical")  # of the launcher's log
 _DROPPED = frozenset({"--no_ssh_check", "--force_multi"})  # no-ops here
-_REFUSED = {
-    "--autotuning": "autotuning is not built; `slipstream plan` shows the memory of a configuration without running it",
-    "--elastic_training": "elastic training is not built; restart at another size: every checkpoint loads at any world size",
-    "--bind_cores_to_rank": "bind each rank to cores with taskset or numactl, or set OMP_NUM_THREADS",
-    "--bind_core_list": "bind each rank to cores with taskset or numactl",
-    "--save_pid": "send SIGTERM to this process, which ends all ranks",
-    "--enable_each_rank_log": "the launcher merges the output of all ranks; redirect it in the script, by RANK",
-    "--venv_script": "activate the environment in the shell's profile of each host, or start `deepspeed` from it",
-}
+_REFUSED = {"--autotuning": "autotuning is not built; `slipstream plan` shows the memory of a configuration without running it"}
+_TOGETHER = ("--elastic_training", "--min_elastic_nodes", "--max_elastic_nodes", "--comment", "--account", "--launcher_args")
+_HYDRA = ("impi", "mvapich")  # their mpiexec is MPICH's
 
 
 def translate(arguments: Sequence[str]) -> list[str]:
     """Translate DeepSpeed's launcher arguments to those of `slipstream run`. Raises ValueError for unsupported flags."""
     translated, remaining = ["run", "--pass-local-rank"], list(arguments)  # DeepSpeed's default
+    seen: dict[str, str] = {}
     while remaining and remaining[0].startswith("-"):
         flag = remaining.pop(0)
         name, equals, value = flag.partition("=")
         if name in _VALUED and not equals and remaining:
             value = remaining.pop(0)
+        seen[name] = value
         if name in _REFUSED:
             raise ValueError(f"deepspeed {name}: {_REFUSED[name]}")
         if name == "--no_local_rank":
@@ -42,10 +40,30 @@ def translate(arguments: Sequence[str]) -> list[str]:
             if value not in _LEVELS:
                 raise ValueError(f"deepspeed --log_level {value!r} is none of {list(_LEVELS)}")
             translated += ["--quiet"] if _LEVELS.index(value) > 1 else []
-        elif name not in _DROPPED:
+        elif name == "--launcher":
+            translated += [name, "mpich" if value.lower() in _HYDRA else value.lower()]
+        elif name not in _DROPPED and name not in _TOGETHER:
             translated.append(flag.replace("--num_accelerators", "--num_gpus"))
             translated += [value] if name in _VALUED and not equals else []
-    return [*translated, *remaining]
+    return [*translated, *_together(seen), *remaining]
+
+
+def _together(seen: Mapping[str, str]) -> list[str]:
+    """The options that several of DeepSpeed's flags make together."""
+    options = []
+    least, most = seen.get("--min_elastic_nodes", "1"), seen.get("--max_elastic_nodes") or seen.get("--num_nodes")
+    if "--elastic_training" in seen:
+        if most is None:
+            raise ValueError("deepspeed --elastic_training needs the largest number of hosts: add --max_elastic_nodes N")
+        options += ["--elastic", f"{least}:{most}"]
+    elif unused := [name for name in _TOGETHER if name in seen and name.endswith("_elastic_nodes")]:
+        raise ValueError(f"deepspeed {unused[0]} is for elastic runs: add --elastic_training")
+    for_srun = [f"{name}={shlex.quote(seen[name])}" for name in ("--comment", "--account") if name in seen]
+    if for_srun and seen.get("--launcher", "").lower() != "slurm":
+        raise ValueError(f"deepspeed {for_srun[0].partition('=')[0]} is an option of srun: add --launcher slurm")
+    if words := " ".join([*filter(None, [seen.get("--launcher_args")]), *for_srun]):
+        options.append(f"--launcher-args={words}")
+    return options
 
 
 def main() -> int:

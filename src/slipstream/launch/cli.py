@@ -103,6 +103,16 @@ def _hosts(text: str) -> str:
     return text
 
 
+def _cores(text: str) -> str:
+    from slipstream.launch.cores import parse_list
+
+    try:
+        parse_list(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _key(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("a key must not be empty; leave the option out for a server without keys")
@@ -144,6 +154,11 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--max-restarts", type=_count, default=0, metavar="N", help="restart all ranks up to N times after a failure")
     add("--elastic", type=_hosts, metavar="MIN:MAX", help="go on with MIN to MAX hosts, as they die or join")
     add("--env-file", metavar="FILE", help="VAR=VALUE lines; default: .deepspeed_env, .slipstream_env, in ~ and here")
+    add("--venv-script", metavar="FILE", help="source this on each host, for the launchers ssh and pdsh")
+    add("--bind-cores-to-rank", action="store_true", help="bind each rank to its share of the host's cores")
+    add("--bind-core-list", type=_cores, metavar="LIST", help="the same, of these cores: 0-3,8")
+    add("--enable-each-rank-log", metavar="DIR", help="write each rank's output to DIR/YYYYmmddHHMMSS_rank<N>.log")
+    add("--save-pid", action="store_true", help="write <pid>.deepspeed into the temporary folder while the job runs")
     add("--dry-run", action="store_true", help="print the commands without running them")
     add("-q", "--quiet", action="store_true", help="do not print the launch summary")
     script = parser.add_argument_group("script")

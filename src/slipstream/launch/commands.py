@@ -43,11 +43,19 @@ class Job:
     quiet: bool = False
     exports: Mapping[str, str] = field(default_factory=dict)
     ssh_port: int | None = None
+    log: str | None = None  # each rank's output goes to the file <log>_rank<N>.log
+    cores: str | None = None  # "all" or a list: each rank is bound to its share of these
+    venv_script: str | None = None  # sourced on other hosts
     launcher_args: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
         return sum(len(host.devices) for host in self.hosts)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the program is started without our worker around it."""
+        return self.no_python and self.log is None and self.cores is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +70,9 @@ class Command:
 
 def worker_arguments(job: Job, *, report: bool) -> list[str]:
     """The arguments after `python -m slipstream.launch.worker`."""
-    options = [flag for flag, on in (("--report", report), ("--pass-local-rank", job.pass_local_rank), ("-m", job.module)) if on]
+    flags = {"--report": report, "--pass-local-rank": job.pass_local_rank, "-m": job.module, "--exec": job.no_python}
+    options = [flag for flag, on in flags.items() if on]
+    options += [f"--{name}={value}" for name, value in (("log", job.log), ("cores", job.cores)) if value is not None]
     return [*options, job.program, *job.arguments]
 
 
@@ -85,9 +95,10 @@ def agent_argv(job: Job, *, num_nodes: int, node_rank: int, num_ranks: int, loca
         argv += [f"--rdzv-conf={_ELASTIC}"] if job.elastic else []
     else:
         argv += [f"--node-rank={node_rank}", f"--master-addr={job.master_addr}", f"--master-port={job.master_port}"]
-    if job.no_python:
-        return [*argv, "--no-python", job.program, *job.arguments]
-    return [*argv, "--module", WORKER, *worker_arguments(job, report=False)]
+    # After `--`, argparse takes no option of the script's for an abbreviation of torchrun's
+    if job.is_bare:
+        return [*argv, "--no-python", "--", job.program, *job.arguments]
+    return [*argv, "--module", "--", WORKER, *worker_arguments(job, report=False)]
 
 
 def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
@@ -105,6 +116,9 @@ def one_node(job: Job, *, num_nodes: int = 1, node_rank: int = 0) -> list[str]:
 def _remote_line(job: Job, exports: Mapping[str, str], agent: Sequence[str]) -> str:
     """The command line for a remote shell, with everything quoted. `exec` lets the agent receive the signals."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in exports.items()]
+    if job.venv_script:  # what it sets wins
+        before = ["export", *settings, "&&"] if settings else []
+        return f"cd {shlex.quote(job.directory)} && {' '.join([*before, '.', shlex.quote(job.venv_script), '&&', 'exec', *agent])}"
     env = ["env", *settings] if settings else []
     return f"cd {shlex.quote(job.directory)} && exec {' '.join([*env, *agent])}"
 
@@ -167,7 +181,7 @@ def _common_mask(job: Job, launcher: str) -> dict[str, str]:
 
 
 def _program(job: Job) -> list[str]:
-    if job.no_python:
+    if job.is_bare:
         return [job.program, *job.arguments]
     return [job.python, "-u", "-m", WORKER, *worker_arguments(job, report=True)]
 

@@ -13,12 +13,16 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.launch import commands, environment, hosts
 from slipstream.launch.commands import Command, Job
+from slipstream.launch.cores import Core, cores_of, share
 from slipstream.launch.hosts import Host
 from slipstream.world.discover import Node, node
 
@@ -28,7 +32,7 @@ DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
 _ELASTIC_RESTARTS = 100  # torch counts a lost host as a failure of those that are left
 _THIS_HOST = commands.LOOPBACK
 # Fields of Job of the same name
-_JOB_OPTIONS = ("module", "no_python", "pass_local_rank", "max_restarts", "quiet", "ssh_port", "elastic")
+_JOB_OPTIONS = ("module", "no_python", "pass_local_rank", "max_restarts", "quiet", "ssh_port", "elastic", "venv_script")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class HostState:
     names: tuple[str, ...]  # of this host
     num_devices: int  # CUDA devices
     free_port: int
+    time: str = ""  # YYYYmmddHHMMSS
+    cores: tuple[Core, ...] = ()  # that this job may use
     hostfile: str | None = None  # text
     env_files: tuple[tuple[str, str], ...] = ()  # (path, text), later ones win
 
@@ -156,8 +162,10 @@ def _start_here(options: argparse.Namespace, around: HostState, job: Job, place:
     agent = commands.one_node(job, num_nodes=place.num_nodes, node_rank=place.node_rank)
     env = {**exports, **_local_mask(here.mask, around.environ)}
     summary = _describe_local(options, around, len(here.devices), place)
-    unused = [name for name in ("launcher_args", "ssh_port") if getattr(options, name)]
-    notes += [f"--{name} has no effect: ranks on this host are started without a launcher" for name in unused]
+    if job.cores:
+        share(around.cores, job.cores, len(here.devices), 0)  # raises, before anything has started
+    unused = [name for name in ("launcher_args", "ssh_port", "venv_script") if getattr(options, name)]
+    notes += [f"--{name} has no effect: ranks on this host are started without a launcher" for name in unused] + _about_logs(job)
     return Start(commands=(), agent=tuple(agent), env=env, notes=(summary, *notes))
 
 
@@ -176,6 +184,8 @@ def _start_elsewhere(options: argparse.Namespace, around: HostState, job: Job, l
     from_files, notes = _exports(around)
     if options.ssh_port and launcher not in ("ssh", "pdsh"):
         notes.append(f"--ssh_port has no effect: --launcher {launcher} does not use ssh; see --launcher_args")
+    if options.venv_script and launcher not in ("ssh", "pdsh"):
+        notes.append(f"--venv_script has no effect: --launcher {launcher} hands on this environment")
     master = options.master_addr or job.hosts[0].name
     if options.master_addr is None and master in _THIS_HOST and any(host.name not in _THIS_HOST for host in job.hosts):
         raise ValueError(
@@ -195,7 +205,12 @@ def _start_elsewhere(options: argparse.Namespace, around: HostState, job: Job, l
     spare = len(started) - int(options.elastic.partition(":")[0]) if options.elastic else 0
     if spare < 0:
         raise ValueError(f"--elastic {options.elastic} needs at least as many hosts, and the hostfile selects {len(started)}")
+    notes += _about_logs(job)
     return Start(commands=tuple(started), agent=None, env={}, notes=(summary, *notes), spare=spare)
+
+
+def _about_logs(job: Job) -> list[str]:
+    return [] if job.log is None else [f"output of the ranks: {job.log}_rank*.log"]
 
 
 def _refuse_without_hostfile(options: argparse.Namespace, launcher: str) -> None:
@@ -225,6 +240,8 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
         program=options.script,
         arguments=tuple(options.arguments),
         launcher_args=tuple(shlex.split(options.launcher_args)),
+        log=options.enable_each_rank_log and os.path.join(options.enable_each_rank_log, around.time),
+        cores=options.bind_core_list or ("all" if options.bind_cores_to_rank else None),
         **{name: getattr(options, name) for name in _JOB_OPTIONS},
     )
     if launcher == "local":
@@ -271,6 +288,8 @@ def read_host(options: argparse.Namespace) -> HostState:
         names=tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn()))),
         num_devices=torch.cuda.device_count(),
         free_port=_free_port(),
+        time=time.strftime("%Y%m%d%H%M%S"),
+        cores=cores_of(os.sched_getaffinity(0)),
         hostfile=hostfile,
         env_files=env_files,
     )
@@ -279,6 +298,8 @@ def read_host(options: argparse.Namespace) -> HostState:
 def _check_program(options: argparse.Namespace) -> None:
     """For ranks on this host: report a missing program in one line, not as a failure of every rank."""
     script = options.script
+    if options.enable_each_rank_log and os.path.isfile(options.enable_each_rank_log):
+        raise ValueError(f"--enable_each_rank_log {options.enable_each_rank_log} is a file; name a folder")
     if options.no_python:
         if shutil.which(script) is None:
             raise ValueError(f"{script}: no such executable (--no_python runs it without Python)")
@@ -306,11 +327,24 @@ def execute(options: argparse.Namespace) -> int:
             settings = [f"{name}={value}" for name, value in env.items()]
             print(shlex.join(["env", *settings, *argv] if settings else argv))
         return 0
-    if start.agent is None:
-        from slipstream.launch.remote import run_commands
+    with _pid_file() if options.save_pid else nullcontext():
+        if start.agent is None:
+            from slipstream.launch.remote import run_commands
 
-        return run_commands(start.commands, start.spare)
-    from slipstream.launch.agent import run_node
+            return run_commands(start.commands, start.spare)
+        from slipstream.launch.agent import run_node
 
-    os.environ.update(start.env)
-    return run_node(start.agent, report=False, quiet=options.quiet)
+        os.environ.update(start.env)
+        return run_node(start.agent, report=False, quiet=options.quiet)
+
+
+@contextmanager
+def _pid_file() -> Iterator[None]:
+    """While the job runs, a file of DeepSpeed's name holds the process to which a signal stops all ranks."""
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
+    path.write_text(str(os.getpid()))
+    print(f"slipstream run: launcher pid {os.getpid()}, in {path}", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

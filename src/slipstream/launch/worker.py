@@ -1,8 +1,8 @@
 """The process of one rank: runs the user's script as `python script.py` would, and writes a failure record instead of a traceback.
 
-Started as `python -m slipstream.launch.worker [--report] [--pass-local-rank] [-m] TARGET ARGS...` by torchrun (the agent reads the
-records from a directory), or with `--report` by srun and mpirun (the record goes to stderr as a marked line, and the rank
-discovers its own rank).
+Started as `python -m slipstream.launch.worker [--report] [--pass-local-rank] [-m | --exec] [--log=PREFIX] [--cores=LIST] TARGET
+ARGS...` by torchrun (the agent reads the records from a directory), or with `--report` by srun and mpirun (the record goes to
+stderr as a marked line, and the rank discovers its own rank).
 
 Invariants: TARGET sees `sys.argv`, `sys.path[0]` and `__main__` as if started directly; a rank that raises exits within `EXIT_S`
 (native libraries tend to hang at exit), so that its peers can be stopped; a rank dies with its agent.
@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from io import open_code
@@ -31,6 +31,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from slipstream import brief
+from slipstream.launch import cores
 from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten, summary_of
 from slipstream.world import discover as places
 
@@ -47,7 +48,8 @@ class RankPlace:
     rank: int
     local_rank: int
     attempt: int
-    folder: Path | None  # None: the record goes to stderr
+    folder: Path | None  # None: the record goes to the terminal
+    terminal: int = 2  # stderr, before it is a file
 
 
 def _file(folder: Path, attempt: int, rank: int, suffix: str) -> Path:
@@ -128,7 +130,7 @@ def _leave(code: int) -> NoReturn:
 
 def _write_record(failure: Failure, place: RankPlace) -> None:
     if place.folder is None:
-        os.write(2, encode(failure).encode())
+        os.write(place.terminal, encode(failure).encode())
         return
     path = _file(place.folder, place.attempt, place.rank, ".json")
     partial = path.with_suffix(".part")
@@ -208,11 +210,32 @@ def _run_target(target: str, arguments: list[str], *, module: bool) -> None:
     exec(code, main_module.__dict__)
 
 
+def _open_log(prefix: str, place: RankPlace) -> RankPlace:
+    """Send the output of this rank to its file; a failure record without a folder still goes to the terminal."""
+    place = replace(place, terminal=os.dup(2))
+    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+    file = os.open(f"{prefix}_rank{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    return place
+
+
+def _bind(chosen: str, place: RankPlace) -> None:
+    try:
+        cores.bind(chosen, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place.local_rank)
+    except ValueError as error:
+        sys.exit(str(error))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m slipstream.launch.worker", allow_abbrev=False)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--pass-local-rank", action="store_true")
     parser.add_argument("-m", dest="module", action="store_true")
+    parser.add_argument("--exec", dest="is_executable", action="store_true")
+    parser.add_argument("--log")
+    parser.add_argument("--cores")
     parser.add_argument("target")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
@@ -229,6 +252,12 @@ def main(argv: list[str] | None = None) -> None:
         faulthandler.enable(file=stack)
     local_rank = [f"--local_rank={place.local_rank}"] if options.pass_local_rank else []
     try:
+        if options.log is not None:
+            place = _open_log(options.log, place)
+        if options.cores is not None:
+            _bind(options.cores, place)
+        if options.is_executable:
+            os.execvp(options.target, [options.target, *options.arguments])
         _run_target(options.target, [*local_rank, *options.arguments], module=options.module)
     except KeyboardInterrupt:
         _leave(128 + signal.SIGINT)
@@ -242,6 +271,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         return
     _write_record(failure, place)
+    if options.log is not None:
+        print(failure.traceback or failure.message, file=sys.stderr, flush=True)
     _leave(failure.exit_code)
 
 
