@@ -106,8 +106,7 @@ def _whole_runs(savings: dict[tuple[int, int], tuple[float, float]]) -> str:
     return (
         "Whole runs of 0/1 Adam by its schedule (other options are the defaults), from these bytes of dense steps, steps of "
         "signs and local steps: data less than that of 1-bit Adam, which freezes after as many steps, and rounds less than "
-        "Adam's:\n\n"
-        + table(["steps", "variance frozen after", "data", "rounds"], rows)
+        "Adam's:\n\n" + table(["steps", "variance frozen after", "data", "rounds"], rows)
     )
 
 

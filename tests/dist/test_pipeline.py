@@ -135,17 +135,20 @@ def states_of(engine: Any) -> dict[str, Tensor]:
     return {name: value for each in every for name, value in each.items()}
 
 
-def same_bits(transport: str, dtype: str, stage: int, dp: int, num_stages: int, schedules: Any) -> None:
-    config = toy.settings(stage, transport, dtype=dtype, gradient_accumulation_steps=MICRO, gradient_clipping=CLIP)
+def same_bits(
+    transport: str, dtype: str, stage: int, dp: int, num_stages: int, schedules: Any, optimizer: Any = None, steps: int = 2
+) -> None:
+    given = {} if optimizer is None else {"optimizer": optimizer}
+    config = toy.settings(stage, transport, dtype=dtype, gradient_accumulation_steps=MICRO, gradient_clipping=CLIP, **given)
     single = slipstream.initialize(model=module(num_stages=1, stages=(0,)), config=config, mpu=Group(dp))[0]
-    want_losses, want_norms = train_on(single, dp)
+    want_losses, want_norms = train_on(single, dp, steps)
     want = states_of(single)
     single.destroy()
     for options in schedules:
         model = module(options.get("kind", PipelineModule), num_stages=num_stages, num_chunks=options.get("num_chunks", 1))
         blocks = {"slipstream": {"pipeline": {"schedule": options["schedule"]}}}
         engine = make(model, stage, transport, dtype=dtype, optimizer=config["optimizer"], **blocks)
-        losses, norms = train_on(engine, dp)  # squares of a norm are added in fp64, by rank
+        losses, norms = train_on(engine, dp, steps)  # squares of a norm are added in fp64, by rank
         assert (losses, norms) == (want_losses, pytest.approx(want_norms, rel=1e-14)), (stage, options)
         got = states_of(engine)
         assert got.keys() == want.keys()
@@ -183,10 +186,29 @@ def test_every_schedule_has_the_bits_of_one_stage(transport: str, dtype: str) ->
         same_bits(transport, dtype, stage, dp=1, num_stages=4, schedules=SCHEDULES)
 
 
-def train_on(engine: Any, dp: int) -> Any:
+@distributed(world_size=4)
+@pytest.mark.parametrize(
+    ("kind", "stage", "wire"),
+    [
+        ("OneBitAdam", 2, "shared"),
+        *(
+            pytest.param(kind, stage, wire, marks=pytest.mark.slow)
+            for kind in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+            for stage, wire in ((0, "gloo"), (1, "shared"), (3, "gloo"))
+        ),
+    ],
+)
+def test_stages_exchange_the_signs_of_one(kind: str, stage: int, wire: str) -> None:
+    """Two dense steps, then signs: each stage has its own servers, and the same bits."""
+    counts = {"var_freeze_step": 2, "local_step_clipper": 1} if kind == "ZeroOneAdam" else {"freeze_step": 2}
+    optimizer = {"type": kind, "params": {"lr": 1e-2, "betas": [0.9, 0.99], **counts}}
+    same_bits(wire, "fp32", stage, dp=2, num_stages=2, schedules=SCHEDULES[:1], optimizer=optimizer, steps=4)
+
+
+def train_on(engine: Any, dp: int, steps: int) -> Any:
     """As `train`, where each group of `dp` ranks that are one engine sees the batches of the first."""
     losses, norms = [], []
-    for step in range(2):
+    for step in range(steps):
         loss = engine.train_batch(iter(batches(engine.mesh.batch.index % dp, step, MICRO, engine.plan.precision.param_dtype)))
         losses.append(loss.item())
         norms.append(engine.global_grad_norm)

@@ -209,6 +209,48 @@ def test_optimizers_of_whole_parameters(world_size: int, optimizer: str, stage: 
     engine.destroy()
 
 
+@distributed(world_size=4)
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)])
+def test_slices_exchange_signs(stages: tuple[int, ...]) -> None:
+    """tp 2 x dp 2: norms are those of whole gradients, stages have equal bits, and signs move weights as far as without slices."""
+    optimizer = {"type": "OneBitAdam", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "freeze_step": 4}}
+    moved, sums = [], set[int]()
+    for tp, stage in ((1, 1), *((2, stage) for stage in stages)):
+        config = settings(stage, tensor_parallel={"autotp_size": tp}, optimizer=optimizer, gradient_clipping=0.0)
+        engine, norms = slipstream.initialize(model=build("llama"), config=config)[0], []
+        for step in range(9):
+            if step == 4:
+                before = {name: value.clone() for name, value in engine.state_dict().items()}
+                expected = signs_norm(before, step)
+            engine.backward(engine(**batch(step, dist.get_rank() // 2), use_cache=False).loss)  # pairs of ranks have one batch
+            engine.step()
+            norms.append(float(engine.global_grad_norm))
+        assert norms[4] == pytest.approx(expected, rel=1e-4)
+        after = engine.state_dict()
+        moved.append({name: float((value - before[name]).norm()) for name, value in after.items()})
+        sums |= {int(toy.checksum(engine))} if tp > 1 else set()
+        engine.destroy()
+    assert len(sums) == 1
+    whole, sliced = moved[:2]
+    ratios = [sliced[name] / whole[name] for name in whole if whole[name]]
+    assert min(ratios) > 0.8 and max(ratios) < 1.25, dict(zip(whole, ratios, strict=False))
+
+
+def signs_norm(weights: dict[str, Tensor], step: int) -> float:
+    """The root of the mean over two replicas of their squared norms; embeddings, which are not compressed, are averaged before."""
+    model = build("llama")
+    model.load_state_dict(weights)
+    names = [name for name, _ in model.named_parameters()]
+    each = [torch.autograd.grad(model(**batch(step, i), use_cache=False).loss, list(model.parameters())) for i in range(2)]
+    return (
+        sum(
+            float(torch.stack(pair).mean(0).square().sum() if "embed" in name else torch.stack(pair).square().sum() / 2)
+            for name, *pair in zip(names, *each, strict=True)
+        )
+        ** 0.5
+    )
+
+
 @distributed(world_size=2)
 def test_an_optimizer_that_cannot_have_wholes_is_refused() -> None:
     lamb = {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 2}}
