@@ -205,7 +205,7 @@ def test_stages_exchange_the_signs_of_one(kind: str, stage: int, wire: str) -> N
     same_bits(wire, "fp32", stage, dp=2, num_stages=2, schedules=SCHEDULES[:1], optimizer=optimizer, steps=4)
 
 
-def train_on(engine: Any, dp: int, steps: int) -> Any:
+def train_on(engine: Any, dp: int, steps: int = 2) -> Any:
     """As `train`, where each group of `dp` ranks that are one engine sees the batches of the first."""
     losses, norms = [], []
     for step in range(steps):
