@@ -170,6 +170,7 @@ def compare(engine: Any, expected: dict[str, Tensor], stage: int) -> None:
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{stage} {n}: {m}")
 
 
+@pytest.mark.slow
 @distributed(world_size=4, transports=("gloo",))
 def test_one_bit_adam_of_accumulated_bf16_gradients_on_four_ranks(transport: str) -> None:
     """Stages have equal bits, ranks the same weights, and the loss falls as AdamW's does."""

@@ -158,7 +158,7 @@ def same_bits(
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_two_stages_have_the_bits_of_one(transport: str, dtype: str) -> None:
     """At the same data-parallel size; every schedule and ZeRO stage in fp32, and the rest in `make test-all`."""
     for stage in (0, 1, 2, 3) if (transport, dtype) == ("shared", "fp32") else (3,):
@@ -313,7 +313,7 @@ TIERS: dict[str, tuple[int, tuple[str, ...]]] = {  # by name: the ZeRO stage, an
 
 @pytest.mark.disk
 @distributed(world_size=4)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", [pytest.param("optimizer", marks=pytest.mark.slow), "optimizer and weights"])
 def test_stages_with_states_on_disk(tier: str, tmp_path: Path) -> None:
     """Losses, norms, weights, masters and moments have the bits of a pipeline in memory."""
     stage, blocks = TIERS[tier]

@@ -162,7 +162,7 @@ assert "gloo_tcp_loop" not in names, f"the group's threads live on: {names}"  # 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_every_operation_raises_by_name(spawn_ranks: SpawnRanks, transport: str) -> None:
     env = {"TRANSPORT": transport, "OPERATIONS": json.dumps(OPERATIONS), "FACTS": json.dumps(FACTS), "UNASKED": json.dumps(UNASKED)}
     ranks = spawn_ranks(SCRIPT, 2, env)

@@ -106,12 +106,14 @@ for line in {lines!r}:
     assert (work / "checkpoints" / "base-model" / "metadata.json").is_file()
 
 
+@pytest.mark.slow
 def test_sparse_attention_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPARSE + "\nassert model.config._attn_implementation == 'slipstream_sparse' and loss.isfinite()\n")
     run(script)
 
 
+@pytest.mark.slow
 def test_compression_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(COMPRESSION + "\nassert BertForMaskedLM.from_pretrained('small')(ids).logits.isfinite().all()\n")
@@ -189,6 +191,7 @@ def test_adapters_on_a_quantized_base_run(tmp_path: Path) -> None:
     assert (tmp_path / "adapters" / "latest").is_file()
 
 
+@pytest.mark.slow
 def test_learning_from_answers_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LEARNING)

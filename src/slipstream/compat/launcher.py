@@ -37,15 +37,19 @@ def translate(arguments: Sequence[str]) -> list[str]:
         if name == "--no_local_rank":
             translated.remove("--pass-local-rank")
         elif name == "--log_level":
-            if value not in _LEVELS:
-                raise ValueError(f"deepspeed --log_level {value!r} is none of {list(_LEVELS)}")
-            translated += ["--quiet"] if _LEVELS.index(value) > 1 else []
+            translated += _quiet(value)
         elif name == "--launcher":
             translated += [name, "mpich" if value.lower() in _HYDRA else value.lower()]
         elif name not in _DROPPED and name not in _TOGETHER:
             translated.append(flag.replace("--num_accelerators", "--num_gpus"))
             translated += [value] if name in _VALUED and not equals else []
     return [*translated, *_together(seen), *remaining]
+
+
+def _quiet(level: str) -> list[str]:
+    if level not in _LEVELS:
+        raise ValueError(f"deepspeed --log_level {level!r} is none of {list(_LEVELS)}")
+    return ["--quiet"] if _LEVELS.index(level) > 1 else []
 
 
 def _together(seen: Mapping[str, str]) -> list[str]:

@@ -220,12 +220,16 @@ def _refuse_without_hostfile(options: argparse.Namespace, launcher: str) -> None
         raise ValueError(f"--launcher {launcher} with --num_nodes {options.num_nodes} needs --hostfile, which names the hosts")
 
 
-def plan_run(options: argparse.Namespace, around: HostState) -> Start:
-    """Decide how `slipstream run` starts the job. Raises ValueError for invalid or incomplete options."""
+def _refuse_without_python(options: argparse.Namespace) -> None:
     if options.module and options.no_python:
         raise ValueError("--module and --no_python are mutually exclusive: a module needs Python")
     if options.no_python and options.pass_local_rank:
         raise ValueError("--pass_local_rank needs a Python script; an executable can read LOCAL_RANK from its environment")
+
+
+def plan_run(options: argparse.Namespace, around: HostState) -> Start:
+    """Decide how `slipstream run` starts the job. Raises ValueError for invalid or incomplete options."""
+    _refuse_without_python(options)
     if options.elastic and not options.max_restarts:
         options.max_restarts = _ELASTIC_RESTARTS
     place = node(around.environ)
