@@ -567,6 +567,9 @@ def test_sensitive_layers_keep_their_bits(more: dict[str, Any], tmp_path: Any) -
     resumed.load_checkpoint(str(tmp_path))
     assert losses_of(resumed) == [[2, 4 * factor] for factor in factors]
     resumed.destroy()
+    low = curved(ordered, 2, x.bfloat16(), bf16={"enabled": True}, **more)
+    assert [2 < last <= 20 for _, last in losses_of(low)] == [True] * 3 and len({last for _, last in losses_of(low)}) > 1
+    low.destroy()
     seldom = curved(MOQ | {"eigenvalue": {**ordered["eigenvalue"], "gas_boundary_resolution": 3}}, 2, x)
     assert losses_of(seldom) == [[2, 4]] * 3
     seldom.destroy()
@@ -604,6 +607,7 @@ def test_what_the_second_order_needs_is_said() -> None:
         "which nothing quantizes": ordered,
         "both enabled, and differ": ordered | other,
         "which slipstream.fused_layers has not": ordered | MOQ | {"slipstream": {"fused_layers": True}},
+        "which fp16.enabled has not": ordered | MOQ | {"fp16": {"enabled": True}},
         "which compile.enabled has not": ordered | MOQ | {"compile": {"enabled": True}},
     }.items():
         with pytest.raises(ValueError, match=problem):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,12 @@ def test_listed_cores_are_used_in_their_order(tmp_path: Path) -> None:
 def test_what_is_no_list(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a list of cores|names a core twice"):
         parse_list(text)
+
+
+def test_a_launcher_that_does_not_count_the_ranks_of_a_host() -> None:
+    """Each rank would bind itself to all cores, which is what the option is to prevent."""
+    env = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "slipstream.launch.worker", "--report", "--cores=all", "unread.py"]
+    done = subprocess.run(command, env=env | place, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "does not tell how many ranks a host has" in done.stderr

@@ -82,8 +82,9 @@ class Case:
 
     @property
     def once_differentiable(self) -> str:
-        """What the config asks for that has no second derivative, or needs the weights elsewhere."""
+        """What the config asks for that has no second derivative, none in its range (fp16), or needs the weights elsewhere."""
         asked = {
+            "fp16.enabled": self.half == "fp16",  # scaled by 2^16 they overflow, and every layer counts as equally sensitive
             "compile.enabled": self.plan.compile,
             "slipstream.fused_layers": self.plan.fused_layers,
             "sequence_parallel_size": self.plan.mesh.sp > 1,

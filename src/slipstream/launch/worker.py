@@ -222,6 +222,8 @@ def _open_log(prefix: str, place: RankPlace) -> RankPlace:
 
 
 def _bind(chosen: str, place: RankPlace) -> None:
+    if "LOCAL_WORLD_SIZE" not in os.environ and os.environ["WORLD_SIZE"] != "1":  # each rank would take all cores here
+        sys.exit("--bind_cores_to_rank: the launcher does not tell how many ranks a host has; let it bind them (--launcher_args)")
     try:
         cores.bind(chosen, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place.local_rank)
     except ValueError as error:

@@ -182,7 +182,7 @@ class Engine(nn.Module):
         self._set_alpha()
         self.progress.saw(loss, 1 if scale_wrt_gas else accumulation)
         with self.progress.timing("backward"):
-            for call in self.window.before_backward:
+            for call in itertools.chain.from_iterable(states.before_backward for states in self.states):
                 call(loss)
             loss.backward(retain_graph=retain_graph, **kwargs)
         return loss.detach() / accumulation if scale_wrt_gas else loss.detach()

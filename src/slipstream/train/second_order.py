@@ -61,7 +61,7 @@ class SecondOrder:
 
         wire(states.hooks)
         states.on_hooks.append(wire)
-        engine.window.before_backward.append(lambda loss: self.measure(engine, loss))
+        states.before_backward.append(lambda loss: self.measure(engine, loss))
 
         def tell(_: bool) -> None:
             step = engine.global_steps

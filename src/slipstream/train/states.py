@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from slipstream.config.plan import Plan
 from slipstream.ops.disk import DiskError
@@ -61,6 +62,7 @@ class States:
     known: frozenset[int] = frozenset()  # ids of the model's parameters
     asleep: Asleep | None = None  # the states that sleep() moved away
     resources: dict[str, Any] = field(default_factory=dict)  # by name; closed with the engine: mail, exchanges of activations
+    before_backward: list[Callable[[Tensor], None]] = field(default_factory=list)  # called with the loss of `engine.backward`
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights
     suspects: list[Callable[[], str]] = field(default_factory=list)  # what may have made gradients not finite; "" for nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -25,7 +24,6 @@ class AccumulationWindow:
     def __init__(self, plan: Plan, num_ranks: int) -> None:
         self.plan, self.num_ranks = plan, num_ranks if plan.zero.reduce_op == "mean" else 1
         self.forced: bool | None = None  # whether the next step() ends the window (accelerate); None: count micro-batches
-        self.before_backward: list[Callable[[Tensor], None]] = []  # called with the loss of `engine.backward`
         self.divides: bool | None = None  # whether backward() divides the losses by the accumulation; None: no backward yet
         self._warned = False
 
