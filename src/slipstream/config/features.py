@@ -7,7 +7,9 @@ The rules are those of `schema.py`, which has the core and the root: DeepSpeed's
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from slipstream.config.keys import Feature
 from slipstream.config.values import (
@@ -637,6 +639,60 @@ class Comet(Block):
     experiment_key: str | None = honored(None, "Key of an experiment to go on with.", _SERVICES)
     online: bool | None = honored(None, "false: write to disk, to be uploaded later.", _SERVICES)
     mode: str | None = honored(None, "get, create or get_or_create the experiment.", _SERVICES)
+
+
+_CUSTOM = "test_a_class_of_the_script"
+_MLFLOW, _TRACKIO, _OTLP = "test_mlflow_gets_the_figures", "test_trackio_gets_the_figures", "test_a_collector_gets_the_figures"
+_SCRAPED, _PAGE = "test_prometheus_scrapes_the_figures", "test_a_report_has_the_run"
+
+
+class Mlflow(Block):
+    tracking_uri: str | None = honored(None, "Server, database or folder of MLflow; not set: MLflow's own default.", _MLFLOW)
+    experiment: str | None = honored(None, "Name of the experiment.", _MLFLOW)
+    run_name: str | None = honored(None, "Name of the run.", _MLFLOW)
+    run_id: str | None = honored(None, "A run of the script to log to, which is left open.", _MLFLOW)
+
+
+class Trackio(Block):
+    project: str = honored("slipstream", "Project of the run.", _TRACKIO)
+    name: str | None = honored(None, "Name of the run.", _TRACKIO)
+    group: str | None = honored(None, "Group of the run.", _TRACKIO)
+    space_id: str | None = honored(None, "A Space of Hugging Face; not set: on this machine only.", _TRACKIO)
+
+
+class Prometheus(Block):
+    port: Annotated[Count, Field(le=65535)] = honored(9400, "Port of rank 0 at which the newest figures are scraped.", _SCRAPED)
+    host: str = honored("127.0.0.1", "Address to listen at; 0.0.0.0: all of the machine.", _SCRAPED)
+
+
+class Otlp(Block):
+    endpoint: str | None = honored(None, "URL of a collector (http://HOST:4318/v1/metrics); not set: OpenTelemetry's.", _OTLP)
+    headers: dict[str, str] = honored({}, "HTTP headers, as for authorization.", _OTLP)
+    interval_s: Positive = honored(10.0, "Seconds between two exports of the newest figures.", _OTLP)
+    service_name: str = honored("slipstream", "service.name of the figures.", _OTLP)
+
+
+class JsonLines(Block):
+    path: str = honored(..., "File to which each step adds a line.", "test_lines_have_the_figures")
+
+
+class ReportPage(Block):
+    path: str = honored(..., "HTML file with the curves of the run, its settings and environment.", _PAGE)
+    title: str = honored("Training", "Title of the page.", _PAGE)
+
+
+class OwnMonitors(Block):
+    """`slipstream.monitors`: a block that is there is on, with its defaults if it is {}."""
+
+    mlflow: Mlflow | None = None
+    trackio: Trackio | None = None
+    prometheus: Prometheus | None = None
+    otlp: Otlp | None = None
+    jsonl: JsonLines | None = None
+    report: ReportPage | None = None
+    custom: dict[str, dict[str, Any]] = honored(
+        {}, "Classes with `write(events)` and `close()` by dotted name, and the arguments that make them.", _CUSTOM
+    )
 
 
 class CommsLogger(Block):

@@ -65,6 +65,12 @@ def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield from _leaves(value, f"{path}{name}.")
 
 
+def _without_secrets(blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of monitors' blocks, for logs and reports."""
+    hidden = ("api_key", "headers")
+    return {name: "(hidden)" if value and name.rpartition(".")[2] in hidden else value for name, value in _leaves(blocks)}
+
+
 def json_keys(section: Any) -> dict[str, tuple[Json, ...]]:
     """Return the keys of each field of a section, which is a dataclass of the plan or an instance of one."""
     return {each.name: each.metadata.get("keys", ()) for each in fields(section)}
@@ -399,7 +405,12 @@ class Plan:
     efficiency: Mapping[str, Any] | None = key("data_efficiency.*", shown=lambda block: dict(_leaves(block or {})))
     # The enabled blocks, without their switch; observe/monitors.py reads them.
     monitors: Mapping[str, Mapping[str, Any]] = key(
-        "*", shown=lambda blocks: dict(_leaves({name: {"enabled": True, **block} for name, block in blocks.items()}))
+        "*", shown=lambda blocks: _without_secrets({name: {"enabled": True, **block} for name, block in blocks.items()})
+    )
+    # The blocks of slipstream.monitors, of which `custom` has arguments by the dotted names of classes.
+    own_monitors: Mapping[str, Mapping[str, Any]] = key(
+        "slipstream.monitors.*",
+        shown=lambda blocks: _without_secrets({name: list(block) if name == "custom" else block for name, block in blocks.items()}),
     )
     # The blocks compression_training and quantize_training; `compression` reads them.
     compression: Mapping[str, Any] | None = key("*", shown=lambda blocks: dict(_leaves(blocks or {})))

@@ -149,6 +149,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         curriculum=values.parsed.config.curriculum_learning.model_dump() if values["curriculum_learning.enabled"] else None,
         efficiency=_efficiency(values),
         monitors=_monitors(values),
+        own_monitors=_own_monitors(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
         checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),
@@ -557,6 +558,11 @@ def _compile(values: Values) -> CompilePlan | None:
 def _monitors(values: Values) -> dict[str, dict[str, Any]]:
     blocks = {name: getattr(values.parsed.config, name).model_dump() for name in ("tensorboard", "wandb", "comet", "csv_monitor")}
     return {name: block for name, block in blocks.items() if block.pop("enabled")}
+
+
+def _own_monitors(values: Values) -> dict[str, dict[str, Any]]:
+    blocks = values.parsed.config.slipstream.monitors.model_dump()
+    return {name: block for name, block in blocks.items() if block}
 
 
 def _compression(values: Values) -> dict[str, Any] | None:

@@ -362,6 +362,7 @@ class Slipstream(Block):
         "test_the_config_fuses_layers",
     )
     checkpoint: AutomaticCheckpoints = AutomaticCheckpoints()
+    monitors: features.OwnMonitors = features.OwnMonitors()
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 
 

@@ -99,6 +99,12 @@ def memory_total() -> int | None:
     return min(sizes, default=None)
 
 
+def resident() -> int | None:
+    """Bytes of this process in memory."""
+    text = _read(Path("/proc/self/statm"))
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else None
+
+
 def num_cores() -> int:
     """Cores this process may run on, by affinity and cpuset."""
     if hasattr(os, "sched_getaffinity"):

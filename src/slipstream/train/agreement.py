@@ -41,6 +41,7 @@ _OWN_KEYS = frozenset(
         "wandb",
         "comet",
         "csv_monitor",
+        "slipstream.monitors",
     )
 )
 
@@ -51,12 +52,16 @@ Facts = dict[str, str]
 
 def facts_of_plan(plan: Plan, model: nn.Module, device: torch.device) -> Facts:
     """The facts of the config and the versions. Random seeds, data and disk paths may differ between ranks."""
-    facts = {key: str(value) for key, value in plan_values(plan).items() if not _OWN_KEYS & {key, key.partition(".")[0]}}
+    facts = {key: str(value) for key, value in plan_values(plan).items() if not _is_own(key)}
     facts["device"] = device.type
     for library in ("slipstream", "torch", type(model).__module__.partition(".")[0]):
         if (version := getattr(sys.modules.get(library), "__version__", None)) is not None:
             facts[f"{library}'s version"] = str(version)
     return facts
+
+
+def _is_own(key: str) -> bool:
+    return any(key == own or key.startswith(f"{own}.") for own in _OWN_KEYS)
 
 
 def facts_of_model(model: nn.Module) -> Facts:

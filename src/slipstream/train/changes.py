@@ -9,15 +9,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from slipstream.attention.transformers import apply_pattern
 from slipstream.compression.compress import clock_of, init_compression
 from slipstream.compression.eigenvalue import Eigenvalue
 from slipstream.config.plan import Plan
-from slipstream.observe.monitors import check_packages, open_monitors
 from slipstream.train.curriculum import shorten_sequences
+from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
 from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder
@@ -68,34 +67,7 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     return connect
 
 
-def _monitor(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
-    if not plan.monitors:
-        return None
-    check_packages(plan.monitors)
-
-    def connect(engine: Engine) -> None:
-        if engine.mesh.is_first:
-            engine.progress.losses = []
-            monitors = engine.states[0].resources["monitors"] = open_monitors(plan.monitors)
-            engine.states[0].after_step.append(lambda _: monitors.write_events(_figures(engine)))
-
-    return connect
-
-
-def _figures(engine: Engine) -> list[tuple[str, float, int]]:
-    """The events of a step, by DeepSpeed's tags."""
-    figures = {"lr": engine.optimizer.param_groups[0]["lr"]} if engine.optimizer is not None else {}
-    figures |= {"grad_norm": engine.global_grad_norm, **engine.progress.figures()}
-    if (loss := getattr(engine, "agg_train_loss", None)) is not None:  # of a pipeline
-        figures["train_loss"] = float(loss)
-    if engine.plan.precision.param_dtype is torch.float16:
-        figures["loss_scale"] = engine.precision.loss_scale
-    if engine.plan.wall_clock_breakdown:
-        figures |= {f"elapsed_time_ms_{part}": 1e3 * seconds for part, seconds in engine.progress.seconds.items()}
-    return [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in figures.items() if value is not None]
-
-
-CHANGES: tuple[Change, ...] = (_sparse_attention, _fuse_layers, drop_layers, drop_tokens, shorten_sequences, _compress, _monitor)
+CHANGES: tuple[Change, ...] = (_sparse_attention, _fuse_layers, drop_layers, drop_tokens, shorten_sequences, _compress, monitor)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

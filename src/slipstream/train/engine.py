@@ -577,6 +577,13 @@ class Engine(nn.Module):
             total = self.single.exchange(self.mesh.dense.both).sum
             return sum_loads({name: meter.last for name, meter in by_name.items()}, total, by_name) if by_name else {}
 
+    def log(self, figures: Mapping[str, float | Tensor]) -> None:
+        """Give figures of the script, by tag, to the monitors of the config, over `global_samples`. Rank 0 alone has monitors;
+        other ranks, and all without monitors, do nothing. A tensor, of one element, is waited for."""
+        self.gate.check("log")
+        if (monitors := self.states[0].resources.get("monitors")) is not None:
+            monitors.write_events([(tag, value, self.global_samples) for tag, value in figures.items()])
+
     # -- changing the model --
 
     @contextmanager
