@@ -1,14 +1,16 @@
 """Monitors: files and services get the figures of each step; slow, failing and missing ones hold nothing."""
 
 import csv
+import json
 import logging
+import subprocess
 import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from torch import nn
 
 from slipstream.compat import config as configs
 from slipstream.compat import engine as compat
+from slipstream.config import describe, resolve
+from slipstream.config.plan import DataWorld, ModelFacts
 from slipstream.observe import monitors
 from slipstream.observe.monitors import Figure, MonitorMaster, Monitors
 
@@ -127,10 +131,16 @@ def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert found == [(4 * (i + 1), pytest.approx(figures["train_loss"], rel=1e-5)) for i, figures in enumerate(told)]
 
 
-def test_a_missing_package_is_named() -> None:
-    for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")):
-        with pytest.raises(ValueError, match=f"{name}.enabled needs the package {package}: pip install {package}"):
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitors, "_has", lambda package: False)
+    for name in ("tensorboard", "wandb", "comet"):
+        with pytest.raises(
+            ValueError, match=rf"{name}.enabled needs the package {name}.*: pip install {name}\S* \(.*extra {name}\)"
+        ):
             trained(**{name: {"enabled": True}})
+    for name in ("mlflow", "trackio", "prometheus", "otlp"):
+        with pytest.raises(ValueError, match=rf"slipstream.monitors.{name} needs the package .*: pip install .*extra {name}"):
+            trained(slipstream={"monitors": {name: {}}})
 
 
 class Slow:
@@ -154,7 +164,7 @@ def test_a_hanging_backend_holds_no_step(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(monitors, "MOST_WAITING", 4)
     gate = threading.Event()
     slow = Slow(gate)
-    written = Monitors({"slow": slow})
+    written = Monitors({"slow": lambda: slow})
     began = time.perf_counter()
     for i in range(100):
         written.write_events([("a", i, i)])
@@ -164,7 +174,7 @@ def test_a_hanging_backend_holds_no_step(monkeypatch: pytest.MonkeyPatch, caplog
         written.close()
     values = [event.value for event in slow.seen[:-1]]
     assert values == sorted(values) and values[-4:] == [96.0, 97.0, 98.0, 99.0], "the newest win"
-    assert len(values) + written.dropped == 100 and f"{written.dropped} steps were dropped" in caplog.text
+    assert len(values) + written.dropped == 100 and f"slow missed {written.dropped} steps" in caplog.text
     assert slow.seen[-1].tag == "end"
 
 
@@ -172,13 +182,132 @@ def test_a_backend_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> N
     gate = threading.Event()
     gate.set()
     good = Slow(gate)
-    written = Monitors({"bad": Failing(gate), "good": good})
+    written = Monitors({"bad": lambda: Failing(gate), "good": lambda: good})
     with caplog.at_level(logging.WARNING):
         written.write_events([("a", 1, 1)])
         written.write_events([("a", 2, 2)])
         written.close()
     assert [event.value for event in good.seen] == [1.0, 2.0, 0.0]
     assert caplog.text.count("bad failed and gets no more figures: OSError: no network") == 1
+
+
+def test_a_backend_that_hangs_while_it_opens_holds_neither_the_run_nor_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitors, "OPEN_S", 0.1)
+    monkeypatch.setattr(monitors, "CLOSE_S", 0.2)
+    gate = threading.Event()
+    hung: Callable[[], Any] = lambda: gate.wait(5)  # noqa: E731
+    good = Slow(gate)
+    good.gate = threading.Event()
+    good.gate.set()
+    with caplog.at_level(logging.WARNING):
+        began = time.perf_counter()
+        written = Monitors({"hung": hung, "good": lambda: good})
+        written.write_events([("a", 1, 1)])
+        written.close()
+        assert time.perf_counter() - began < 2
+    gate.set()
+    assert [event.value for event in good.seen] == [1.0, 0.0]
+    assert "hung is not open after 0.1 s" in caplog.text and "hung still hangs after 0.2 s" in caplog.text
+
+
+class Recorder:
+    """A custom monitor."""
+
+    made: ClassVar[list["Recorder"]] = []
+
+    def __init__(self, label: str) -> None:
+        self.label, self.seen, self.closed = label, list[Figure](), False
+        self.made.append(self)
+
+    def write(self, events: Sequence[Figure]) -> None:
+        self.seen += events
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_class_of_the_script() -> None:
+    name = f"{__name__}.Recorder"
+    told, engine = trained(slipstream={"monitors": {"custom": {name: {"label": "mine"}}}})
+    engine.log({"accuracy": torch.tensor(0.5, requires_grad=True), "x": 1})
+    engine.destroy()
+    recorder = Recorder.made.pop()
+    assert (recorder.label, recorder.closed) == ("mine", True)
+    values = {(event.tag, event.samples): event.value for event in recorder.seen}
+    assert values["accuracy", 12] == 0.5 and values["x", 12] == 1.0
+    assert [values["Train/Samples/grad_norm", 4 * i + 4] for i in range(3)] == [figures["grad_norm"] for figures in told]
+    for wrong in ("no.such.Class", "csv.Nothing", "csv"):
+        with pytest.raises(ValueError, match=f"slipstream.monitors.custom: {wrong} is not a class"):
+            trained(slipstream={"monitors": {"custom": {wrong: {}}}})
+    _, engine = trained(1)
+    engine.log({"x": 1.0})  # without monitors: nothing
+    engine.destroy()
+    with pytest.raises(RuntimeError, match="this engine was destroyed"):
+        engine.log({"x": 1.0})
+
+
+def test_lines_have_the_figures(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "figures.jsonl"
+    told, engine = trained(slipstream={"monitors": {"jsonl": {"path": str(path)}}})
+    engine.log({"broken": float("nan")})
+    engine.destroy()
+    by_samples: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        read = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+        by_samples.setdefault(read["samples"], {}).update(read)
+    assert list(by_samples) == [4, 8, 12] and by_samples[12]["broken"] is None
+    for figures, read in zip(told, by_samples.values(), strict=True):
+        assert read["Train/Samples/train_loss"] == pytest.approx(figures["train_loss"], rel=1e-5)
+        assert read["Train/Samples/grad_norm"] == figures["grad_norm"]
+        assert read["Train/Samples/memory_bytes"] > 1 << 20 and abs(read["time"] - time.time()) < 300
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(16, 4), nn.Linear(4, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embedding(ids))
+
+
+def test_tokens_and_products_where_they_are_known() -> None:
+    name = f"{__name__}.Recorder"
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    block = {"slipstream": {"monitors": {"custom": {name: {"label": ""}}}}}
+    engine, *_ = compat.initialize(model=Tokens(), config=config | block)
+    with torch.no_grad():
+        engine(torch.zeros(3, 5, dtype=torch.long))  # an evaluation counts for nothing
+    engine.backward(engine(torch.zeros(3, 5, dtype=torch.long)).square().mean())
+    engine.step()
+    engine.destroy()
+    values = {event.tag.rpartition("/")[2]: event.value for event in Recorder.made.pop().seen}
+    assert values["tokens_per_s"] == pytest.approx(5 * values["samples_per_s"])
+    assert values["flops_per_s"] == pytest.approx(6 * (4 * 16 + 16) * values["tokens_per_s"]), "an embedding is looked up"
+    trained(1, **block)[1].destroy()
+    assert not {"tokens_per_s", "flops_per_s"} & {event.tag.rpartition("/")[2] for event in Recorder.made.pop().seen}
+
+
+def test_a_script_that_does_not_close_its_engine_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    code = (
+        "from slipstream.observe.monitors import open_monitors\n"
+        f"monitors = open_monitors({{'jsonl': {{'path': {str(path)!r}}}}})\n"
+        "monitors.write_events([('a', i, i) for i in range(1000)])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert len(path.read_text().splitlines()) == 1000
+
+
+def test_secrets_are_not_logged() -> None:
+    own = {"otlp": {"headers": {"a": "k2"}}, "custom": {"a.B": {"token": "k3"}}}
+    config = {"train_batch_size": 1, "comet": {"enabled": True, "api_key": "k1"}, "slipstream": {"monitors": own}}
+    facts = ModelFacts(device_type="cpu", supports_bf16=True)
+    text = describe(resolve(config, world=DataWorld(ranks=1), facts=facts), defaults=True)
+    assert not any(secret in text for secret in ("k1", "k2", "k3")), text
+    assert "a.B" in text and "slipstream.monitors.otlp.interval_s" in text
 
 
 def test_deepspeeds_master(tmp_path: Path) -> None:

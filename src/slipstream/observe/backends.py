@@ -178,10 +178,10 @@ class Prometheus:
 
     def write(self, events: Sequence[Figure]) -> None:
         for tag, value, _ in (*events, _newest(events)):
-            if tag not in self.gauges:
-                name = "slipstream_" + re.sub("[^a-zA-Z0-9_]", "_", tag.removeprefix("Train/Samples/"))
-                self.gauges[tag] = self.client.Gauge(name, f"{tag}.", registry=self.registry)
-            self.gauges[tag].set(value)
+            name = "slipstream_" + re.sub("[^a-zA-Z0-9_]", "_", tag.removeprefix("Train/Samples/"))
+            if name not in self.gauges:
+                self.gauges[name] = self.client.Gauge(name, f"{tag}.", registry=self.registry)
+            self.gauges[name].set(value)
 
     def close(self) -> None:
         self.server.shutdown()
@@ -189,7 +189,8 @@ class Prometheus:
 
 
 class Otlp:
-    """Sends the newest value of each tag as a gauge to a collector of OpenTelemetry every `interval_s` seconds, and at the end."""
+    """Sends the newest value of each tag as a gauge to a collector of OpenTelemetry every `interval_s` seconds, and at the end:
+    `Train/Samples/lr` is slipstream.lr. OpenTelemetry writes names in small letters."""
 
     def __init__(self, endpoint: str | None, headers: Mapping[str, str], interval_s: float, service_name: str) -> None:
         exporter = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
@@ -203,9 +204,10 @@ class Otlp:
 
     def write(self, events: Sequence[Figure]) -> None:
         for tag, value, _ in (*events, _newest(events)):
-            if tag not in self.gauges:
-                self.gauges[tag] = self.meter.create_gauge(tag)
-            self.gauges[tag].set(value)
+            name = "slipstream." + re.sub("[^a-zA-Z0-9_./-]", "_", tag.removeprefix("Train/Samples/"))
+            if name not in self.gauges:
+                self.gauges[name] = self.meter.create_gauge(name)
+            self.gauges[name].set(value)
 
     def close(self) -> None:
         self.provider.shutdown()

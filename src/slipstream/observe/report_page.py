@@ -18,13 +18,14 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 Point = tuple[int, float]
 Series = dict[str, list[Point]]
 
-MOST_POINTS = 2000  # of a tag, at most twice as many: then neighbors are averaged
+MOST_POINTS = 4000  # of a tag; then neighbors are averaged
 EVERY_S = 60.0  # the page is written again while the run goes on
 _PREFIX = "Train/Samples/"
 
@@ -50,13 +51,38 @@ _CHARTS = (
 _COLORS = ("#2f6fdb", "#e2711d", "#2a9d5c", "#b5408f", "#7a5cc2", "#8a7a1f")
 
 
+@dataclass(slots=True)
+class Curve:
+    """A bounded number of points, each the mean of as many values."""
+
+    points: list[Point]
+    stride: int = 1  # values of a point
+    held: list[Point] = field(default_factory=list)  # of the next point
+
+    def add(self, samples: int, value: float) -> None:
+        self.held.append((samples, value))
+        if len(self.held) == self.stride:
+            self.points.append(_mean(self.held))
+            self.held.clear()
+        if len(self.points) >= MOST_POINTS:
+            self.points = [_mean(pair) for pair in zip(self.points[::2], self.points[1::2], strict=True)]
+            self.stride *= 2
+
+    def shown(self) -> list[Point]:
+        return self.points + ([_mean(self.held)] if self.held else [])
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return points[-1][0], sum(value for _, value in points) / len(points)
+
+
 class Report:
     """The backend `report` of monitors.py. sections: title -> text."""
 
     def __init__(self, path: str, title: str, sections: Mapping[str, str] | None = None) -> None:
         self.path, self.title, self.sections = Path(path), title, dict(sections or {})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.series: Series = {}
+        self.curves: dict[str, Curve] = {}
         self.is_first = True
         self.written = time.monotonic()
 
@@ -64,10 +90,10 @@ class Report:
         if self.is_first and events:
             self.is_first, first = False, min(samples for _, _, samples in events)
             before = {tag: [point for point in points if point[0] < first] for tag, points in read_series(self.path).items()}
-            self.series = {tag: points for tag, points in before.items() if points}
+            self.curves = {tag: Curve(points) for tag, points in before.items() if points}
         for tag, value, samples in events:
             if math.isfinite(value):
-                add(self.series.setdefault(tag, []), (samples, value))
+                self.curves.setdefault(tag, Curve([])).add(samples, value)
         if time.monotonic() - self.written > EVERY_S:
             self._save()
 
@@ -76,16 +102,11 @@ class Report:
 
     def _save(self) -> None:
         beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(page(self.title, self.series, self.sections), encoding="utf-8")
+        beside.write_text(
+            page(self.title, {tag: curve.shown() for tag, curve in self.curves.items()}, self.sections), encoding="utf-8"
+        )
         os.replace(beside, self.path)
         self.written = time.monotonic()
-
-
-def add(points: list[Point], point: Point) -> None:
-    """Add a point to a curve, and halve the curve if it has become too long."""
-    points.append(point)
-    if len(points) >= 2 * MOST_POINTS:
-        points[:] = [(right[0], (left[1] + right[1]) / 2) for left, right in zip(points[::2], points[1::2], strict=True)]
 
 
 def read_series(path: Path) -> Series:
