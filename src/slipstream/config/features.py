@@ -673,11 +673,11 @@ class Otlp(Block):
 
 
 class JsonLines(Block):
-    path: str = honored(..., "File to which each step adds a line.", "test_lines_have_the_figures")
+    path: str = honored("figures.jsonl", "File to which each step adds a line.", "test_lines_have_the_figures")
 
 
 class ReportPage(Block):
-    path: str = honored(..., "HTML file with the curves of the run, its settings and environment.", _PAGE)
+    path: str = honored("report.html", "HTML file with the curves of the run, its settings and environment.", _PAGE)
     title: str = honored("Training", "Title of the page.", _PAGE)
 
 
