@@ -35,15 +35,28 @@ class Output(NamedTuple):
     finish: Finish | None = None
     usage: Usage | None = None
     error: str | None = None
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None
 
 
 class FakeTokenizer:
     supports_tools = True
+    template = "<tool_call> <think></think>"
+    variables = frozenset({"messages", "tools", "enable_thinking"})
+    marks: Mapping[str, int] = {}
 
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode())
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        enable_thinking: bool = True,
+    ) -> str:
         if messages[0]["role"] == "tool":
             raise ValueError("the template refuses")
         names = [tool["function"]["name"] for tool in tools or ()]
@@ -71,6 +84,10 @@ class Handle:
         """Its tokens, which depend on nothing but the request."""
         if self.params.json_schema is not None:
             return list(json.dumps(example(json.loads(self.params.json_schema))))
+        if self.params.grammar is not None:
+            return ["by ", "grammar"]
+        if "think" in self.prompt:
+            return ["<thi", "nk>\nI ", "wonder", ".\n</th", "ink>\n\n", "So ", "be it"]
         if "use a tool" in self.prompt:
             return ["Sure", ".\n<tool", '_call>{"name": "add", ', '"arguments": {"a": 7}}', "</tool_call>", ""]
         if "unicode" in self.prompt:
@@ -116,7 +133,15 @@ class FakeEngine:
         pass
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Any], None]
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        n: int,
+        priority: int,
+        salt: str,
+        tenant: str,
+        sink: Callable[[Any], None],
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
             raise ValueError(f"the prompt has token {wrong[0]}; this model's tokens are 0 to {VOCAB - 1}")
@@ -208,7 +233,11 @@ class FakeEngine:
             logprobs = (Logprob(65 + token, -0.5 if token > 1 else float("-inf"), top),)
         if finish is not None:
             del handle.left[index]
-        handle.sink(Output(index, text, (token,), logprobs, finish, usage if finish else None))
+        scored: tuple[Logprob | None, ...] | None = None
+        if token == 1 and (num := handle.params.prompt_logprobs) is not None:
+            top = tuple((97 + i, -1.0 - i) for i in range(num))
+            scored = (None, *(Logprob(one, -2.0, top) for one in handle.prompt.encode()[1:]))
+        handle.sink(Output(index, text, (token,), logprobs, finish, usage if finish else None, None, scored))
 
 
 if __name__ == "__main__":

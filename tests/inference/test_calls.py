@@ -11,14 +11,15 @@ from slipstream.inference.server.calls import CallFinder
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": "</x>"}}
 SAY = {"name": "say", "parameters": {}}
+FUNCTIONS = {"add": None, "say": None}
 CALLED = [("add", json.dumps(ADD["arguments"])), ("say", "{}")]
 
 
 def parse(text: str, most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
-    expected = CallFinder(("add", "say"), most).push(text, last=True)
+    expected = CallFinder(FUNCTIONS, most).push(text, last=True)
     for seed in range(20):
         sizes = random.Random(seed)
-        finder, content, calls, unread = CallFinder(("add", "say"), most), "", [], text
+        finder, content, calls, unread = CallFinder(FUNCTIONS, most), "", [], text
         while unread:
             size = sizes.randint(0, 12) if seed else 1
             new = finder.push(unread[:size], last=False)
@@ -56,14 +57,14 @@ def test_at_most() -> None:
 
 
 def test_text_is_not_held_back_for_long() -> None:
-    finder = CallFinder(("add",))
+    finder = CallFinder(FUNCTIONS)
     pieces = "Hello", " there", ",\n", "a <", "b"
     assert [finder.push(piece, last=False)[0] for piece in pieces] == ["Hello", " there", ",", "\na", " <b"]
 
 
 def test_references_inside_one_of_several_tools_hold() -> None:
     """pydantic writes them from the document's root, which moves when several schemas become one."""
-    from slipstream.inference.server.protocol import _moved
+    from slipstream.inference.server.chat import _moved
 
     place = {"items": [{"$ref": "other#/x"}]}
     schema = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}

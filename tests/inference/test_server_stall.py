@@ -21,7 +21,7 @@ pytest.importorskip("uvicorn")
 from slipstream.inference.core import SamplingParams
 from slipstream.inference.server import serve
 from slipstream.inference.server.prepare import BODIES, SHORT
-from slipstream.inference.server.protocol import MAX_MESSAGES
+from slipstream.inference.server.requests import MAX_MESSAGES
 from slipstream.inference.text import BYTE_OF, SLICE, Tokenizer, TooLongError
 from tests.inference.fake_engine import FakeEngine
 from tests.inference.test_server import CHAT, COMPLETIONS, USER, call, post, serving, until

@@ -273,8 +273,9 @@ def test_the_server_and_its_client_run(smollm2: Path) -> None:
 
 
 def test_serving_s_lists_are_the_code_s() -> None:
+    from slipstream.inference.server.chat import ChatRequest
+    from slipstream.inference.server.completions import CompletionRequest
     from slipstream.inference.server.metrics import Traffic, render
-    from slipstream.inference.server.protocol import ChatRequest, CompletionRequest
     from slipstream.inference.stats import Histogram, Stats
     from slipstream.launch.cli import build_parser
 

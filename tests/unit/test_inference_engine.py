@@ -366,8 +366,8 @@ def test_an_error_of_one_request_is_its_own(caplog: pytest.LogCaptureFixture) ->
     runner.logits = lambda history, num: plain(history, num) * (float("nan") if history[0] == ord("N") else 1)  # type: ignore[method-assign]
 
     class Broken:
-        def __init__(self, schema: str) -> None:
-            self.schema = schema
+        def __init__(self, params: SamplingParams) -> None:
+            self.schema = params.json_schema
 
         def mask(self) -> None:
             if self.schema == "no mask":
@@ -411,7 +411,7 @@ def test_a_full_queue_refuses() -> None:
 def test_nothing_is_made_of_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is too long or comes to a full queue costs no schema and no n copies; the n share what stops them."""
     engine = Engine(HashRunner(), byte_tokenizer(), token_budget=16, max_running=8, max_waiting=1)
-    monkeypatch.setattr(engine, "_constraint", lambda schema: pytest.fail("the schema was compiled"))
+    monkeypatch.setattr(engine, "_constraint", lambda params: pytest.fail("the schema was compiled"))
     params = SamplingParams(stop=("ab" * 500,), json_schema="{}")
     with pytest.raises(ValueError, match="shorten it"):
         engine.submit("x" * 500, params, sink=Answer(), n=9)

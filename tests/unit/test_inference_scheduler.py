@@ -122,6 +122,7 @@ class Arrival(NamedTuple):
     tail: list[int]
     n: int
     priority: int
+    tenant: str
     max_tokens: int
     json: bool
     cancel: tuple[int, int, bool] | None  # so many steps after arrival, which sibling, while a forward runs
@@ -146,6 +147,7 @@ arrivals = st.builds(
     tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
     n=st.sampled_from([1, 1, 1, 2, 3, 12]),
     priority=st.integers(-1, 1),
+    tenant=st.sampled_from(["", "", "other"]),
     max_tokens=st.integers(1, 20),
     json=st.sampled_from([False, False, False, True]),
     cancel=st.none() | st.tuples(st.integers(0, 12), st.integers(0, 2), st.booleans()),
@@ -191,6 +193,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
                 arrival.n,
                 params=SamplingParams(max_tokens=arrival.max_tokens, json_schema="{}" if arrival.json else None),
                 priority=arrival.priority,
+                tenant=arrival.tenant,
                 arrival=float(now),
             )
             try:
@@ -361,6 +364,30 @@ def test_siblings_beyond_max_running_wait_with_their_first_token() -> None:
     drain(scheduler, model)
     assert all(one.tokens == alone([1, 2, 3, 4, 5, 6], one.seed, 5, 64)[0] for one in family)
     assert not scheduler.counters.preemptions
+
+
+def test_tenants_have_fair_shares() -> None:
+    """One that floods the queue and one that comes later are served alike from then on; who was away does not catch up."""
+    scheduler = Scheduler(BlockPool(100, 4), token_budget=32, max_running=2, max_waiting=30, max_context=64)
+    model = Model(scheduler.pool)
+    flood = [make([1, 2, i], f"a{i}", tenant="a", max_tokens=6, end_ids=frozenset()) for i in range(30)]
+    for request in flood:
+        scheduler.add(request)
+    with pytest.raises(QueueFullError, match="30 requests wait"):
+        scheduler.add(make([1], tenant="a"))
+    for _ in range(30):
+        step(scheduler, model)
+    few = [make([3, 4, i], f"b{i}", tenant="b", max_tokens=6, end_ids=frozenset()) for i in range(5)]
+    for request in few:
+        scheduler.add(request)
+    served = sum(one.finish is not None for one in flood)
+    while few[-1].finish is None:
+        step(scheduler, model)
+    more = sum(one.finish is not None for one in flood) - served
+    assert 4 <= more <= 7, more
+    urgent = make([9], "urgent", tenant="a", priority=-1)
+    scheduler.add(urgent)
+    assert scheduler._head() is urgent
 
 
 def test_a_cancelled_prompt_takes_its_siblings_along() -> None:

@@ -1,6 +1,6 @@
-"""Structured output: the tokens that a JSON schema allows next, by llguidance (needed only for such requests).
+"""Structured output: the tokens that a JSON schema or a grammar allows next, by llguidance (needed only for such requests).
 
-A schema is compiled once; a request's `Constraint` is a cheap copy of the compiled state.
+Either is compiled once; a request's `Constraint` is a cheap copy of the compiled state.
 """
 
 from __future__ import annotations
@@ -46,26 +46,37 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._keep = keep
 
-    def constraint(self, schema: str) -> Constraint:
-        """`schema`: a JSON object as text. Raises ValueError with llguidance's reason."""
-        compiled = self._compiled.pop(schema, None) or self._compile(schema)
-        self._compiled[schema] = compiled
+    def constraint(self, schema: str | None, grammar: str | None = None) -> Constraint:
+        """Of a JSON schema, an object as text, or else a grammar. Raises ValueError with llguidance's reason."""
+        key = grammar or "" if schema is None else schema  # a grammar is no JSON schema, and the other way round
+        compiled = self._compiled.pop(key, None) or (self._parse(key) if schema is None else self._compile(key))
+        self._compiled[key] = compiled
         while len(self._compiled) > self._keep or sum(map(len, self._compiled)) > MAX_KEPT:
             self._compiled.popitem(last=False)
         return Constraint(compiled.deep_copy(), self._end_ids, self._words)
 
     def _compile(self, schema: str) -> LLMatcher:
         try:
-            if not isinstance(parsed := json.loads(schema), dict):
-                raise ValueError("it is not an object")
-            if _remainders(parsed) > MAX_REMAINDERS:
-                raise ValueError(f"the least common multiple of its multipleOf is above {MAX_REMAINDERS} of their smallest digit")
+            check_schema(json.loads(schema))
             grammar = self._matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
             matcher = self._matcher(self._tokens, grammar, log_level=0)
         except (ValueError, RecursionError, OverflowError) as error:
             raise ValueError(f"json_schema is not a valid JSON schema: {error}") from error
+        return self._checked("json_schema", matcher)
+
+    def _parse(self, grammar: str) -> LLMatcher:
+        try:
+            if "::=" in grammar:
+                from llguidance.gbnf_to_lark import any_to_lark
+
+                grammar = any_to_lark(grammar)
+            return self._checked("grammar", self._matcher(self._tokens, grammar, log_level=0))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"grammar cannot be served: {str(error).removeprefix('grammar cannot be served: ')}") from error
+
+    def _checked(self, name: str, matcher: LLMatcher) -> LLMatcher:
         if matcher.is_error():
-            raise ValueError(f"json_schema cannot be served: {matcher.get_error()}")
+            raise ValueError(f"{name} cannot be served: {matcher.get_error()}")
         matcher.compute_bitmask()  # here, not in the engine's loop: the first mask of a large schema needs 0.1 s; copies inherit it
         return matcher
 
@@ -100,7 +111,15 @@ class Constraint:
     def accept(self, token: int) -> None:
         """Advance by a generated token; a no-op for end tokens."""
         if token not in self._end_ids and not self._matcher.consume_token(token):
-            raise ValueError(f"token {token} is not allowed by the JSON schema: {self._matcher.get_error()}")
+            raise ValueError(f"token {token} is not allowed by the JSON schema or grammar: {self._matcher.get_error()}")
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ValueError for a JSON schema that would take too long to compile."""
+    if not isinstance(schema, dict):
+        raise ValueError("it is not an object")
+    if _remainders(schema) > MAX_REMAINDERS:
+        raise ValueError(f"the least common multiple of its multipleOf is above {MAX_REMAINDERS} of their smallest digit")
 
 
 def _remainders(schema: Any) -> int:

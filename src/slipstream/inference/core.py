@@ -50,7 +50,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives to report next to the sampled token's own; None: report none
     seed: int | None = None  # None: random, for each request
+    prompt_logprobs: int | None = None  # as logprobs, for the prompt's tokens; none of it is then taken from the prefix cache
     json_schema: str | None = None  # the output is JSON that is valid by this schema
+    grammar: str | None = None  # the output is a text of this grammar: llguidance's Lark, or GBNF
 
     def __post_init__(self) -> None:
         """The only place that rejects values which an fp32 sampler cannot handle. NaN is in no interval."""
@@ -69,7 +71,11 @@ class SamplingParams:
             ("presence_penalty", self.presence_penalty, "between -2 and 2", -2 <= self.presence_penalty <= 2),
             ("frequency_penalty", self.frequency_penalty, "between -2 and 2", -2 <= self.frequency_penalty <= 2),
             *(("logit_bias", bias, "between -100 and 100", -100 <= bias <= 100) for bias in self.logit_bias.values()),
-            ("logprobs", self.logprobs, "between 0 and 20", self.logprobs is None or 0 <= self.logprobs <= 20),
+            *(
+                (name, value, "between 0 and 20", value is None or 0 <= value <= 20)
+                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
+            ),
+            ("grammar", self.grammar, "left out beside json_schema", None in (self.grammar, self.json_schema)),
             ("stop", self.stop, "no empty string", all(self.stop)),
         ]
         for name, value, expected, valid in limits:
@@ -78,10 +84,14 @@ class SamplingParams:
         if (longest := max(map(len, self.stop), default=0)) > MAX_STOP:
             raise ValueError(f"stop has a string of {longest:,} characters; it may have {MAX_STOP:,} at most")
 
+    @property
+    def constrained(self) -> bool:
+        return self.json_schema is not None or self.grammar is not None
 
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "seed")
+
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_OPTIONAL = ("logprobs", "seed")
+_OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -94,6 +104,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # the model's (unless ignore_eos) and stop_token_ids
     priority: int = 0  # lower goes first
     salt: str = ""  # prefixes are shared only between requests of one salt
+    tenant: str = ""  # whose share of the engine it uses: an API key
     arrival: float = 0.0  # seconds, of one clock
     seed: int = 0  # params.seed, or a random one
     siblings: list[Request] = field(default_factory=list)  # the other n - 1 of this prompt; they start when it is computed
@@ -122,7 +133,7 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether it ends with the last known token, so that the next is sampled: it has a row for it and each draft token."""
+        """Whether it ends with the last known token, so that the next is sampled."""
         return self.stop == len(self.request.tokens)
 
     @property
@@ -130,8 +141,16 @@ class Chunk(NamedTuple):
         return self.stop - self.start + len(self.draft)
 
     @property
-    def num_rows(self) -> int:
+    def num_sampled(self) -> int:
+        """Rows of logits to sample from: for the next token and after each draft token."""
         return 1 + len(self.draft) if self.samples else 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits: of the last positions, the draft's included. All of them if the prompt's log-probabilities are wanted."""
+        request = self.request
+        scored = request.params.prompt_logprobs is not None and self.start < request.num_prompt
+        return self.num_tokens if scored else self.num_sampled
 
 
 class Batch(NamedTuple):

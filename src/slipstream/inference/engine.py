@@ -66,6 +66,7 @@ class Output:
     finish: Finish | None = None  # only in the last Output, like usage and error
     usage: Usage | None = None
     error: str | None = None  # the reason, if finish is ERROR
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None  # one per token of the prompt, if requested; only in the first Output
 
 
 Sink = Callable[[Output], object]
@@ -78,6 +79,7 @@ class Handle:
     id: str
     sink: Sink
     sequences: list[_Sequence] = field(default_factory=list)
+    scored: list[Logprob | None] = field(default_factory=list)  # of the prompt's tokens so far; nothing predicts the first
 
     @property
     def num_prompt(self) -> int:
@@ -100,7 +102,7 @@ class _Sequence:
 
     def take(self, tokens: Sequence[Sampled], finish: Finish | None) -> Output:
         """Return the Output of the next tokens. `finish`: why the last one ends the sequence; a stop string can end it earlier."""
-        text = ""
+        is_first, text = not self.num_reported, ""
         for num, sampled in enumerate(tokens, 1):
             self.num_reported += 1
             if self.constraint is not None:
@@ -111,7 +113,9 @@ class _Sequence:
             if self.stops.matched is not None:
                 tokens, finish = tokens[:num], Finish.STOP
                 break
-        return self._output(text, tokens, finish)
+        output = self._output(text, tokens, finish)
+        is_scored = is_first and self.request.params.prompt_logprobs is not None
+        return replace(output, prompt_logprobs=tuple(self.handle.scored or [None])) if is_scored else output
 
     def end(self, finish: Finish, error: str | None = None) -> Output:
         """Return the Output that ends the sequence without another token."""
@@ -236,10 +240,18 @@ class Engine:
         return self.tokenizer.encode(prompt)
 
     def submit(
-        self, prompt: str | Sequence[int], params: SamplingParams, *, sink: Sink, n: int = 1, priority: int = 0, salt: str = ""
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        n: int = 1,
+        priority: int = 0,
+        salt: str = "",
+        tenant: str = "",
     ) -> Handle:
         """Queue a prompt for `n` answers and return at once. Lower `priority` goes first. Requests share the prefix cache only with
-        requests of the same `salt`.
+        requests of the same `salt`, and requests of different `tenant` share the engine evenly.
 
         Raises ValueError if the request can never be served, QueueFullError if the queue is full, ClosedError if the engine is
         closed, dead or without weights."""
@@ -247,9 +259,9 @@ class Engine:
         self._check(ids, params, n)
         with self._lock:
             self._check_open()
-            self._scheduler.check(len(ids))  # before the schema is compiled and n answers allocated; `add` checks again
+            self._scheduler.check(len(ids), tenant)  # before the schema is compiled and n answers allocated; `add` checks again
         ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos or params.json_schema is not None:  # after complete JSON the grammar allows only an end token
+        if not params.ignore_eos or params.constrained:  # after complete JSON the grammar allows only an end token
             ends |= self.end_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
         handle = Handle(f"request-{next(self._ids)}", sink)
@@ -262,6 +274,7 @@ class Engine:
                 end_ids=ends,
                 priority=priority,
                 salt=salt,
+                tenant=tenant,
                 arrival=now,
                 seed=seed + index,
             )
@@ -272,7 +285,7 @@ class Engine:
                     request=request,
                     stream=None if self.tokenizer is None else Stream(self.tokenizer, ids),
                     stops=StopStrings(params.stop),
-                    constraint=None if params.json_schema is None else self._constraint(params.json_schema),
+                    constraint=self._constraint(params) if params.constrained else None,
                     submitted=now,
                 )
             )
@@ -349,13 +362,13 @@ class Engine:
             return
         self.tokenizer.prepare()
         try:
-            self._constraint('{"type": "object"}')
+            self._constraint(SamplingParams(json_schema='{"type": "object"}'))
         except ValueError as error:
             logger.info("JSON schemas are not available: %s", error)
 
-    def _constraint(self, schema: str) -> Constraint:
+    def _constraint(self, params: SamplingParams) -> Constraint:
         with self._grammars_lock:
-            return self._grammars.constraint(schema)
+            return self._grammars.constraint(params.json_schema, params.grammar)
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -363,8 +376,8 @@ class Engine:
         return Grammars(self.tokenizer, self.runner.vocab_size)
 
     def _check(self, ids: Sequence[int], params: SamplingParams, n: int) -> None:
-        if self.tokenizer is None and (params.stop or params.json_schema is not None):
-            raise ValueError("stop strings and json_schema need a tokenizer, and this engine has none")
+        if self.tokenizer is None and (params.stop or params.constrained):
+            raise ValueError("stop strings, json_schema and grammar need a tokenizer, and this engine has none")
         if n < 1:
             raise ValueError(f"n is {n}; it must be at least 1")
         if unknown := [token for token in ids if not 0 <= token < self.runner.vocab_size]:
@@ -532,6 +545,8 @@ class Engine:
         place = 0
         drawn: dict[Request, list[Sampled] | str] = {}
         for chunk in batch.chunks:
+            self._score(chunk, logits, place)
+            place += chunk.num_rows - chunk.num_sampled
             for request in receivers(chunk):
                 constraint = self._sequences[request].constraint  # the scheduler makes no draft for constrained requests
                 try:
@@ -539,10 +554,10 @@ class Engine:
                 except Exception as error:  # of the grammar library; the other requests continue
                     drawn[request] = _text(error)
                     continue
-                rows += (LogitsRow(request, chunk.draft[:num], mask) for num in range(chunk.num_rows))
-                places += range(place, place + chunk.num_rows)
+                rows += (LogitsRow(request, chunk.draft[:num], mask) for num in range(chunk.num_sampled))
+                places += range(place, place + chunk.num_sampled)
                 drawn[request] = []
-            place += chunk.num_rows
+            place += chunk.num_sampled
         samples: dict[Request, list[Sampled]] = {}
         while rows:
             try:
@@ -565,6 +580,17 @@ class Engine:
                 if ones := samples.get(request):
                     drawn[request] = ones[: len(accept(chunk.draft[: len(ones) - 1], [one.token for one in ones]))]
         return drawn
+
+    def _score(self, chunk: Chunk, logits: Any, place: int) -> None:
+        """Record the log-probabilities of the prompt's tokens that the chunk predicts; its first row of logits is at `place`."""
+        request, scored = chunk.request, self._sequences[chunk.request].handle.scored
+        num = request.params.prompt_logprobs
+        if num is None or chunk.start >= request.num_prompt - 1:
+            return
+        scored[:] = scored or [None]
+        first, last = max(chunk.start, len(scored) - 1), min(chunk.stop, request.num_prompt - 1)
+        rows = logits[place + first - chunk.start : place + last - chunk.start]
+        scored += (Logprob(*one) for one in self._sampler.score(rows, request.tokens[first + 1 : last + 1], num))
 
     def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> None:
         """Commit the results to the requests. The scheduler frees the blocks of those that end."""

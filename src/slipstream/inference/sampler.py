@@ -182,6 +182,11 @@ class Sampler:
             raise SamplingError([row.request for row, one in zip(rows, sampled, strict=True) if one is None])
         return [one for one in sampled if one is not None]
 
+    def score(self, logits: Tensor | Floats, tokens: Sequence[int], num: int) -> list[Sampled]:
+        """The log-probability of each token in its row, [rows, vocab], and the `num` likeliest tokens of the row."""
+        arrays = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
+        return [_with_logprobs(raw, token, num, self._weights) for raw, token in zip(arrays, tokens, strict=True)]
+
     def _sample(self, raw: Floats, row: LogitsRow) -> Sampled | None:
         """None if no token can be sampled."""
         params = row.request.params

@@ -23,6 +23,13 @@ and returns to the queue with its tokens and its rank. One step of priority is w
 that arrive within a bounded time can precede a given one. No request overtakes the head of the queue while the head lacks blocks,
 and running requests end (max_tokens), so the head is admitted eventually. The most important running request is never preempted and
 can use every block, and `add` rejects requests that do not fit an empty pool: every forward makes progress.
+
+[Note: Fair shares]
+Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
+al., OSDI 2024, arXiv 2401.00588) for each, of the tokens computed and the tokens generated for it. The next request is the most
+important one of the tenant with the least; among tenants, a step of priority is worth STEP tokens. A tenant that comes back does
+not catch up on the time it was away: its counter is lifted to the least of those that have requests. Counters only grow, so the
+head of the queue stays the head until it is admitted, unless a tenant comes back with as little. `max_waiting` is per tenant.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from slipstream.inference.core import Batch, Chunk, Finish, QueueFullError, Requ
 from slipstream.inference.drafts import Lookup
 from slipstream.inference.pace import Pace
 
+STEP = 4096  # tokens of a tenant's share that a step of priority is worth
 LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever token_interval says
 
 
@@ -126,6 +134,7 @@ class Scheduler:
         self.counters = Counters()
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
+        self._served: dict[str, int] = {}  # tenant -> its virtual token counter
         if token_interval is not None and not token_interval > 0:
             raise ValueError(f"token_interval is {token_interval}; it must be more than 0 seconds")
         if not split and token_interval is not None:
@@ -141,11 +150,15 @@ class Scheduler:
         the queue is full."""
         assert request.phase is RequestPhase.WAITING and request not in self._entries, f"{request.id} was added before"
         assert all(sibling.tokens == request.tokens for sibling in request.siblings), f"{request.id}: siblings share the prompt"
-        self.check(len(request.tokens))
+        self.check(len(request.tokens), request.tenant)
+        active = {one.tenant for one in self._entries}
+        if request.tenant not in active:
+            least = min((self._served[tenant] for tenant in active), default=0)
+            self._served[request.tenant] = max(self._served.get(request.tenant, 0), least)
         self._enter(request, request.arrival + self.patience * request.priority)
         insort(self.waiting, request, key=self._rank)
 
-    def check(self, num_prompt: int) -> None:
+    def check(self, num_prompt: int, tenant: str = "") -> None:
         """Raise what `add` would raise for a prompt of `num_prompt` tokens."""
         if not num_prompt:
             raise ValueError("the prompt is empty; it needs at least one token")
@@ -154,8 +167,9 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens, but prompt and output together may have {self.max_context} "
                 f"(the context, and a cache of {self.pool.num_blocks} blocks of {self.pool.block_size}); shorten it"
             )
-        if len(self.waiting) >= self.max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests wait, and max_waiting is {self.max_waiting}; try again later")
+        num_waiting = sum(request.tenant == tenant for request in self.waiting)
+        if num_waiting >= self.max_waiting:
+            raise QueueFullError(f"{num_waiting} requests wait, and max_waiting is {self.max_waiting}; try again later")
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request; a no-op if it has ended. Siblings that wait for its prompt end with it."""
@@ -203,6 +217,7 @@ class Scheduler:
             if chunk.draft:
                 self._count_draft(chunk, len(sampled[request]) - 1)
             sampling = receivers(chunk)
+            self._served[request.tenant] += chunk.stop - chunk.start + len(sampling)
             request.num_computed = chunk.stop
             self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop, request.salt)
             for sibling in sampling[1:]:
@@ -253,10 +268,10 @@ class Scheduler:
             return
         owed = sum(self._blocks_owed(request) for request in self.running)
         while plan.budget and self.pool.num_free > owed:
-            request = next((one for one in self.waiting if self._entries[one].admitted or not self.pausing), None)
-            if request is None:
+            if (request := self._head()) is None:
                 break
-            cached = self.pool.fork(self.pool.match(request.tokens, request.salt))
+            is_scored = request.params.prompt_logprobs is not None and not request.num_generated  # each position has to be computed
+            cached = [] if is_scored else self.pool.fork(self.pool.match(request.tokens, request.salt))
             hits = len(cached) * self.pool.block_size
             lacking = self.pool.num_needed(len(request.tokens)) - len(cached)
             too_long = not self.split and len(request.tokens) - hits > plan.budget
@@ -274,12 +289,23 @@ class Scheduler:
             self._plan(plan, request, _pending(request))
             owed += self._blocks_owed(request)
 
+    def _head(self) -> Request | None:
+        """The request to admit next, see [Note: Fair shares]."""
+        heads: dict[str, Request] = {}
+        for request in self.waiting:
+            if self._entries[request].admitted or not self.pausing:
+                heads.setdefault(request.tenant, request)
+                if len(self._served) == 1:
+                    break
+        share = {tenant: self._served[tenant] + STEP * request.priority for tenant, request in heads.items()}
+        return min(heads.values(), key=lambda request: (share[request.tenant], self._rank(request)), default=None)
+
     def _add_drafts(self, plan: _Plan) -> None:
         """Spend the remaining budget and free blocks on draft tokens for the generations."""
         for index, chunk in enumerate(plan.chunks if self.num_draft else ()):
             request, entry = chunk.request, self._entries[chunk.request]
             generates = request.num_generated > 0 and chunk.samples and chunk.stop - chunk.start == 1
-            if not generates or request.params.json_schema is not None:
+            if not generates or request.params.constrained:
                 continue
             left = min(request.params.max_tokens - request.num_generated, self.max_context - len(request.tokens))
             num = min(entry.num_draft, left - 1, plan.budget, self._capacity(request) - 1)

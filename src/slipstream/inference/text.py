@@ -33,6 +33,12 @@ LONGEST_PART = 3  # bytes of an incomplete character at most: UTF-8 has up to 4
 LONG = 2_000  # characters; from this length, encoding is worth a thread without the GIL
 SLICE = 1 << 16  # characters encoded at once when checking whether a text is too long
 DENSE = 8  # characters per token of the limit; a shorter text is encoded as a whole
+MARKS = ("<think>", "</think>"), ("[THINK]", "[/THINK]")  # around reasoning
+# Special tokens of chat templates that are part of an answer, not of its frame.
+SHOWN = frozenset(("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", *MARKS[0], *MARKS[1])) | {
+    f"<\uff5ctool▁{name}\uff5c>"
+    for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")  # DeepSeek's
+}
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -133,8 +139,14 @@ class Tokenizer:
 
     @cached_property
     def hidden(self) -> frozenset[int]:
-        """Special tokens, which decode to nothing."""
-        return frozenset(i for i, token in self._added.items() if token.special)
+        """Special tokens that decode to nothing."""
+        return frozenset(i for i, token in self._added.items() if token.special and token.content not in SHOWN)
+
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """The tokens that a grammar cannot write as text: special ones, and what llguidance takes for one."""
+        added = {token.content: (i, token.special) for i, token in self._added.items()}
+        return {text: i for text, (i, special) in added.items() if special or (text.startswith("<") and text.endswith(">"))}
 
     @cached_property
     def _added(self) -> dict[int, AddedToken]:
@@ -202,14 +214,27 @@ class Tokenizer:
             self._compiled[name] = _environment().from_string(self.templates[name])
         return self._compiled[name]
 
+    @property
+    def template(self) -> str:
+        """The source of the chat template that shows tools; "" if there is none."""
+        return self.templates.get(self._template_name(True), "")
+
     @cached_property
-    def supports_tools(self) -> bool:
-        """Whether the chat template passes tools on to the model; many ignore them."""
+    def variables(self) -> frozenset[str]:
+        """The variables that the chat template reads."""
         with needs("a chat template", extra="serve"):
+            import jinja2
             from jinja2 import meta
 
-        template = _environment().parse(self.templates[self._template_name(True)])
-        return "tools" in meta.find_undeclared_variables(template)
+        try:
+            return frozenset(meta.find_undeclared_variables(_environment().parse(self.template)))
+        except jinja2.TemplateSyntaxError:  # `chat` reports it
+            return frozenset()
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether the chat template passes tools on to the model; many ignore them."""
+        return "tools" in self.variables
 
     def chat(
         self,

@@ -1,7 +1,7 @@
-"""Convert an engine's outputs to OpenAI's two response formats, streaming and non-streaming.
+"""Convert an engine's outputs to the formats of responses, streaming and non-streaming.
 
-A format receives the outputs of every choice in order. `pieces` makes the chunks of a stream from new outputs; `choice` makes the
-entry of a non-streaming response from all outputs of a choice, concatenated by `join`.
+A format receives the outputs of every choice in order. In OpenAI's two formats with `choices`, `pieces` makes the chunks of a
+stream from new outputs; `choice` makes the entry of a non-streaming response from all outputs of a choice, concatenated by `join`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Logprob, Output, Usage
 from slipstream.inference.server.backend import ServedTokenizer
-from slipstream.inference.server.calls import CallFinder
-from slipstream.inference.server.protocol import ChatChoice, ChatLogprobs, CompletionChoice, CompletionLogprobs, UsageBody
+from slipstream.inference.server.bodies import (
+    ChatChoice,
+    ChatLogprobs,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprob,
+    UsageBody,
+)
+from slipstream.inference.server.calls import CallFinder, Form, Functions, Thoughts
+from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.gate import JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +39,7 @@ class Joined:
     text: str
     logprobs: Sequence[Logprob]
     finish: Finish | None
+    prompt: Sequence[Logprob | None] | None = None  # of the prompt's tokens, if requested; only with the first output
 
 
 def join(index: int, outputs: Sequence[Output]) -> Joined:
@@ -38,35 +48,69 @@ def join(index: int, outputs: Sequence[Output]) -> Joined:
         text="".join(output.text for output in outputs),
         logprobs=[logprob for output in outputs for logprob in output.logprobs],
         finish=outputs[-1].finish,
+        prompt=outputs[0].prompt_logprobs,
     )
 
 
-def usage_body(usages: Iterable[tuple[bool, Usage]]) -> UsageBody:
-    """Sum usage over choices. A prompt is counted once: for the choice that is marked as its first."""
-    prompt = cached = completion = 0
-    for first, usage in usages:
-        completion += usage.completion_tokens
-        if first:
-            prompt += usage.prompt_tokens
-            cached += usage.cached_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+def event(body: Any, name: str = "") -> bytes:
+    """A server-sent event."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + JSON(body).body + b"\n\n"
 
 
 class Format(ABC):
     """The response format of one request; it keeps state per choice, so requests never share one."""
 
+    def __init__(self, *, width: int) -> None:
+        self.width = width  # choices of each prompt
+
+    @abstractmethod
+    def begin(self, include_usage: bool) -> bytes:
+        """The beginning of a stream."""
+
+    @abstractmethod
+    def events(self, part: Joined) -> bytes:
+        """The events of new outputs; none while the text is held back."""
+
+    @abstractmethod
+    def end(self, usages: Mapping[int, Usage]) -> bytes:
+        """The end of a stream. `usages`: by choice."""
+
+    @abstractmethod
+    def error(self, error: RequestError) -> bytes:
+        """The event of an error, which is the end of the stream."""
+
+    @abstractmethod
+    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
+        """A whole response."""
+
+
+class ChoicesFormat(Format):
+    """OpenAI's formats with `choices`."""
+
     prefix: str  # of response ids
     response_object: str  # the `object` field of a non-streaming response
     chunk_object: str  # the `object` field of a stream's chunks
 
-    def __init__(self, model: str, tokenizer: ServedTokenizer, *, logprobs: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: ServedTokenizer,
+        *,
+        width: int = 1,
+        logprobs: bool,
+        prompts: Sequence[Sequence[int]] = (),
+        scored: bool = False,
+        silent: bool = False,
+    ) -> None:
+        """`prompts`: their tokens. `scored`: the response has the log-probabilities of the prompts' tokens, in vLLM's form.
+        `silent`: the engine's token is not part of it."""
+        super().__init__(width=width)
         self.tokenizer = tokenizer
         self.logprobs = logprobs
+        self.prompts = prompts
+        self.scored = scored
+        self.silent = silent
+        self.include_usage = False
         self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     @abstractmethod
@@ -77,44 +121,128 @@ class Format(ABC):
     def choice(self, joined: Joined) -> CompletionChoice | ChatChoice:
         """Return the `choices` entry of a non-streaming response."""
 
+    def begin(self, include_usage: bool) -> bytes:
+        self.include_usage = include_usage
+        return b""
 
-class CompletionFormat(Format):
+    def events(self, part: Joined) -> bytes:
+        return b"".join(self._chunk([choice]) for choice in self.pieces(part))
+
+    def end(self, usages: Mapping[int, Usage]) -> bytes:
+        return (self._chunk([], self._usage(usages)) if self.include_usage else b"") + b"data: [DONE]\n\n"
+
+    def error(self, error: RequestError) -> bytes:
+        return event(error.body())
+
+    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
+        entries = [self.choice(joined) for joined in choices]
+        return {**self.head, "object": self.response_object, "choices": entries, "usage": self._usage(usages)}
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Any = None) -> bytes:
+        body = {**self.head, "object": self.chunk_object, "choices": choices}
+        if self.include_usage:
+            body["usage"] = usage
+        return event(body)
+
+    def _usage(self, usages: Mapping[int, Usage]) -> UsageBody:
+        """Sum usage over choices. A prompt is counted once."""
+        firsts = [usage for choice, usage in usages.items() if choice % self.width == 0]
+        prompt = sum(usage.prompt_tokens for usage in firsts)
+        completion = 0 if self.silent else sum(usage.completion_tokens for usage in usages.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
+        }
+
+    def _prompt(self, part: Joined) -> list[dict[str, PromptLogprob] | None]:
+        """The log-probabilities of the prompt's tokens: by token id, of the token and of the likeliest."""
+        listed: list[dict[str, PromptLogprob] | None] = []
+        for entry in part.prompt or ():
+            ranks = {} if entry is None else {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
+            if entry is not None:
+                ranks.setdefault(entry.token_id, (entry.logprob, None))  # type: ignore[arg-type]
+            named = {
+                str(token): PromptLogprob(logprob=_finite(value), rank=rank, decoded_token=self._text_of(token))
+                for token, (value, rank) in ranks.items()
+            }
+            listed.append(named or None)
+        return listed
+
+    def _text_of(self, token_id: int) -> str:
+        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class Echo(NamedTuple):
+    """The response repeats the prompts: as they came, text or token ids."""
+
+    prompts: Sequence[str | Sequence[int]]
+
+
+class CompletionFormat(ChoicesFormat):
     prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: ServedTokenizer, *, logprobs: bool) -> None:
-        super().__init__(model, tokenizer, logprobs=logprobs)
+    def __init__(self, model: str, tokenizer: ServedTokenizer, *, echo: Echo | None = None, kept: int = 0, **shared: Any) -> None:
+        """`kept`: choices of each prompt that a response has, the likeliest (0: all)."""
+        super().__init__(model, tokenizer, **shared)
+        self.echo = echo
+        self.kept = kept or self.width
+        self._started: set[int] = set()
         self._offsets: dict[int, int] = {}  # choice -> offset of its next token in its text
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # choice -> decoder; counts a character once it is complete
 
+    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
+        kept: list[Joined] = []
+        for first in range(0, len(choices) if self.kept < self.width else 0, self.width):
+            best = sorted(choices[first : first + self.width], key=_likeliness, reverse=True)[: self.kept]
+            kept += [replace(joined, index=len(kept) + place) for place, joined in enumerate(best)]
+        return super().body(kept or choices, usages)
+
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
-        if not (part.text or part.finish or (self.logprobs and part.logprobs)):
+        if not (part.text or part.finish or part.prompt or (self.logprobs and part.logprobs)):
             return []
         return [dict(self.choice(part))]
 
     def choice(self, joined: Joined) -> CompletionChoice:
-        return {
-            "index": joined.index,
-            "text": joined.text,
-            "logprobs": self._logprobs(joined) if self.logprobs else None,
-            "finish_reason": _reason(joined.finish),
+        part = replace(joined, text="", logprobs=(), finish=joined.finish and Finish.LENGTH) if self.silent else joined
+        repeated = self._repeated(part.index) if self.echo and part.index not in self._started else ""
+        self._started.add(part.index)
+        choice: CompletionChoice = {
+            "index": part.index,
+            "text": repeated + part.text,
+            "logprobs": self._logprobs(part) if self.logprobs else None,
+            "finish_reason": _reason(part.finish),
         }
+        if self.scored and part.prompt is not None:
+            choice["prompt_logprobs"] = self._prompt(part)
+        return choice
+
+    def _repeated(self, index: int) -> str:
+        assert self.echo is not None
+        prompt = self.echo.prompts[index // self.width]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special=False)
 
     def _logprobs(self, part: Joined) -> CompletionLogprobs:
         """Tokens are keyed by their text: of several with the same text, top_logprobs has only the most likely."""
         offset = self._offsets.get(part.index, 0)
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         body: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in part.logprobs:
-            top: dict[str, float] = {}
-            for token_id, value in (*entry.top, (entry.token_id, entry.logprob)):  # OpenAI always includes the sampled token
-                top.setdefault(self._name(token_id), _finite(value))
-            body["tokens"].append(self._name(entry.token_id))
-            body["token_logprobs"].append(_finite(entry.logprob))
-            body["top_logprobs"].append(top)
+        prompt = self.prompts[part.index // self.width] if self.echo and part.prompt is not None else ()
+        for token, entry in (*zip(prompt, part.prompt or (), strict=False), *((entry.token_id, entry) for entry in part.logprobs)):
+            body["tokens"].append(self._name(token))
+            body["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
+            body["top_logprobs"].append(None if entry is None else self._top(entry))
             body["text_offset"].append(offset)
-            offset += len(decoder.decode(self.tokenizer.token_bytes(entry.token_id)))
+            offset += len(decoder.decode(self.tokenizer.token_bytes(token)))
         self._offsets[part.index] = offset
         return body
+
+    def _top(self, entry: Logprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, value in (*entry.top, (entry.token_id, entry.logprob)):  # OpenAI always includes the sampled token
+            top.setdefault(self._name(token_id), _finite(value))
+        return top
 
     def _name(self, token_id: int) -> str:
         """The token's text, or OpenAI's notation for an incomplete UTF-8 sequence, bytes:\\xe2\\x80."""
@@ -125,7 +253,14 @@ class CompletionFormat(Format):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-class ChatFormat(Format):
+class Thinking(NamedTuple):
+    """A model that reasons before it answers: the marks around its reasoning, and whether the prompt ends with the first."""
+
+    marks: tuple[str, str]
+    begun: bool
+
+
+class ChatFormat(ChoicesFormat):
     """The chat format. With `forced` functions the output is one function's arguments, or {"name", "arguments"} if there are
     several. With `allowed` functions the output is free text, in which `CallFinder` finds at most `max_calls` calls."""
 
@@ -136,17 +271,22 @@ class ChatFormat(Format):
         model: str,
         tokenizer: ServedTokenizer,
         *,
-        logprobs: bool,
         forced: Sequence[str],
         named: bool,
-        allowed: Sequence[str] = (),
+        allowed: Functions,
         max_calls: int | None = None,
+        calls: Form | None = None,
+        thinking: Thinking | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(model, tokenizer, logprobs=logprobs)
+        super().__init__(model, tokenizer, **shared)
         self.forced = forced
         self.named = named  # tool_choice names the function
         self.allowed = allowed
         self.max_calls = max_calls
+        self.calls = calls
+        self.thinking = thinking
+        self._thoughts: dict[int, Thoughts] = {}
         self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()
         self._texts: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
@@ -154,12 +294,14 @@ class ChatFormat(Format):
 
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
+        scores, (thought, part) = part if self.scored and part.prompt is not None else None, self._think(part)
         deltas: list[dict[str, Any]] = []
         if part.index not in self._started:
             self._started.add(part.index)
             deltas.append({"role": "assistant", "content": None if self.forced else ""})
             if len(self.forced) == 1:
                 deltas.append({"tool_calls": [{"index": 0, **self._call(self.forced[0], "")}]})
+        deltas += [{"reasoning_content": thought}] if thought else []
         if len(self.forced) > 1:
             self._texts[part.index] = self._texts.get(part.index, "") + part.text
             if part.finish is not None:
@@ -182,11 +324,15 @@ class ChatFormat(Format):
         ]
         if choices:
             choices[-1]["logprobs"] = logprobs
+        if scores is not None:
+            choices[0]["prompt_logprobs"] = self._prompt(scores)
         if part.finish is not None:
             choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
         return choices
 
     def choice(self, joined: Joined) -> ChatChoice:
+        logprobs = self._logprobs(joined) if self.logprobs else None
+        thought, joined = self._think(joined)
         if len(self.forced) == 1:
             text, calls = "", [(self.forced[0], joined.text)]
         elif self.forced:
@@ -196,15 +342,27 @@ class ChatFormat(Format):
         answer: ChatChoice = {
             "index": joined.index,
             "message": {"role": "assistant", "content": None if calls and not text else text, "refusal": None},
-            "logprobs": self._logprobs(joined) if self.logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": self._reason(joined) or "stop",
         }
+        if thought:
+            answer["message"]["reasoning_content"] = thought
+        if self.scored and joined.prompt is not None:
+            answer["prompt_logprobs"] = self._prompt(joined)
         if calls:
             answer["message"]["tool_calls"] = [self._call(*call) for call in calls]  # type: ignore[misc]
         return answer
 
+    def _think(self, part: Joined) -> tuple[str, Joined]:
+        """Split off the reasoning."""
+        if self.thinking is None:
+            return "", part
+        thoughts = self._thoughts.setdefault(part.index, Thoughts(*self.thinking))
+        thought, text = thoughts.push(part.text, last=part.finish is not None)
+        return thought, replace(part, text=text)
+
     def _parse(self, part: Joined) -> tuple[str, list[tuple[str, str]]]:
-        finder = self._finders.setdefault(part.index, CallFinder(self.allowed, self.max_calls))
+        finder = self._finders.setdefault(part.index, CallFinder(self.allowed, self.max_calls, self.calls))
         return finder.push(part.text, last=part.finish is not None)
 
     def _split(self, index: int, text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -244,6 +402,11 @@ class ChatFormat(Format):
 
 def _reason(finish: Finish | None) -> Any:
     return None if finish is None else finish.value
+
+
+def _likeliness(joined: Joined) -> float:
+    """The mean log-probability of a token."""
+    return sum(entry.logprob for entry in joined.logprobs) / max(1, len(joined.logprobs))
 
 
 def _finite(logprob: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from slipstream.inference.core import SamplingParams
@@ -15,12 +15,35 @@ class ServedTokenizer(Protocol):
         """May raise text.TooLongError if the text has more than `max_tokens` tokens, and should if encoding is slow."""
         ...
 
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+
     @property
     def supports_tools(self) -> bool:
         """Whether the chat template reads `tools`."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    @property
+    def template(self) -> str:
+        """The source of the chat template; "" if there is none."""
+        ...
+
+    @property
+    def variables(self) -> Collection[str]:
+        """The variables that the chat template reads."""
+        ...
+
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """The tokens that a grammar cannot write as text, by their text."""
+        ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
         """Render a conversation, to be encoded with special=False. Raises ValueError, with a message for the client, if the
         chat template rejects it."""
         ...
@@ -48,13 +71,21 @@ class ServedEngine(Protocol):
         ...
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, *, n: int, priority: int, salt: str, sink: Callable[[Output], None]
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        n: int,
+        priority: int,
+        salt: str,
+        tenant: str,
+        sink: Callable[[Output], None],
     ) -> Any:
         """Queue a request and return its handle, without waiting for a forward.
 
         The engine's thread calls `sink` with one `Output` at a time; if `sink` raises, the request is cancelled. Requests with
-        different `salt` share no blocks of the prefix cache. Raises ValueError for an invalid request, QueueFullError if the
-        queue is full, and RuntimeError if the engine accepts no more requests.
+        different `salt` share no blocks of the prefix cache, and those of different `tenant` share the engine evenly. Raises ValueError
+        for an invalid request, QueueFullError if the queue is full, and RuntimeError if the engine accepts no more requests.
         """
         ...
 

@@ -1,73 +1,207 @@
 """The tool-call parser for tool_choice "auto": finds calls in a model's output while it streams.
 
-It knows two forms: <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen, SmolLM2; also with a list of calls), and
-output that consists of such JSON only (Llama, which may write "parameters"). Anything else stays text.
+A `Form` is how a family of models writes calls; the chat template shows which one it is (`form_of`). Output that consists of JSON
+only, {"name": ..., "arguments": {...}} or a list of it, is a call in every form. Anything else stays text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+Call = tuple[str, str]  # function, arguments as JSON
+Functions = Mapping[str, Any]  # the functions that may be called: name -> JSON schema of the arguments
+
+
+class Form(NamedTuple):
+    """`open` begins calls, `close` ends them ("": the end of the output), `read` returns the calls between them, or none. `begin`
+    (with the function's name in place of {}) and `end` surround the arguments of one call in a grammar ("": it has none)."""
+
+    open: str
+    close: str
+    read: Callable[[str, Functions], list[Call]]
+    begin: str = ""
+    end: str = ""
 
 
 class CallFinder:
-    """The parser of one choice. `functions` are the names that may be called; calls beyond `max_calls` are dropped."""
+    """The parser of one choice. Calls beyond `max_calls` are dropped."""
 
-    def __init__(self, functions: Sequence[str], max_calls: int | None = None) -> None:
+    def __init__(self, functions: Functions, max_calls: int | None = None, form: Form | None = None) -> None:
         self.functions = functions
         self.max_calls = max_calls
+        self.form = form or FORMS[-1][1]
         self.num_calls = 0
         self._text = ""  # received, not yet returned
         self._is_text = False  # the output does not begin with JSON
 
-    def push(self, text: str, *, last: bool) -> tuple[str, list[tuple[str, str]]]:
-        """Add `text`; return the text that is certain to be text, and the calls after it as (function, arguments as JSON)."""
+    def push(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
+        """Add `text`; return the text that is certain to be text, and the calls after it."""
         self._text += text
         if not self._is_text and re.fullmatch(r"\s*(\[\s*)?(\{.*)?", self._text, re.DOTALL):
             if not last:
                 return "", []
-            if parsed := self._calls(self._text):
+            if parsed := read_json(self._text, self.functions):
                 return "", self._count(parsed)
         self._is_text = True
+        opening, close = self.form.open, self.form.close
         plain = ""
-        calls: list[tuple[str, str]] = []
-        while OPEN in self._text:
-            before, _, after = self._text.partition(OPEN)
-            body, closing, after = after.partition(CLOSE)
+        calls: list[Call] = []
+        while opening in self._text:
+            before, _, after = self._text.partition(opening)
+            body, closing, after = after.partition(close) if close else (after, "", "")
             if not (closing or last):
                 break
-            parsed = self._calls(body)  # models forget to close the last one
-            plain += before.rstrip() if parsed else before + OPEN + body + closing
+            parsed = self.form.read(body, self.functions)  # models forget to close the last one
+            plain += before.rstrip() if parsed else before + opening + body + closing
             calls += self._count(parsed)
             self._text = after
         # Hold back an incomplete call, a suffix that may begin one, and the white space before a call or after the last.
-        end = len(self._text) if last else self._text.find(OPEN)
+        end = len(self._text) if last else self._text.find(opening)
         if end < 0:
-            end = len(self._text) - next((n for n in range(len(OPEN) - 1, 0, -1) if self._text.endswith(OPEN[:n])), 0)
+            end = len(self._text) - overlap(self._text, opening)
         if not last or self.num_calls:
             end = len(self._text[:end].rstrip())
         plain, self._text = plain + self._text[:end], self._text[end:]
         return plain, calls
 
-    def _count(self, calls: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def _count(self, calls: list[Call]) -> list[Call]:
         if self.max_calls is not None:
             calls = calls[: self.max_calls - self.num_calls]
         self.num_calls += len(calls)
         return calls
 
-    def _calls(self, text: str) -> list[tuple[str, str]]:
-        """Parse `text` as a call or a list of calls; return none if any part of it is not a valid call."""
-        try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError):
+
+class Thoughts:
+    """Splits one choice's output into the reasoning between two marks and the rest. `begun`: the prompt ends with the first."""
+
+    def __init__(self, marks: tuple[str, str], begun: bool) -> None:
+        self.marks = marks
+        self._mark = marks[1] if begun else marks[0]  # the one that comes next; "" after the second
+        self._text = ""
+        self._fresh = True  # only white space since the last mark, which is dropped
+
+    def push(self, text: str, *, last: bool) -> tuple[str, str]:
+        """Add `text`; return what is certain to be reasoning, and what is certain not to be."""
+        self._text += text
+        thoughts = rest = ""
+        if self._mark == self.marks[0]:  # reasoning comes first or not at all
+            start = self._text.lstrip()
+            if start.startswith(self._mark):
+                self._text, self._mark = start[len(self._mark) :], self.marks[1]
+            elif last or not self._mark.startswith(start):
+                self._mark, self._fresh = "", False
+            else:
+                return "", ""
+        if self._mark:
+            before, found, after = self._text.partition(self._mark)
+            end = len(before) if found or last else len(before) - overlap(before, self._mark)
+            end = len(before[:end].rstrip())  # white space before the mark is dropped
+            thoughts, self._text = self._new(before[:end]), before[end:]
+            if not found:
+                return thoughts, ""
+            self._text, self._mark, self._fresh = after, "", True
+        rest, self._text = self._new(self._text), ""
+        return thoughts, rest
+
+    def _new(self, text: str) -> str:
+        text = text.lstrip() if self._fresh else text
+        self._fresh = self._fresh and not text
+        return text
+
+
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest beginning of `mark` that `text` ends with."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def read_json(text: str, functions: Functions) -> list[Call]:
+    """{"name": ..., "arguments": {...}} (Llama writes "parameters"), a list of these, or several in a row."""
+    try:
+        parsed = list(_values(text))
+    except (ValueError, RecursionError):
+        return []
+    calls = []
+    for call in parsed[0] if len(parsed) == 1 and isinstance(parsed[0], list) else parsed:
+        arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
+        if not isinstance(arguments, dict) or call.get("name") not in functions:
             return []
-        calls = []
-        for call in parsed if isinstance(parsed, list) else [parsed]:
-            arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
-            if not isinstance(arguments, dict) or call.get("name") not in self.functions:
-                return []
-            calls.append((call["name"], json.dumps(arguments)))
-        return calls
+        calls.append((call["name"], json.dumps(arguments)))
+    return calls
+
+
+def _values(text: str) -> Iterator[Any]:
+    place = len(text) - len(text.lstrip())
+    while place < len(text):
+        value, place = json.JSONDecoder().raw_decode(text, place)
+        yield value
+        place += len(text[place:]) - len(text[place:].lstrip("; \t\r\n"))
+
+
+def _read_mistral(text: str, functions: Functions) -> list[Call]:
+    """[{"name": ..., "arguments": {...}}], or NAME[ARGS]{...}[TOOL_CALLS]NAME[ARGS]{...}."""
+    named = re.compile(r"\s*([\w-]+)(?:\[CALL_ID\]\w+)?\[ARGS\](.*)", re.DOTALL)
+    parts = [named.fullmatch(part) for part in text.split("[TOOL_CALLS]")]
+    return _checked([(part[1], part[2]) for part in parts if part], functions) if all(parts) else read_json(text, functions)
+
+
+# DeepSeek's marks, of all calls and of one.
+_CALLS, _END_CALLS, _CALL, _SEP, _END_CALL = (
+    f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
+)
+_DEEPSEEK = re.compile(rf"{_CALL}(?:function{_SEP})?([\w-]+)(?:{_SEP}|\s*```json\s)(.*?)(?:\s*```)?\s*{_END_CALL}", re.DOTALL)
+
+
+def _read_deepseek(text: str, functions: Functions) -> list[Call]:
+    return _checked([(call[1], call[2]) for call in _DEEPSEEK.finditer(text)], functions)
+
+
+def _read_qwen_coder(text: str, functions: Functions) -> list[Call]:
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>; a value that its schema does not say to be text is JSON."""
+    calls = []
+    for call in re.finditer(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", text, re.DOTALL):
+        arguments: dict[str, Any] = {}
+        properties = ((functions.get(call[1]) or {}).get("properties")) or {}
+        for name, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", call[2], re.DOTALL):
+            arguments[name] = value
+            if not isinstance(schema := properties.get(name), dict) or schema.get("type") != "string":
+                with suppress(ValueError, RecursionError):  # text, though its schema does not say so
+                    arguments[name] = json.loads(value)
+        calls.append((call[1], json.dumps(arguments)))
+    return calls if all(name in functions for name, _ in calls) else []
+
+
+def _checked(calls: list[Call], functions: Functions) -> list[Call]:
+    """None of them unless all are calls of `functions` with an object as arguments."""
+    try:
+        parsed = [(name, json.loads(arguments)) for name, arguments in calls]
+    except (ValueError, RecursionError):
+        return []
+    valid = all(name in functions and isinstance(arguments, dict) for name, arguments in parsed)
+    return [(name, json.dumps(arguments)) for name, arguments in parsed] if valid else []
+
+
+_HERMES = '<tool_call>\n{"name": "{}", "arguments": '
+# What is in a chat template that writes calls in a form; the first that is decides. The last is Hermes', Qwen's and SmolLM2's.
+FORMS: tuple[tuple[str, Form], ...] = (
+    ("<function=", Form("<tool_call>", "</tool_call>", _read_qwen_coder)),
+    (
+        f"{_SEP}' + tool['function']['name'] + '\\n' + '```json",
+        Form(_CALLS, _END_CALLS, _read_deepseek, f"{_CALLS}{_CALL}function{_SEP}{{}}\n```json\n", f"\n```{_END_CALL}{_END_CALLS}"),
+    ),
+    (_SEP, Form(_CALLS, _END_CALLS, _read_deepseek, f"{_CALLS}{_CALL}{{}}{_SEP}", _END_CALL + _END_CALLS)),
+    ("[ARGS]", Form("[TOOL_CALLS]", "", _read_mistral, "[TOOL_CALLS]{}[ARGS]")),
+    ("[TOOL_CALLS]", Form("[TOOL_CALLS]", "", _read_mistral, '[TOOL_CALLS][{"name": "{}", "arguments": ', "}]")),
+    ("<tool_call>", HERMES := Form("<tool_call>", "</tool_call>", read_json, _HERMES, "}\n</tool_call>")),
+    ('"parameters"', LLAMA := Form("<|python_tag|>", "", read_json, '{"name": "{}", "parameters": ', "}")),
+    ("<|python_tag|>", LLAMA),
+    ("", HERMES),
+)
+
+
+def form_of(template: str) -> Form:
+    """The form in which a model with this chat template writes calls."""
+    return next(form for mark, form in FORMS if mark in template)

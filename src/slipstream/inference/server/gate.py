@@ -12,13 +12,22 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.metrics import Traffic
-from slipstream.inference.server.protocol import RequestError
 
 logger = logging.getLogger(__name__)
 
 _OPEN = ("/", "/health")  # need no key: the page asks the user for one, and load balancers have none
-_COUNTED = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")  # all others share one label
+_COUNTED = (
+    "/",
+    "/health",
+    "/metrics",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+)  # all others share one label
 
 
 class JSON(Response):
@@ -72,7 +81,7 @@ class AdmissionGate:
 
     def _refused(self, scope: Scope, generates: bool) -> Response | None:
         tenant = self._tenant(Headers(scope=scope).get("authorization", "")) if self.keys else ""
-        scope.setdefault("state", {})["tenant"] = tenant
+        scope.setdefault("state", {}).update(tenant=tenant, prioritizes=True)
         if tenant is None and scope["path"] not in _OPEN:
             error = RequestError("missing or invalid API key; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"

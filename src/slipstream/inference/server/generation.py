@@ -18,11 +18,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import Output, Usage
-from slipstream.inference.server.answers import Format, Joined, join, usage_body
+from slipstream.inference.server.answers import Format, Joined, join
 from slipstream.inference.server.backend import ServedEngine
+from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.metrics import Traffic
-from slipstream.inference.server.protocol import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Work:
     n: int
     priority: int
     salt: str
+    tenant: str = ""
 
 
 class Deadlines:
@@ -80,7 +81,7 @@ class Deadlines:
 
 
 class Compiling:
-    """Submits requests with a JSON schema one at a time: the engine compiles the schema, which can take long and occupies one
+    """Submits requests with a JSON schema or a grammar one at a time: the engine compiles it, which can take long and occupies one
     of the threads that all requests share. A request waits at most `timeout_s` for its turn, and as long for the compiler."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -119,7 +120,7 @@ async def running(engine: ServedEngine, work: Work, receive: Receive, compiling:
             if not over:
                 loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
 
-        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, salt=work.salt, sink=sink)
+        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, salt=work.salt, tenant=work.tenant, sink=sink)
 
     def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
         """Submit in a worker thread. The caller must shield the future, else a cancellation loses the handle."""
@@ -155,12 +156,12 @@ async def running(engine: ServedEngine, work: Work, receive: Receive, compiling:
     try:
         try:
             for number, prompt in enumerate(work.prompts):
-                if work.params.json_schema is None:
+                if not work.params.constrained:
                     await asyncio.shield(start(prompt, number * work.n))
                 else:
                     await compiling.submit(partial(start, prompt, number * work.n))
         except ValueError as error:
-            raise RequestError(str(error)) from None
+            raise RequestError(str(error), param=_param(str(error))) from None
         except QueueFullError as error:
             raise RequestError(str(error), status=429, code="queue_full", retry_after=1) from None
         except RuntimeError as error:
@@ -191,8 +192,10 @@ class Answer(Response):
         stream: bool,
         include_usage: bool,
         timeout_s: float,
+        headers: list[tuple[bytes, bytes]],
     ) -> None:
         super().__init__()
+        self.headers_sent = headers
         self.engine = engine
         self.work = work
         self.form = form
@@ -232,37 +235,33 @@ class Answer(Response):
 
     async def _stream(self, batches: Batches, send: Send) -> None:
         usages: dict[int, Usage] = {}
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *self.headers_sent]})
+        first = self.form.begin(self.include_usage)
         async for batch in batches:
             usages |= _usages(batch)
-            body = b"".join(self._event([choice]) for part in _joined(batch) for choice in self.form.pieces(part))
-            if body:
+            if body := first + b"".join(self.form.events(part) for part in _joined(batch)):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        last = self._event([], self._usage(usages)) if self.include_usage else b""
-        await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n"})
+            first = b""
+        await send({"type": "http.response.body", "body": first + self.form.end(usages)})
 
     async def _respond(self, batches: Batches, send: Send) -> None:
         outputs = [entry async for batch in batches for entry in batch]
-        choices = [self.form.choice(joined) for joined in sorted(_joined(outputs), key=lambda joined: joined.index)]
-        body = {**self.form.head, "object": self.form.response_object, "choices": choices, "usage": self._usage(_usages(outputs))}
-        response = JSON(body)
-        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        response = JSON(self.form.body(sorted(_joined(outputs), key=lambda joined: joined.index), _usages(outputs)))
+        headers = [*response.raw_headers, *self.headers_sent]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": response.body})
 
     async def _send_error(self, error: RequestError, send: Send) -> None:
         """Send the error as an event of the stream, whose status is already sent. Waits at most 1 s for the client to read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1):
-                await send({"type": "http.response.body", "body": b"data: " + JSON(error.body()).body + b"\n\n"})
+                await send({"type": "http.response.body", "body": self.form.error(error)})
 
-    def _event(self, choices: list[dict[str, Any]], usage: Any = None) -> bytes:
-        body = {**self.form.head, "object": self.form.chunk_object, "choices": choices}
-        if self.include_usage:
-            body["usage"] = usage
-        return b"data: " + JSON(body).body + b"\n\n"
 
-    def _usage(self, usages: dict[int, Usage]) -> Any:
-        return usage_body((choice % self.work.n == 0, usage) for choice, usage in usages.items())
+def _param(message: str) -> str | None:
+    """The field that an engine's refusal is about: its first word, or the prompt."""
+    first, *_ = message.split()
+    return first if first in SamplingParams.__dataclass_fields__ or first == "n" else "prompt" if "prompt" in message else None
 
 
 def _usages(batch: list[tuple[int, Output]]) -> dict[int, Usage]:

@@ -19,10 +19,10 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from slipstream.inference.server.app import create_app
 from slipstream.inference.server.backend import ServedEngine
+from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import refusal
 from slipstream.inference.server.generation import Deadlines
 from slipstream.inference.server.metrics import Traffic
-from slipstream.inference.server.protocol import RequestError
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,128 @@
+"""The shapes of the responses, as typed dicts: one is built per token, and a pydantic model would cost ten times as much."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+
+class TokenCounts(TypedDict):
+    cached_tokens: int
+
+
+class UsageBody(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenCounts
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]  # None: of the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None  # None: not among the likeliest that were requested
+    decoded_token: str
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+
+
+class CompletionBody(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[UsageBody | None]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+
+
+class FunctionCallBody(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallBody(TypedDict):
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallBody
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCallBody]]
+    reasoning_content: NotRequired[str]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+
+
+class ChatBody(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class HealthBody(TypedDict):
+    status: Literal["ok", "draining", "failed"]
+
+
+class ModelBody(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    sampling: dict[str, float]  # defaults of chats
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class TokensBody(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TextBody(TypedDict):
+    prompt: str

@@ -1,0 +1,347 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.inference.server.answers import ChatFormat, Thinking
+from slipstream.inference.server.backend import ServedTokenizer
+from slipstream.inference.server.calls import form_of
+from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
+from slipstream.inference.server.requests import MAX_MESSAGES, NOT_SERVED, Empty, Fields, Never, Sampled, explained, parse, wrong
+from slipstream.inference.server.state import Caller, Prepared, Server
+from slipstream.inference.text import MARKS
+
+
+async def answer(server: Server, request: Request) -> Response:
+    return await server.answer(request, prepare)
+
+
+class TextPart(Fields):
+    type: Annotated[Literal["text"], explained("not_served", "only text parts are supported, not image_url, input_audio or file")]
+    text: str
+
+
+class FunctionCall(Fields):
+    name: str
+    arguments: str | dict[str, JsonValue]
+
+
+class ToolCall(Fields):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None  # of a stream's part
+    function: FunctionCall
+
+
+class Message(Fields):
+    """Other fields are passed to the chat template."""
+
+    labels = {"annotations": ([],), "refusal": ()}  # noqa: RUF012 # of our own responses, which clients send back
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: FunctionCall | None = None  # OpenAI's form before tool_calls
+    audio: Never = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role in ("system", "developer", "user"):
+            raise wrong("content", f"a message of role {self.role} needs content")
+        if (self.tool_calls or self.function_call) and self.role != "assistant":
+            raise wrong("tool_calls", "only messages of role assistant may have tool_calls")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: with their names of roles and fields, and without those that are not set."""
+        message = self.model_dump(exclude_none=True, exclude={"function_call"})
+        if self.function_call is not None:
+            message["tool_calls"] = [{"type": "function", "function": self.function_call.model_dump()}]
+        if self.reasoning is not None:
+            message.setdefault("reasoning_content", self.reasoning)
+        return message | {"role": _ROLES.get(self.role, self.role), "content": message.get("content", "")}
+
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+class Function(Fields):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None  # a forced call always follows its schema
+
+
+class Tool(Fields):
+    type: Annotated[Literal["function"], explained("not_served", "only tools of type function are supported")]
+    function: Function
+
+
+class FunctionName(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class ToolSubset(Fields):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class JsonSchema(Fields):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+    strict: bool | None = None  # the output always follows the schema
+
+
+class ResponseFormat(Fields):
+    type: Annotated[Literal["text", "json_object", "json_schema"], explained("type", "must be text, json_object or json_schema")]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise wrong("json_schema", "type json_schema needs the field json_schema, and other types must not have it")
+        return self
+
+
+class ChatRequest(Sampled):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | ToolSubset | None,
+        explained(
+            "tool_choice", 'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or allowed_tools'
+        ),
+    ] = None
+    parallel_tool_calls: bool | None = None  # a forced choice always makes one call
+
+    reasoning_effort: str | None = None  # these are variables of the chat template
+    think: bool | str | None = None  # Ollama's enable_thinking
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    audio: Never = None
+    function_call: Annotated[Literal["none"] | None, NOT_SERVED] = None
+    functions: Annotated[Empty | None, NOT_SERVED] = None
+    modalities: Annotated[list[Literal["text"]] | None, NOT_SERVED] = None
+    web_search_options: Never = None
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> ChatRequest:
+        if (self.max_tokens or 0) > 0 and (self.max_completion_tokens or 0) > 0 and self.max_tokens != self.max_completion_tokens:
+            raise wrong("max_completion_tokens", "max_tokens and max_completion_tokens differ; set one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong("top_logprobs", "top_logprobs needs logprobs: true")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise wrong("tools", "two tools have the same name")
+        if not set(self._chosen()) <= set(names):
+            raise wrong("tool_choice", "tool_choice names a function that is not in tools")
+        if self.tool_choice == "required" and not names:
+            raise wrong("tool_choice", 'tool_choice "required" needs tools')
+        formatted = [*(["response_format"] if self.schema() is not None else []), *self.structured()]
+        if formatted and self.forced():
+            raise wrong(formatted[0], f"a forced tool call and {formatted[0]} are mutually exclusive")
+        if len(formatted) > 1 or (self.structured() and self.offered()):
+            other = "tools" if len(formatted) == 1 else formatted[1]
+            raise wrong(formatted[0], f"{formatted[0]} and {other} both decide the form of the output; keep one")
+        last = self.messages[-1]
+        if self.continue_final_message and (self.add_generation_prompt or last.role != "assistant" or not last.content):
+            raise wrong(
+                "continue_final_message", "continue_final_message needs a last message of the assistant and no other prompt"
+            )
+        return self
+
+    def offered(self) -> list[Tool]:
+        """The tools in the prompt: none if tool_choice is none, so that the model calls none."""
+        chosen = self._chosen() if isinstance(self.tool_choice, ToolSubset) else None
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool for tool in tools if chosen is None or tool.function.name in chosen]
+
+    def forced(self) -> list[Function]:
+        """The functions of which the output must call one; empty if no call is forced."""
+        choice = self.tool_choice
+        functions = [tool.function for tool in self.offered()]
+        if isinstance(choice, NamedTool):
+            return [function for function in functions if function.name == choice.function.name]
+        required = choice == "required" or (isinstance(choice, ToolSubset) and choice.allowed_tools.mode == "required")
+        return functions if required else []
+
+    def schema(self) -> Any:
+        """The JSON schema of the response format; None for text."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        given = self.response_format.json_schema
+        return {"type": "object"} if given is None else given.schema_
+
+    def forced_schema(self) -> Any:
+        """The JSON schema of a forced call: of the function's arguments, or of {"name", "arguments"} for several functions."""
+        forced = [(function.name, function.parameters or {"type": "object"}) for function in self.forced()]
+        if len(forced) < 2:
+            return forced[0][1] if forced else None
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": _moved(parameters, f"#/anyOf/{index}/properties/arguments")},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for index, (name, parameters) in enumerate(forced)
+        ]
+        return {"anyOf": calls}
+
+    def variables(self) -> dict[str, tuple[str, Any]]:
+        """By name, the variables of the chat template that fields set, and the fields."""
+        given = {name: (f"chat_template_kwargs.{name}", value) for name, value in (self.chat_template_kwargs or {}).items()}
+        effort = self.think if isinstance(self.think, str) else self.reasoning_effort
+        if effort is not None:
+            given["reasoning_effort"] = ("think" if effort is self.think else "reasoning_effort", effort)
+        if effort == "none" or isinstance(self.think, bool):
+            given["enable_thinking"] = ("reasoning_effort" if self.think is None else "think", bool(self.think))
+        return given
+
+    def _chosen(self) -> list[str]:
+        """The functions that tool_choice names."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return [function.name]
+            case ToolSubset(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return []
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """Rewrite a JSON schema that becomes a part of another one: its local references start at `to`."""
+    match schema:
+        case {"$ref": str(target), **others} if target.startswith("#"):
+            return {"$ref": to + target[1:], **{key: _moved(value, to) for key, value in others.items()}}
+        case dict():
+            return {key: _moved(value, to) for key, value in schema.items()}
+        case list():
+            return [_moved(value, to) for value in schema]
+        case _:
+            return schema
+
+
+def prepare(server: Server, body: bytes, caller: Caller) -> Prepared:
+    """Raises RequestError."""
+    if body.count(b'"role"') > MAX_MESSAGES:  # checked before the expensive parsing
+        raise RequestError(f"messages: a chat may have at most {MAX_MESSAGES:,} messages", param="messages")
+    request = parse(ChatRequest, body)
+    server.check_model(request.model)
+    return prepare_chat(server, request, caller)
+
+
+def prepare_chat(server: Server, request: ChatRequest, caller: Caller, ignored: Sequence[str] = ()) -> Prepared:
+    """`ignored`: fields without effect that were left out of `request`."""
+    server.check_number(1, request.n or 1)
+    text, unread = _render(server, request)
+    prompt = server.encode(text, "messages", special=False)
+    requested = next((limit for limit in (request.max_completion_tokens, request.max_tokens) if limit and limit > 0), None)
+    thinking = _thinking(server.tokenizer, text)
+    constraints, free = _constraints(server, request, thinking)
+    params = request.sampling(
+        max_tokens=server.max_tokens([prompt], requested, server.engine.max_context, "messages"),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        defaults=server.engine.sampling,
+        **constraints._asdict(),
+    )
+    form = ChatFormat(
+        request.model,
+        server.tokenizer,
+        width=request.n or 1,
+        logprobs=bool(request.logprobs),
+        prompts=[prompt],
+        scored=request.prompt_logprobs is not None,
+        forced=[function.name for function in request.forced()],
+        named=isinstance(request.tool_choice, NamedTool),
+        allowed={} if request.forced() else {tool.function.name: tool.function.parameters for tool in request.offered()},
+        max_calls=1 if request.parallel_tool_calls is False else None,
+        calls=form_of(server.tokenizer.template),
+        thinking=thinking,
+    )
+    more = [*ignored, *unread, *(["tools.function.strict"] if free else [])]
+    return server.prepared(request, [prompt], params, form, caller, n=request.n or 1, ignored=more)
+
+
+def _render(server: Server, request: ChatRequest) -> tuple[str, list[str]]:
+    """The prompt, and the fields whose variable the template does not read."""
+    messages = [message.for_template() for message in request.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in request.offered()] or None
+    given, known = request.variables(), server.tokenizer.variables
+    if wrong_ones := given.keys() & {"messages", "tools", "add_generation_prompt"}:
+        field = f"chat_template_kwargs.{min(wrong_ones)}"
+        raise RequestError(f"{field}: it has a field of its own", param=field)
+    starts = not request.continue_final_message and request.add_generation_prompt is not False
+    variables = {name: value for name, (_, value) in given.items() if name in known}
+    try:
+        text = server.tokenizer.chat(messages, tools=tools, add_generation_prompt=starts, **variables)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(str(error), param="messages") from None
+    if request.continue_final_message:
+        last = request.messages[-1].content
+        ending = (last if isinstance(last, str) else "\n".join(part.text for part in last or ())).strip()
+        text = text[: text.rindex(ending) + len(ending)] if ending in text else text
+    if tools and not request.forced() and not server.tokenizer.supports_tools:
+        message = f'the chat template of {server.engine.model_name} ignores tools, so tool_choice "auto" would never call one; '
+        message += 'set tool_choice to "required" or to a function, which forces a call with the function\'s schema'
+        raise RequestError(message, param="tools", code="unsupported_parameter")
+    read = {field for name, (field, _) in given.items() if name in known}  # reasoning_effort none sets two of which one is enough
+    return text, sorted({field for field, _ in given.values()} - read)
+
+
+def _thinking(tokenizer: ServedTokenizer, prompt: str) -> Thinking | None:
+    """The marks around reasoning in the model's output, if its chat template has any; `begun`: after this prompt it reasons."""
+    for opening, closing in MARKS:
+        if closing in tokenizer.template:
+            return Thinking((opening, closing), prompt.rstrip().endswith(opening))
+    return None
+
+
+def _constraints(server: Server, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:
+    """What the output has to follow; and whether there is a strict function that it need not follow, for want of a grammar."""
+    schema, form = request.forced_schema() or request.schema(), form_of(server.tokenizer.template)
+    tools = [] if request.forced() else [tool.function for tool in request.offered()]
+    strict = any(function.strict for function in tools)
+    begun = thinking is not None and thinking.begun
+    if request.structured():
+        return structured(request.structured()), False
+    if not form.begin or not (strict or (tools and schema is not None)):
+        if tools and schema is not None:
+            raise RequestError("response_format beside tools is not served in this model's form of calls", param="response_format")
+        if schema is None or not begun:
+            return Constraints(None if schema is None else dumps(schema, "response_format")), strict
+    served = [(tool.name, tool.parameters or {"type": "object"} if tool.strict else {"type": "object"}) for tool in tools]
+    try:
+        marks = None if thinking is None else thinking.marks
+        grammar = Lark(server.tokenizer.marks).answer(schema=schema, tools=served, form=form, thoughts=marks, begun=begun)
+    except ValueError as error:
+        param = "tools" if schema is None else "response_format"
+        raise RequestError(f"{param}: a JSON schema cannot be served: {error}", param=param) from None
+    return Constraints(None, grammar), False

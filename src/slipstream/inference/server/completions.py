@@ -1,0 +1,79 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.inference.server.answers import CompletionFormat, Echo
+from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.grammar import structured
+from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, Sampled, TokenId, explained, parse, wrong
+from slipstream.inference.server.state import Caller, Prepared, Server
+
+
+async def answer(server: Server, request: Request) -> Response:
+    return await server.answer(request, prepare)
+
+
+class CompletionRequest(Sampled):
+    prompt: Annotated[
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]], Field(min_length=1, fail_fast=True)],
+        explained("prompt", "must be a non-empty string, list of strings, list of token ids, or list of lists of token ids"),
+    ]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None  # of so many, the n likeliest are returned
+    echo: bool | None = None
+    suffix: Annotated[Literal[""] | None, NOT_SERVED] = None
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> CompletionRequest:
+        if self.best_of is not None and (self.best_of < (self.n or 1) or (self.stream and self.best_of > (self.n or 1))):
+            raise wrong("best_of", "best_of must be n or more, and equal to n in a stream")
+        return self
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each a text or a list of token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+def prepare(server: Server, body: bytes, caller: Caller) -> Prepared:
+    """Raises RequestError."""
+    request = parse(CompletionRequest, body)
+    server.check_model(request.model)
+    width = max(request.n or 1, request.best_of or 1)
+    server.check_number(len(request.prompts()), width)
+    prompts = [server.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in request.prompts()]
+    if not all(prompts):
+        raise RequestError("a prompt has no tokens", param="prompt")
+    requested = None if request.max_tokens == -1 else request.max_tokens
+    default = server.engine.max_context if request.max_tokens == -1 else 16  # OpenAI's
+    scores = request.logprobs if request.echo and request.prompt_logprobs is None else request.prompt_logprobs
+    params = request.model_copy(update={"prompt_logprobs": scores}).sampling(
+        max_tokens=server.max_tokens(prompts, requested, default, "prompt"),
+        logprobs=request.logprobs if width == (request.n or 1) else request.logprobs or 0,  # they rank the best of several
+        **structured(request.structured())._asdict(),
+    )
+    form = CompletionFormat(
+        request.model,
+        server.tokenizer,
+        width=width,
+        logprobs=request.logprobs is not None,
+        prompts=prompts,
+        echo=Echo(request.prompts()) if request.echo else None,
+        scored=request.prompt_logprobs is not None,
+        silent=request.max_tokens == 0,
+        kept=request.n or 1,
+    )
+    return server.prepared(request, prompts, params, form, caller, n=width)

@@ -1,0 +1,33 @@
+"""An error response in OpenAI's format."""
+
+from __future__ import annotations
+
+from typing_extensions import TypedDict
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+class RequestError(Exception):
+    """An error response in OpenAI's format."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+    def body(self) -> ErrorBody:
+        kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

@@ -1,0 +1,107 @@
+"""The grammars (llguidance's Lark) of answers that are more than one JSON value: calls that follow their schemas in free text or
+beside a response format, after reasoning; a regular expression; a choice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slipstream.inference.constrain import WHITESPACE, check_schema
+from slipstream.inference.server.calls import Form
+from slipstream.inference.server.errors import RequestError
+
+FREE = r"/(.|\n)*/"
+
+
+class Constraints(NamedTuple):
+    """At most one of the fields of `SamplingParams`."""
+
+    json_schema: str | None = None
+    grammar: str | None = None
+
+
+def structured(fields: Mapping[str, tuple[str, Any]]) -> Constraints:
+    """Of `Sampled.structured`, which has one entry at most. Raises RequestError."""
+    for name, (kind, value) in fields.items():
+        match kind:
+            case "json":
+                return Constraints(value if isinstance(value, str) else dumps(value, name))
+            case "regex":
+                escaped = re.sub(
+                    r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), value, flags=re.DOTALL
+                )
+                return Constraints(None, f"start: /{escaped}/")
+            case "choice":
+                return Constraints(None, "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
+            case _ if "multipleOf" in value:
+                raise RequestError(f"{name}: a grammar with multipleOf is not served; use a JSON schema", param=name)
+            case _:
+                return Constraints(None, value)
+    return Constraints()
+
+
+def dumps(schema: Any, name: str) -> str:
+    """A JSON schema as text. Raises RequestError."""
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except ValueError:
+        raise RequestError(f"{name}: the JSON schema contains a non-finite number", param=name) from None
+
+
+class Lark:
+    """Writes grammars for one tokenizer. `tokens`: its tokens that are no text, by their text."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._rules: list[str] = []
+
+    def answer(
+        self,
+        *,
+        schema: Any = None,
+        tools: Sequence[tuple[str, Any]] = (),
+        form: Form | None = None,
+        thoughts: tuple[str, str] | None = None,
+        begun: bool = False,
+    ) -> str:
+        """An answer: reasoning between the marks `thoughts` if there are any (`begun`: the prompt has the first), then a value of
+        `schema` or calls of `tools`; without a schema, free text with calls. Raises ValueError for a schema that is not served."""
+        before = ""
+        if thoughts is not None:
+            thought = f"{self._until(thoughts[1], 'thought')} SPACE"
+            before = f"{thought} " if begun else f"({self._text(thoughts[0])} {thought})? "
+        calls, free = self._calls(tools, form, alone=schema is not None) if form is not None and tools else ("", "")
+        body = f"({calls} SPACE)+ | {self._json(schema)}" if calls and schema is not None else free or self._json(schema)
+        return "\n".join([f"start: {before}body", f"body: {body}", f"FREE: {FREE}", r"SPACE: /\s*/", *self._rules])
+
+    def _calls(self, tools: Sequence[tuple[str, Any]], form: Form, *, alone: bool) -> tuple[str, str]:
+        """A rule for one call, and one for text with calls."""
+        marked = form.begin.startswith(form.open)
+        trigger = "" if not marked else self._text(form.open) if alone else self._until(form.open, "free")
+        for number, (name, parameters) in enumerate(tools):
+            begin = form.begin.replace("{}", name)[len(form.open) if marked else 0 :]
+            self._rules.append(f"call_{number}: {trigger} {self._text(begin)} {self._json(parameters)} {self._text(form.end)}")
+        calls = "(" + " | ".join(f"call_{number}" for number in range(len(tools))) + ")"
+        # Without a mark, a call is the whole answer, and any text that begins as one is one.
+        return calls, f"{calls}* FREE" if marked else rf"{calls} | /([^{{](.|\n)*)?/"
+
+    def _json(self, schema: Any) -> str:
+        check_schema(schema)
+        return "%json " + json.dumps(schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}, allow_nan=False)
+
+    def _until(self, mark: str, name: str) -> str:
+        """A rule for text up to the first `mark`, and the mark."""
+        if mark in self._tokens:
+            return f"FREE <[{self._tokens[mark]}]>"
+        self._rules.append(f"{name}[lazy]: {FREE} {json.dumps(mark)}")
+        return name
+
+    def _text(self, text: str) -> str:
+        """A rule for a text, whose special tokens a grammar names by their numbers."""
+        marks = [mark for mark in self._tokens if mark in text]
+        parts = re.split("(" + "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) + ")", text) if marks else [text]
+        return " ".join(
+            f"<[{self._tokens[part]}]>" if part in self._tokens else json.dumps(part, ensure_ascii=False) for part in parts if part
+        )

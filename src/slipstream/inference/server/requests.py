@@ -1,0 +1,251 @@
+"""What completions and chats have in common in their requests, and how a body is parsed.
+
+A field either has its effect, or is refused by name, or has no effect: labels of OpenAI's (`LABELS`) and unknown fields, which are
+named in the header x-slipstream-ignored and in the log; with --strict-fields they are refused, too. Values are parsed strictly:
+"1" is not a number, except where clients send that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from slipstream.inference.core import MAX_STOP, SamplingParams
+from slipstream.inference.server.errors import RequestError
+
+MAX_SEQUENCES = 128  # per request: prompts x n
+MAX_MESSAGES = 4096  # per chat
+MAX_SALT = 256  # characters
+MAX_NAMED = 60  # characters of a field's name in a response
+
+# OpenAI's fields without an effect on an answer here, and their values that ask for nothing.
+LABELS: Mapping[str, tuple[Any, ...]] = {
+    "metadata": ({},),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": ("medium",),
+}
+
+
+def explained(kind: str, message: str) -> WrapValidator:
+    """Replace pydantic's errors, one per member of a union, by one message."""
+
+    def validate(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError(kind, message) from None
+
+    return WrapValidator(validate)
+
+
+def documented(**limits: float) -> Any:
+    """Add limits to the OpenAPI document only; `SamplingParams` checks them, with better messages."""
+    return Field(json_schema_extra=limits)  # type: ignore[arg-type]
+
+
+def wrong(param: str, message: str) -> PydanticCustomError:
+    """The error of a validator of several fields, of which `param` is the one to change."""
+    return PydanticCustomError("wrong", message, {"param": param})  # type: ignore[arg-type]
+
+
+NOT_SERVED = explained("not_served", "this OpenAI field is not supported; leave it out")
+Never = Annotated[None, NOT_SERVED]
+Empty = Annotated[list[Any], Field(max_length=0)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[
+    float | Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?$", max_length=20)],
+    AfterValidator(float),
+    explained("number", "must be a number"),
+]
+StopString = Annotated[str, Field(max_length=MAX_STOP)]
+
+
+class Fields(BaseModel):
+    """An object of a request. Unknown fields are kept, for `ignored` and for chat templates."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    labels: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # fields without an effect, and their values that ask for nothing
+
+    def ignored(self, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+        """The places of all fields that have no effect."""
+        for name in self.model_fields_set:
+            value = getattr(self, name, None)
+            if name in self.labels:
+                if value is not None and value not in self.labels[name]:
+                    yield (*place, name)
+            elif name not in type(self).model_fields:
+                yield (*place, name)
+            if isinstance(value, Fields):
+                yield from value.ignored((*place, name))
+            elif isinstance(value, list) and value and isinstance(value[0], Fields):
+                for index, part in enumerate(value):
+                    yield from part.ignored((*place, name, index))
+
+
+class StreamOptions(Fields):
+    labels = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = None
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+
+
+class StructuredOutputs(Fields):
+    json_: dict[str, JsonValue] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+class Sampled(Fields):
+    """The fields that completions and chats share: OpenAI's, then vLLM's, then llama.cpp's."""
+
+    labels = LABELS
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: no limit
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    temperature: Annotated[Number | None, documented(minimum=0, maximum=100)] = None
+    top_p: Annotated[Number | None, documented(exclusiveMinimum=0, maximum=1)] = None
+    presence_penalty: Annotated[float | None, documented(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, documented(minimum=-2, maximum=2)] = None
+    logit_bias: Annotated[
+        Annotated[
+            dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)
+        ]
+        | None,
+        explained("logit_bias", "must map at most 1,024 token ids, as strings, to numbers from -100 to 100"),
+    ] = None
+    stop: Annotated[
+        StopString | Annotated[list[StopString], Field(max_length=16)] | None,
+        explained("stop", f"must be a string or a list of at most 16 strings, of at most {MAX_STOP:,} characters each"),
+    ] = None
+    seed: Int64 | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # a label for the provider's records; no effect on the output, as in OpenAI's API
+
+    top_k: Annotated[int | None, documented(minimum=-1)] = None
+    min_p: Annotated[float | None, documented(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, documented(minimum=0.01, maximum=100)] = None
+    min_tokens: Annotated[int | None, documented(minimum=0)] = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # each step is worth 10 s of waiting: no starvation
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # requests with the same salt share prefixes
+
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, JsonValue] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise wrong("stream_options", "stream_options needs stream: true")
+        if len(self.structured()) > 1:
+            first, second, *_ = self.structured()
+            raise wrong(second, f"{first} and {second} both constrain the output; keep one")
+        return self
+
+    def structured(self) -> dict[str, tuple[str, Any]]:
+        """By name, the fields that constrain the output: the kind of constraint (json, regex, choice, grammar) and its value."""
+        kinds = {f"guided_{kind}": (kind, getattr(self, f"guided_{kind}")) for kind in ("json", "regex", "choice", "grammar")}
+        kinds["grammar"] = ("grammar", self.grammar)
+        if (given := self.structured_outputs) is not None:
+            for kind in ("json", "regex", "choice", "grammar"):
+                kinds[f"structured_outputs.{kind}"] = (kind, getattr(given, "json_" if kind == "json" else kind))
+            kinds["structured_outputs.json_object"] = ("json", {"type": "object"} if given.json_object else None)
+        return {name: (kind, value) for name, (kind, value) in kinds.items() if value is not None}
+
+    def sampling(
+        self,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        json_schema: str | None = None,
+        grammar: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> SamplingParams:
+        """Convert to sampling parameters; `defaults` replaces fields that the request leaves out. Raises RequestError."""
+        names = (
+            *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"),
+            *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
+        )
+        fields = dict(defaults or {}) | {name: value for name in names if (value := getattr(self, name)) is not None}
+        fields["top_k"] = max(0, fields.get("top_k", 0))  # vLLM's -1 is all
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        if self.min_tokens is not None and self.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens ({self.min_tokens}) is more than max_tokens ({max_tokens})", param="min_tokens")
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+                stop=tuple(stop),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                logprobs=logprobs,
+                prompt_logprobs=self.prompt_logprobs,
+                json_schema=json_schema,
+                grammar=grammar,
+                **fields,
+            )
+        except ValueError as error:  # the message begins with the field's name
+            param = str(error).split()[0]
+            raise RequestError(str(error), param=param if param in type(self).model_fields else None) from None
+
+
+_CODES = {  # pydantic's error type -> OpenAI's code
+    "not_served": "unsupported_parameter",
+    "missing": "missing_required_parameter",
+}
+RequestT = TypeVar("RequestT", bound=Fields)
+
+
+def parse(kind: type[RequestT], body: bytes, *, strict: bool = False) -> RequestT:
+    """Parse a body. Raises RequestError, which names the invalid field; `strict`: also one without effect."""
+    try:
+        request = kind.model_validate_json(body)
+    except ValidationError as error:
+        # An unsupported field is reported first: other errors may follow from it.
+        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "not_served")
+        if first["type"] == "json_invalid":
+            raise RequestError(f"the body is not valid JSON: {first['msg']}", code="invalid_json") from None
+        # Within a union, pydantic's path also has the names of types.
+        path = [str(part) for part in first["loc"] if part not in ("str", "float", "int") and "[" not in str(part)]
+        param = ".".join([*path, *([first["ctx"]["param"]] if first["type"] == "wrong" else [])])
+        message = first["msg"].removeprefix("Value error, ")
+        message = message if message.startswith(param) else f"{param}: {message}"
+        raise RequestError(message, param=param or None, code=_CODES.get(first["type"])) from None
+    for place in request.ignored() if strict else ():
+        label = len(place) == 1 and place[0] in LABELS
+        why = "this OpenAI field is not supported; leave it out" if label else "unknown field"
+        param = ".".join(_shown(part) for part in place)
+        raise RequestError(f"{param}: {why}", param=param, code="unsupported_parameter" if label else "unknown_parameter")
+    return request
+
+
+def without_effect(request: Fields) -> list[str]:
+    """The fields that have no effect, without the indices of lists."""
+    places = (tuple(part for part in place if isinstance(part, str)) for place in request.ignored())
+    return sorted({".".join(map(_shown, place)) for place in places})
+
+
+def _shown(part: str | int) -> str:
+    return str(part).encode("unicode_escape").decode()[:MAX_NAMED]

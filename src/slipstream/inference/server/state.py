@@ -1,0 +1,174 @@
+"""What the routes of one server share: the engine, the limits, the counters; and the way from a body to an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.inference.core import SamplingParams
+from slipstream.inference.server.answers import Format
+from slipstream.inference.server.backend import ServedEngine, ServedTokenizer
+from slipstream.inference.server.bodies import ModelBody
+from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
+from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.prepare import Bodies, Body, Result
+from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, Sampled, without_effect
+from slipstream.inference.text import TooLongError
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER = 1000  # characters of the names of fields in a response's header
+MAX_LOGGED = 1000  # fields without effect that are logged, each once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits on one request."""
+
+    max_body_bytes: int
+    max_output_tokens: int | None  # None: the context
+    request_timeout_s: float  # to generate the response
+    body_timeout_s: float  # to receive the body
+    schema_timeout_s: float  # to compile a JSON schema
+
+
+class Caller(NamedTuple):
+    """Who sent a request."""
+
+    tenant: str  # a digest of the API key; "" without keys
+    salt: str  # of the prefix cache
+    prioritizes: bool  # `priority` has an effect
+
+
+class Prepared(NamedTuple):
+    request: Sampled
+    work: Work
+    form: Format
+    ignored: Sequence[str]  # fields without effect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    engine: ServedEngine
+    tokenizer: ServedTokenizer
+    limits: Limits
+    traffic: Traffic
+    deadlines: Deadlines
+    compiling: Compiling
+    bodies: Bodies
+    model: ModelBody
+    share_prefixes: bool
+    strict_fields: bool  # fields without effect are refused
+    logged: set[str] = field(default_factory=set)  # fields without effect that are in the log
+
+    async def answer(self, request: Request, prepare: Callable[[Server, bytes, Caller], Prepared]) -> Response:
+        """Receive the body, prepare it outside the event loop, and return the response that runs it."""
+        tenant, prioritizes = request.state.tenant, request.state.prioritizes
+        caller = Caller(tenant, "" if self.share_prefixes else tenant, prioritizes)
+        prepared = await self.receive(request, lambda body: prepare(self, body, caller))
+        options = prepared.request.stream_options
+        return Answer(
+            self.engine,
+            prepared.work,
+            prepared.form,
+            traffic=self.traffic,
+            compiling=self.compiling,
+            deadlines=self.deadlines,
+            stream=bool(prepared.request.stream),
+            include_usage=options is not None and bool(options.include_usage),
+            timeout_s=self.limits.request_timeout_s,
+            headers=self.headers(prepared.ignored),
+        )
+
+    async def receive(self, request: Request, make: Callable[[bytes], Result]) -> Result:
+        """Receive the body and return `make(body)`, which runs in a worker thread. Raises RequestError."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise RequestError(f"content-type is {kind[:100]!r}; it must be application/json", status=415)
+        late = RequestError(f"the body did not arrive within {self.limits.body_timeout_s:g} s", status=408)
+        late.headers["Connection"] = "close"  # else the client could send the remaining bytes forever
+        with self.bodies.arriving() as body:
+            async with self.deadlines.within(self.limits.body_timeout_s, late):
+                await self._read(request, body)
+            return await self.bodies.prepare(make, body)
+
+    async def _read(self, request: Request, body: Body) -> None:
+        async for part in request.stream():
+            body.add(part)
+            if body.size > 8 * self.limits.max_body_bytes:
+                break  # rejected bodies are drained up to this size: many clients read no response before they have sent all
+
+    def prepared(
+        self,
+        request: Sampled,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        form: Format,
+        caller: Caller,
+        *,
+        n: int,
+        ignored: Sequence[str] = (),
+    ) -> Prepared:
+        """Raises RequestError as `refuse` does."""
+        names = sorted({*ignored, *without_effect(request)})
+        self.refuse(names, without_effect(request))
+        names += ["priority"] if request.priority and not caller.prioritizes else []
+        work = Work(
+            prompts=prompts,
+            params=params,
+            n=n,
+            priority=(request.priority or 0) if caller.prioritizes else 0,
+            salt=f"{caller.salt}:{request.cache_salt or ''}",
+            tenant=caller.tenant,
+        )
+        return Prepared(request, work, form, names)
+
+    def refuse(self, names: Sequence[str], unknown: Sequence[str]) -> None:
+        """With `strict_fields`, raise RequestError for a field without effect, unknown if it is in `unknown` and no label."""
+        if self.strict_fields and names:
+            label = names[0] not in unknown or names[0] in LABELS
+            message = f"{names[0]}: " + ("this OpenAI field is not supported; leave it out" if label else "unknown field")
+            raise RequestError(message, param=names[0], code="unsupported_parameter" if label else "unknown_parameter")
+
+    def headers(self, ignored: Sequence[str]) -> list[tuple[bytes, bytes]]:
+        """Name the fields without effect: in the response's header, and each once in the log."""
+        if new := [name for name in ignored if name not in self.logged and len(self.logged) < MAX_LOGGED]:
+            self.logged.update(new)
+            logger.warning("fields of requests that have no effect here: %s", ", ".join(new))
+        return [(b"x-slipstream-ignored", ", ".join(ignored)[:MAX_HEADER].encode("ascii", "replace"))] if ignored else []
+
+    def check_model(self, name: str) -> None:
+        if name != self.engine.model_name:
+            message = f"the model {name[:200]!r} does not exist; this server serves {self.engine.model_name!r}"
+            raise RequestError(message, status=404, param="model", code="model_not_found")
+
+    def check_number(self, prompts: int, n: int) -> None:
+        if prompts * n > MAX_SEQUENCES:
+            raise RequestError(f"{prompts} prompts x n ({n}) is more than {MAX_SEQUENCES} sequences", param="n")
+
+    def encode(self, text: str, param: str, *, special: bool = True) -> list[int]:
+        """`param`: the field that the text is of. Raises RequestError if it is longer than the context."""
+        context = self.engine.max_context
+        try:
+            return self.tokenizer.encode(text, special=special, max_tokens=context)
+        except TooLongError:
+            message = f"the model's context is {context} tokens and the prompt is longer; shorten it"
+            raise RequestError(message, param=param, code="context_length_exceeded") from None
+
+    def max_tokens(self, prompts: Sequence[Sequence[int]], requested: int | None, default: int, param: str) -> int:
+        """Of the output: `requested`, or at most `default`. Raises RequestError."""
+        longest, limit = max(map(len, prompts)), self.limits.max_output_tokens
+        free = self.engine.max_context - longest
+        if free < 1 or (requested or 1) > free:
+            message = f"the model's context is {self.engine.max_context} tokens; the prompt has {longest}"
+            message += f" and max_tokens is {requested}" if requested else ", which leaves none for the output; shorten it"
+            raise RequestError(message, param="max_tokens" if free >= 1 else param, code="context_length_exceeded")
+        if requested is not None and requested > (limit or free):
+            raise RequestError(f"max_tokens is {requested}; this server generates at most {limit} per request", param="max_tokens")
+        return max(1, requested) if requested is not None else min(default, limit or free, free)

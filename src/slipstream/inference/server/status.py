@@ -1,0 +1,56 @@
+"""The routes without a body: models, health, metrics and the chat page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from slipstream.inference.server.gate import JSON
+from slipstream.inference.server.metrics import CONTENT_TYPE, render
+from slipstream.inference.server.state import Server
+
+
+async def models(server: Server, request: Request) -> Response:
+    return JSON({"object": "list", "data": [server.model]})
+
+
+async def one_model(server: Server, request: Request) -> Response:
+    server.check_model(request.path_params["name"])
+    return JSON(server.model)
+
+
+async def health(server: Server, request: Request) -> Response:
+    status = "draining" if server.traffic.draining else "ok" if server.engine.healthy else "failed"
+    return JSON({"status": status}, status_code=200 if status == "ok" else 503)
+
+
+async def metrics(server: Server, request: Request) -> Response:
+    return PlainTextResponse(render(server.engine.stats(), server.traffic), media_type=CONTENT_TYPE)
+
+
+async def chat_page(server: Server, request: Request) -> Response:
+    page, policy = _page()
+    headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return HTMLResponse(page, headers=headers)
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """The chat page and its Content-Security-Policy, which allows only the page's own script and style, by their hashes."""
+    page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+    def hashes(tag: str) -> str:
+        blocks = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'" for block in blocks)
+
+    policy = (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return page, policy

@@ -1,0 +1,190 @@
+"""What clients send: 52 bodies written after openai's, agents' and chat front ends', and those of vLLM, llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+from tests.inference.fake_engine import FakeEngine  # noqa: E402
+from tests.inference.test_server import CHAT, COMPLETIONS, OTHER, STRICT, TOOL, USER, call, client, post, serving  # noqa: E402
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "7"}
+SUBSET = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "aaaa", "format": "wav"}}
+
+
+def said(message: dict[str, Any], *more: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [USER, {"role": "assistant", "content": "yes", **message}, *more, USER]}
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (CHAT, fields)
+        for fields in (
+            # labels
+            {"store": True},
+            {"metadata": {"run": "7"}},
+            {"service_tier": "flex"},
+            {"prompt_cache_key": "agent-1"},
+            {"safety_identifier": "user-1"},
+            {"verbosity": "low"},
+            {"reasoning_effort": "high"},
+            {"user": "me"},
+            # history
+            said({"reasoning_content": "hm"}),
+            said({"reasoning": "hm"}),
+            said({"content": ""}),
+            said({"content": None, "tool_calls": [CALL]}, RESULT),
+            said({"content": None}),
+            said({"tool_calls": [CALL | {"index": 0}]}, RESULT),
+            said({"tool_calls": [CALL]}, RESULT | {"content": None}),
+            said({"id": "msg_1", "opts": {"x": 1}}),
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]},
+            said({"content": None, "function_call": CALL["function"]}, {"role": "function", "name": "add", "content": "7"}),
+            # tools
+            {"tools": [TOOL, STRICT]},
+            {"tools": [STRICT], "parallel_tool_calls": False},
+            {"tools": [TOOL], "response_format": FORMAT},
+            {"tools": [TOOL, OTHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": SUBSET}},
+            {"tools": [TOOL], "tool_choice": "auto", "stream": True},
+            # other servers' fields
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"guided_json": SCHEMA},
+            {"guided_choice": ["yes", "no"]},
+            {"structured_outputs": {"regex": "[0-9]+"}},
+            {"grammar": 'root ::= "yes" | "no"'},
+            {"cache_prompt": True},
+            {"timings_per_token": True},
+            {"add_generation_prompt": True},
+            {
+                "messages": [USER, {"role": "assistant", "content": "I"}],
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+            },
+            {"skip_special_tokens": True},
+            {"prompt_logprobs": 1},
+            {"return_token_ids": True},
+            {"keep_alive": "5m"},
+            {"think": False},
+            {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+            {"top_k": -1},
+            # values
+            {"max_tokens": -1},
+            {"max_tokens": 0},
+            {"stop": None, "n": None, "seed": None},
+            {"temperature": "0.7"},
+            {"response_format": {"type": "text"}, "logit_bias": {}, "functions": []},
+        )
+    ),
+    *(
+        (COMPLETIONS, fields)
+        for fields in (
+            {"echo": True, "logprobs": 1, "max_tokens": 0},
+            {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt": [104, 105]},
+            {"best_of": 2},
+            {"suffix": ""},
+        )
+    ),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+    (CHAT, {"messages": [{"role": "user", "content": [SOUND]}]}, "messages.0.content.0.type"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "patch"}}]}, "tools.0.type"),
+    (COMPLETIONS, {"suffix": "}"}, "suffix"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def address(engine: FakeEngine) -> Iterator[str]:
+    with serving(engine) as address:
+        yield address
+
+
+def test_bodies_of_clients_are_served(address: str) -> None:
+    assert len(BODIES) + len(REFUSED) == 52 and len(BODIES) >= 48
+    for path, fields in BODIES:
+        reply = post(address, path, **fields)
+        assert reply.status == 200, (fields, reply.body)
+    for path, fields, param in REFUSED:
+        reply = post(address, path, **fields)
+        assert (reply.status, reply.error["param"]) == (400, param), fields
+
+
+def test_constraints_reach_the_engine(address: str, engine: FakeEngine) -> None:
+    rows: list[tuple[dict[str, Any], str | None, str | None]] = [
+        ({"guided_json": SCHEMA}, json.dumps(SCHEMA), None),
+        ({"structured_outputs": {"json_object": True}}, '{"type": "object"}', None),
+        ({"guided_regex": "a/b"}, None, r"start: /a\/b/"),
+        ({"guided_choice": ["a", '"é']}, None, r'start: "a" | "\"é"'),
+        ({"guided_grammar": "start: /x/"}, None, "start: /x/"),
+    ]
+    for path in (CHAT, COMPLETIONS):
+        for fields, schema, grammar in rows:
+            assert post(address, path, **fields).status == 200
+            assert (engine.submitted[-1][0].json_schema, engine.submitted[-1][0].grammar) == (schema, grammar)
+
+
+def test_reasoning_is_split_off(address: str) -> None:
+    with client(address) as ai:
+        ask = {"model": "fake/model", "messages": [{"role": "user", "content": "think"}]}
+        message = ai.chat.completions.create(**ask).choices[0].message
+        assert (message.reasoning_content, message.content) == ("I wonder.", "So be it")
+        deltas = [chunk.choices[0].delta for chunk in ai.chat.completions.create(**ask, stream=True)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "I wonder."
+        assert "".join(delta.content or "" for delta in deltas) == "So be it"
+
+
+def test_prompts_are_scored(address: str) -> None:
+    with client(address) as ai:
+        ask = {"model": "fake/model", "prompt": ["ab c", "de"], "logprobs": 1, "echo": True}
+        for stream in (False, True):
+            for limit, more in ((0, ""), (1, "ab ")):
+                answer: Any = ai.completions.create(**ask, max_tokens=limit, stream=stream)
+                choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+                first = next(choice for choice in choices if choice.index == 0)
+                assert first.text == "ab c" + more
+                assert first.logprobs.tokens[:4] == ["a", "b", " ", "c"]
+                assert first.logprobs.token_logprobs[:4] == [None, -2.0, -2.0, -2.0]
+                assert first.logprobs.top_logprobs[1] == {"a": -1.0, "b": -2.0}
+                assert len(first.logprobs.tokens) == 4 + limit and first.logprobs.text_offset[:4] == [0, 1, 2, 3]
+                assert next(choice for choice in choices if choice.index == 1).text.startswith("de")
+        silent = ai.completions.create(**ask, max_tokens=0)
+        assert (silent.usage.completion_tokens, silent.choices[0].finish_reason) == (0, "length")
+    assert json.loads(post(address, COMPLETIONS, prompt=[100, 101], echo=True, max_tokens=0).body)["choices"][0]["text"] == "de"
+    for path in (CHAT, COMPLETIONS):
+        [choice] = json.loads(post(address, path, prompt_logprobs=1).body)["choices"]
+        first, second, *_ = choice["prompt_logprobs"]
+        assert first is None and {"logprob": -1.0, "rank": 1, "decoded_token": "a"} in second.values()
+
+
+def test_the_best_of_several(address: str) -> None:
+    choices = json.loads(post(address, COMPLETIONS, best_of=3, n=2).body)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1] and choices[0]["logprobs"] is None
+    assert post(address, COMPLETIONS, best_of=1, n=2).error["param"] == "best_of"
+
+
+def test_tokens(address: str) -> None:
+    def ask(path: str, **fields: Any) -> Any:
+        return json.loads(call(address, "POST", path, json.dumps(fields)).body)
+
+    assert ask("/tokenize", prompt="hé") == {"count": 3, "max_model_len": 4096, "tokens": [104, 195, 169], "token_strs": None}
+    assert ask("/tokenize", messages=[USER], return_token_strs=True)["token_strs"] == list("<user>hi")
+    assert ask("/detokenize", tokens=[104, 195, 169]) == {"prompt": "hé"}
+    assert ask("/tokenize", prompt="a", messages=[USER])["error"]["param"] == "prompt"
+    assert ask("/tokenize", model="other", prompt="a")["error"]["param"] == "model"
