@@ -187,8 +187,9 @@ class FakeEngine:
             finished={Finish.STOP: 3},
             tokens_per_second=12.5,
             prompt_tokens_per_second=0.0,
-            time_to_first_token=histogram,
-            between_tokens=histogram,
+            **dict.fromkeys(
+                ("time_to_first_token", "between_tokens", "queue", "whole", "prompt_lengths", "output_lengths"), histogram
+            ),
         )
 
     def _run(self) -> None:

@@ -710,6 +710,36 @@ def test_api_keys_and_token_limit(engine: FakeEngine) -> None:
                 ai.chat.completions.create(**ask, max_tokens=61)
 
 
+def test_priority_is_for_keys_that_may(engine: FakeEngine) -> None:
+    with serving(engine, api_keys=["low"], priority_keys=["high"]) as address:
+        for key, priority in (("high", -5), ("low", 0)):
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            reply = post(address, headers=headers, priority=-5)
+            assert (reply.status, engine.submitted[-1][2]) == (200, priority)
+            assert reply.headers.get("x-slipstream-ignored") == (None if priority else "priority")
+        assert post(address).status == 401
+
+
+def test_request_ids_and_origins(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "slipstream.access")
+    with serving(engine, api_keys=["key"], cors_origins=["http://here"]) as address:
+        reply = call(
+            address, "GET", "/v1/models", headers={"X-Request-Id": "run-1", "Authorization": "Bearer key", "Origin": "http://here"}
+        )
+        assert (reply.headers["x-request-id"], reply.headers["access-control-allow-origin"]) == ("run-1", "http://here")
+        other = call(address, "GET", "/a%0Ab", headers={"X-Request-Id": "a b", "Origin": "http://there"})
+        assert re.fullmatch("[0-9a-f]{32}", other.headers["x-request-id"]) and "access-control-allow-origin" not in other.headers
+        asked = {
+            "Origin": "http://here",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        assert call(address, "OPTIONS", CHAT, headers=asked).status == 200
+    first, second = (record.getMessage() for record in caplog.records if record.name == "slipstream.access")
+    assert re.fullmatch(r"run-1 GET '/v1/models' 200 0\.\d{3} s key [0-9a-f]{8}", first)
+    assert re.fullmatch(r"[0-9a-f]{32} GET '/a\\nb' 401 0\.\d{3} s key -", second)
+
+
 def test_health_and_metrics(address: str, engine: FakeEngine) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     assert call(address, "HEAD", "/health").status == 200
@@ -729,6 +759,7 @@ def test_health_and_metrics(address: str, engine: FakeEngine) -> None:
         'slipstream_time_to_first_token_seconds_bucket{le="1.0"} 3',
         'slipstream_time_to_first_token_seconds_bucket{le="+Inf"} 4',
         "slipstream_time_between_tokens_seconds_count 4",
+        "slipstream_request_output_tokens_count 4",
         'slipstream_http_requests_total{path="/health",status="503"} 1',
     ):
         assert line in text.splitlines()

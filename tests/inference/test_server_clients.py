@@ -188,3 +188,111 @@ def test_tokens(address: str) -> None:
     assert ask("/detokenize", tokens=[104, 195, 169]) == {"prompt": "hé"}
     assert ask("/tokenize", prompt="a", messages=[USER])["error"]["param"] == "prompt"
     assert ask("/tokenize", model="other", prompt="a")["error"]["param"] == "model"
+
+
+# ---- /v1/responses
+
+
+@pytest.fixture(scope="module")
+def ai(address: str) -> Iterator[Any]:
+    with client(address) as ai:
+        yield ai
+
+
+FLAT = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
+
+
+def kinds(response: Any) -> list[str]:
+    return [item.type for item in response.output]
+
+
+def test_a_response(ai: Any, engine: FakeEngine) -> None:
+    response = ai.responses.create(
+        model="fake/model", input="think", instructions="be brief", max_output_tokens=50, temperature=0.5
+    )
+    assert (response.status, response.output_text, kinds(response)) == ("completed", "So be it", ["reasoning", "message"])
+    assert response.output[0].content[0].text == "I wonder."
+    assert response.usage.input_tokens == len("<system>be brief<user>think") and response.usage.output_tokens == 7
+    assert (engine.submitted[-1][0].max_tokens, engine.submitted[-1][0].temperature) == (50, 0.5)
+    cut = ai.responses.create(model="fake/model", input="a b", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason, cut.output[0].status) == ("incomplete", "max_output_tokens", "incomplete")
+    made = ai.responses.create(
+        model="fake/model", input="a", text={"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
+    )
+    assert json.loads(made.output_text) == {"a": 7}
+
+
+def test_a_conversation_with_calls(ai: Any, engine: FakeEngine) -> None:
+    """A turn's items go back as they came, as agents send them."""
+    history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "use a tool"}]}]
+    first = ai.responses.create(model="fake/model", input=history, tools=[{**FLAT, "strict": False}, {"type": "web_search"}])
+    assert kinds(first) == ["message", "function_call"] and first.output_text == "Sure."
+    call_item = first.output[1]
+    assert (call_item.name, json.loads(call_item.arguments)) == ("add", {"a": 7})
+    history += [item.model_dump(exclude_none=True) for item in first.output]
+    history += [{"type": "function_call_output", "call_id": call_item.call_id, "output": "7"}, {"role": "user", "content": "think"}]
+    second = ai.responses.create(model="fake/model", input=history, tools=[FLAT], tool_choice="none")
+    history += [item.model_dump(exclude_none=True) for item in second.output]
+    assert ai.responses.create(model="fake/model", input=[*history, {"role": "user", "content": "and"}]).status == "completed"
+    forced = ai.responses.create(model="fake/model", input="x", tools=[FLAT], tool_choice={"type": "function", "name": "add"})
+    assert kinds(forced) == ["function_call"] and json.loads(forced.output[0].arguments) == {"a": 7}
+
+
+@pytest.mark.parametrize("text", ["think", "use a tool", "unicode"])
+def test_streamed_events_make_the_response(ai: Any, text: str) -> None:
+    """openai's own accumulator takes them, and they end in what is returned without a stream."""
+
+    def plain(response: Any) -> Any:
+        items = [
+            item.model_dump(exclude={"id", "call_id", "parsed", "parsed_arguments"}, exclude_none=True) for item in response.output
+        ]
+        for item in items:
+            for part in item.get("content") or ():
+                part.pop("parsed", None)
+        return items
+
+    ask = {"model": "fake/model", "input": text, "tools": [{**FLAT, "strict": False}]}
+    with ai.responses.stream(**ask) as stream:
+        assert [*stream][-1].type == "response.completed"
+        final = stream.get_final_response()
+    assert plain(final) == plain(ai.responses.create(**ask))
+    raw = list(ai.responses.create(**ask, stream=True))
+    assert [one.sequence_number for one in raw] == list(range(len(raw)))
+    assert [one.type for one in raw][:2] == ["response.created", "response.in_progress"] and raw[-1].type == "response.completed"
+    assert "".join(one.delta for one in raw if one.type == "response.output_text.delta") == final.output_text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "custom_tool_call"}]}, "input.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input"),
+        ({"input": "x" * 5000}, "input"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_responses_that_are_not_served(address: str, fields: dict[str, Any], param: str) -> None:
+    reply = call(address, "POST", "/v1/responses", json.dumps({"model": "fake/model", "input": "hi", **fields}))
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_fields_of_responses_without_effect(address: str) -> None:
+    body = {
+        "model": "fake/model",
+        "input": "hi",
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "text": {"verbosity": "low"},
+    }
+    body |= {"reasoning": {"effort": "high", "summary": "auto"}, "tools": [{"type": "web_search"}], "prompt_cache_key": "x"}
+    reply = call(address, "POST", "/v1/responses", json.dumps(body))
+    named = "include, prompt_cache_key, reasoning.effort, reasoning.summary, text.verbosity, tools.web_search"
+    assert reply.headers["x-slipstream-ignored"] == named, reply.body
+    assert (
+        b"response.failed" in call(address, "POST", "/v1/responses", json.dumps(body | {"input": "explode", "stream": True})).body
+    )

@@ -97,6 +97,7 @@ class _Sequence:
     stops: StopStrings
     constraint: Constraint | None
     submitted: float  # seconds, perf_counter
+    started: bool = False  # a forward has had a part of it
     last_token: float = 0.0  # time of its last token, perf_counter; 0: none yet
     num_reported: int = 0  # tokens in the outputs so far
 
@@ -349,6 +350,10 @@ class Engine:
                 prompt_tokens_per_second=computed,
                 time_to_first_token=meters.first_token.snapshot(),
                 between_tokens=meters.between_tokens.snapshot(),
+                queue=meters.queue.snapshot(),
+                whole=meters.whole.snapshot(),
+                prompt_lengths=meters.prompt_lengths.snapshot(),
+                output_lengths=meters.output_lengths.snapshot(),
             )
 
     def check(self) -> None:
@@ -470,6 +475,10 @@ class Engine:
             if self._unavailable and not self._scheduler.pausing:
                 self._end(list(self._sequences.values()), Finish.ERROR, self._unavailable)
             batch = self._scheduler.schedule()
+            for chunk in () if batch is None else batch.chunks:
+                if not (sequence := self._sequences[chunk.request]).started and not chunk.request.num_generated:
+                    sequence.started = True
+                    self._meters.queue.add(time.perf_counter() - sequence.submitted)
             assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
         self._send_outputs()
         return batch
@@ -640,6 +649,8 @@ class Engine:
         del self._sequences[sequence.request]
         self._sampler.forget(sequence.request)
         self._meters.finished[finish] += 1
+        self._meters.whole.add(time.perf_counter() - sequence.submitted)
+        self._meters.output_lengths.add(sequence.num_reported)
 
     def _measure(self, sequence: _Sequence, num: int, now: float) -> None:
         """Record the latency of `num` tokens that a sequence got at `now`."""
@@ -649,6 +660,7 @@ class Engine:
             self._meters.first_token.add(now - sequence.submitted)
             if sequence.index == 0:
                 self._meters.prompt_tokens += sequence.request.num_prompt
+                self._meters.prompt_lengths.add(sequence.request.num_prompt)
                 self._meters.cached_tokens += sequence.request.num_cached
         sequence.last_token = now
 

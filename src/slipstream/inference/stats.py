@@ -1,4 +1,4 @@
-"""Metrics of an engine: totals, throughput over a window, two latency histograms. For /metrics and the web page."""
+"""Metrics of an engine: totals, throughput over a window, histograms of latencies and lengths. For /metrics and the web page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from slipstream.inference.core import Finish
 _WINDOW = 10.0  # seconds over which throughput is measured
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds, upper bounds
 _BETWEEN_TOKENS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_WHOLE = (*_FIRST_TOKEN, 120.0, 300.0, 600.0)
+_TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class Stats:
     prompt_tokens_per_second: float  # computed
     time_to_first_token: Histogram  # seconds, from submit
     between_tokens: Histogram  # seconds
+    queue: Histogram  # seconds, from submit to the first forward
+    whole: Histogram  # seconds, from submit to the end
+    prompt_lengths: Histogram  # tokens
+    output_lengths: Histogram  # tokens
 
     @property
     def kv_usage(self) -> float:
@@ -92,6 +98,10 @@ class Meters:
     finished: Counter[Finish] = field(default_factory=Counter)
     first_token: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
     between_tokens: _Buckets = field(default_factory=lambda: _Buckets(_BETWEEN_TOKENS))
+    queue: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
+    whole: _Buckets = field(default_factory=lambda: _Buckets(_WHOLE))
+    prompt_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))
+    output_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))
     _recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, generated tokens, computed prompt tokens)
 
     def step(self, now: float, generated: int, computed: int) -> None:

@@ -103,6 +103,11 @@ def chat(options: argparse.Namespace) -> int:
 def serve(options: argparse.Namespace) -> int:
     """Serve OpenAI's API and the chat page until SIGTERM, then let running requests finish. Returns 1 if the engine dies."""
     keys = _api_keys(options, os.environ)
+    priority_keys = (
+        [] if options.priority_keys is None else _keys(f"--priority-keys {options.priority_keys}", options.priority_keys)
+    )
+    if options.tls_key is not None and options.tls_cert is None:
+        raise ValueError("--tls-key is given without --tls-cert; add the certificate")
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream import handover
@@ -120,6 +125,11 @@ def serve(options: argparse.Namespace) -> int:
                 engine.engine,
                 sockets=sockets,
                 api_keys=keys,
+                priority_keys=priority_keys,
+                strict_fields=options.strict_fields,
+                cors_origins=options.cors_origin,
+                tls=None if options.tls_cert is None else (options.tls_cert, options.tls_key),
+                access_log=options.access_log,
                 share_prefixes=options.share_prefixes,
                 max_body_bytes=options.max_body_bytes,
                 max_output_tokens=options.max_output_tokens,
@@ -134,21 +144,26 @@ def serve(options: argparse.Namespace) -> int:
 
 def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
     """The API keys of all sources. Raises ValueError if a source is set but empty: the server would accept every client."""
-    sources: dict[str, list[str]] = {}
-    if (name := "SLIPSTREAM_API_KEYS") in environment:
-        sources[name] = environment[name].split(",")
-    if options.api_key_file is not None:
-        name = f"--api-key-file {options.api_key_file}"
-        try:
-            sources[name] = Path(options.api_key_file).read_text().splitlines()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from error
     keys = list(options.api_key)
-    for source, entries in sources.items():
-        if not (stripped := [key.strip() for key in entries if key.strip()]):
-            raise ValueError(f"{source} contains no key; add one, or leave it out to serve without authentication")
-        keys += stripped
+    if (name := "SLIPSTREAM_API_KEYS") in environment:
+        keys += _stripped(name, environment[name].split(","))
+    if options.api_key_file is not None:
+        keys += _keys(f"--api-key-file {options.api_key_file}", options.api_key_file)
     return keys
+
+
+def _keys(source: str, file: str) -> list[str]:
+    """The keys in a file, one a line."""
+    try:
+        return _stripped(source, Path(file).read_text().splitlines())
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _stripped(source: str, entries: Iterable[str]) -> list[str]:
+    if not (stripped := [key.strip() for key in entries if key.strip()]):
+        raise ValueError(f"{source} contains no key; add one, or leave it out to serve without authentication")
+    return stripped
 
 
 def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:

@@ -16,12 +16,22 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
-from slipstream.inference.server import chat, completions, status, tokens
+from slipstream.inference.server import chat, completions, responses, status, tokens
 from slipstream.inference.server.backend import ServedEngine
-from slipstream.inference.server.bodies import ChatBody, CompletionBody, HealthBody, ModelBody, ModelList, TextBody, TokensBody
+from slipstream.inference.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    HealthBody,
+    ModelBody,
+    ModelList,
+    ResponsesBody,
+    TextBody,
+    TokensBody,
+)
 from slipstream.inference.server.errors import ErrorBody, RequestError
 from slipstream.inference.server.gate import AdmissionGate, refusal
 from slipstream.inference.server.generation import Compiling, Deadlines
@@ -35,6 +45,7 @@ Route = Callable[[Server, Request], Awaitable[Response]]
 _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     ("/v1/completions", completions.answer, completions.CompletionRequest, CompletionBody),
     ("/v1/chat/completions", chat.answer, chat.ChatRequest, ChatBody),
+    ("/v1/responses", responses.answer, responses.ResponsesRequest, ResponsesBody),
     ("/tokenize", tokens.tokenize, tokens.TokenizeRequest, TokensBody),
     ("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, TextBody),
 )
@@ -59,6 +70,8 @@ def create_app(
     engine: ServedEngine,
     *,
     api_keys: Sequence[str] = (),
+    priority_keys: Sequence[str] = (),
+    cors_origins: Sequence[str] = (),
     share_prefixes: bool = False,
     strict_fields: bool = False,
     max_body_bytes: int = 4 << 20,
@@ -70,13 +83,15 @@ def create_app(
     """Return the ASGI application over `engine`.
 
     `app.state.traffic.draining = True` rejects new generations; `app.state.deadlines.stop()` ends the running ones with an error.
-    `share_prefixes` shares the prefix cache between API keys. `strict_fields` refuses fields without effect. `max_output_tokens`
-    limits max_tokens. The timeouts limit generation (`request_timeout_s`), receiving the body (`body_timeout_s`) and compiling a
-    JSON schema (`schema_timeout_s`). Raises ValueError if `api_keys` is not a sequence of non-empty keys, or if the engine has no
-    tokenizer.
+    `priority_keys` are keys whose requests may set `priority`, which has no effect with other keys. Pages of `cors_origins` ("*":
+    all) may send requests. `share_prefixes` shares the prefix cache between API keys. `strict_fields` refuses fields without
+    effect. `max_output_tokens` limits max_tokens. The timeouts limit generation (`request_timeout_s`), receiving the body
+    (`body_timeout_s`) and compiling a JSON schema (`schema_timeout_s`). Raises ValueError if keys are not a sequence of non-empty
+    ones, or if the engine has no tokenizer.
     """
-    if isinstance(api_keys, str) or not all(api_keys):
-        raise ValueError("api_keys must be a sequence of keys, none of them empty")
+    for name, keys in (("api_keys", api_keys), ("priority_keys", priority_keys)):
+        if isinstance(keys, str) or not all(keys):
+            raise ValueError(f"{name} must be a sequence of keys, none of them empty")
     if engine.tokenizer is None:
         raise ValueError(f"{engine.model_name} has no tokenizer, which the server needs; add --tokenizer FOLDER")
     limits = Limits(
@@ -101,10 +116,15 @@ def create_app(
     # No /docs: FastAPI's pages load scripts from a CDN.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, responses={code: _ERRORS[code] for code in (401, 500)})
     app.state.traffic, app.state.deadlines = server.traffic, server.deadlines
-    app.add_middleware(AdmissionGate, api_keys=tuple(api_keys), traffic=server.traffic)
+    app.add_middleware(AdmissionGate, api_keys=api_keys, priority_keys=priority_keys, traffic=server.traffic)
+    if cors_origins:  # outside the gate: a browser asks without a key whether it may send one
+        exposed = ("x-request-id", "x-slipstream-ignored")
+        app.add_middleware(
+            CORSMiddleware, allow_origins=cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=exposed
+        )
     _add_routes(app, server)
     _add_errors(app)
-    app.openapi = partial(_document, app, bool(api_keys))  # type: ignore[method-assign] # FastAPI's documented way
+    app.openapi = partial(_document, app, bool(api_keys or priority_keys))  # type: ignore[method-assign] # FastAPI's documented way
     return app
 
 

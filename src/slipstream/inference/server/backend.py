@@ -84,8 +84,9 @@ class ServedEngine(Protocol):
         """Queue a request and return its handle, without waiting for a forward.
 
         The engine's thread calls `sink` with one `Output` at a time; if `sink` raises, the request is cancelled. Requests with
-        different `salt` share no blocks of the prefix cache, and those of different `tenant` share the engine evenly. Raises ValueError
-        for an invalid request, QueueFullError if the queue is full, and RuntimeError if the engine accepts no more requests.
+        different `salt` share no blocks of the prefix cache, and those of different `tenant` share the engine evenly. Raises
+        ValueError for an invalid request, QueueFullError if the queue is full, and RuntimeError if the engine accepts no more
+        requests.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -115,6 +115,18 @@ class ModelBody(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelBody]
+
+
+class ResponsesBody(TypedDict):
+    """The fields of a response that clients read; the others repeat the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
 
 
 class TokensBody(TypedDict):

@@ -1,4 +1,5 @@
-"""The middleware of every HTTP request: API keys, draining, metrics, unexpected exceptions; and the error response."""
+"""The middleware of every HTTP request: its id, API keys, draining, metrics, the access log, unexpected exceptions; and the error
+response."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ import hashlib
 import hmac
 import json
 import logging
+import re
+import time
+import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
@@ -16,7 +20,9 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.metrics import Traffic
 
 logger = logging.getLogger(__name__)
+access = logging.getLogger("slipstream.access")  # a line for each response, if it is enabled for INFO
 
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # of a client's, which is kept
 _OPEN = ("/", "/health")  # need no key: the page asks the user for one, and load balancers have none
 _COUNTED = (
     "/",
@@ -46,9 +52,11 @@ def refusal(error: RequestError) -> Response:
 class AdmissionGate:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], traffic: Traffic) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], priority_keys: Sequence[str], traffic: Traffic) -> None:
+        """`priority_keys`: keys whose requests may set `priority`; without any keys, all may."""
         self.app = app
-        self.keys = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in api_keys}
+        self.keys = {key.encode(): hashlib.sha256(key.encode()).hexdigest() for key in (*api_keys, *priority_keys)}
+        self.prioritizing = {self.keys[key.encode()] for key in priority_keys} if self.keys else {""}
         self.traffic = traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,15 +64,17 @@ class AdmissionGate:
             await self.app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in _COUNTED else "other"
-
-        started = False
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        status, start = 0, time.perf_counter()
 
         async def counted(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
-                self.traffic.answers[path, message["status"]] += 1
-                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+                status = message["status"]
+                self.traffic.answers[path, status] += 1
+                more = (b"x-content-type-options", b"nosniff"), (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
         generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")
@@ -72,16 +82,21 @@ class AdmissionGate:
         try:
             await (self._refused(scope, generates) or self.app)(scope, receive, counted)
         except Exception:
-            if started:
+            if status:
                 raise  # uvicorn logs it and closes the connection; the status has been sent
-            logger.exception("%s %s", scope["method"], path)
+            logger.exception("%s %s (request %s)", scope["method"], path, request_id)
             await refusal(RequestError("internal error; see the server's log", status=500))(scope, receive, counted)
         finally:
             self.traffic.active -= generates
+            seconds, tenant = time.perf_counter() - start, scope["state"]["tenant"] or ""
+            # The path is shown as a literal: it may hold line breaks. The key is shown by the beginning of its digest.
+            access.info(
+                "%s %s %r %d %.3f s key %s", request_id, scope["method"], scope["path"][:200], status, seconds, tenant[:8] or "-"
+            )
 
     def _refused(self, scope: Scope, generates: bool) -> Response | None:
         tenant = self._tenant(Headers(scope=scope).get("authorization", "")) if self.keys else ""
-        scope.setdefault("state", {}).update(tenant=tenant, prioritizes=True)
+        scope.setdefault("state", {}).update(tenant=tenant, prioritizes=tenant in self.prioritizing)
         if tenant is None and scope["path"] not in _OPEN:
             error = RequestError("missing or invalid API key; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"

@@ -53,6 +53,10 @@ def render(stats: Stats, traffic: Traffic) -> str:
     metric("http_abandoned_total", "counter", "Responses whose client disconnected before their end.", ("", traffic.abandoned))
     metric("time_to_first_token_seconds", "histogram", "From submission.", *_histogram(stats.time_to_first_token))
     metric("time_between_tokens_seconds", "histogram", "Per sequence.", *_histogram(stats.between_tokens))
+    metric("queue_seconds", "histogram", "From submission to the first forward, per request.", *_histogram(stats.queue))
+    metric("request_seconds", "histogram", "From submission to the end, per sequence.", *_histogram(stats.whole))
+    metric("request_prompt_tokens", "histogram", "Per request.", *_histogram(stats.prompt_lengths))
+    metric("request_output_tokens", "histogram", "Per sequence.", *_histogram(stats.output_lengths))
     return "\n".join(lines) + "\n"
 
 

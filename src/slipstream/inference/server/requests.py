@@ -218,27 +218,25 @@ _CODES = {  # pydantic's error type -> OpenAI's code
 RequestT = TypeVar("RequestT", bound=Fields)
 
 
-def parse(kind: type[RequestT], body: bytes, *, strict: bool = False) -> RequestT:
-    """Parse a body. Raises RequestError, which names the invalid field; `strict`: also one without effect."""
+def parse(kind: type[RequestT], body: bytes) -> RequestT:
+    """Parse a body. Raises RequestError, which names the invalid field."""
     try:
-        request = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
-        # An unsupported field is reported first: other errors may follow from it.
-        first = min(error.errors(include_url=False), key=lambda e: e["type"] != "not_served")
-        if first["type"] == "json_invalid":
-            raise RequestError(f"the body is not valid JSON: {first['msg']}", code="invalid_json") from None
-        # Within a union, pydantic's path also has the names of types.
-        path = [str(part) for part in first["loc"] if part not in ("str", "float", "int") and "[" not in str(part)]
-        param = ".".join([*path, *([first["ctx"]["param"]] if first["type"] == "wrong" else [])])
-        message = first["msg"].removeprefix("Value error, ")
-        message = message if message.startswith(param) else f"{param}: {message}"
-        raise RequestError(message, param=param or None, code=_CODES.get(first["type"])) from None
-    for place in request.ignored() if strict else ():
-        label = len(place) == 1 and place[0] in LABELS
-        why = "this OpenAI field is not supported; leave it out" if label else "unknown field"
-        param = ".".join(_shown(part) for part in place)
-        raise RequestError(f"{param}: {why}", param=param, code="unsupported_parameter" if label else "unknown_parameter")
-    return request
+        raise refused(error) from None
+
+
+def refused(error: ValidationError) -> RequestError:
+    # An unsupported field is reported first: other errors may follow from it.
+    first = min(error.errors(include_url=False), key=lambda e: e["type"] != "not_served")
+    if first["type"] == "json_invalid":
+        return RequestError(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    # Within a union, pydantic's path also has the names of types.
+    path = [str(part) for part in first["loc"] if part not in ("str", "float", "int") and "[" not in str(part)]
+    param = ".".join([*path, *([first["ctx"]["param"]] if first["type"] == "wrong" else [])])
+    message = first["msg"].removeprefix("Value error, ")
+    message = message if message.startswith(param) else f"{param}: {message}"
+    return RequestError(message, param=param or None, code=_CODES.get(first["type"]))
 
 
 def without_effect(request: Fields) -> list[str]:

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from slipstream.inference.server.app import create_app
 from slipstream.inference.server.backend import ServedEngine
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.gate import refusal
+from slipstream.inference.server.gate import access, refusal
 from slipstream.inference.server.generation import Deadlines
 from slipstream.inference.server.metrics import Traffic
 
@@ -44,6 +44,7 @@ class _Server(uvicorn.Server):
         self, config: uvicorn.Config, engine: ServedEngine, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
     ) -> None:
         super().__init__(config)
+        self.scheme = "https" if config.is_ssl else "http"
         self.engine = engine
         self.traffic = traffic
         self.deadlines = deadlines
@@ -57,7 +58,7 @@ class _Server(uvicorn.Server):
             for listener in server.sockets:
                 host, port = listener.getsockname()[:2]
                 host = f"[{host}]" if ":" in host else host
-                sys.stdout.write(f"Slipstream serves http://{host}:{port} (page: /, API: /v1)\n")
+                sys.stdout.write(f"Slipstream serves {self.scheme}://{host}:{port} (page: /, API: /v1)\n")
         sys.stdout.flush()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -137,26 +138,24 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     sockets: Sequence[socket.socket] | None = None,
-    api_keys: Sequence[str] = (),
-    share_prefixes: bool = False,
-    max_body_bytes: int = 4 << 20,
-    max_output_tokens: int | None = None,
-    request_timeout_s: float = 600.0,
     drain_timeout_s: float = 60.0,
+    tls: tuple[str, str | None] | None = None,
+    access_log: bool = False,
+    **options: Any,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. Port 0 picks a free port and prints it.
-    `sockets` are bound sockets to use instead of host and port. Raises DeadEngineError, after all clients have received an error,
-    if the engine dies."""
+    `sockets` are bound sockets to use instead of host and port; `tls` the files of a certificate and its key (None: in the same
+    file); `access_log` writes a line for each response to stderr; `options` are those of `create_app`. Raises DeadEngineError,
+    after all clients have received an error, if the engine dies."""
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    app = create_app(
-        engine,
-        api_keys=api_keys,
-        share_prefixes=share_prefixes,
-        max_body_bytes=max_body_bytes,
-        max_output_tokens=max_output_tokens,
-        request_timeout_s=request_timeout_s,
-    )
+    app = create_app(engine, **options)
+    if access_log:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        access.addHandler(handler)
+        access.setLevel(logging.INFO)
+        access.propagate = False
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     capacity = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(files - OTHER_FILES, 1)
     config = uvicorn.Config(
@@ -170,6 +169,8 @@ def serve(
         log_level="warning",
         access_log=False,
         server_header=False,
+        ssl_certfile=None if tls is None else tls[0],
+        ssl_keyfile=None if tls is None else tls[1],
         timeout_keep_alive=int(HEADER_TIMEOUT),
         timeout_graceful_shutdown=math.ceil(READING_TIME) + 1,
     )

@@ -1,0 +1,323 @@
+"""/v1/responses: OpenAI's Responses API without state. Nothing is stored: `input` is the whole conversation each time.
+
+A request becomes a chat request, so both take the same path; the chat format's deltas become the events of a response's items.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.inference.core import Finish
+from slipstream.inference.engine import Usage
+from slipstream.inference.server.answers import ChatFormat, Format, Joined, event
+from slipstream.inference.server.chat import ChatRequest, prepare_chat
+from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, parse, refused, without_effect
+from slipstream.inference.server.state import Caller, Prepared, Server
+
+_CHAT = {  # fields of chats, and here
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+async def answer(server: Server, request: Request) -> Response:
+    return await server.answer(request, prepare)
+
+
+class TextOptions(Fields):
+    labels = {"verbosity": ("medium",)}  # noqa: RUF012
+
+    format: dict[str, JsonValue] | None = None
+
+
+class Reasoning(Fields):
+    labels = {"summary": (), "generate_summary": ()}  # noqa: RUF012
+
+    effort: str | None = None
+
+
+class ResponsesRequest(Fields):
+    labels = LABELS | {"store": (False, True), "include": ([],), "truncation": ("disabled",), "user": ()}
+
+    model: str
+    input: str | Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    stream: bool | None = None
+    tools: Annotated[list[dict[str, JsonValue]], Field(max_length=256)] | None = None
+    tool_choice: str | dict[str, JsonValue] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+
+    previous_response_id: Annotated[None, NOT_SERVED] = None
+    conversation: Annotated[None, NOT_SERVED] = None
+    prompt: Annotated[None, NOT_SERVED] = None
+    background: Annotated[Literal[False] | None, NOT_SERVED] = None
+
+    def chat(self) -> dict[str, Any]:
+        """The same request of /v1/chat/completions. Raises RequestError."""
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        for number, item in enumerate(items):
+            _add_item(messages, item, f"input.{number}")
+        tools = [_nested(tool) for tool in self.tools or () if tool.get("type") == "function"]
+        chat = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "tools": tools or None,
+            "tool_choice": self._choice(bool(tools)),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": None if self.text is None else _format(self.text.format),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+        }
+        return {name: value for name, value in chat.items() if value is not None}
+
+    def _choice(self, has_tools: bool) -> Any:
+        match self.tool_choice:
+            case {"type": "function", "name": name}:
+                return {"type": "function", "function": {"name": name}}
+            case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
+                named = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools if isinstance(tool, dict)]
+                return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+            case "auto" if not has_tools:
+                return None
+        return self.tool_choice
+
+
+def prepare(server: Server, body: bytes, caller: Caller) -> Prepared:
+    """Raises RequestError."""
+    request = parse(ResponsesRequest, body)
+    server.check_model(request.model)
+    try:
+        chat = ChatRequest.model_validate(request.chat())
+    except ValidationError as error:
+        raise _renamed(refused(error)) from None
+    try:
+        hosted = {f"tools.{tool.get('type')}"[:60] for tool in request.tools or () if tool.get("type") != "function"}
+        prepared = prepare_chat(server, chat, caller, [*without_effect(request), *sorted(hosted)])
+    except RequestError as error:
+        raise _renamed(error) from None
+    assert isinstance(prepared.form, ChatFormat)
+    ignored = sorted(_CHAT.get(name, name) for name in prepared.ignored)
+    return prepared._replace(form=ResponsesFormat(request, prepared.form), ignored=ignored)
+
+
+def _renamed(error: RequestError) -> RequestError:
+    """An error of the chat request, with the name of the field here."""
+    for name, here in _CHAT.items():
+        if error.param is not None and (error.param == name or error.param.startswith(name + ".")):
+            error.param = here  # the messages of a chat have other numbers
+    return error
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
+    """Append an item of the input. Reasoning and calls belong to the assistant's message that they are next to."""
+    kind = item.get("type", "message")
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if kind == "message" and "role" in item:
+        content = _text(item.get("content"), f"{place}.content")
+        if item["role"] == "assistant" and last is not None and not last.get("content") and not last.get("tool_calls"):
+            last["content"] = content
+        else:
+            messages.append({"role": item["role"], "content": content})
+    elif kind == "function_call":
+        call = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if last is None:
+            messages.append(last := {"role": "assistant", "content": ""})
+        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
+    elif kind == "function_call_output":
+        output = _text(item.get("output"), f"{place}.output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "reasoning":
+        thoughts = _text(item.get("content") or item.get("summary") or "", f"{place}.content")
+        messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+    else:
+        message = (
+            f"{place}.type: {str(kind)[:60]!r} is not served; items are message, function_call, function_call_output and reasoning"
+        )
+        raise RequestError(message, param=f"{place}.type", code="unsupported_parameter")
+
+
+def _text(content: Any, place: str) -> str:
+    """Of a string, or of parts that have a text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for number, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text", part.get("refusal")), str):
+            raise RequestError(
+                f"{place}.{number}: only parts with a text are served, not images or files", param=f"{place}.{number}"
+            )
+    return "\n".join(part.get("text", part.get("refusal")) for part in parts)
+
+
+def _nested(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if given is None or given.get("type") != "json_schema":
+        return None if given is None else dict(given)
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+class ResponsesFormat(Format):
+    """One response: items of reasoning, text and calls, in the order in which the model writes them."""
+
+    def __init__(self, request: ResponsesRequest, chat: ChatFormat) -> None:
+        super().__init__(width=1)
+        self.chat = chat
+        self.finish: Finish | None = None
+        self._num_events = 0
+        self._open = False  # the last item is not complete
+        self._items: list[dict[str, Any]] = []
+        self._head = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": request.model,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
+            "store": False,
+            "text": {"format": request.text.format if request.text and request.text.format else {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "truncation": "disabled",
+            "metadata": {},
+        }
+
+    def begin(self, include_usage: bool) -> bytes:
+        started = self._response("in_progress", None)
+        return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
+
+    def events(self, part: Joined) -> bytes:
+        self.finish = part.finish
+        events = b""
+        for piece in self.chat.pieces(part):
+            delta = piece["delta"]
+            if thought := delta.get("reasoning_content"):
+                events += self._add("reasoning", "response.reasoning_text.delta", thought)
+            if text := delta.get("content"):
+                events += self._add("message", "response.output_text.delta", text)
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    events += self._close() + self._begin(
+                        "function_call", call_id=call["id"], name=call["function"]["name"], arguments=""
+                    )
+                if arguments := call["function"]["arguments"]:
+                    events += self._add("function_call", "response.function_call_arguments.delta", arguments)
+        return events
+
+    def end(self, usages: Mapping[int, Usage]) -> bytes:
+        status = self._status()
+        return self._close(status) + self._event(f"response.{status}", response=self._response(status, usages[0]))
+
+    def error(self, error: RequestError) -> bytes:
+        failed = self._response("failed", None) | {"error": {"code": error.code or "server_error", "message": str(error)}}
+        return self._event("response.failed", response=failed)
+
+    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
+        for joined in choices:
+            self.events(joined)
+        status = self._status()
+        self._close(status)
+        return self._response(status, usages[0])
+
+    def _status(self) -> str:
+        return "incomplete" if self.finish is Finish.LENGTH else "completed"
+
+    def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
+        counts = (
+            None
+            if usage is None
+            else {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            }
+        )
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {**self._head, "status": status, "error": None, "incomplete_details": reason, "output": self._items, "usage": counts}
+
+    def _begin(self, kind: str, **fields: Any) -> bytes:
+        """Begin an item. The parts of a text are empty until `_close`, as OpenAI's are in these events."""
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        item |= {"reasoning": {"summary": [], "content": []}, "message": {"role": "assistant", "content": []}}.get(kind, {})
+        self._items.append(item)
+        self._open = True
+        events = self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        if kind != "function_call":
+            item["content"].append(part := _part(kind))
+            events += self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+        return events
+
+    def _add(self, kind: str, name: str, text: str) -> bytes:
+        """Add to the last item, or to a new one if that is of another kind."""
+        events = b""
+        if not self._open or self._items[-1]["type"] != kind:
+            events = self._close() + self._begin(kind)
+        item = self._items[-1]
+        if kind == "function_call":
+            item["arguments"] += text
+            return events + self._event(name, **self._place(), delta=text)
+        item["content"][0]["text"] += text
+        more = {"logprobs": []} if kind == "message" else {}
+        return events + self._event(name, **self._place(), content_index=0, delta=text, **more)
+
+    def _close(self, status: str = "completed") -> bytes:
+        """Complete the last item."""
+        if not self._open:
+            return b""
+        self._open, item = False, self._items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            events = self._event("response.function_call_arguments.done", **self._place(), **done)
+        else:
+            part, message = item["content"][0], item["type"] == "message"
+            name = "response.output_text.done" if message else "response.reasoning_text.done"
+            more = {"logprobs": []} if message else {}
+            events = self._event(name, **self._place(), content_index=0, text=part["text"], **more)
+            events += self._event("response.content_part.done", **self._place(), content_index=0, part=part)
+        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        self._num_events += 1
+        return event({"type": name, "sequence_number": self._num_events - 1, **fields}, name)
+
+
+def _part(kind: str) -> dict[str, Any]:
+    return (
+        {"type": "reasoning_text", "text": ""}
+        if kind == "reasoning"
+        else {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    )
