@@ -599,7 +599,8 @@ class Engine:
         scored[:] = scored or [None]
         first, last = max(chunk.start, len(scored) - 1), min(chunk.stop, request.num_prompt - 1)
         rows = logits[place + first - chunk.start : place + last - chunk.start]
-        scored += (Logprob(*one) for one in self._sampler.score(rows, request.tokens[first + 1 : last + 1], num))
+        for token, value, top in self._sampler.score(rows, request.tokens[first + 1 : last + 1], num):
+            scored.append(None if value is None else Logprob(token, value, top))
 
     def _commit(self, batch: Batch, drawn: dict[Request, list[Sampled] | str]) -> None:
         """Commit the results to the requests. The scheduler frees the blocks of those that end."""

@@ -26,7 +26,7 @@ from slipstream.inference.server.bodies import (
     PromptLogprob,
     UsageBody,
 )
-from slipstream.inference.server.calls import CallFinder, Form, Functions, Thoughts
+from slipstream.inference.server.calls import CallFinder, CallForm, Functions, Thoughts
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 
@@ -206,7 +206,7 @@ class CompletionFormat(ChoicesFormat):
 
     def choice(self, joined: Joined) -> CompletionChoice:
         part = replace(joined, text="", logprobs=(), finish=joined.finish and Finish.LENGTH) if self.silent else joined
-        repeated = self._repeated(part.index) if self.echo and part.index not in self._started else ""
+        repeated = self._repeated(self.echo, part.index) if self.echo and part.index not in self._started else ""
         self._started.add(part.index)
         choice: CompletionChoice = {
             "index": part.index,
@@ -218,9 +218,8 @@ class CompletionFormat(ChoicesFormat):
             choice["prompt_logprobs"] = self._prompt(part)
         return choice
 
-    def _repeated(self, index: int) -> str:
-        assert self.echo is not None
-        prompt = self.echo.prompts[index // self.width]
+    def _repeated(self, echo: Echo, index: int) -> str:
+        prompt = echo.prompts[index // self.width]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special=False)
 
     def _logprobs(self, part: Joined) -> CompletionLogprobs:
@@ -275,7 +274,7 @@ class ChatFormat(ChoicesFormat):
         named: bool,
         allowed: Functions,
         max_calls: int | None = None,
-        calls: Form | None = None,
+        calls: CallForm | None = None,
         thinking: Thinking | None = None,
         **shared: Any,
     ) -> None:

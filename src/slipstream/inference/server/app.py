@@ -1,6 +1,6 @@
 """The HTTP application: OpenAI's API over one engine, /tokenize, /health, /metrics and the chat page.
 
-A request passes through: `gate` (API keys, draining) -> its route, a function over the `Server` (`state`), which reads the body,
+A request passes through: `gate` (API keys, draining) -> its route, a function over the `Serving` (`state`), which reads the body,
 parses it (`requests`) and tokenizes it in a worker thread -> `generation`, which runs it and writes the response in a format of
 `answers`.
 """
@@ -38,9 +38,9 @@ from slipstream.inference.server.generation import Compiling, Deadlines
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies
 from slipstream.inference.server.requests import Fields
-from slipstream.inference.server.state import Limits, Server
+from slipstream.inference.server.state import Limits, Serving
 
-Route = Callable[[Server, Request], Awaitable[Response]]
+Route = Callable[[Serving, Request], Awaitable[Response]]
 # Of the routes with a body: path, function, its request and its response.
 _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     ("/v1/completions", completions.answer, completions.CompletionRequest, CompletionBody),
@@ -59,7 +59,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         413: "Body too large",
         415: "Content type is not application/json",
         429: "The queue is full",
-        500: "Generation failed",
+        500: "SampledFields failed",
         503: "Shutting down or overloaded",
         504: "Request timed out",
     }.items()
@@ -101,7 +101,7 @@ def create_app(
         body_timeout_s=body_timeout_s,
         schema_timeout_s=schema_timeout_s,
     )
-    server = Server(
+    server = Serving(
         engine=engine,
         tokenizer=engine.tokenizer,
         limits=limits,
@@ -139,7 +139,7 @@ def _model(engine: ServedEngine) -> ModelBody:
     }
 
 
-def _add_routes(app: FastAPI, server: Server) -> None:
+def _add_routes(app: FastAPI, server: Serving) -> None:
     def add(method: str, path: str, route: Route, **documented: Any) -> None:
         async def handle(request: Request) -> Response:
             return await route(server, request)

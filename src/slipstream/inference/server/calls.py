@@ -1,7 +1,7 @@
 """The tool-call parser for tool_choice "auto": finds calls in a model's output while it streams.
 
-A `Form` is how a family of models writes calls; the chat template shows which one it is (`form_of`). Output that consists of JSON
-only, {"name": ..., "arguments": {...}} or a list of it, is a call in every form. Anything else stays text.
+A `CallForm` is how a family of models writes calls; the chat template shows which one it is (`form_of`). Output that consists of
+JSON only, {"name": ..., "arguments": {...}} or a list of it, is a call in every form. Anything else stays text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Call = tuple[str, str]  # function, arguments as JSON
 Functions = Mapping[str, Any]  # the functions that may be called: name -> JSON schema of the arguments
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """`open` begins calls, `close` ends them ("": the end of the output), `read` returns the calls between them, or none. `begin`
     (with the function's name in place of {}) and `end` surround the arguments of one call in a grammar ("": it has none)."""
 
@@ -30,7 +30,7 @@ class Form(NamedTuple):
 class CallFinder:
     """The parser of one choice. Calls beyond `max_calls` are dropped."""
 
-    def __init__(self, functions: Functions, max_calls: int | None = None, form: Form | None = None) -> None:
+    def __init__(self, functions: Functions, max_calls: int | None = None, form: CallForm | None = None) -> None:
         self.functions = functions
         self.max_calls = max_calls
         self.form = form or FORMS[-1][1]
@@ -186,22 +186,24 @@ def _checked(calls: list[Call], functions: Functions) -> list[Call]:
 
 _HERMES = '<tool_call>\n{"name": "{}", "arguments": '
 # What is in a chat template that writes calls in a form; the first that is decides. The last is Hermes', Qwen's and SmolLM2's.
-FORMS: tuple[tuple[str, Form], ...] = (
-    ("<function=", Form("<tool_call>", "</tool_call>", _read_qwen_coder)),
+FORMS: tuple[tuple[str, CallForm], ...] = (
+    ("<function=", CallForm("<tool_call>", "</tool_call>", _read_qwen_coder)),
     (
         f"{_SEP}' + tool['function']['name'] + '\\n' + '```json",
-        Form(_CALLS, _END_CALLS, _read_deepseek, f"{_CALLS}{_CALL}function{_SEP}{{}}\n```json\n", f"\n```{_END_CALL}{_END_CALLS}"),
+        CallForm(
+            _CALLS, _END_CALLS, _read_deepseek, f"{_CALLS}{_CALL}function{_SEP}{{}}\n```json\n", f"\n```{_END_CALL}{_END_CALLS}"
+        ),
     ),
-    (_SEP, Form(_CALLS, _END_CALLS, _read_deepseek, f"{_CALLS}{_CALL}{{}}{_SEP}", _END_CALL + _END_CALLS)),
-    ("[ARGS]", Form("[TOOL_CALLS]", "", _read_mistral, "[TOOL_CALLS]{}[ARGS]")),
-    ("[TOOL_CALLS]", Form("[TOOL_CALLS]", "", _read_mistral, '[TOOL_CALLS][{"name": "{}", "arguments": ', "}]")),
-    ("<tool_call>", HERMES := Form("<tool_call>", "</tool_call>", read_json, _HERMES, "}\n</tool_call>")),
-    ('"parameters"', LLAMA := Form("<|python_tag|>", "", read_json, '{"name": "{}", "parameters": ', "}")),
+    (_SEP, CallForm(_CALLS, _END_CALLS, _read_deepseek, f"{_CALLS}{_CALL}{{}}{_SEP}", _END_CALL + _END_CALLS)),
+    ("[ARGS]", CallForm("[TOOL_CALLS]", "", _read_mistral, "[TOOL_CALLS]{}[ARGS]")),
+    ("[TOOL_CALLS]", CallForm("[TOOL_CALLS]", "", _read_mistral, '[TOOL_CALLS][{"name": "{}", "arguments": ', "}]")),
+    ("<tool_call>", HERMES := CallForm("<tool_call>", "</tool_call>", read_json, _HERMES, "}\n</tool_call>")),
+    ('"parameters"', LLAMA := CallForm("<|python_tag|>", "", read_json, '{"name": "{}", "parameters": ', "}")),
     ("<|python_tag|>", LLAMA),
     ("", HERMES),
 )
 
 
-def form_of(template: str) -> Form:
+def form_of(template: str) -> CallForm:
     """The form in which a model with this chat template writes calls."""
     return next(form for mark, form in FORMS if mark in template)

@@ -11,15 +11,25 @@ from starlette.responses import Response
 
 from slipstream.inference.server.answers import ChatFormat, Thinking
 from slipstream.inference.server.backend import ServedTokenizer
-from slipstream.inference.server.calls import form_of
+from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
-from slipstream.inference.server.requests import MAX_MESSAGES, NOT_SERVED, Empty, Fields, Never, Sampled, explained, parse, wrong
-from slipstream.inference.server.state import Caller, Prepared, Server
+from slipstream.inference.server.requests import (
+    MAX_MESSAGES,
+    NOT_SERVED,
+    Empty,
+    Fields,
+    SampledFields,
+    Never,
+    explained,
+    parse,
+    wrong,
+)
+from slipstream.inference.server.state import Caller, Prepared, Serving
 from slipstream.inference.text import MARKS
 
 
-async def answer(server: Server, request: Request) -> Response:
+async def answer(server: Serving, request: Request) -> Response:
     return await server.answer(request, prepare)
 
 
@@ -125,7 +135,7 @@ class ResponseFormat(Fields):
         return self
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SampledFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool | None = None
@@ -165,18 +175,21 @@ class ChatRequest(Sampled):
             raise wrong("tool_choice", "tool_choice names a function that is not in tools")
         if self.tool_choice == "required" and not names:
             raise wrong("tool_choice", 'tool_choice "required" needs tools')
-        formatted = [*(["response_format"] if self.schema() is not None else []), *self.structured()]
-        if formatted and self.forced():
-            raise wrong(formatted[0], f"a forced tool call and {formatted[0]} are mutually exclusive")
-        if len(formatted) > 1 or (self.structured() and self.offered()):
-            other = "tools" if len(formatted) == 1 else formatted[1]
-            raise wrong(formatted[0], f"{formatted[0]} and {other} both decide the form of the output; keep one")
+        self._check_format()
         last = self.messages[-1]
         if self.continue_final_message and (self.add_generation_prompt or last.role != "assistant" or not last.content):
             raise wrong(
                 "continue_final_message", "continue_final_message needs a last message of the assistant and no other prompt"
             )
         return self
+
+    def _check_format(self) -> None:
+        formatted = [*(["response_format"] if self.format_schema() is not None else []), *self.structured()]
+        if formatted and self.forced():
+            raise wrong(formatted[0], f"a forced tool call and {formatted[0]} are mutually exclusive")
+        if len(formatted) > 1 or (self.structured() and self.offered()):
+            other = "tools" if len(formatted) == 1 else formatted[1]
+            raise wrong(formatted[0], f"{formatted[0]} and {other} both decide the form of the output; keep one")
 
     def offered(self) -> list[Tool]:
         """The tools in the prompt: none if tool_choice is none, so that the model calls none."""
@@ -193,7 +206,7 @@ class ChatRequest(Sampled):
         required = choice == "required" or (isinstance(choice, ToolSubset) and choice.allowed_tools.mode == "required")
         return functions if required else []
 
-    def schema(self) -> Any:
+    def format_schema(self) -> Any:
         """The JSON schema of the response format; None for text."""
         if self.response_format is None or self.response_format.type == "text":
             return None
@@ -249,7 +262,7 @@ def _moved(schema: Any, to: str) -> Any:
             return schema
 
 
-def prepare(server: Server, body: bytes, caller: Caller) -> Prepared:
+def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
     """Raises RequestError."""
     if body.count(b'"role"') > MAX_MESSAGES:  # checked before the expensive parsing
         raise RequestError(f"messages: a chat may have at most {MAX_MESSAGES:,} messages", param="messages")
@@ -258,7 +271,7 @@ def prepare(server: Server, body: bytes, caller: Caller) -> Prepared:
     return prepare_chat(server, request, caller)
 
 
-def prepare_chat(server: Server, request: ChatRequest, caller: Caller, ignored: Sequence[str] = ()) -> Prepared:
+def prepare_chat(server: Serving, request: ChatRequest, caller: Caller, ignored: Sequence[str] = ()) -> Prepared:
     """`ignored`: fields without effect that were left out of `request`."""
     server.check_number(1, request.n or 1)
     text, unread = _render(server, request)
@@ -290,7 +303,7 @@ def prepare_chat(server: Server, request: ChatRequest, caller: Caller, ignored: 
     return server.prepared(request, [prompt], params, form, caller, n=request.n or 1, ignored=more)
 
 
-def _render(server: Server, request: ChatRequest) -> tuple[str, list[str]]:
+def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
     """The prompt, and the fields whose variable the template does not read."""
     messages = [message.for_template() for message in request.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in request.offered()] or None
@@ -324,24 +337,27 @@ def _thinking(tokenizer: ServedTokenizer, prompt: str) -> Thinking | None:
     return None
 
 
-def _constraints(server: Server, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:
+def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:
     """What the output has to follow; and whether there is a strict function that it need not follow, for want of a grammar."""
-    schema, form = request.forced_schema() or request.schema(), form_of(server.tokenizer.template)
-    tools = [] if request.forced() else [tool.function for tool in request.offered()]
-    strict = any(function.strict for function in tools)
-    begun = thinking is not None and thinking.begun
     if request.structured():
         return structured(request.structured()), False
-    if not form.begin or not (strict or (tools and schema is not None)):
-        if tools and schema is not None:
-            raise RequestError("response_format beside tools is not served in this model's form of calls", param="response_format")
-        if schema is None or not begun:
-            return Constraints(None if schema is None else dumps(schema, "response_format")), strict
-    served = [(tool.name, tool.parameters or {"type": "object"} if tool.strict else {"type": "object"}) for tool in tools]
+    schema, form = request.forced_schema() or request.format_schema(), form_of(server.tokenizer.template)
+    tools = [] if request.forced() else [tool.function for tool in request.offered()]
+    strict = any(function.strict for function in tools)
+    if tools and schema is not None and not form.begin:
+        raise RequestError("response_format beside tools is not served in this model's form of calls", param="response_format")
+    # A schema alone needs no grammar, unless the output begins within the model's reasoning.
+    if (form.begin and strict) or (schema is not None and (tools or (thinking is not None and thinking.begun))):
+        return _grammar(server, schema, tools, form, thinking), False
+    return Constraints(None if schema is None else dumps(schema, "response_format")), strict
+
+
+def _grammar(server: Serving, schema: Any, functions: Sequence[Function], form: CallForm, thinking: Thinking | None) -> Constraints:
+    tools = [(one.name, one.parameters if one.strict and one.parameters else {"type": "object"}) for one in functions]
+    marks, begun = (None, False) if thinking is None else thinking
     try:
-        marks = None if thinking is None else thinking.marks
-        grammar = Lark(server.tokenizer.marks).answer(schema=schema, tools=served, form=form, thoughts=marks, begun=begun)
+        writer = Lark(server.tokenizer.marks)
+        return Constraints(None, writer.answer(schema=schema, tools=tools, form=form, thoughts=marks, begun=begun))
     except ValueError as error:
         param = "tools" if schema is None else "response_format"
         raise RequestError(f"{param}: a JSON schema cannot be served: {error}", param=param) from None
-    return Constraints(None, grammar), False

@@ -11,15 +11,15 @@ from starlette.responses import Response
 from slipstream.inference.server.answers import CompletionFormat, Echo
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import structured
-from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, Sampled, TokenId, explained, parse, wrong
-from slipstream.inference.server.state import Caller, Prepared, Server
+from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, SampledFields, TokenId, explained, parse, wrong
+from slipstream.inference.server.state import Caller, Prepared, Serving
 
 
-async def answer(server: Server, request: Request) -> Response:
+async def answer(server: Serving, request: Request) -> Response:
     return await server.answer(request, prepare)
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SampledFields):
     prompt: Annotated[
         str
         | Annotated[list[str], Field(min_length=1, fail_fast=True)]
@@ -48,7 +48,7 @@ class CompletionRequest(Sampled):
         return self.prompt
 
 
-def prepare(server: Server, body: bytes, caller: Caller) -> Prepared:
+def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
     """Raises RequestError."""
     request = parse(CompletionRequest, body)
     server.check_model(request.model)

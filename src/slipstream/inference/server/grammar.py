@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slipstream.inference.constrain import WHITESPACE, check_schema
-from slipstream.inference.server.calls import Form
+from slipstream.inference.server.calls import CallForm
 from slipstream.inference.server.errors import RequestError
 
 FREE = r"/(.|\n)*/"
@@ -23,7 +23,7 @@ class Constraints(NamedTuple):
 
 
 def structured(fields: Mapping[str, tuple[str, Any]]) -> Constraints:
-    """Of `Sampled.structured`, which has one entry at most. Raises RequestError."""
+    """Of `SampledFields.structured`, which has one entry at most. Raises RequestError."""
     for name, (kind, value) in fields.items():
         match kind:
             case "json":
@@ -62,7 +62,7 @@ class Lark:
         *,
         schema: Any = None,
         tools: Sequence[tuple[str, Any]] = (),
-        form: Form | None = None,
+        form: CallForm | None = None,
         thoughts: tuple[str, str] | None = None,
         begun: bool = False,
     ) -> str:
@@ -76,7 +76,7 @@ class Lark:
         body = f"({calls} SPACE)+ | {self._json(schema)}" if calls and schema is not None else free or self._json(schema)
         return "\n".join([f"start: {before}body", f"body: {body}", f"FREE: {FREE}", r"SPACE: /\s*/", *self._rules])
 
-    def _calls(self, tools: Sequence[tuple[str, Any]], form: Form, *, alone: bool) -> tuple[str, str]:
+    def _calls(self, tools: Sequence[tuple[str, Any]], form: CallForm, *, alone: bool) -> tuple[str, str]:
         """A rule for one call, and one for text with calls."""
         marked = form.begin.startswith(form.open)
         trigger = "" if not marked else self._text(form.open) if alone else self._until(form.open, "free")

@@ -22,7 +22,7 @@ MAX_SALT = 256  # characters
 MAX_NAMED = 60  # characters of a field's name in a response
 
 # OpenAI's fields without an effect on an answer here, and their values that ask for nothing.
-LABELS: Mapping[str, tuple[Any, ...]] = {
+LABELS: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "moderation": (),
     "prediction": (),
@@ -55,7 +55,7 @@ def documented(**limits: float) -> Any:
 
 def wrong(param: str, message: str) -> PydanticCustomError:
     """The error of a validator of several fields, of which `param` is the one to change."""
-    return PydanticCustomError("wrong", message, {"param": param})  # type: ignore[arg-type]
+    return PydanticCustomError("wrong", message, {"param": param})
 
 
 NOT_SERVED = explained("not_served", "this OpenAI field is not supported; leave it out")
@@ -111,7 +111,7 @@ class StructuredOutputs(Fields):
     grammar: str | None = None
 
 
-class Sampled(Fields):
+class SampledFields(Fields):
     """The fields that completions and chats share: OpenAI's, then vLLM's, then llama.cpp's."""
 
     labels = LABELS
@@ -157,7 +157,7 @@ class Sampled(Fields):
     grammar: str | None = None
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Sampled:
+    def _options_of_a_stream(self) -> SampledFields:
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "stream_options needs stream: true")
         if len(self.structured()) > 1:

@@ -20,7 +20,7 @@ from slipstream.inference.server.answers import ChatFormat, Format, Joined, even
 from slipstream.inference.server.chat import ChatRequest, prepare_chat
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, parse, refused, without_effect
-from slipstream.inference.server.state import Caller, Prepared, Server
+from slipstream.inference.server.state import Caller, Prepared, Serving
 
 _CHAT = {  # fields of chats, and here
     "messages": "input",
@@ -30,7 +30,7 @@ _CHAT = {  # fields of chats, and here
 }
 
 
-async def answer(server: Server, request: Request) -> Response:
+async def answer(server: Serving, request: Request) -> Response:
     return await server.answer(request, prepare)
 
 
@@ -70,7 +70,9 @@ class ResponsesRequest(Fields):
     def chat(self) -> dict[str, Any]:
         """The same request of /v1/chat/completions. Raises RequestError."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        items: Sequence[Mapping[str, Any]] = (
+            [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        )
         for number, item in enumerate(items):
             _add_item(messages, item, f"input.{number}")
         tools = [_nested(tool) for tool in self.tools or () if tool.get("type") == "function"]
@@ -101,7 +103,7 @@ class ResponsesRequest(Fields):
         return self.tool_choice
 
 
-def prepare(server: Server, body: bytes, caller: Caller) -> Prepared:
+def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
     """Raises RequestError."""
     request = parse(ResponsesRequest, body)
     server.check_model(request.model)
@@ -267,8 +269,10 @@ class ResponsesFormat(Format):
     def _begin(self, kind: str, **fields: Any) -> bytes:
         """Begin an item. The parts of a text are empty until `_close`, as OpenAI's are in these events."""
         prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
-        item |= {"reasoning": {"summary": [], "content": []}, "message": {"role": "assistant", "content": []}}.get(kind, {})
+        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        contents: dict[str, dict[str, Any]] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
+        if kind in contents:
+            item |= {**contents[kind], "content": []}
         self._items.append(item)
         self._open = True
         events = self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
@@ -287,7 +291,7 @@ class ResponsesFormat(Format):
             item["arguments"] += text
             return events + self._event(name, **self._place(), delta=text)
         item["content"][0]["text"] += text
-        more = {"logprobs": []} if kind == "message" else {}
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return events + self._event(name, **self._place(), content_index=0, delta=text, **more)
 
     def _close(self, status: str = "completed") -> bytes:
@@ -302,7 +306,7 @@ class ResponsesFormat(Format):
         else:
             part, message = item["content"][0], item["type"] == "message"
             name = "response.output_text.done" if message else "response.reasoning_text.done"
-            more = {"logprobs": []} if message else {}
+            more: dict[str, Any] = {"logprobs": []} if message else {}
             events = self._event(name, **self._place(), content_index=0, text=part["text"], **more)
             events += self._event("response.content_part.done", **self._place(), content_index=0, part=part)
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)

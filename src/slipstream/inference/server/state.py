@@ -18,7 +18,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
-from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, Sampled, without_effect
+from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, without_effect
 from slipstream.inference.text import TooLongError
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,14 @@ class Caller(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    request: Sampled
+    request: SampledFields
     work: Work
     form: Format
     ignored: Sequence[str]  # fields without effect
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class Serving:
     engine: ServedEngine
     tokenizer: ServedTokenizer
     limits: Limits
@@ -67,7 +67,7 @@ class Server:
     strict_fields: bool  # fields without effect are refused
     logged: set[str] = field(default_factory=set)  # fields without effect that are in the log
 
-    async def answer(self, request: Request, prepare: Callable[[Server, bytes, Caller], Prepared]) -> Response:
+    async def answer(self, request: Request, prepare: Callable[[Serving, bytes, Caller], Prepared]) -> Response:
         """Receive the body, prepare it outside the event loop, and return the response that runs it."""
         tenant, prioritizes = request.state.tenant, request.state.prioritizes
         caller = Caller(tenant, "" if self.share_prefixes else tenant, prioritizes)
@@ -106,7 +106,7 @@ class Server:
 
     def prepared(
         self,
-        request: Sampled,
+        request: SampledFields,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         form: Format,

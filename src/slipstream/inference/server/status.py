@@ -13,28 +13,28 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.metrics import CONTENT_TYPE, render
-from slipstream.inference.server.state import Server
+from slipstream.inference.server.state import Serving
 
 
-async def models(server: Server, request: Request) -> Response:
+async def models(server: Serving, request: Request) -> Response:
     return JSON({"object": "list", "data": [server.model]})
 
 
-async def one_model(server: Server, request: Request) -> Response:
+async def one_model(server: Serving, request: Request) -> Response:
     server.check_model(request.path_params["name"])
     return JSON(server.model)
 
 
-async def health(server: Server, request: Request) -> Response:
+async def health(server: Serving, request: Request) -> Response:
     status = "draining" if server.traffic.draining else "ok" if server.engine.healthy else "failed"
     return JSON({"status": status}, status_code=200 if status == "ok" else 503)
 
 
-async def metrics(server: Server, request: Request) -> Response:
+async def metrics(server: Serving, request: Request) -> Response:
     return PlainTextResponse(render(server.engine.stats(), server.traffic), media_type=CONTENT_TYPE)
 
 
-async def chat_page(server: Server, request: Request) -> Response:
+async def chat_page(server: Serving, request: Request) -> Response:
     page, policy = _page()
     headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return HTMLResponse(page, headers=headers)

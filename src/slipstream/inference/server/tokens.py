@@ -13,7 +13,7 @@ from slipstream.inference.server.chat import Message, Tool
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, parse, without_effect, wrong
-from slipstream.inference.server.state import Server
+from slipstream.inference.server.state import Serving
 
 
 class TokenizeRequest(Fields):
@@ -37,7 +37,7 @@ class DetokenizeRequest(Fields):
     tokens: list[TokenId]
 
 
-async def tokenize(server: Server, request: Request) -> Response:
+async def tokenize(server: Serving, request: Request) -> Response:
     def make(body: bytes) -> tuple[TokensBody, list[str]]:
         given = parse(TokenizeRequest, body)
         server.check_model(given.model or server.engine.model_name)
@@ -63,7 +63,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     return _respond(server, *await server.receive(request, make))
 
 
-async def detokenize(server: Server, request: Request) -> Response:
+async def detokenize(server: Serving, request: Request) -> Response:
     def make(body: bytes) -> tuple[TextBody, list[str]]:
         given = parse(DetokenizeRequest, body)
         server.check_model(given.model or server.engine.model_name)
@@ -72,7 +72,7 @@ async def detokenize(server: Server, request: Request) -> Response:
     return _respond(server, *await server.receive(request, make))
 
 
-def _respond(server: Server, body: TokensBody | TextBody, ignored: list[str]) -> Response:
+def _respond(server: Serving, body: TokensBody | TextBody, ignored: list[str]) -> Response:
     server.refuse(ignored, ignored)
     response = JSON(body)
     response.raw_headers += server.headers(ignored)
