@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from slipstream.inference.server.calls import CallFinder
+from slipstream.inference.server.calls import CallFinder, Thoughts, form_of
 
 ADD = {"name": "add", "arguments": {"a": 1, "b": "</x>"}}
 SAY = {"name": "say", "parameters": {}}
@@ -71,3 +71,68 @@ def test_references_inside_one_of_several_tools_hold() -> None:
     moved = _moved(schema, "#/anyOf/1/properties/arguments")
     assert moved["properties"]["at"] == {"$ref": "#/anyOf/1/properties/arguments/$defs/Place"}
     assert moved["$defs"] == schema["$defs"]
+
+
+BAR, UNDER = "\uff5c", "\u2581"
+
+
+def mark(name: str) -> str:
+    return f"<{BAR}tool{UNDER}{name}{BAR}>".replace(" ", UNDER)
+
+
+LISTED = json.dumps([ADD, {"name": "say", "arguments": {}}])
+V3 = mark("calls begin") + "".join(
+    f"{mark('call begin')}function{mark('sep')}{name}\n```json\n{arguments}\n```{mark('call end')}" for name, arguments in CALLED
+)
+V31 = mark("calls begin") + "".join(
+    f"{mark('call begin')}{name}{mark('sep')}{arguments}{mark('call end')}" for name, arguments in CALLED
+)
+CODER = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n</x>\n</parameter>\n</function>\n</tool_call>"
+SAID = "<tool_call>\n<function=say>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("[TOOL_CALLS]", f"[TOOL_CALLS]{LISTED}"),
+        ("[TOOL_CALLS] [ARGS]", "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in CALLED)),
+        ("<|python_tag|>", f"<|python_tag|>{json.dumps(ADD)}; {json.dumps(SAY)}"),
+        ('"parameters"', f"{json.dumps(ADD)}\n{json.dumps(SAY)}"),
+        (mark("sep"), V31 + mark("calls end")),
+        (f"{mark('sep')}' + tool['function']['name'] + '\\n' + '```json", V3 + mark("calls end")),
+        (mark("sep"), V3),  # not closed
+        ("<tool_call> <function=", f"{CODER}\n{SAID}"),
+    ],
+)
+def test_forms_of_templates(template: str, text: str) -> None:
+    functions = {"add": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}, "say": {}}
+    form = form_of(template)
+    for before in ("", "Well:\n") if form.open in text else ("",):
+        for size in (1, 3, 1000):
+            finder, content, calls = CallFinder(functions, None, form), "", []
+            pieces = [(before + text)[start : start + size] for start in range(0, len(before + text), size)]
+            for piece, last in [*((piece, False) for piece in pieces), ("", True)]:
+                new = finder.push(piece, last=last)
+                content, calls = content + new[0], calls + new[1]
+            assert (content, calls) == (before.rstrip(), CALLED), size
+    other = text.replace("add", "sub")
+    assert CallFinder(functions, None, form).push(other, last=True)[1] in ([], [CALLED[1]]), "no function of that name"
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "expected"),
+    [
+        (False, "<think>\nI see.\n</think>\n\nYes. </think>", ("I see.", "Yes. </think>")),
+        (True, "I see\n</think> Yes", ("I see", "Yes")),
+        (True, " never done ", ("never done", "")),
+        (False, "No <think>thought</think>", ("", "No <think>thought</think>")),
+        (False, " <thin", ("", " <thin")),
+        (False, "<think></think>\n{}", ("", "{}")),
+    ],
+)
+def test_thoughts(begun: bool, text: str, expected: tuple[str, str]) -> None:
+    for size in (1, 2, 5, 100):
+        thoughts, parts = Thoughts(("<think>", "</think>"), begun), ["", ""]
+        for piece, last in [*((text[start : start + size], False) for start in range(0, len(text), size)), ("", True)]:
+            parts = [old + new for old, new in zip(parts, thoughts.push(piece, last=last), strict=True)]
+        assert tuple(parts) == expected, size

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
+from slipstream.inference.core import Batch, Chunk, Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
 from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _as_list, _sampling
 from slipstream.inference.initialize import _translated, init_inference
@@ -62,7 +62,8 @@ class HashRunner:
         for request, start, stop, draft in batch.chunks:
             for position, token in enumerate([*request.tokens[start:stop], *draft], start):
                 self.cache[request.blocks[position // self.block_size]][position % self.block_size] = token
-            for position in range(stop - 1, stop + len(draft)) if stop == len(request.tokens) else ():
+            end = stop + len(draft)
+            for position in range(end - Chunk(request, start, stop, draft).num_rows, end):
                 rows.append(self.logits(self.cached(request.blocks, position + 1), position + 1 - request.num_prompt))
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
 

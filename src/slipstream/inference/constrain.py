@@ -65,14 +65,13 @@ class Grammars:
         return self._checked("json_schema", matcher)
 
     def _parse(self, grammar: str) -> LLMatcher:
-        try:
-            if "::=" in grammar:
-                from llguidance.gbnf_to_lark import any_to_lark
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-                grammar = any_to_lark(grammar)
-            return self._checked("grammar", self._matcher(self._tokens, grammar, log_level=0))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"grammar cannot be served: {str(error).removeprefix('grammar cannot be served: ')}") from error
+        try:
+            lark = any_to_lark(grammar) if "::=" in grammar else grammar
+        except (GbnfToLarkError, RecursionError) as error:
+            raise ValueError(f"grammar cannot be served: {error}") from error
+        return self._checked("grammar", self._matcher(self._tokens, lark, log_level=0))
 
     def _checked(self, name: str, matcher: LLMatcher) -> LLMatcher:
         if matcher.is_error():

@@ -71,6 +71,7 @@ class Completion:
     finish_reason: str  # stop | length | cancelled
     usage: Usage
     logprobs: list[Logprob] | None = None  # one per token, if requested
+    prompt_logprobs: list[Logprob | None] | None = None  # one per token of the prompt, None for the first, if requested
 
     def __str__(self) -> str:
         return self.text
@@ -87,6 +88,7 @@ class Delta:
     logprobs: tuple[Logprob, ...] = ()
     finish_reason: str | None = None  # only in the answer's last Delta
     usage: Usage | None = None  # likewise
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None  # only in the answer's first Delta
 
 
 class GenerationError(RuntimeError):
@@ -381,7 +383,8 @@ class _Feed:
         if output.finish is Finish.ERROR:
             raise GenerationError(f"prompt {number}: {output.error}")
         reason = None if output.finish is None else output.finish.value
-        return Delta(output.text, output.token_ids, number, output.index, output.logprobs, reason, output.usage)
+        scored = output.prompt_logprobs
+        return Delta(output.text, output.token_ids, number, output.index, output.logprobs, reason, output.usage, scored)
 
     def cancel(self) -> None:
         """Cancel the unfinished answers and drop the pending prompts."""
@@ -429,6 +432,7 @@ def _assemble(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams)
                 finish_reason=last.finish_reason,
                 usage=last.usage,
                 logprobs=None if params.logprobs is None else [one for delta in answer for one in delta.logprobs],
+                prompt_logprobs=next((list(delta.prompt_logprobs) for delta in answer if delta.prompt_logprobs), None),
             )
         )
     return completions
