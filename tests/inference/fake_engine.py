@@ -84,11 +84,12 @@ class Handle:
         """Its tokens, which depend on nothing but the request."""
         if self.params.json_schema is not None:
             return list(json.dumps(example(json.loads(self.params.json_schema))))
-        if self.params.grammar is not None:
+        wants_call = "use a tool" in self.prompt and "<tool>" not in self.prompt
+        if self.params.grammar is not None and not wants_call:
             return ["by ", "grammar"]
         if "think" in self.prompt:
             return ["<thi", "nk>\nI ", "wonder", ".\n</th", "ink>\n\n", "So ", "be it"]
-        if "use a tool" in self.prompt:
+        if wants_call:
             return ["Sure", ".\n<tool", '_call>{"name": "add", ', '"arguments": {"a": 7}}', "</tool_call>", ""]
         if "unicode" in self.prompt:
             return ["", "naïve ", "\u2028", "🦜", "\r\n", "\u0085end"]
