@@ -163,6 +163,13 @@ LEGS = (
     Leg("serve-ranks", 2, 4, "tokens per second of experts split over two processes", "serve_ranks:run", title="serve, ranks"),
     _serve("load", 2, 5, "seconds from the start of a process to its first token, and of `slipstream serve` to its first answer"),
     _serve("stall", 2, 2, "the longest gap in a stream while others send requests that are expensive to prepare", needs=""),
+    _serve(
+        "fair",
+        2,
+        4,
+        "the first token of one API key's requests while another key floods the queue, over an idle server's",
+        needs="",
+    ),
     Leg("cuda", 0, 60, "on a GPU: training with states in host memory, and serving a Llama of 1.2 billion weights", "cuda:run"),
 )
 MINUTES = ("minutes, level 1", "minutes, level 2")

@@ -31,10 +31,10 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def server() -> Iterator[Server]:
+def server(*options: str) -> Iterator[Server]:
     """`slipstream serve smollm2`, which listens when it has loaded."""
     command = [sys.executable, "-m", "slipstream.launch.cli", "serve", "smollm2", "--model-name", "smollm2"]
-    command += ["--port", str(free_port())]
+    command += ["--port", str(free_port()), *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=child_setup()) as process:
         try:
             assert process.stdout is not None, "it is a pipe"

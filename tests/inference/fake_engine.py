@@ -88,7 +88,7 @@ class Handle:
         if self.params.grammar is not None and not wants_call:
             return ["by ", "grammar"]
         if "think" in self.prompt:
-            return ["<thi", "nk>\nI ", "wonder", ".\n</th", "ink>\n\n", "So ", "be it"]
+            return ["<th", "ink>\nI ", "wonder", ".\n</th", "ink>\n\n", "So ", "be it"]
         if wants_call:
             return ["Sure", ".\n<tool", '_call>{"name": "add", ', '"arguments": {"a": 7}}', "</tool_call>", ""]
         if "unicode" in self.prompt:

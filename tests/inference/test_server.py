@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -886,6 +888,42 @@ def test_a_dead_engine_ends_its_server() -> None:
             list(stream)
         server.join(10)
     assert ends == ["the engine of fake/model failed permanently; see the log, and restart the process"]
+
+
+# Made for this test: openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500 -subj /CN=localhost
+CERTIFICATE = """-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgTAnRemtAtb+W+2FF
++EYaUqefjFuDJ0o3a0/GfpRm1duhRANCAAQMjEng2tFke50T1upPEbffd4v56g1S
+aE75BHvdmvLJ/4SIlGCZEEw3PRWEs+F8m2cUk3TwDk+R9IHaJTULOHvP
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBkDCCATagAwIBAgIUVt8sF+6BAYYu+7QLVTvOuGdlfjIwCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyNjA3NDA1MVoYDzIxMjYxMTAy
+MDc0MDUxWjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAAQMjEng2tFke50T1upPEbffd4v56g1SaE75BHvdmvLJ/4SIlGCZEEw3
+PRWEs+F8m2cUk3TwDk+R9IHaJTULOHvPo2QwYjAdBgNVHQ4EFgQUlQ+oaryg6Yrc
+IQE8wRW07fiFizIwHwYDVR0jBBgwFoAUlQ+oaryg6YrcIQE8wRW07fiFizIwDwYD
+VR0TAQH/BAUwAwEB/zAPBgNVHREECDAGhwR/AAABMAoGCCqGSM49BAMCA0gAMEUC
+IA2/E5Bh7mw6V0b4ycpn7eC9fl3ErWDL17dWHQYo6m4mAiEAwxfDs6kSZJO6qbVE
+t/NYuLJJ2syjRV1gSIDy7bl+kFQ=
+-----END CERTIFICATE-----
+"""
+
+
+def test_https(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "both.pem"
+    file.write_text(CERTIFICATE)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        mortal = FakeEngine()
+        ended = threads.submit(serve, mortal, sockets=[listener], tls=(str(file), None))
+        context = ssl.create_default_context(cafile=str(file))
+        connection = http.client.HTTPSConnection(*listener.getsockname(), timeout=10, context=context)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        connection.close()
+        mortal.healthy = False
+        assert isinstance(ended.exception(10), DeadEngineError)
+    assert "Slipstream serves https://127.0.0.1" in capsys.readouterr().out
 
 
 # ---- The page and the document
