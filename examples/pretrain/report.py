@@ -1,15 +1,19 @@
-"""What a person sees of a run: progress while it trains, the loss curve as a picture, the closing figures."""
+"""What a person sees of a run: curves while it trains, the loss curve as a picture, the closing figures."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
+import numpy as np
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -36,6 +40,7 @@ class Moment:
     validation_loss: float | None  # the newest
     tokens_per_second: float
     memory: list[int]  # bytes, by rank
+    grad_norm: float  # of the newest step, before clipping
 
 
 class Display(ABC):
@@ -81,35 +86,90 @@ class Lines(Display):
         pass
 
 
-class Bar(Display):
-    """A progress bar, for terminals."""
+class Charts(Display):
+    """Curves over the steps and a progress bar, for terminals."""
 
     def __init__(self, console: Console, total: int, start: int) -> None:
+        self.console, self.start, self.total = console, start, total
+        self.moments: list[Moment] = []
         self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[validation]}"),
             TimeElapsedColumn(),
             TextColumn("/"),
             TimeRemainingColumn(),
-            console=console,
             expand=True,
         )
-        self.task = self.progress.add_task("train", total=total, completed=start, figures="")
-        self.progress.start()
+        self.task = self.progress.add_task("train", total=total, completed=start, validation="")
+        self.live = Live(console=console, refresh_per_second=1, get_renderable=self.draw)
+        self.live.start()
 
     def show(self, moment: Moment) -> None:
-        self.progress.update(self.task, completed=moment.step, figures=_figures(moment))
+        self.moments.append(moment)
+        self.progress.update(self.task, completed=moment.step, validation=_validation(moment).strip())
+        self.live.refresh()
+
+    def draw(self) -> Group:
+        """Two charts beside each other, as high as the terminal allows."""
+        width, height = self.console.width // 2 - 4, min(8, max(1, (self.console.height - 2) // 2 - 2))
+        grid = Table.grid()
+        moments = list(self.moments)
+        panels = []
+        for title, value, text in CURVES:
+            points = [(moment.step - self.start, value(moment)) for moment in moments]
+            ys = [y for _, y in points]
+            panels.append(
+                Panel(
+                    "\n".join(curve(points, self.total - self.start, width, height)),
+                    title=f"{title} {text(ys[-1])}" if ys else title,
+                    subtitle=f"{text(min(ys))} to {text(max(ys))}" if ys else None,
+                    title_align="left",
+                    subtitle_align="right",
+                    width=width + 4,
+                )
+            )
+        for pair in zip(panels[::2], panels[1::2], strict=True):
+            grid.add_row(*pair)
+        return Group(grid, self.progress)
 
     def close(self) -> None:
-        self.progress.stop()
+        self.live.stop()
+
+
+# Title of each chart, its value, and the value as text
+CURVES: tuple[tuple[str, Callable[[Moment], float], Callable[[float], str]], ...] = (
+    ("loss", lambda moment: moment.loss, "{:.3f}".format),
+    ("tokens/s", lambda moment: moment.tokens_per_second, "{:,.0f}".format),
+    ("gradient norm", lambda moment: moment.grad_norm, "{:.3g}".format),
+    ("peak memory of a rank", lambda moment: max(moment.memory) / 2**20, "{:,.0f} MiB".format),
+)
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
+
+
+def curve(points: Sequence[tuple[int, float]], total: int, width: int, height: int) -> list[str]:
+    """Lines of `width` characters, from the highest value down: a line through points (0 < x <= total, y) whose y is finite."""
+    points = [(x, y) for x, y in points if math.isfinite(y)]
+    cells = [[0] * width for _ in range(height)]
+    if points:
+        at = np.array([x for x, _ in points]) * (2 * width - 1) // total
+        values = np.array([y for _, y in points], dtype=float)
+        columns = np.unique(at)
+        filled = np.arange(columns[0], columns[-1] + 1)
+        heights = np.interp(filled, columns, [values[at == column].mean() for column in columns])
+        low, high = heights.min(), heights.max()
+        rows = np.rint((high - heights) / ((high - low) or 1.0) * (4 * height - 1)).astype(int).tolist()
+        for column, row, before in zip(filled.tolist(), rows, [rows[0], *rows], strict=False):
+            for dot in range(min(row, before), max(row, before) + 1):
+                cells[dot // 4][column // 2] |= _DOTS[dot % 4][column % 2]
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
 def display(console: Console, *, rank: int, start: int, total: int) -> Display:
     if rank:
         return Silent()
-    if console.is_terminal:
-        return Bar(console, total, start)
+    if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
+        return Charts(console, total, start)
     return Lines(console, total, every=max(1, total // 30))
 
 
@@ -117,10 +177,13 @@ def mebibytes(memory: list[int]) -> str:
     return "/".join(f"{nbytes / 2**20:.0f}" for nbytes in memory) + " MiB"
 
 
+def _validation(moment: Moment) -> str:
+    return f"  val {moment.validation_loss:.3f}" if moment.validation_loss is not None else ""
+
+
 def _figures(moment: Moment) -> str:
-    validation = f"  val {moment.validation_loss:.3f}" if moment.validation_loss is not None else ""
-    speed = f"{moment.tokens_per_second:,.0f} tok/s"
-    return f"loss {moment.loss:.3f}{validation}  {speed}  {mebibytes(moment.memory)}"
+    speed, norm = f"{moment.tokens_per_second:,.0f} tok/s", f"norm {moment.grad_norm:.3g}"
+    return f"loss {moment.loss:.3f}{_validation(moment)}  {norm}  {speed}  {mebibytes(moment.memory)}"
 
 
 def bits_per_byte(loss: float, facts: Facts) -> float:

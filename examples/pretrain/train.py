@@ -66,10 +66,12 @@ def main() -> None:
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in LanguageModel(model_config).parameters())
     model = build(model_config, args.pp)
+    own = config.setdefault("slipstream", {})
+    own["monitors"] = {"report": {"path": str(args.out / "report.html"), "title": "Pretraining"}} | own.get("monitors", {})
     if args.pp * args.tp * args.sp > 1:
         if args.pp > 1:  # as many micro-batches in a step as keep the stages busy
             config["gradient_accumulation_steps"] = max(config.get("gradient_accumulation_steps", 1), 4 * args.pp)
-        config["slipstream"] = config.get("slipstream", {}) | {"mesh": {"pp": args.pp, "tp": args.tp, "sp": args.sp}}
+        own["mesh"] = {"pp": args.pp, "tp": args.tp, "sp": args.sp}
         config["tensor_parallel"] = {"partition_config": {"layer_specs": SLICES, "use_default_specs": False}}
     if args.ep > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": args.ep}
@@ -89,6 +91,7 @@ def main() -> None:
     train(engine, loader, corpus, history, steps, args, console)
     save(engine, history, args)
     validation_loss = evaluate(engine, corpus)
+    engine.log({"validation_loss": validation_loss})
     memory = peak_memory(engine.device)
     if rank == 0:
         report.plot(history, validation_loss, corpus.facts, args.out / "loss.png")
@@ -96,8 +99,9 @@ def main() -> None:
     if args.pp == 1:  # a pipeline has no forward that returns logits to all ranks
         console.print("\nFrom the prompt, which is the first line, the model writes:\n")
         console.print(complete(engine, corpus, args), markup=False)
-    console.print(f"\nWritten: {args.out}/loss.png, {args.out}/checkpoints/{tag(engine)}")
+    checkpoint = f"{args.out}/checkpoints/{tag(engine)}"
     engine.destroy()
+    console.print(f"\nWritten: {args.out}/report.html, {args.out}/loss.png, {checkpoint}")
     dist.destroy_process_group()
 
 
@@ -226,6 +230,7 @@ def train(
             if glance_due:
                 history.validation_steps.append(step)
                 history.validation_losses.append(evaluate(engine, corpus, GLANCE_BATCHES))
+                engine.log({"validation_loss": history.validation_losses[-1]})
                 meter.restart()
             if save_due:
                 save(engine, history, args)
@@ -266,8 +271,12 @@ class Meter:
         history.tokens += tokens
         history.seconds += seconds
         if self.has_experts:
-            loads = torch.tensor([load.routes for load in self.engine.expert_load().values()], dtype=torch.float64)
-            history.loads.append((loads / loads.mean(1, keepdim=True)).flatten().tolist())
+            by_layer = self.engine.expert_load()
+            loads = torch.tensor([load.routes for load in by_layer.values()], dtype=torch.float64)
+            loads /= loads.mean(1, keepdim=True)
+            history.loads.append(loads.flatten().tolist())
+            rows = zip(by_layer, loads.tolist(), strict=True)
+            self.engine.log({f"expert_load/{layer}/{i}": load for layer, row in rows for i, load in enumerate(row)})
         self.restart()
         return report.Moment(
             step=step,
@@ -275,6 +284,7 @@ class Meter:
             validation_loss=history.validation_losses[-1] if history.validation_losses else None,
             tokens_per_second=tokens / seconds,
             memory=memory,
+            grad_norm=self.engine.global_grad_norm or 0.0,
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import checkpoint
+from slipstream.observe.report_page import read_series
 from tests.dist.test_launch_agents import Launcher, launcher
 
 __all__ = ["launcher"]  # a fixture
@@ -37,6 +38,9 @@ def test_the_example_trains_saves_and_resumes_at_another_stage(
     command = ["--nproc", "2", str(EXAMPLE / "train.py"), *map(str, arguments), "--glance-every", "4"]
     picture, checkpoints = tmp_path / "out" / "loss.png", tmp_path / "out" / "checkpoints"
 
+    def reported(tag: str) -> list[int]:
+        return [samples for samples, _ in read_series(tmp_path / "out" / "report.html")[tag]]
+
     code, out, err = launcher.run(*command, "--steps", "8", "--save-every", "6")
     assert code == 0, err
     assert "ZeRO-3 on 2 x cpu, 512 tokens per step" in out
@@ -49,6 +53,8 @@ def test_the_example_trains_saves_and_resumes_at_another_stage(
     assert figure(r"tokens seen +([\d,]+) of", out) == 8 * 512
     assert re.search(r"the model writes:\s+import json.", out, re.S), out
     assert out.count("bits per byte") == 1, "rank 0 speaks for all"
+    assert reported("Train/Samples/train_loss") == reported("Train/Samples/grad_norm") == list(range(2, 17, 2))
+    assert reported("validation_loss") == [8, 16, 16], "two looks, and the whole at the end"
 
     stage1 = tmp_path / "stage1.json"
     config = json.loads((EXAMPLE / "ds_config.json").read_text())
@@ -62,6 +68,7 @@ def test_the_example_trains_saves_and_resumes_at_another_stage(
     assert figure(r"bits per byte +([\d.]+) ", out) < ours
     assert picture.exists()
     assert (checkpoints / "latest").read_text().strip() == "step16"
+    assert reported("Train/Samples/memory_bytes") == list(range(2, 33, 2)), "the report goes on"
     assert launcher.gone(within=1)
 
 
@@ -95,5 +102,7 @@ def test_a_mixture_of_experts_trains_and_resumes_whole(launcher: Launcher, tmp_p
     for loads in history["loads"]:  # of each expert over the layer's mean
         layers = [loads[i : i + 4] for i in range(0, len(loads), 4)]
         assert len(layers) == 3 and all(sum(each) == pytest.approx(4) and min(each) >= 0 for each in layers)
+    rows = [tag for tag in read_series(tmp_path / "out" / "report.html") if tag.startswith("expert_load/")]
+    assert len(rows) == 3 * 4
     width, height = struct.unpack(">II", (tmp_path / "out" / "loss.png").read_bytes()[16:24])
     assert (width, height) == (960, 900), "the picture of the loads is below that of the losses, which has 540 lines"

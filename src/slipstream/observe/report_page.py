@@ -295,9 +295,9 @@ _STYLE = """
 :root{color-scheme:light dark;--back:#f6f7f9;--card:#fff;--text:#1c2330;--soft:#667085;--line:#e3e7ee}
 @media(prefers-color-scheme:dark){:root{--back:#12151b;--card:#1b2029;--text:#e6e9ef;--soft:#98a2b3;--line:#2d3440}}
 *{box-sizing:border-box}
-body{margin:0;background:var(--back);color:var(--text);font:15px/1.45 system-ui,sans-serif}
+body{margin:0;overflow-wrap:anywhere;background:var(--back);color:var(--text);font:15px/1.45 system-ui,sans-serif}
 main{max-width:1200px;margin:0 auto;padding:24px 16px 48px}
-h1{font-size:24px;margin:0;overflow-wrap:anywhere}h2{font-size:15px;margin:0 0 2px}small,.head{color:var(--soft);font-weight:400}
+h1{font-size:24px;margin:0}h2{font-size:15px;margin:0 0 2px}small,.head{color:var(--soft);font-weight:400}
 .tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(140px,1fr));gap:12px;margin:18px 0}
 .tile,.chart,details{background:var(--card);border:1px solid var(--line);border-radius:10px}
 .tile{padding:10px 14px}.tile b{display:block;font-size:20px;white-space:nowrap}.tile span{color:var(--soft);font-size:13px}
