@@ -23,7 +23,7 @@ from benchmarks import optimizer
 from benchmarks.legs import Options
 from benchmarks.report import Spread, table, verdict, verdicts
 from slipstream import ops
-from slipstream.inference.config import DecoderConfig
+from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
@@ -78,7 +78,7 @@ def movements(numel: int, where: str) -> Iterator[Case]:
         yield Case(f"rows of {bits} bits to bf16", where, partial(dequantize_rows, packed, form, BF16), numel)
 
 
-def weights_of(kind: str, config: DecoderConfig) -> DecoderWeights:
+def weights_of(kind: str, config: TransformerConfig) -> DecoderWeights:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(kind, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The fast decoder's families against transformers in fp32: every value of `DecoderConfig` by a tiny random model that needs it."""
+"""Llama-like families against transformers in fp32: every value of their configurations by a tiny random model that needs it."""
 
 from typing import Any
 
@@ -85,15 +85,20 @@ def test_configurations_of_transformers_4() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported by the fast decoder, which has llama, mistral"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported by the fast forward, which has llama, mistral"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "attends in both directions"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported; it can be default, linear"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not supported"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, r"clip_qkv is 8\.0: queries and keys are not clamped"),
-        ({"hidden_act": "relu"}, "activation 'relu' is none of silu"),
+        ({"hidden_act": "tanh"}, "activation 'tanh' is none of silu"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked"]}, "layer_types .chunked. must be 2 of"),
+        (
+            {"model_type": "cohere", "use_qk_norm": True},
+            "use_qk_norm is True in this cohere model; the fast forward has False only",
+        ),
+        ({"model_type": "electra"}, "embedding_size is 128 and hidden_size 64: embeddings are not projected"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
     ],
 )

@@ -26,7 +26,7 @@ from benchmarks import cuda as benchmark
 from benchmarks.legs import Options
 
 from slipstream.inference import decoder
-from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
+from slipstream.inference.config import NORMS, Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
@@ -211,9 +211,9 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
 # -- the forward
 
 
-def config_of(**changes: Any) -> DecoderConfig:
+def config_of(**changes: Any) -> TransformerConfig:
     rope = Rope(inv_freq=tuple(100.0 ** (-i / 6) for i in range(6)), scale=1.1)  # 12 of a head's 32 features turn
-    config = DecoderConfig(
+    config = TransformerConfig(
         vocab_size=113,
         hidden_size=96,
         intermediate_size=160,
@@ -227,7 +227,7 @@ def config_of(**changes: Any) -> DecoderConfig:
     return replace(config, **changes)
 
 
-def weights_of(c: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
+def weights_of(c: TransformerConfig, dtype: torch.dtype) -> DecoderWeights:
     """Of every kind that the configuration has a place for."""
     torch.manual_seed(3)
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -247,8 +247,8 @@ def weights_of(c: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
         return LayerWeights(
             input_norm=vector(c.hidden_size),
             mlp_norm=vector(c.hidden_size),
-            attn_post_norm=vector(c.hidden_size, c.sandwich),
-            mlp_post_norm=vector(c.hidden_size, c.sandwich),
+            attn_post_norm=vector(c.hidden_size, c.norms == NORMS),
+            mlp_post_norm=vector(c.hidden_size, c.norms == NORMS),
             q=w(q_size, c.hidden_size),
             k=w(kv_size, c.hidden_size),
             v=w(kv_size, c.hidden_size),
@@ -274,7 +274,7 @@ def weights_of(c: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
     )
 
 
-def runner_of(kind: type, config: DecoderConfig, weights: DecoderWeights, dtype: torch.dtype, **options: Any) -> Any:
+def runner_of(kind: type, config: TransformerConfig, weights: DecoderWeights, dtype: torch.dtype, **options: Any) -> Any:
     cache = KVCache(head_shapes(config), num_blocks=96, block_size=16, dtype=dtype, device=DEVICE)
     return kind(config, weights, cache, dtype, **options)
 
@@ -283,7 +283,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "biases, tied": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied": True, "activation": "gelu"},
     "gemma": {
-        "sandwich": True,
+        "norms": NORMS,
         "norm_offset": 1.0,
         "qk_norm": True,
         "activation": "gelu_tanh",

@@ -1,12 +1,12 @@
-"""The configuration of a Llama-like decoder: model families differ by values here, not by classes.
+"""The configuration of a transformer, encoder or decoder: model families differ by values here, not by classes.
 
-`models.from_hf` converts a config.json to a `DecoderConfig`; `decoder` (torch), `native` (CPU) and `cuda` (Triton) run it. Models
-that it cannot describe run in transformers (`generic`).
+`models.from_hf` converts a config.json to a `TransformerConfig`; `decoder` (torch), `native` (CPU) and `cuda` (Triton) run it.
+Models that it cannot describe run in transformers (`generic`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 COLUMNS = 16  # experts are cut at multiples of this many columns: a panel of csrc/decoder.h
 
@@ -35,8 +35,9 @@ class Layer:
     """The settings that may differ between layers."""
 
     rope: Rope | None  # None: no rotary embedding
-    window: int = 0  # number of last positions that a query attends to, its own included; 0: all
+    window: int = 0  # last positions that a query attends to, its own included, and as many following ones in encoders; 0: all
     experts: RoutedExperts | None = None  # None: a dense MLP
+    has_input_norm: bool = True  # if the model has one (ModernBERT's first layer has none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class ExpertsPart:
         """The columns, of `num`, of one expert."""
         return _cut(num, self.index, self.size) if shared else _cut(num, self.index % self.tp_size, self.tp_size)
 
-    def of(self, config: DecoderConfig) -> DecoderConfig:
+    def of(self, config: TransformerConfig) -> TransformerConfig:
         """The configuration with this part. Raises ValueError if a process would have nothing to compute."""
         routed = [layer.experts for layer in config.layers if layer.experts is not None]
         shares = [(experts.num, self.ep_size, experts.intermediate_size, self.tp_size) for experts in routed]
@@ -76,8 +77,12 @@ def _cut(num: int, place: int, size: int) -> slice:
     return slice(*ends)
 
 
+NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")  # of a layer: of the inputs, and of the outputs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
+class TransformerConfig:
+    family: str = "llama"  # whose names the weights have: a row of `models.FAMILIES`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -87,7 +92,7 @@ class DecoderConfig:
     layers: tuple[Layer, ...]
     norm_eps: float
     max_context: int
-    activation: str = "silu"  # of the gate: silu | gelu_tanh | gelu
+    activation: str = "silu"  # of the gate, or of a plain MLP: silu | gelu_tanh | gelu | relu
     tied: bool = False  # the output matrix is the embedding
     qkv_bias: bool = False
     out_bias: bool = False
@@ -95,10 +100,40 @@ class DecoderConfig:
     qk_norm: bool = False  # RMSNorm over each head of q and k before the rotary embedding (Qwen3, Gemma 3)
     qk_norm_whole: bool = False  # over all heads of q together, and of k (OLMoE)
     norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
-    sandwich: bool = False  # norms also after attention and after the MLP, before the residual (Gemma 2 and 3)
+    norm: str = "rms"  # or "layer"
+    norm_bias: bool = False
+    norms: tuple[str, ...] = NORMS[:2]  # of NORMS; those of the outputs come before the residual (Gemma 2 and 3, OLMo 2)
+    residual: str = "before"  # norms are of the inputs; "after": those of the outputs are of their sum with the residual (BERT);
+    # "parallel": attention and MLP have the same input (GPT-J), or each its own norm of it (GPT-NeoX)
+    final_norm: bool = True  # before the head
+    gated: bool = True  # the MLP is down(activation(gate) * up), else down(activation(up))
+    causal: bool = True  # False: an encoder, whose tokens attend to the whole text
+    embed_norm: bool = False
+    num_positions: int = 0  # learnt positions in the files; 0: none
+    position_offset: int = 0  # the learnt position of the first token
+    num_token_types: int = 0
+    alibi: tuple[float, ...] = ()  # of each head: its scores fall by this per position between query and key
+    residual_scale: float = 1.0  # on what is added to the residual (Granite)
+    logit_scale: float = 1.0
+    has_head: bool = True
+    head_bias: bool = False
     embed_scale: float = 1.0  # on embeddings (Gemma: sqrt(hidden_size), rounded to the weights' dtype)
     attn_scale: float = 0.0  # on q . k; 0: 1 / sqrt(head_dim)
     attn_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: off
     logit_softcap: float = 0.0
     end_ids: tuple[int, ...] = ()
     part: ExpertsPart = ExpertsPart()
+
+    @property
+    def unlike_llama(self) -> str | None:
+        """The settings that the Triton kernels and `served` do not compute; None: there are none."""
+        plain = [one for one in fields(self) if one.name in _LLAMA and getattr(self, one.name) != one.default]
+        if any(name not in self.norms for name in NORMS[:2]) or not all(layer.has_input_norm for layer in self.layers):
+            return "no norm before attention or MLP"
+        return f"{', '.join(f'{one.name} {getattr(self, one.name)}' for one in plain)}" if plain else None
+
+
+_LLAMA = (
+    *("norm", "residual", "final_norm", "gated", "causal", "embed_norm", "num_positions", "num_token_types", "alibi"),
+    *("residual_scale", "logit_scale", "has_head", "head_bias"),
+)

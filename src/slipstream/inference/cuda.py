@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
+from slipstream.inference.config import Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
 from slipstream.inference.decoder import soft_cap
 from slipstream.inference.kv_cache import KVCache
@@ -39,7 +39,7 @@ _ALIGN = 4  # numbers; Triton specializes kernels on 16-byte alignment, so other
 
 
 def why_not(weights: DecoderWeights, device: torch.device) -> str | None:
-    """Why these kernels cannot run this model; None if they can."""
+    """Why these kernels cannot run this model; None if they can. `TransformerConfig.unlike_llama` are other reasons."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
     if any(layer.q_norm is not None and len(layer.q_norm) == shape_of(layer.q)[0] for layer in weights.layers):
@@ -193,7 +193,7 @@ class CudaDecoder:
     """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs)."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype, *, max_batch: int
+        self, config: TransformerConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype, *, max_batch: int
     ):
         self.config, self.cache, self.dtype = config, cache, compute_dtype
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size

@@ -1,4 +1,4 @@
-"""The decoder in plain torch: the reference for the native forward, and the fallback where no faster forward runs.
+"""The transformer in plain torch: the reference for the native forward, and the fallback where no faster forward runs.
 
 Simplicity and correctness come before speed. All tokens of a batch share each matrix product. Attention runs request by request
 over a gathered copy of its keys and values. Quantized matrices are dequantized at each use. Norms, attention scores and routing are
@@ -9,6 +9,7 @@ Suffixes: T tokens of the batch, S positions visible to a request, H heads, K kv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Layer, Rope, RoutedExperts
-from slipstream.inference.core import Batch
+from slipstream.inference.config import Layer, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.quantize import dequantize, round_activations
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Matrix, Mlp, put
@@ -67,20 +68,22 @@ def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
     )
 
 
-def head_shapes(config: DecoderConfig) -> list[HeadShape]:
+def head_shapes(config: TransformerConfig) -> list[HeadShape]:
     return [HeadShape(config.num_kv_heads, config.head_dim)] * len(config.layers)
 
 
 class Decoder:
     """A `core.Runner`. Weights, cache and inputs are on one device, the cache's."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype):
+    def __init__(self, config: TransformerConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype):
         self.config, self.weights, self.cache, self.dtype = config, weights, cache, compute_dtype
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         # Rounded to the compute dtype like transformers: Gemma was trained with sqrt(3072) = 55.5 in bf16.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
+        self._parallel = config.residual == "parallel"
+        self._slopes = torch.tensor(config.alibi, device=cache.device)[:, None, None] if config.alibi else None
         self._inv_freq = {
             layer.rope: torch.tensor(layer.rope.inv_freq, device=cache.device) for layer in config.layers if layer.rope
         }
@@ -89,21 +92,59 @@ class Decoder:
     def forward(self, batch: Batch) -> Tensor:
         """As `core.Runner.forward`; the logits are on the cache's device."""
         self.cache.copy(batch.copies)
-        inputs = batch_inputs(batch, self.cache)
+        inputs, w = batch_inputs(batch, self.cache), self.weights
+        x = self._normed("final_norm", w, self._hidden(inputs)[inputs.rows])
+        logits = linear(x, w.embed if w.head is None else w.head, w.head_bias).float() * self.config.logit_scale
+        return soft_cap(logits, self.config.logit_softcap)
+
+    @torch.inference_mode()
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """The last layer's outputs after the final norm, fp32 [tokens of all texts, hidden]. They overwrite the cache."""
+        rows, blocks = [], 0
+        for tokens in texts:
+            num = -(-len(tokens) // self.block_size)
+            rows.append(Request(id="", tokens=list(tokens), params=SamplingParams(), blocks=list(range(blocks, blocks + num))))
+            blocks += num
+        inputs = batch_inputs(Batch(tuple(Chunk(one, 0, len(one.tokens)) for one in rows), ()), self.cache)
+        kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
+        return self._normed("final_norm", self.weights, self._hidden(inputs, kinds)).float()
+
+    def _hidden(self, inputs: Inputs, types: Tensor | None = None) -> Tensor:
+        c, w = self.config, self.weights
         rope_tables = {rope: self._rope_table(rope, inputs.positions) for rope in self._inv_freq}
-        x_TE = F.embedding(inputs.tokens, self.weights.embed).to(self.dtype) * self._embed_scale
-        for i, (layer, weights) in enumerate(zip(self.config.layers, self.weights.layers, strict=True)):
-            x_TE = x_TE + self._attention(i, layer, weights, x_TE, inputs, rope_tables)
-            x_TE = x_TE + self._mlp(layer, weights, x_TE)
-        x = self._norm(x_TE[inputs.rows], self.weights.final_norm)
-        head = self.weights.embed if self.weights.head is None else self.weights.head
-        return soft_cap(linear(x, head).float(), self.config.logit_softcap)
+        x_TE = F.embedding(inputs.tokens, w.embed).to(self.dtype) * self._embed_scale
+        if w.token_types is not None:
+            x_TE = x_TE + (w.token_types[0] if types is None else w.token_types[types]).to(self.dtype)
+        if w.positions is not None:
+            x_TE = x_TE + w.positions[inputs.positions + c.position_offset].to(self.dtype)
+        x_TE = self._normed("embed_norm", w, x_TE)
+        for i, (layer, weights) in enumerate(zip(c.layers, w.layers, strict=True)):
+            start = x_TE
+            x_TE = self._added("attn_post_norm", weights, x_TE, self._attention(i, layer, weights, x_TE, inputs, rope_tables))
+            x_TE = self._added("mlp_post_norm", weights, x_TE, self._mlp(layer, weights, start if self._parallel else x_TE))
+        return x_TE
 
     def put(self, role: str, weight: Matrix) -> None:
         """As `core.Runner.put`. The old tensor is not overwritten: a live model may share it."""
         if role == "head" and self.weights.head is None:
             return  # tied: `put` replaces the embedding
         put(self.weights, role, weight.clone() if isinstance(weight, Tensor) else weight)
+
+    def _normed(self, role: str, w: DecoderWeights | LayerWeights, x: Tensor) -> Tensor:
+        """The norm of a role, if there is one."""
+        weight, bias = getattr(w, role), getattr(w, f"{role}_bias")
+        if weight is None:
+            return x
+        if self.config.norm == "rms":
+            return self._norm(x, weight)
+        bias = None if bias is None else bias.float()
+        return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias, self.config.norm_eps).to(x.dtype)
+
+    def _added(self, role: str, w: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
+        """x with the output of its attention or MLP, of which `role` is the norm."""
+        if self.config.residual == "after":
+            return self._normed(role, w, x + out)
+        return x + self._normed(role, w, out) * self.config.residual_scale
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension."""
@@ -126,7 +167,7 @@ class Decoder:
         rope_tables: dict[Rope, tuple[Tensor, Tensor]],
     ) -> Tensor:
         c = self.config
-        h_TE = self._norm(x_TE, w.input_norm)
+        h_TE = self._normed("input_norm", w, x_TE)
         q, k = linear(h_TE, w.q, w.q_bias), linear(h_TE, w.k, w.k_bias)
         if w.q_norm is not None and w.k_norm is not None and c.qk_norm_whole:
             q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
@@ -142,23 +183,25 @@ class Decoder:
             # The window of the first query bounds the keys of all.
             first = max(0, span.start + 1 - layer.window) if layer.window else 0
             k_SKD, v_SKD = self.cache.read(index, span.slots[first:])
+            num = span.end - span.begin
             mixed[span.begin : span.end] = attend(
                 q_THD[span.begin : span.end],
                 k_SKD.to(q_THD.dtype),
                 v_SKD.to(q_THD.dtype),
-                visible(span.start, span.end - span.begin, first, layer.window, x_TE.device),
+                visible(span.start, num, first, layer.window, x_TE.device, causal=c.causal),
                 scale=self._attn_scale,
                 cap=c.attn_softcap,
+                bias=None if self._slopes is None else distances(span.start, num, first, x_TE.device) * self._slopes,
             )
-        out_TE = linear(mixed.flatten(1), w.out, w.out_bias)
-        return out_TE if w.attn_post_norm is None else self._norm(out_TE, w.attn_post_norm)
+        return linear(mixed.flatten(1), w.out, w.out_bias)
 
     def _mlp(self, layer: Layer, w: LayerWeights, x_TE: Tensor) -> Tensor:
-        h_TE = self._norm(x_TE, w.mlp_norm)
-        out_TE = self._gated(w.dense_mlp, h_TE) if layer.experts is None else self._routed(layer.experts, w, h_TE)
-        return out_TE if w.mlp_post_norm is None else self._norm(out_TE, w.mlp_post_norm)
+        h_TE = self._normed("input_norm" if self._parallel and w.mlp_norm is None else "mlp_norm", w, x_TE)
+        return self._gated(w.dense_mlp, h_TE) if layer.experts is None else self._routed(layer.experts, w, h_TE)
 
     def _gated(self, mlp: Mlp, x: Tensor) -> Tensor:
+        if mlp.gate is None:
+            return linear(activate(self.config.activation, linear(x, mlp.up, mlp.up_bias)), mlp.down, mlp.down_bias)
         gate = activate(self.config.activation, linear(x, mlp.gate, mlp.gate_bias))
         return linear(gate * linear(x, mlp.up, mlp.up_bias), mlp.down, mlp.down_bias)
 
@@ -190,6 +233,8 @@ def activate(name: str, x: Tensor) -> Tensor:
             return F.gelu(x, approximate="tanh")
         case "gelu":
             return F.gelu(x)
+        case "relu":
+            return F.relu(x)
     raise AssertionError(f"activation {name!r} is not one of from_hf's")
 
 
@@ -204,16 +249,23 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap) if cap else x
 
 
-def visible(start: int, num_queries: int, first_key: int, window: int, device: torch.device) -> Tensor:
-    """Which positions first_key .. start + num_queries each query from position `start` on attends to: bool [T, S]."""
+def distances(start: int, num_queries: int, first_key: int, device: torch.device) -> Tensor:
+    """Positions first_key .. start + num_queries less each query's from `start` on: [T, S]."""
     query = torch.arange(start, start + num_queries, device=device)[:, None]
-    key = torch.arange(first_key, start + num_queries, device=device)
-    mask = key <= query
-    return mask & (key > query - window) if window else mask
+    return torch.arange(first_key, start + num_queries, device=device) - query
 
 
-def attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, *, scale: float, cap: float) -> Tensor:
-    """Softmax attention with grouped heads (query head h reads kv head h // G): [T, H, D].
+def visible(start: int, num_queries: int, first_key: int, window: int, device: torch.device, *, causal: bool = True) -> Tensor:
+    """Which of these positions each query attends to: bool [T, S]."""
+    ahead = distances(start, num_queries, first_key, device)
+    mask = ahead <= 0 if causal else ahead < window if window else torch.ones_like(ahead, dtype=torch.bool)
+    return mask & (ahead > -window) if window else mask
+
+
+def attend(
+    q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, *, scale: float, cap: float, bias: Tensor | None = None
+) -> Tensor:
+    """Softmax attention with grouped heads (query head h reads kv head h // G): [T, H, D]. bias: [H, T, S], added to scores.
 
     [Note: Values that are not finite] A masked position has no effect whatever its value, though 0 * NaN is NaN: the later tokens
     of a request must not affect its earlier positions, whose blocks other requests share as their prefix. A query that attends to
@@ -225,5 +277,7 @@ def attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, *, scal
     q_KGTD = q_THD.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k_K1SD, v_K1SD = k_SKD.transpose(0, 1)[:, None], v_SKD.transpose(0, 1)[:, None]
     scores = soft_cap((q_KGTD @ k_K1SD.transpose(2, 3)).float() * scale, cap)
+    if bias is not None:
+        scores = scores + bias.unflatten(0, (num_kv_heads, -1))
     probabilities = scores.masked_fill(~mask_TS, -torch.inf).softmax(-1).to(v_SKD.dtype)
     return (probabilities @ v_K1SD).masked_fill(broken_K1T1, torch.nan).permute(2, 0, 1, 3).flatten(1, 2)

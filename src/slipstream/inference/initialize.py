@@ -405,7 +405,7 @@ def _checked_model(model: Any) -> Any:
 
 
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
-    """A transformers model, for models that `DecoderConfig` cannot describe. Raises UnsupportedModel."""
+    """A transformers model, for models that `TransformerConfig` cannot describe. Raises UnsupportedModel."""
     with needs(f"{type(source).__name__ if is_config(source) else source}, by transformers' code,", extra="hf"):
         import transformers  # noqa: F401 (everything below)
     quantized = kind in precision.QUANTIZED

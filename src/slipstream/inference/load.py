@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import huggingface
-from slipstream.inference.config import DecoderConfig, ExpertsPart, Rope
+from slipstream.inference.config import ExpertsPart, Rope, TransformerConfig
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import MisfitError, UnsupportedModel, from_hf, from_state, outline
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
@@ -30,7 +30,7 @@ from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    config: DecoderConfig
+    config: TransformerConfig
     weights: DecoderWeights
     dtype: torch.dtype  # of the computation, and of every weight that is not quantized
     opening: Opening
@@ -54,7 +54,8 @@ def load(
     """
     loaded = _read(source, parse_dtype(dtype), group_size, torch.device(device), part)
     kind = loaded.opening.kind
-    weights = quantize(loaded.weights, kind, group_size) if kind in QUANTIZED else loaded.weights
+    has_head = loaded.config.has_head
+    weights = quantize(loaded.weights, kind, group_size, has_head=has_head) if kind in QUANTIZED else loaded.weights
 
     def place(m: Matrix) -> Matrix:
         if isinstance(m, Tensor):
@@ -84,15 +85,17 @@ def _read(source: str | Path | Any, kind: str, group: int, device: torch.device,
     raise ValueError(f"there is no {path}; give {sources} (nothing is downloaded)")
 
 
-def _build(config: DecoderConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype) -> LoadedModel:
+def _build(
+    config: TransformerConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype
+) -> LoadedModel:
     kind = opening.kind
     if opening.part is not None:
         config = opening.part.of(config)
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
-    def convert(name: str, m: Matrix) -> Matrix:
+    def convert(m: Matrix) -> Matrix:
         """Quantize a layer's matrix, before the next one is read."""
-        return to_kind(m, kind, group) if kind in QUANTIZED and isinstance(m, Tensor) and name != "lm_head.weight" else m
+        return to_kind(m.contiguous(), kind, group) if kind in QUANTIZED and isinstance(m, Tensor) else m
 
     return LoadedModel(config=config, weights=from_state(config, state, convert), dtype=dtype, opening=opening)
 
@@ -168,7 +171,7 @@ def _stored(state: Mapping[str, Matrix]) -> torch.dtype:
     return first.dtype if isinstance(first, Tensor) and first.dtype in FLOATS.values() else torch.float32
 
 
-def _with_ends(config: DecoderConfig, ends: Any) -> DecoderConfig:
+def _with_ends(config: TransformerConfig, ends: Any) -> TransformerConfig:
     """Add the end tokens of generation_config, which may have more than the configuration (a chat model's end of turn)."""
     more = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     return replace(config, end_ids=tuple(dict.fromkeys((*config.end_ids, *more))))
@@ -294,7 +297,7 @@ def _unpermute(m: Matrix, heads: int) -> Matrix:
     return ordered(m) if isinstance(m, Tensor) else type(m)(*map(ordered, m))
 
 
-def _gguf_config(path: Path, file: GgufFile) -> DecoderConfig:
+def _gguf_config(path: Path, file: GgufFile) -> TransformerConfig:
     family = file.metadata.get("general.architecture")
     if family not in _GGUF_FAMILIES:
         raise UnsupportedModel(f"{path} is a {family!r} model; the supported GGUF families are {', '.join(_GGUF_FAMILIES)}")

@@ -1,4 +1,4 @@
-"""The native CPU forward: a whole decoder step in one C call (ops/csrc/decoder_body.h), weights packed once at load.
+"""The native CPU forward: a whole step of a transformer in one C call (ops/csrc/decoder_body.h), weights packed once at load.
 
 `NativeDecoder` is a `core.Runner`. It owns the packed weights and the paged KV cache, whose layout is the kernel's: keys of a block
 are transposed, so that 16 positions are one vector. A logit has the same bits for every composition of the batch, for every split
@@ -13,14 +13,14 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig, Rope, RoutedExperts
+from slipstream.inference.config import NORMS, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
@@ -38,7 +38,8 @@ _MAX_EXPERTS = 512  # including the shared one
 CODES = 32  # features per scale of activations that are rounded to 8 bits
 _TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8, _INT4 = 3, 4
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+_RESIDUALS = ("before", "after", "parallel")
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -64,12 +65,17 @@ class _Experts(ctypes.Structure):
     )
 
 
-_NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_norm", "k_norm")
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", _pointer), ("bias", _pointer))
+
+
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class _LayerRecord(ctypes.Structure):
     _fields_ = (
-        *((name, _pointer) for name in _NORMS),
+        *((name, _Norm) for name in NORMS),
+        *((name, _pointer) for name in _HEAD_NORMS),
         *((name, _Matrix) for name in ("q", "k", "v", "out", "gate_up", "down")),
         ("experts", ctypes.POINTER(_Experts)),
         *((name, _pointer) for name in ("cosine", "sine", "keys", "values")),
@@ -81,9 +87,11 @@ class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size")),
         *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm_whole")),
-        *((name, _int) for name in ("cache_type", "embed_type", "activation")),
+        *((name, _int) for name in ("cache_type", "embed_type", "activation", "centred", "residual", "plain", "both_ways")),
         *((name, _float) for name in ("norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
-        *((name, _pointer) for name in ("embed", "final_norm")),
+        *((name, _float) for name in ("residual_scale", "logit_scale")),
+        *((name, _pointer) for name in ("embed", "positions", "token_types", "slopes")),
+        *((name, _Norm) for name in ("embed_norm", "final_norm")),
         ("head", _Matrix),
         ("layers", ctypes.POINTER(_LayerRecord)),
         ("ranks", _pointer),
@@ -96,22 +104,25 @@ _NUMBERS = ("ids", "first_row", "start", "tables", "table_at", "logit_rows")
 class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
-        *((name, _pointer) for name in _NUMBERS),
+        *((name, _pointer) for name in (*_NUMBERS, "types")),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales", "totals", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
 
 
-def why_not(config: DecoderConfig) -> str | None:
+def why_not(config: TransformerConfig) -> str | None:
     """Why the native forward cannot run this model; None if it can."""
     library = build.load()
     if library.kernels is None:
         return library.reason
     if config.head_dim % PANEL:
         return f"heads of {config.head_dim} features; the kernels need a multiple of {PANEL}"
-    if any(layer.experts for layer in config.layers) and config.sandwich:
-        return "routed experts between sandwich norms"
+    usual = config.norms == NORMS[:2] and config.residual == "before" and config.residual_scale == 1.0
+    if any(layer.experts for layer in config.layers) and not usual:
+        return "routed experts whose outputs are normed, scaled or added otherwise than Llama's"
+    if config.alibi and not config.causal:
+        return "ALiBi in an encoder"
     if any(layer.experts is not None and layer.experts.num >= _MAX_EXPERTS for layer in config.layers):
         return f"more than {_MAX_EXPERTS - 1} experts"
     if config.num_heads % config.num_kv_heads:
@@ -119,7 +130,7 @@ def why_not(config: DecoderConfig) -> str | None:
     return None
 
 
-def _scratch_widths(config: DecoderConfig) -> dict[str, tuple[int, torch.dtype]]:
+def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dtype]]:
     """Pointers of `_Batch` to scratch memory: elements per row of the batch, and their type."""
     routed = [layer.experts for layer in config.layers if layer.experts is not None]
     inner = max((max(experts.intermediate_size, experts.shared_size) for experts in routed), default=0)
@@ -220,7 +231,7 @@ class NativeDecoder:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: TransformerConfig,
         weights: DecoderWeights,
         *,
         num_blocks: int,
@@ -228,18 +239,20 @@ class NativeDecoder:
         threads: int | None = None,
         expert_nbytes: int | None = None,
         ranks: ServingRanks | None = None,
+        keeps: bool = True,
     ) -> None:
-        """`expert_nbytes`: memory for experts, the others are on disk (`expert_store`); None: all are in memory. `ranks`: the
-        processes that compute the parts of the experts (`config.part`); creating it is collective then."""
+        """`keeps`: whether keys and values outlive their layer; without, only `hidden` may be called. `expert_nbytes`: memory for
+        experts, the others are on disk (`expert_store`); None: all are in memory. `ranks`: the processes that compute the parts of
+        the experts (`config.part`); creating it is collective then."""
         reason = why_not(config)
         if reason is not None:
             raise ValueError(f"the native forward cannot run this model: {reason}")
         if cache_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"cache_dtype is {cache_dtype}; the native cache holds torch.float32 or torch.bfloat16")
         self.config, self.num_blocks, self.block_size, self.ranks = config, num_blocks, PANEL, ranks
-        self.vocab_size, self.max_context = config.vocab_size, config.max_context
+        self.vocab_size, self.max_context = config.vocab_size if config.has_head else 0, config.max_context
         self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
-        shape = (len(config.layers), num_blocks, config.num_kv_heads, config.head_dim, PANEL)
+        shape = (len(config.layers) if keeps else 1, num_blocks, config.num_kv_heads, config.head_dim, PANEL)
         # Zeros: masked positions add 0 * value, so their values must be finite.
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
@@ -259,8 +272,11 @@ class NativeDecoder:
         self._pack.restype = None
         self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
         with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
-            pack = self._matrix if config.part.index == 0 else lambda _: _Matrix()  # the others compute no logits
-            head = pool.submit(pack, weights.embed if weights.head is None else weights.head)
+            head = pool.submit(
+                (lambda *_: _Matrix()) if config.part.index or not config.has_head else self._matrix,  # others compute no logits
+                weights.embed if weights.head is None else weights.head,
+                weights.head_bias,
+            )
             layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
             self._layers = (_LayerRecord * len(layers))(*layers)
             self._model = self._decoder(weights, head.result())
@@ -269,7 +285,7 @@ class NativeDecoder:
         if ranks is not None:
             self._shared = ranks.share(*(self._widths.pop(name)[0] for name in ("expert_act", "expert_out")))
         self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
-        self._rows, self._batch, self._logits = 0, _Batch(), np.empty((0, config.vocab_size), np.float32)
+        self._rows, self._batch, self._logits = 0, _Batch(), np.empty((0, self.vocab_size), np.float32)
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
             raise ValueError(f"cannot start {self.threads} threads; give between 1 and {MAX_THREADS}")
@@ -283,6 +299,9 @@ class NativeDecoder:
 
     def _vector(self, tensor: Tensor | None, offset: float = 0.0) -> int | None:
         return None if tensor is None else self._keep((tensor.detach().float() + offset).contiguous())
+
+    def _norm(self, weights: DecoderWeights | LayerWeights, name: str) -> _Norm:
+        return _Norm(self._vector(getattr(weights, name), self.config.norm_offset), self._vector(getattr(weights, f"{name}_bias")))
 
     def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> _Matrix:
         return self._packed([matrix], None if bias is None else [bias])
@@ -368,6 +387,8 @@ class NativeDecoder:
 
     def _gate_up(self, mlp: Mlp, allocate: Callable[[int], Tensor] | None = None) -> _Matrix:
         gate, up = mlp.gate, mlp.up
+        if gate is None:
+            return self._packed([up], [mlp.up_bias], allocate)
         alike = isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.dtype == up.dtype
         if not alike and (type(gate) is not type(up) or isinstance(gate, Tensor)):
             raise ValueError("the native forward needs gate and up matrices of the same type; load them in one dtype")
@@ -376,10 +397,11 @@ class NativeDecoder:
     def _layer(self, index: int, weights: LayerWeights) -> _LayerRecord:
         layer = self.config.layers[index]
         record = _LayerRecord(
-            **{name: self._vector(getattr(weights, name), self.config.norm_offset) for name in _NORMS},
+            **{name: self._norm(weights, name) for name in NORMS},
+            **{name: self._vector(getattr(weights, name), self.config.norm_offset) for name in _HEAD_NORMS},
             **{name: self._matrix(getattr(weights, name), getattr(weights, f"{name}_bias")) for name in ("q", "k", "v", "out")},
-            keys=self.keys[index].data_ptr(),
-            values=self.values[index].data_ptr(),
+            keys=self.keys[min(index, len(self.keys) - 1)].data_ptr(),
+            values=self.values[min(index, len(self.keys) - 1)].data_ptr(),
             window=layer.window,
         )
         if layer.experts is not None:
@@ -448,7 +470,7 @@ class NativeDecoder:
         return _Decoder(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
+            vocab_size=self.vocab_size,
             num_layers=len(config.layers),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -457,13 +479,23 @@ class NativeDecoder:
             cache_type=_TYPES[self.keys.dtype],
             embed_type=_TYPES[embed.dtype],
             activation=_ACTIVATIONS[config.activation],
+            centred=config.norm == "layer",
+            residual=_RESIDUALS.index(config.residual),
+            plain=not config.gated,
+            both_ways=not config.causal,
+            residual_scale=0.0 if config.residual_scale == 1.0 else config.residual_scale,
+            logit_scale=0.0 if config.logit_scale == 1.0 else config.logit_scale,
             norm_eps=config.norm_eps,
             embed_scale=float(torch.tensor(config.embed_scale, dtype=embed.dtype)),
             attn_scale=config.attn_scale or config.head_dim**-0.5,
             attn_softcap=config.attn_softcap,
             logit_softcap=config.logit_softcap,
             embed=embed.data_ptr(),
-            final_norm=self._vector(weights.final_norm, config.norm_offset),
+            positions=None if weights.positions is None else self._vector(weights.positions[config.position_offset :]),
+            token_types=self._vector(weights.token_types),
+            slopes=self._vector(torch.tensor(config.alibi)) if config.alibi else None,
+            embed_norm=self._norm(weights, "embed_norm"),
+            final_norm=self._norm(weights, "final_norm"),
             head=head,
             layers=self._layers,
             ranks=None if self.ranks is None else ctypes.addressof(self.ranks.record),
@@ -477,10 +509,16 @@ class NativeDecoder:
         path, _, name = role.rpartition(".")
         if role == "embed":
             self._put_embedding(dequantize(weight))
-        elif role == "final_norm":
-            _write(self._model.final_norm, dequantize(weight).float() + self.config.norm_offset)
+        elif role == "positions":
+            _write(self._model.positions, dequantize(weight)[self.config.position_offset :])
+        elif role == "token_types":
+            _write(self._model.token_types, dequantize(weight))
+        elif role.removesuffix("_bias") in ("final_norm", "embed_norm"):
+            self._put_norm(self._model, role, weight)
         elif role == "head":
             self._put_matrix(self._model.head, weight)
+        elif role == "head_bias":
+            self._put_bias(self._model.head, weight)
         else:
             _, number, *inside = path.split(".")
             layer = self._layers[int(number)]
@@ -490,8 +528,10 @@ class NativeDecoder:
                 self._put_bias(getattr(layer, name.removesuffix("_bias")), weight)
             elif name in ("router", "shared_gate"):
                 _write(getattr(layer.experts.contents, name), dequantize(weight))
-            elif not inside:
+            elif name in _HEAD_NORMS:
                 _write(getattr(layer, name), dequantize(weight).float() + self.config.norm_offset)
+            elif not inside:
+                self._put_norm(layer, name, weight)
             else:
                 self._put_mlp(layer, inside, name, weight)
 
@@ -516,6 +556,12 @@ class NativeDecoder:
     def _put_bias(self, record: _Matrix, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
         self._fill(record.bias, _bias(dequantize(weight)), part, num_parts)
 
+    def _put_norm(self, record: Any, role: str, weight: Matrix) -> None:
+        """`record`: the one that has the norm of `role`, or of its bias."""
+        name = role.removesuffix("_bias")
+        norm, is_bias = getattr(record, name), name != role
+        _write(norm.bias if is_bias else norm.weight, dequantize(weight).float() + (0.0 if is_bias else self.config.norm_offset))
+
     def _put_mlp(self, layer: _LayerRecord, inside: list[str], name: str, weight: Matrix) -> None:
         """`inside`: ["mlp"], ["shared"], or ["experts", number]."""
         if inside == ["mlp"]:
@@ -530,8 +576,10 @@ class NativeDecoder:
         put = self._put_bias if name != matrix else self._put_matrix
         if matrix == "down":
             put(down, weight)
-        else:
+        elif self.config.gated:
             put(gate_up, weight, ("gate", "up").index(matrix), 2)
+        else:
+            put(gate_up, weight)
 
     # -- running --
 
@@ -571,12 +619,23 @@ class NativeDecoder:
 
     def projected(self, x: Tensor) -> Tensor:
         """Logits, fp32 [rows, vocab], of normed rows. For a decoder without layers."""
-        norm, self._model.final_norm = self._model.final_norm, None
+        norm, self._model.final_norm.weight = self._model.final_norm.weight, None
         try:
             self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], (), [0], range(len(x))))
         finally:
-            self._model.final_norm = norm
+            self._model.final_norm.weight = norm
         return torch.from_numpy(self._logits[: len(x)]).clone()
+
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """The last layer's outputs after the final norm, fp32 [tokens of all texts, hidden], from position 0 on. `types`: of their
+        tokens. For a model without a head, whose cache holds all these tokens: the cache's blocks are overwritten."""
+        first_row = array("i", accumulate(map(len, texts), initial=0))
+        table_at = array("i", accumulate((-(-len(text) // PANEL) for text in texts), initial=0))
+        assert table_at[-1] <= self.num_blocks, "the cache holds all tokens"
+        ids, tables, rows = (array("i", values) for values in (chain(*texts), range(table_at[-1]), range(first_row[-1])))
+        kinds = None if types is None else array("i", chain(*types))
+        self._run(ids, first_row, array("i", [0]) * len(texts), tables, table_at[:-1], rows, types=kinds)
+        return self._scratch["normed"][: len(ids) * self.config.hidden_size].view(len(ids), -1).clone()
 
     def _run_rows(self, x: Tensor, numbers: Sequence[Iterable[int]]) -> None:
         """`numbers`: `_NUMBERS` without the ids. Row i of `x` is used as the embedding of token i."""
@@ -616,14 +675,15 @@ class NativeDecoder:
         self.copy(copies)
         self._run(*numbers, array("i"))
 
-    def _run(self, *numbers: array[int]) -> None:
-        """Run one forward, with the values of `_NUMBERS`."""
+    def _run(self, *numbers: array[int], types: array[int] | None = None) -> None:
+        """Run one forward, with the values of `_NUMBERS`, and types of tokens (None: all 0)."""
         ids, _, start, _, _, logit_rows = numbers
         self._allocate(len(ids), len(logit_rows))
         record = self._batch
         record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)
         for name, values in zip(_NUMBERS, numbers, strict=True):
             setattr(record, name, values.buffer_info()[0])
+        record.types = None if types is None else types.buffer_info()[0]
         failure = self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record))
         if failure == -2 and self.ranks is not None:
             raise self.ranks.error()

@@ -56,7 +56,7 @@ def round_activations(x: Tensor, group: int = 32) -> Tensor:
     return (codes * (most / 127)).flatten(-2)[..., :features].to(x.dtype)
 
 
-def quantize(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeights:
+def quantize(weights: DecoderWeights, kind: str, group: int = 32, *, has_head: bool = True) -> DecoderWeights:
     """The same decoder with matrices of `kind`, "int8" or "int4"; int8 for both if the group size does not divide the inputs."""
     if kind not in ("int8", "int4"):
         raise ValueError(f'kind is {kind!r}; it must be "int8" or "int4"')
@@ -65,7 +65,7 @@ def quantize(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeig
         return to_kind(m, kind, group) if isinstance(m, Tensor) else m
 
     def mlp(m: Mlp) -> Mlp:
-        return replace(m, gate=matrix(m.gate), up=matrix(m.up), down=matrix(m.down))
+        return replace(m, gate=None if m.gate is None else matrix(m.gate), up=matrix(m.up), down=matrix(m.down))
 
     def quantized(layer: LayerWeights) -> LayerWeights:
         return replace(
@@ -80,6 +80,8 @@ def quantize(weights: DecoderWeights, kind: str, group: int = 32) -> DecoderWeig
         )
 
     head = weights.embed if weights.head is None else weights.head
+    if not has_head:
+        return replace(weights, layers=[quantized(layer) for layer in weights.layers])
     return replace(
         weights, head=to_int8(head) if isinstance(head, Tensor) else head, layers=[quantized(layer) for layer in weights.layers]
     )

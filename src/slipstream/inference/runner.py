@@ -1,7 +1,8 @@
 """Chooses the forward of a model and the size of its KV cache, once, when an engine is opened.
 
 On a CPU this is the native forward if it supports the model (`native.why_not`), on CUDA the Triton kernels if they do
-(`cuda.why_not`), otherwise plain torch (`decoder`). Models that `DecoderConfig` cannot describe run in transformers (`generic`).
+(`cuda.why_not`), otherwise plain torch (`decoder`). Models that `TransformerConfig` cannot describe run in transformers
+(`generic`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from slipstream.inference.config import DecoderConfig
+from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import Runner
 from slipstream.inference.kv_cache import HeadShape, KVCache, bytes_per_block
 from slipstream.inference.stats import Use
@@ -61,14 +62,16 @@ def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, contex
     return blocks
 
 
-def open_decoder(config: DecoderConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Opened:
+def open_decoder(
+    config: TransformerConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes
+) -> Opened:
     """`dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native one."""
     from slipstream.inference import native
     from slipstream.inference.decoder import Decoder, head_shapes
 
     config = replace(config, max_context=_context(config.max_context, sizes))
     on_cpu = device.type == "cpu"
-    reason = native.why_not(config) if on_cpu else _why_no_kernels(weights, device)
+    reason = native.why_not(config) if on_cpu else _why_no_kernels(config, weights, device)
     cache_dtype = torch.bfloat16 if on_cpu and reason is None and dtype == torch.float16 else dtype
     blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
     if on_cpu and reason is None:
@@ -91,14 +94,14 @@ def open_decoder(config: DecoderConfig, weights: DecoderWeights, device: torch.d
     return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
 
 
-def _why_no_kernels(weights: DecoderWeights, device: torch.device) -> str | None:
+def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from slipstream.inference import cuda
 
-    return cuda.why_not(weights, device)
+    return config.unlike_llama or cuda.why_not(weights, device)
 
 
 def open_generic(model: Any, sizes: Sizes) -> Opened:

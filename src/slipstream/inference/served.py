@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.inference.config import DecoderConfig, Layer
+from slipstream.inference.config import Layer, TransformerConfig
 from slipstream.inference.models import from_hf, layer_weights
 from slipstream.inference.native import PANEL, NativeDecoder, why_not
 from slipstream.inference.sampler import log_total
@@ -180,7 +180,7 @@ def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError("served values need full rows; leave past_key_values out")
 
 
-def _unsupported(config: DecoderConfig) -> str | None:
+def _unsupported(config: TransformerConfig) -> str | None:
     if config.logit_softcap:
         return "its logits are capped after the head (final_logit_softcapping), by torch"
-    return why_not(config)
+    return config.unlike_llama or why_not(config)

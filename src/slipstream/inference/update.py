@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import DecoderConfig
-from slipstream.inference.models import is_surplus, places
+from slipstream.inference.config import TransformerConfig
+from slipstream.inference.models import FAMILIES, Pick, canonical, head_name, is_surplus, places
 from slipstream.inference.quantize import to_int4, to_int8
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, Matrix, leaves
 
@@ -50,7 +51,7 @@ class WeightPlace(NamedTuple):
     """The roles that a tensor of the model fills."""
 
     shape: tuple[int, ...]
-    parts: list[tuple[str, Tensor]]  # (role, its part of the tensor as a view on meta)
+    parts: list[tuple[str, Pick]]  # (role, what picks its part of the tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,21 @@ class Target:
     places: Mapping[str, WeightPlace]
     forms: Mapping[str, WeightForm]  # by role
     idle: frozenset[str]  # names that are accepted and ignored
+    rename: Callable[[str], str] = str  # to the names of `places`
 
     @classmethod
-    def decoder(cls, config: DecoderConfig, weights: DecoderWeights) -> Target:
+    def decoder(cls, config: TransformerConfig, weights: DecoderWeights) -> Target:
         forms = {role: WeightForm.of(leaf) for role, leaf in leaves(weights)}
         forms.setdefault("head", forms["embed"])  # tied
-        idle = frozenset(["lm_head.weight"] if is_surplus(config, "lm_head.weight") else [])
-        return cls({name: WeightPlace(*place) for name, place in places(config).items()}, forms, idle)
+        idle = frozenset([head_name(config)] if is_surplus(config, head_name(config)) else [])
+        rename = partial(canonical, FAMILIES[config.family])
+        return cls({name: WeightPlace(*place) for name, place in places(config).items()}, forms, idle, rename)
 
     @classmethod
     def module(cls, model: torch.nn.Module) -> Target:
         """A live model's parameters; the role of each is its name."""
         named = dict(model.named_parameters())
-        empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in named.items()}
-        places = {name: WeightPlace(tuple(one.shape), [(name, one)]) for name, one in empty.items()}
+        places = {name: WeightPlace(tuple(one.shape), [(name, lambda w: w)]) for name, one in named.items()}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - named.keys()
         buffers = {name for name, _ in model.named_buffers()}
         return cls(places, {name: WeightForm.of(one.data) for name, one in named.items()}, frozenset(tied | buffers))
@@ -86,7 +88,7 @@ class Target:
         """
         missing = {role for place in self.places.values() for role, _ in place.parts}
         for full_name, tensor in tensors:
-            name = _without_wrappers(full_name)
+            name = self.rename(_without_wrappers(full_name))
             if name in self.idle or name.endswith("rotary_emb.inv_freq"):
                 continue
             if name not in self.places:
@@ -95,9 +97,8 @@ class Target:
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{full_name!r} is {list(tensor.shape)}; this model's is {list(shape)}")
             source = tensor.detach().contiguous()
-            for role, part in parts:
-                view = source.as_strided(part.shape, part.stride(), source.storage_offset() + part.storage_offset())
-                put(role, self.forms[role].convert(view))
+            for role, pick in parts:
+                put(role, self.forms[role].convert(pick(source)))
                 missing.discard(role)
         if missing:
             lacking = [name for name, place in self.places.items() if missing.intersection(role for role, _ in place.parts)]

@@ -1,4 +1,4 @@
-"""A decoder's weights by role, independent of the file format. Row-major [out, in] as in `nn.Linear`."""
+"""A transformer's weights by role, independent of the file format. Row-major [out, in] as in `nn.Linear`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Matrix = Tensor | Int8 | Int4  # a Tensor is fp32, bf16 or fp16
 
 @dataclass(slots=True, kw_only=True)
 class Mlp:
-    gate: Matrix  # [intermediate, hidden]
+    gate: Matrix | None = None  # [intermediate, hidden]; None: a plain MLP
     up: Matrix
     down: Matrix  # [hidden, intermediate]
     gate_bias: Tensor | None = None
@@ -39,8 +39,8 @@ class Mlp:
 
 @dataclass(slots=True, kw_only=True)
 class LayerWeights:
-    input_norm: Tensor  # [hidden], before attention
-    mlp_norm: Tensor  # [hidden], before the MLP
+    input_norm: Tensor | None = None  # [hidden], before attention
+    mlp_norm: Tensor | None = None  # [hidden], before the MLP
     q: Matrix  # [num_heads * head_dim, hidden]
     k: Matrix
     v: Matrix
@@ -51,8 +51,12 @@ class LayerWeights:
     out_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [head_dim], or of all heads if the norm is over them together
     k_norm: Tensor | None = None
-    attn_post_norm: Tensor | None = None  # sandwich norms
+    attn_post_norm: Tensor | None = None  # of the outputs, see `config.NORMS`
     mlp_post_norm: Tensor | None = None
+    input_norm_bias: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    attn_post_norm_bias: Tensor | None = None
+    mlp_post_norm_bias: Tensor | None = None
     mlp: Mlp | None = None  # if the layer is dense
     experts: list[Mlp] = field(default_factory=list)  # if it is routed
     router: Tensor | None = None  # [num_experts, hidden]
@@ -75,9 +79,15 @@ class LayerWeights:
 @dataclass(slots=True, kw_only=True)
 class DecoderWeights:
     embed: Tensor  # [vocab, hidden]
-    final_norm: Tensor  # [hidden]
-    head: Matrix | None  # [vocab, hidden]; None: the embedding
+    final_norm: Tensor | None  # [hidden]
+    head: Matrix | None  # [vocab, hidden]; None: the embedding, or none
     layers: list[LayerWeights]
+    final_norm_bias: Tensor | None = None
+    head_bias: Tensor | None = None
+    embed_norm: Tensor | None = None
+    embed_norm_bias: Tensor | None = None
+    positions: Tensor | None = None  # [num_positions, hidden]
+    token_types: Tensor | None = None  # [num_token_types, hidden]
 
 
 def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:

@@ -1,4 +1,4 @@
-/* A decoder's forward over a paged KV cache, in plain C: the records that inference/native.py fills, and the interface of an
+/* A transformer's forward over a paged KV cache, in plain C: the records that inference/native.py fills, and the interface of an
  * instruction set.
  *
  * [Note: Batch invariance] Every computed element has its own accumulator, which adds its terms in a fixed order, over the input
@@ -19,7 +19,8 @@
 #define MAX_THREADS 64
 
 enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4 };
-enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU = 2 };
+enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU = 2, ACTIVATION_RELU = 3 };
+enum residual { RESIDUAL_BEFORE = 0, RESIDUAL_AFTER = 1, RESIDUAL_PARALLEL = 2 };
 
 /* y = x W^T + bias. Columns are padded with zeros to a multiple of 2 * PANEL. */
 struct matrix {
@@ -70,11 +71,16 @@ struct experts {
     const float *shared_gate;            /* [hidden] */
 };
 
+/* Multipliers, with the model's offset already added, and biases, or NULL. Without multipliers there is no norm. */
+struct norm {
+    const float *weight, *bias;
+};
+
 struct layer {
-    const float *input_norm, *mlp_norm; /* multipliers, with the model's offset already added */
-    const float *attn_post_norm, *mlp_post_norm; /* or NULL */
+    struct norm input_norm, mlp_norm; /* of the inputs of attention and MLP; in parallel, one without a norm has the other's input */
+    struct norm attn_post_norm, mlp_post_norm; /* of their outputs; with RESIDUAL_AFTER of the sums of these and the residual */
     const float *q_norm, *k_norm; /* [head_dim], with qk_norm_whole [all heads'], or NULL */
-    struct matrix q, k, v, out, gate_up /* alternating panels of gate and up */, down;
+    struct matrix q, k, v, out, gate_up /* alternating panels of gate and up; only up if the MLP is plain */, down;
     const struct experts *experts; /* instead of gate_up and down; NULL: dense */
     const float *cosine, *sine; /* [max_context][rotary_dim / 2]; NULL: no rotation */
     void *keys;   /* [block][kv_head][head_dim][PANEL] */
@@ -89,9 +95,16 @@ struct decoder {
     int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
     int32_t embed_type;
     int32_t activation;
+    int32_t centred;    /* norms are LayerNorm, else RMSNorm */
+    int32_t residual;   /* enum residual */
+    int32_t plain;      /* the MLP has no gate */
+    int32_t both_ways;  /* a row attends to its whole sequence, of which a batch has all rows */
     float norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
+    float residual_scale, logit_scale; /* factors of what is added to the residual, and of logits; 0: none */
     const void *embed; /* [vocab][hidden] */
-    const float *final_norm; /* NULL: no norm before the head */
+    const float *positions, *token_types; /* [max_context][hidden], [types][hidden], added to the embedding, or NULL */
+    const float *slopes; /* [num_heads] ALiBi's: added to a score times the key's position less the query's, or NULL */
+    struct norm embed_norm, final_norm;
     struct matrix head;
     const struct layer *layers;
     struct ranks *ranks; /* NULL: one process */
@@ -118,6 +131,7 @@ struct batch {
     const int32_t *tables;    /* block ids of all sequences, concatenated */
     const int32_t *table_at;  /* [num_sequences] index in tables of a sequence's first block */
     const int32_t *logit_rows; /* [num_logits] */
+    const int32_t *types;      /* [num_rows] token types; NULL: all 0 */
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
     int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is int8 or int4 */

@@ -25,6 +25,54 @@ TARGET static void rms_norm(float *to, const float *x, const float *weight, int6
         to[i] = add ? to[i] + x[i] * factor * weight[i] : x[i] * factor * weight[i];
 }
 
+/* to = (x - mean) / deviation * weight + bias [Ba et al. 2016], or with `add`, to += that. */
+TARGET static void layer_norm(float *to, const float *x, const struct norm *norm, int64_t size, float eps, int add)
+{
+    vec sum = vec_zero(), squares = vec_zero();
+    float tail[16] = {0};
+    const int64_t whole = size / 16 * 16;
+    for (int64_t i = 0; i < whole; i += 16)
+        sum = vec_add(load_f32(x + i), sum);
+    memcpy(tail, x + whole, (size_t)(size - whole) * sizeof(float));
+    const float mean = lanes_sum(vec_add(load_f32(tail), sum)) / (float)size;
+    for (int64_t i = 0; i < whole; i += 16) {
+        const vec a = vec_sub(load_f32(x + i), vec_set(mean));
+        squares = vec_fma(a, a, squares);
+    }
+    for (int64_t i = whole; i < size; ++i)
+        tail[i - whole] -= mean;
+    squares = vec_fma(load_f32(tail), load_f32(tail), squares);
+    const float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < whole; i += 16) {
+        vec a = vec_mul(vec_mul(vec_sub(load_f32(x + i), vec_set(mean)), vec_set(factor)), load_f32(norm->weight + i));
+        a = norm->bias ? vec_add(a, load_f32(norm->bias + i)) : a;
+        store_f32(to + i, add ? vec_add(load_f32(to + i), a) : a, 0);
+    }
+    for (int64_t i = whole; i < size; ++i) {
+        const float a = tail[i - whole] * factor * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
+        to[i] = add ? to[i] + a : a;
+    }
+}
+
+/* to = the norm of a row, or with `add`, to += that; a copy without a norm. `to` can be x. */
+TARGET static void norm_row(const struct decoder *model, float *to, const float *x, const struct norm *norm, int add)
+{
+    if (!norm->weight) {
+        if (to != x)
+            memcpy(to, x, (size_t)model->hidden_size * sizeof(float));
+    } else if (model->centred) {
+        layer_norm(to, x, norm, model->hidden_size, model->norm_eps, add);
+    } else {
+        rms_norm(to, x, norm->weight, model->hidden_size, model->norm_eps, add);
+    }
+}
+
+INLINE void add_row(float *to, const float *x, int64_t size)
+{
+    for (int64_t i = 0; i < size; ++i)
+        to[i] += x[i];
+}
+
 TARGET static void embed_row(const struct decoder *model, int32_t id, float *x)
 {
     const int64_t size = model->hidden_size;
@@ -100,11 +148,15 @@ TARGET static void place_head(const struct decoder *model, const struct layer *l
     }
 }
 
+static const float LANES[PANEL] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 /* Up to ROWS queries of one sequence and key-value head. Query i is (row i / group, head i % group of the group). */
 struct queries {
     const float *q[ROWS];
     float *to[ROWS];
     int64_t first[ROWS], last[ROWS]; /* visible positions, both inclusive */
+    int64_t own[ROWS];               /* its position */
+    float slope[ROWS];
 };
 
 /* `next` is the distance of the block that follows: it is prefetched. */
@@ -132,6 +184,8 @@ INLINE void attend_block(const int count, const struct decoder *model, const str
         vec score = vec_mul(scores[i], vec_set(model->attn_scale));
         if (model->attn_softcap > 0.0f)
             score = vec_mul(vec_set(model->attn_softcap), vec_tanh(vec_div(score, vec_set(model->attn_softcap))));
+        if (model->slopes)
+            score = vec_fma(vec_set(queries->slope[i]), vec_add(vec_set((float)(position - queries->own[i])), load_f32(LANES)), score);
         const int64_t from = queries->first[i] - position, to = queries->last[i] - position;
         store_f32(weights[i], score, 0);
         if (from > 0 || to < PANEL - 1)
@@ -254,8 +308,12 @@ TARGET static void attention(const struct decoder *model, const struct layer *la
             const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
             queries.q[i] = batch->qkv + (row + r) * width + head * dim;
             queries.to[i] = batch->attended + ((row + r) * model->num_heads + head) * dim;
-            queries.last[i] = batch->start[sequence] + r;
-            queries.first[i] = layer->window && queries.last[i] >= layer->window ? queries.last[i] - layer->window + 1 : 0;
+            queries.own[i] = batch->start[sequence] + r;
+            queries.last[i] = model->both_ways ? batch->start[sequence] + rows - 1 : queries.own[i];
+            queries.first[i] = layer->window && queries.own[i] >= layer->window ? queries.own[i] - layer->window + 1 : 0;
+            if (layer->window && queries.last[i] >= queries.own[i] + layer->window)
+                queries.last[i] = queries.own[i] + layer->window - 1;
+            queries.slope[i] = model->slopes ? model->slopes[head] : 0.0f;
         }
         attend(count, model, layer, batch, sequence, kv_head, &queries, worker->scratch);
     }

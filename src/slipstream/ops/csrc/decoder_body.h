@@ -15,10 +15,10 @@ INLINE void share(struct worker *worker, int64_t rows)
 INLINE void meet(struct worker *worker) { team_wait(worker->team, &worker->ahead); }
 
 /* Normalize this thread's rows of x into `to`. */
-TARGET static void norm_rows(const struct decoder *model, float *to, const float *x, const float *weight, const struct worker *worker, int add)
+TARGET static void norm_rows(const struct decoder *model, float *to, const float *x, const struct norm *norm, const struct worker *worker, int add)
 {
     for (int64_t row = worker->from; row < worker->until; ++row)
-        rms_norm(to + row * model->hidden_size, x + row * model->hidden_size, weight, model->hidden_size, model->norm_eps, add);
+        norm_row(model, to + row * model->hidden_size, x + row * model->hidden_size, norm, add);
 }
 
 /* Convert this thread's rows of x, of `size` features, to the products' input type; other threads read them after a barrier. */
@@ -31,12 +31,13 @@ TARGET static struct coded code_rows(const struct batch *batch, const float *x, 
     return coded_at(batch, 0, size);
 }
 
-/* x += W y, or x += norm(W y) after a barrier if the layer has a norm there. */
+/* x += W y, or x += norm(W y) after a barrier if the layer has a norm there; with RESIDUAL_AFTER, x = norm(x + W y). */
 TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
-                            const float *post_norm, struct worker *worker)
+                            const struct norm *post_norm, struct worker *worker)
 {
-    struct product job = {.w = w, .x = y, .y = post_norm ? batch->normed : batch->x, .x_stride = size,
-                          .y_stride = model->hidden_size, .num_rows = batch->num_rows, .epilogue = post_norm ? STORE : ADD};
+    const int apart = post_norm->weight && model->residual != RESIDUAL_AFTER;
+    struct product job = {.w = w, .x = y, .y = apart ? batch->normed : batch->x, .x_stride = size, .y_stride = model->hidden_size,
+                          .num_rows = batch->num_rows, .epilogue = apart ? STORE : ADD, .scale = model->residual_scale};
     if (wants(w)) {
         job.coded = code_rows(batch, y, size, wants(w), worker);
         meet(worker);
@@ -44,10 +45,12 @@ TARGET static void residual(const struct decoder *model, const struct batch *bat
     multiply(&job, 1, worker);
 }
 
-TARGET static void settle(const struct decoder *model, const struct batch *batch, const float *post_norm, struct worker *worker)
+TARGET static void settle(const struct decoder *model, const struct batch *batch, const struct norm *post_norm, struct worker *worker)
 {
     meet(worker);
-    if (post_norm)
+    if (post_norm->weight && model->residual == RESIDUAL_AFTER)
+        norm_rows(model, batch->x, batch->x, post_norm, worker, 0);
+    else if (post_norm->weight)
         norm_rows(model, batch->x, batch->normed, post_norm, worker, 1);
 }
 
@@ -246,29 +249,57 @@ TARGET static void routed(const struct decoder *model, int layer, const struct b
 
 /* ---- the model ---- */
 
+/* This thread's rows of the embedding, with what is added to it. */
+TARGET static void embed(const struct decoder *model, const struct batch *batch, struct worker *worker)
+{
+    const int64_t hidden = model->hidden_size;
+    for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
+        float *x = batch->x + row * hidden;
+        while (row >= batch->first_row[sequence + 1])
+            ++sequence;
+        embed_row(model, batch->ids[row], x);
+        if (model->token_types)
+            add_row(x, model->token_types + (batch->types ? batch->types[row] : 0) * hidden, hidden);
+        if (model->positions)
+            add_row(x, model->positions + (batch->start[sequence] + row - batch->first_row[sequence]) * hidden, hidden);
+        norm_row(model, x, x, &model->embed_norm, 0);
+    }
+}
+
 TARGET static void run(const struct decoder *model, const struct batch *batch, struct team *team, int thread, float *scratch)
 {
     const int64_t hidden = model->hidden_size, dim = model->head_dim;
     const int64_t q_width = model->num_heads * dim, kv_width = model->num_kv_heads * dim, width = q_width + 2 * kv_width;
     struct worker self = {.team = team, .thread = thread, .scratch = scratch}, *const worker = &self;
     share(worker, batch->num_rows);
-    for (int64_t row = worker->from; row < worker->until; ++row)
-        embed_row(model, batch->ids[row], batch->x + row * hidden);
+    embed(model, batch, worker);
     for (int index = 0; index < model->num_layers; ++index) {
         const struct layer *layer = &model->layers[index];
         const struct matrix *const w[] = {&layer->q, &layer->k, &layer->v};
         float *const y[] = {batch->qkv, batch->qkv + q_width, batch->qkv + q_width + kv_width};
-        struct product qkv[3];
-        norm_rows(model, batch->normed, batch->x, layer->input_norm, worker, 0);
-        const int wanted = wants(w[0]) | wants(w[1]) | wants(w[2]);
+        struct product qkv[4];
+        struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
+                                .y_stride = model->intermediate_size, .num_rows = batch->num_rows,
+                                .epilogue = model->plain ? ACTIVATED : GATED, .activation = model->activation};
+        const int parallel = model->residual == RESIDUAL_PARALLEL, joined = parallel && !layer->mlp_norm.weight;
+        norm_rows(model, batch->normed, batch->x, &layer->input_norm, worker, 0);
+        const int wanted = wants(w[0]) | wants(w[1]) | wants(w[2]) | (joined ? wants(gated.w) : 0);
         const struct coded coded = code_rows(batch, batch->normed, hidden, wanted, worker);
         for (int i = 0; i < 3; ++i)
             qkv[i] = (struct product){.w = w[i], .x = batch->normed, .coded = coded, .y = y[i], .x_stride = hidden, .y_stride = width,
                                       .num_rows = batch->num_rows};
+        gated.coded = coded;
+        qkv[3] = gated;
         meet(worker);
-        multiply(qkv, 3, worker);
+        multiply(qkv, 3 + joined, worker);
         expect((const struct matrix *const[]){&layer->out}, 1, batch->num_rows, worker);
         meet(worker);
+        if (parallel && !joined) { /* before attention, which changes x */
+            norm_rows(model, batch->normed, batch->x, &layer->mlp_norm, worker, 0);
+            gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
+            meet(worker);
+            multiply(&gated, 1, worker);
+        }
         if (model->qk_norm_whole) {
             for (int64_t row = worker->from; row < worker->until; ++row) {
                 float *q = batch->qkv + row * width, *k = q + q_width;
@@ -288,39 +319,34 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         }
         attention(model, layer, batch, worker);
         meet(worker);
-        residual(model, batch, &layer->out, batch->attended, q_width, layer->attn_post_norm, worker);
+        residual(model, batch, &layer->out, batch->attended, q_width, &layer->attn_post_norm, worker);
         if (!layer->experts)
-            expect((const struct matrix *const[]){&layer->gate_up}, 1, batch->num_rows, worker);
-        settle(model, batch, layer->attn_post_norm, worker);
-        norm_rows(model, batch->normed, batch->x, layer->mlp_norm, worker, 0);
-        if (layer->experts) {
+            expect((const struct matrix *const[]){parallel ? &layer->down : &layer->gate_up}, 1, batch->num_rows, worker);
+        settle(model, batch, &layer->attn_post_norm, worker);
+        if (!parallel) {
+            norm_rows(model, batch->normed, batch->x, &layer->mlp_norm, worker, 0);
+            if (layer->experts) {
+                meet(worker);
+                routed(model, index, batch, worker);
+                continue;
+            }
+            gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
             meet(worker);
-            routed(model, index, batch, worker);
-            continue;
+            multiply(&gated, 1, worker);
+            expect((const struct matrix *const[]){&layer->down}, 1, batch->num_rows, worker);
+            meet(worker);
         }
-        struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
-                                .y_stride = model->intermediate_size, .num_rows = batch->num_rows, .epilogue = GATED,
-                                .activation = model->activation};
-        gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
-        meet(worker);
-        multiply(&gated, 1, worker);
-        expect((const struct matrix *const[]){&layer->down}, 1, batch->num_rows, worker);
-        meet(worker);
-        residual(model, batch, &layer->down, batch->act, model->intermediate_size, layer->mlp_post_norm, worker);
+        residual(model, batch, &layer->down, batch->act, model->intermediate_size, &layer->mlp_post_norm, worker);
         expect_next(model, index, batch, worker);
-        settle(model, batch, layer->mlp_post_norm, worker);
+        settle(model, batch, &layer->mlp_post_norm, worker);
     }
     meet(worker);
     share(worker, batch->num_logits);
     for (int64_t i = worker->from; i < worker->until; ++i) {
-        const float *x = batch->x + batch->logit_rows[i] * hidden;
-        if (model->final_norm)
-            rms_norm(batch->normed + i * hidden, x, model->final_norm, hidden, model->norm_eps, 0);
-        else
-            memcpy(batch->normed + i * hidden, x, (size_t)hidden * sizeof(float));
+        norm_row(model, batch->normed + i * hidden, batch->x + batch->logit_rows[i] * hidden, &model->final_norm, 0);
     }
     struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits, .x_stride = hidden,
-                           .y_stride = model->vocab_size, .num_rows = batch->num_logits};
+                           .y_stride = model->vocab_size, .num_rows = batch->num_logits, .scale = model->logit_scale};
     head.coded = code_rows(batch, batch->normed, hidden, wants(head.w), worker);
     meet(worker);
     multiply(&head, 1, worker);

@@ -335,7 +335,7 @@ TARGET static void multiply_halves(struct panels w, int panels, const uint16_t *
 #endif
 
 /* The destination of a tile's sums. */
-enum epilogue { STORE, ADD, GATED };
+enum epilogue { STORE, ADD, GATED, ACTIVATED };
 
 struct product {
     const struct matrix *w;
@@ -346,6 +346,7 @@ struct product {
     int32_t num_rows;
     enum epilogue epilogue;
     int activation;
+    float scale; /* of the sums; 0: none */
 };
 
 INLINE vec activate(int activation, vec x)
@@ -357,11 +358,17 @@ INLINE vec activate(int activation, vec x)
         vec inner = vec_mul(vec_set(0.7978845608f), vec_fma(vec_mul(vec_set(0.044715f), vec_mul(x, x)), x, x));
         return vec_mul(vec_mul(half, x), vec_add(one, vec_tanh(inner)));
     }
-    float lanes[16];
-    store_f32(lanes, x, 0);
-    for (int lane = 0; lane < 16; ++lane)
-        lanes[lane] = 0.5f * lanes[lane] * (1.0f + erff(lanes[lane] * 0.70710678f));
-    return load_f32(lanes);
+    if (activation == ACTIVATION_RELU)
+        return vec_max(vec_zero(), x);
+    /* max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2), by a polynomial (Abramowitz and Stegun 7.1.26, error 1.5e-7) */
+    const vec size = vec_max(x, vec_sub(vec_zero(), x));
+    const vec t = vec_div(one, vec_fma(size, vec_set(0.3275911f * 0.70710678f), one));
+    vec p = vec_fma(t, vec_set(1.061405429f), vec_set(-1.453152027f));
+    p = vec_fma(t, p, vec_set(1.421413741f));
+    p = vec_fma(t, p, vec_set(-0.284496736f));
+    p = vec_fma(t, p, vec_set(0.254829592f));
+    const vec rest = vec_mul(vec_mul(t, p), vec_exp(vec_mul(vec_set(-0.5f), vec_mul(x, x))));
+    return vec_sub(vec_max(vec_zero(), x), vec_mul(vec_mul(half, size), rest));
 }
 
 INLINE void put(float *to, vec a, int64_t width)
@@ -384,6 +391,10 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
             vec sum = load_f32(sums[j][i]);
             if (w->bias)
                 sum = vec_add(sum, load_f32(w->bias + (panel + j) * PANEL));
+            if (job->scale != 0.0f)
+                sum = vec_mul(sum, vec_set(job->scale));
+            if (job->epilogue == ACTIVATED)
+                sum = activate(job->activation, sum);
             if (job->epilogue == GATED) {
                 if (j % 2 == 0)
                     continue;
