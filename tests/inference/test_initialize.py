@@ -16,11 +16,11 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positio
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": SIZES,
     "Mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "GPT2": GPT2 | {"pad_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "GPTBigCode": GPT2 | {"pad_token_id": 0, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
 }
 
 
-@pytest.mark.parametrize(("family", "forward"), [("Llama", "native kernels, 3 threads"), ("GPT2", "transformers' forward")])
+@pytest.mark.parametrize(("family", "forward"), [("Llama", "native kernels, 3 threads"), ("GPTBigCode", "transformers' forward")])
 def test_threads(family: str, forward: str) -> None:
     answers = []
     for threads in (1, 3):
@@ -36,14 +36,14 @@ def test_models_that_cannot_answer() -> None:
         init_inference(tiny("Llama", **SIZES), device="cuda", threads=2)
     with torch.device("meta"), pytest.raises(ValueError, match="the LlamaForCausalLM is on the meta device"):
         init_inference(tiny("Llama", **SIZES))
-    for family in ("Llama", "GPT2"):
+    for family in ("Llama", "GPTBigCode"):
         headless = tiny(family, **MODELS[family]).base_model
         with pytest.raises(ValueError, match=f"{family}Model has no language model head.*AutoModelForCausalLM"):
             init_inference(headless)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "GPTBigCode"])
 def test_group_size(family: str) -> None:
     """It reaches the weights on both ways; what is no size of int4's is refused."""
     model = tiny(family, **MODELS[family] | {"hidden_size" if family == "Llama" else "n_embd": 128})
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         init_inference(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "GPTBigCode"])
 def test_a_call_with_tensors_gives_the_models_outputs(family: str, tmp_path: Path) -> None:
     """On the native path and transformers' own, of a live model and a folder; a call with texts or ids generates."""
     model = tiny(family, **MODELS[family])

@@ -156,8 +156,8 @@ def test_refused_in_one_sentence(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text("{")
     refused("config.json is not JSON")
-    config.write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(UnsupportedModel, match="model_type 'gpt2' is not supported"):
+    config.write_text(json.dumps({"model_type": "gpt_bigcode"}))
+    with pytest.raises(UnsupportedModel, match="model_type 'gpt_bigcode' is not supported"):
         load(tmp_path)
     config.write_text(json.dumps(model.config.to_dict()))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

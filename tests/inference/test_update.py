@@ -17,14 +17,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # what each has of its own;
     "Qwen2Moe": ({**MOE, "shared_expert_intermediate_size": 48}, "native"),
     "Gemma3Text": ({"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "num_hidden_layers": 6}, "native"),
     "Mistral": ({"head_dim": 8, "tie_word_embeddings": True}, "torch"),
-    "GPT2": ({"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, "transformers"),
+    "GPT2": ({"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}, "native"),
+    "Glm": ({"head_dim": 16, "partial_rotary_factor": 0.5}, "native"),
+    "GPTBigCode": ({"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, "transformers"),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_forward_takes_new_weights(family: str) -> None:
     changes, forward = FAMILIES[family]
-    model = tiny(family, **(({} if family == "GPT2" else SIZES) | changes))
+    model = tiny(family, **(({} if family.startswith("GPT") else SIZES) | changes))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     for dtype in ("fp32", "int8") if forward != "transformers" else ("fp32",):
         with (
@@ -43,7 +45,7 @@ def test_every_forward_takes_new_weights(family: str) -> None:
 
 
 def test_what_has_no_place_for_new_weights_says_why() -> None:
-    model = tiny("GPT2", **FAMILIES["GPT2"][0])
+    model = tiny("GPTBigCode", **FAMILIES["GPTBigCode"][0])
     with slipstream.init_inference(model, dtype="int8", **SERVING) as served, pytest.raises(ValueError, match="float dtype"):
         served.update_weights(model.named_parameters())
     gemma = tiny("Gemma2", **SIZES, head_dim=16)

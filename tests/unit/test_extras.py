@@ -48,7 +48,7 @@ print(json.dumps(said))
 def test_each_missing_package_is_one_line(tmp_path: Path) -> None:
     folder, gpt2 = tiny_chat.write(tmp_path / "model"), tmp_path / "gpt2"
     gpt2.mkdir()
-    (gpt2 / "config.json").write_text('{"model_type": "gpt2"}')
+    (gpt2 / "config.json").write_text('{"model_type": "gpt_bigcode"}')
     (gpt2 / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object"}')

@@ -249,7 +249,8 @@ _GEMMA_FIELDS: dict[str, Any] = {
 _GEMMA2_FIELDS: dict[str, Any] = {**_GEMMA_FIELDS, "norms": NORMS, "attn_scale": lambda c: c["query_pre_attn_scalar"] ** -0.5}
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True}
 _PLAIN: dict[str, Any] = {**_LAYER_NORM, "gated": False, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
-_LEARNT: dict[str, Any] = {**_PLAIN, "num_positions": _number("max_position_embeddings")}
+_OWN_HEADS: dict[str, Any] = {**_PLAIN, "num_kv_heads": _number("num_attention_heads")}  # whatever num_key_value_heads says
+_LEARNT: dict[str, Any] = {**_OWN_HEADS, "num_positions": _number("max_position_embeddings")}
 _ENCODER: dict[str, Any] = {
     **_LEARNT,
     "causal": False,
@@ -497,7 +498,7 @@ FAMILIES: dict[str, Family] = {
     "gptj": Family(
         defaults={**_GPT2, "max_position_embeddings": 2048, "tie_word_embeddings": False, "rotary_dim": 64},
         keys=_GPT2_KEYS,
-        fields={**_PLAIN, "qkv_bias": False, "out_bias": False, "residual": "parallel", "norms": NORMS[:1], "head_bias": True},
+        fields={**_OWN_HEADS, "qkv_bias": False, "out_bias": False, "residual": "parallel", "norms": NORMS[:1], "head_bias": True},
         names=_names(
             "transformer.", _GPT_NAMES + "q=attn.q_proj k=attn.k_proj v=attn.v_proj out=attn.out_proj up=mlp.fc_in down=mlp.fc_out"
         ),
@@ -516,7 +517,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys={"rms_norm_eps": "layer_norm_eps", "partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         fields={
-            **_PLAIN,
+            **_OWN_HEADS,
             "qkv_bias": _flag("attention_bias"),
             "out_bias": _flag("attention_bias"),
             "residual": lambda c: "parallel" if c["use_parallel_residual"] else "before",
@@ -531,7 +532,7 @@ FAMILIES: dict[str, Family] = {
     "opt": Family(
         defaults={"hidden_act": "relu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "tie_word_embeddings": True},
         keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
-        fields={**_PLAIN, "num_positions": lambda c: c["max_position_embeddings"] + 2, "position_offset": 2},
+        fields={**_OWN_HEADS, "num_positions": lambda c: c["max_position_embeddings"] + 2, "position_offset": 2},
         kinds=_no_rope(_all_full),
         only={
             "do_layer_norm_before": (True,),
@@ -550,7 +551,7 @@ FAMILIES: dict[str, Family] = {
     "bloom": Family(
         defaults={**_GPT2, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 1 << 16},
         keys={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "rms_norm_eps": "layer_norm_epsilon"},
-        fields={**_PLAIN, "embed_norm": True, "alibi": _slopes},
+        fields={**_OWN_HEADS, "embed_norm": True, "alibi": _slopes},
         kinds=_no_rope(_all_full),
         only={"apply_residual_connection_post_layernorm": (False,)},
         names=_names(

@@ -1,0 +1,108 @@
+"""Each family's row against transformers in fp32, by a tiny random model: greedy text, logits, the same bits in every batch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.inference.models import from_hf, from_state
+from slipstream.inference.native import NativeDecoder
+from slipstream.ops import build
+from tests.inference.test_native import Requests, native_of
+from tests.inference.twins import PROMPTS, SIZES, VOCAB, check_against_generate, decoder_of, tiny
+
+ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, **ENDS}
+NEO = {"vocab_size": VOCAB, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64, **ENDS}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 96, "n_layer": 2, "n_head": 6, **ENDS}
+FALCON = {name: size for name, size in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt-neo": ("GPTNeo", {**NEO, "attention_types": [[["global", "local"], 1]], "window_size": 8}),
+    "gptj": ("GPTJ", {**GPT2, "rotary_dim": 8}),
+    "gpt-neox": ("GPTNeoX", SIZES),
+    "gpt-neox-sequential": ("GPTNeoX", {**SIZES, "use_parallel_residual": False}),
+    "opt": ("OPT", {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "bloom": ("Bloom", BLOOM),
+    "falcon": ("Falcon", FALCON),
+    "falcon-alibi": ("Falcon", {**FALCON, "alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),
+    "falcon-groups": ("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-one-norm": ("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "phi": ("Phi", SIZES),
+    "phi3": ("Phi3", {**SIZES, "sliding_window": 8}),
+    "phi3-partial": (
+        "Phi3",
+        {**SIZES, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_type": "default"}},
+    ),
+    "stablelm": ("StableLm", {**SIZES, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {**SIZES, "use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": 8}),
+    "olmo2": ("Olmo2", SIZES),
+    "cohere": ("Cohere", {**SIZES, "logit_scale": 0.25}),
+    "granite": (
+        "Granite",
+        {**SIZES, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    ),
+    "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0]}),
+    "glm": ("Glm", {**SIZES, "head_dim": 16}),
+    "glm4": ("Glm4", {**SIZES, "head_dim": 16}),
+    "exaone4": ("Exaone4", {**SIZES, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+}
+
+
+def model_of(case: str) -> Any:
+    family, sizes = CASES[case]
+    return tiny(family, **sizes)
+
+
+@pytest.mark.skipif(
+    build.load().kernels is None and "not built" not in build.load().reason, reason=f"no native kernels: {build.load().reason}"
+)
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_as_transformers(case: str) -> None:
+    model = model_of(case)
+    runner = native_of(model)
+    check_against_generate(model, runner)
+    same_bits(runner)
+    runner.close()
+
+
+def same_bits(runner: NativeDecoder) -> None:
+    """A prompt's logits alone, in two chunks beside others, and in a batch."""
+    alone, chunked = Requests(runner, 1), Requests(runner, 2)
+    expected = [alone.run([(alone.request(prompt), 0, len(prompt))])[0] for prompt in PROMPTS]
+    requests = [chunked.request(prompt) for prompt in PROMPTS]
+    chunked.run([(one, 0, 3) for one in requests])
+    for found, one in zip(chunked.run([(one, 3, len(one.tokens)) for one in requests]), expected, strict=True):
+        assert found.equal(one)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_torch_twin(case: str) -> None:
+    model = model_of(case)
+    requests = Requests(decoder_of(model), 1)
+    found = requests.run([(requests.request(prompt), 0, len(prompt)) for prompt in PROMPTS])
+    for prompt, logits in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0, -1], rtol=2e-4, atol=2e-4)
+
+
+def test_internlm_is_llama_with_biases() -> None:
+    """Its code is not in transformers: a Llama's weights under its configuration."""
+    model = tiny("Llama", **SIZES, attention_bias=True)
+    values = model.config.to_dict()
+    del values["attention_bias"]
+    config = from_hf({**values, "model_type": "internlm", "bias": True})
+    weights = from_state(config, model.state_dict())
+    assert config.qkv_bias and config.out_bias and weights.layers[0].out_bias is not None
+
+
+def test_names_of_older_files() -> None:
+    """Without the prefix of the whole model, with buffers of masks, and with other names of the head."""
+    gpt2, neox = model_of("gpt2"), model_of("gpt-neox")
+    old = {name.removeprefix("transformer."): weight for name, weight in gpt2.state_dict().items() if name != "lm_head.weight"}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    assert from_state(from_hf(gpt2.config.to_dict()), old).layers[1].mlp is not None
+    head = neox.state_dict()["lm_head.weight"]
+    renamed = {name.replace("lm_head", "embed_out"): weight for name, weight in neox.state_dict().items()}
+    assert from_state(from_hf(neox.config.to_dict()), renamed).head.equal(head)
