@@ -192,7 +192,7 @@ def test_quantized_as_its_twin(case: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_by_dtype(kind: str, tmp_path: Any) -> None:
     """A folder and a live model: bf16 but for what is quantized, whose scales stay fp32."""
-    model = tiny("GPT2", **GPT2)
+    model = tiny("GPT2", **GPT2, scale_attn_by_inverse_layer_idx=True)
     model.save_pretrained(tmp_path)
     answers = []
     for source in (model, tmp_path):

@@ -19,6 +19,7 @@ __all__ = [
     "read_config",
     "read_generation",
     "read_index",
+    "read_modules",
     "read_object",
     "read_tokenizer_config",
 ]
@@ -83,7 +84,7 @@ _CONFIG: dict[str, FieldRule] = {
     "head_dim": _HEADS | _NULL,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), _POSITIONS),
     "original_max_position_embeddings": _POSITIONS | _NULL,
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), _EPS),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), _EPS),
     **dict.fromkeys(("hidden_act", "activation_function"), _TEXT),
     "hidden_activation": _TEXT | _NULL,
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"), _FLAG),
@@ -213,15 +214,28 @@ def _read(path: Path, table: Mapping[str, FieldRule]) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object without validating its keys."""
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_modules(path: Path) -> dict[str, str]:
+    """Read modules.json of sentence-transformers: its classes, each with the folder of its configuration."""
+    value = _read_json(path)
+    modules = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, dict) and isinstance(one.get("type"), str) and isinstance(one.get("path"), str) for one in modules):
+        raise ValueError(f"{path} is not a list of modules with a type and a path")
+    return {one["type"].rpartition(".")[2]: one["path"] for one in modules}
+
+
+def _read_json(path: Path) -> Any:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"))
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply to read") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
 
 
 def _check(values: Mapping[str, Any], table: Mapping[str, FieldRule], where: object) -> None:

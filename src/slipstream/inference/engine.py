@@ -28,7 +28,7 @@ from slipstream.inference.constrain import Constraint, Grammars
 from slipstream.inference.core import Batch, Chunk, Finish, Request, RequestPhase, Runner, SamplingParams
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import LogitsRow, Sampled, Sampler, SamplingError
-from slipstream.inference.scheduler import Scheduler, check_budget, receivers
+from slipstream.inference.scheduler import MAX_RUNNING, Scheduler, budget_of, receivers
 from slipstream.inference.stats import Meters, Stats, Use
 from slipstream.inference.text import StopStrings, Stream, Tokenizer
 
@@ -162,8 +162,8 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None,
         *,
-        token_budget: int = 512,
-        max_running: int = 64,
+        token_budget: int | None = None,
+        max_running: int = MAX_RUNNING,
         max_waiting: int = 1024,
         num_draft: int = 0,
         token_interval: float | None = None,
@@ -182,13 +182,12 @@ class Engine:
         expert_use the counts of `expert_store`, for `stats`
         unavailable    if not empty, every request is rejected with this text until a `paused` block succeeds
         """
-        check_budget(token_budget, max_running)
         self.runner, self.tokenizer, self._expert_use = runner, tokenizer, expert_use
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
         self.model_name, self.sampling = model_name, dict(sampling or {})
         self._scheduler = Scheduler(
             BlockPool(runner.num_blocks, runner.block_size, prefix_caching),
-            token_budget=token_budget,
+            token_budget=budget_of(token_budget, max_running),
             max_running=max_running,
             max_waiting=max_waiting,
             max_context=runner.max_context,

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.ranks import ServingRanks
@@ -105,7 +106,7 @@ class InferenceEngine:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EmbeddingEngine,
         description: str,
         target: Target | str = "it does not know their names and shapes",
         open_module: Callable[[], torch.nn.Module] | str = "it has no transformers model",
@@ -226,6 +227,26 @@ class InferenceEngine:
         with self.engine.paused(otherwise=asleep, then=asleep) as pause:
             pause.changed = True
             runner.free_memory()
+
+    def embed(self, texts: Any, *, truncate: bool = False) -> Tensor:
+        """Vectors of texts, pooled and normalized as the model's files say: a text, or one text's token ids -> fp32 [dimensions];
+        a list of these -> fp32 [texts, dimensions].
+
+        `truncate` cuts texts that are too long, which are an error otherwise. Raises ValueError if the model generates."""
+        batch, single = _as_list(texts)
+        vectors = self._encoder().embed(batch, truncate=truncate).vectors
+        return vectors[0] if single else vectors
+
+    def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
+        """How similar each document is to the query: the cosine of their vectors. Raises as `embed`."""
+        return self._encoder().score(query, documents, truncate=truncate)
+
+    def _encoder(self) -> EmbeddingEngine:
+        if not isinstance(self.engine, EmbeddingEngine):
+            raise ValueError(
+                f"{self.engine.model_name} generates: open an encoder, or a model with sentence-transformers' modules.json"
+            )
+        return self.engine
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation ([{"role": ..., "content": ...}]), up to where the next answer starts."""

@@ -22,15 +22,16 @@ import torch
 
 from slipstream.extras import MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, precision, recommended, trained
+from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine, check_int, suggestion
 from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.load import is_config, load
-from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.models import UnsupportedModel, is_encoder
 from slipstream.inference.native import MAX_THREADS, NativeDecoder
 from slipstream.inference.ranks import ServingRanks
-from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_generic
-from slipstream.inference.scheduler import check_budget
+from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_encoder, open_generic
+from slipstream.inference.scheduler import MAX_RUNNING, budget_of
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4
@@ -56,7 +57,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
     "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
     "keep_module_on_host": ((None, False), "weights are on the device that computes; choose it with `device`"),
-    "triangular_masking": ((None, True), "only decoders are served, which are causal"),
 }
 # Keys of DeepSpeed's `moe` whose arguments have other names.
 _MOE = {"tp_size": "moe_tp_size", "num_experts": "moe_experts", "type": "moe_type", "expert_group": "ep_group"}
@@ -65,7 +65,7 @@ _KERNELS = "the fastest available forward is chosen"
 _FROM_CONFIG = "the model's structure is read from its configuration"
 _NO_EFFECT = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject", "replace_method"), _KERNELS),
-    **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts"), _FROM_CONFIG),
+    **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "triangular_masking"), _FROM_CONFIG),
     **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), _KERNELS),
     "return_tuple": "there is one form of result",
     "set_empty_params": "weights are never created twice",
@@ -96,6 +96,7 @@ _ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
 _SPLIT = "its experts are split over processes; open it again from the new weights"
+_EMBEDS = "encoders take no new weights yet; open it again from the new ones"
 _FOLLOWS = "rank {} computes for rank 0, which answers: call it there, `if engine.leads:`"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
 # Names of options in transformers, DeepSpeed and DeepSpeed-MII.
@@ -184,11 +185,10 @@ def pipeline(model: Any, **settings: Any) -> InferenceEngine:
 
 
 def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, **options: Any) -> InferenceEngine:
-    running = options.get("max_running", 64)
-    check_budget(options.setdefault("token_budget", max(512, running)), running)
+    budget = budget_of(options.get("token_budget"), options.get("max_running", MAX_RUNNING))
     if ep_size * moe_tp_size == 1:
         return _open_here(model, ranks=None, **options)
-    ranks = ServingRanks(ep_size, moe_tp_size, max_rows=options["token_budget"])
+    ranks = ServingRanks(ep_size, moe_tp_size, max_rows=budget)
     try:
         return _open_here(model, ranks=ranks, **options)
     except BaseException:
@@ -206,6 +206,7 @@ class _Ready(NamedTuple):
     weights: str  # for the description
     ends: tuple[int, ...]
     metadata: Mapping[str, Any]  # of a GGUF file
+    embeds: int = 0  # the size of an encoder's vocabulary
 
 
 def _open_here(
@@ -220,7 +221,7 @@ def _open_here(
     max_context: int | None = None,
     kv_cache_bytes: int | None = None,
     expert_cache_bytes: int | None = None,
-    max_running: int = 64,
+    max_running: int | None = None,
     model_name: str | None = None,
     **loop: Any,
 ) -> InferenceEngine:
@@ -232,12 +233,22 @@ def _open_here(
     group = group_size or GROUP_SIZES[0]
     place, threads = _place(device, threads, ranks)
     passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
-    sizes = Sizes(kv_cache_bytes, max_running, max_context, threads, expert_cache_bytes, ranks)
+    sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks)
     served = _serve(source, kind, place, group, sizes)
+    own_tokenizer = passed_tokenizer or _own_tokenizer(source, served.metadata)
+    if served.embeds:
+        loop |= {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
+        if loop := {option: value for option, value in loop.items() if value is not None}:
+            raise ValueError(f"{name} embeds texts, it does not generate: leave out {', '.join(loop)}")
+        folder = source if isinstance(source, Path) else None
+        forward: Any = served.forward.runner
+        vectors = EmbeddingEngine(forward, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
+        description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
+        return InferenceEngine(vectors, description, _EMBEDS, _module(source, served.kind, place, group))
     engine = Engine(
         served.forward.runner,
-        passed_tokenizer or _own_tokenizer(source, served.metadata),
-        max_running=max_running,
+        own_tokenizer,
+        max_running=sizes.max_running,
         end_ids=served.ends,
         model_name=name,
         sampling=_sampling(source, served.metadata),
@@ -277,6 +288,8 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
         if ranks or sizes.expert_nbytes is not None:
             raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
         return _serve_by_transformers(source, kind, place, group, sizes)
+    embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
+    open_forward = open_encoder if embeds else open_decoder
     blocks = loaded.opening.kind == "stored" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers)
     reasons = (
         (_SPLIT, ranks is not None),
@@ -287,12 +300,13 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     fixed = next((why for why, holds in reasons if holds), None)
     weights = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
     return _Ready(
-        forward=open_decoder(loaded.config, loaded.weights, place, loaded.dtype, sizes),
+        forward=open_forward(loaded.config, loaded.weights, place, loaded.dtype, sizes),
         target=fixed or Target.decoder(loaded.config, loaded.weights),
         kind="blocks" if blocks else loaded.opening.kind,
         weights=weights + (f" ({loaded.opening.why})" if loaded.opening.why else ""),
         ends=loaded.config.end_ids,
         metadata=loaded.gguf,
+        embeds=embeds,
     )
 
 
@@ -399,6 +413,8 @@ def _checked_model(model: Any) -> Any:
     name = type(model).__name__
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"the {name} is on the meta device, so its weights have no values; load it, or give its folder")
+    if is_encoder(getattr(getattr(model, "config", None), "model_type", None)):
+        return model
     if hasattr(model, "can_generate") and not model.can_generate() and model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language model head, so it cannot generate; load it by AutoModelForCausalLM")
     return model

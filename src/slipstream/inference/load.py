@@ -188,6 +188,8 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
     huggingface.check_folder(path)  # transformers never sees an invalid file
     config = from_hf(huggingface.read_config(path / "config.json"))
+    if (path / "modules.json").is_file():  # of sentence-transformers: a decoder that embeds
+        config = replace(config, has_head=False)
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     weights = _safetensors(path, keep=opening.kind not in QUANTIZED)
     return _build(config, weights, opening, group, _stored(weights))

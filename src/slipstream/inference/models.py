@@ -216,7 +216,8 @@ class Family:
     experts: Callable[[Keys, int], RoutedExperts | None] = _dense
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # the supported values of keys
     names: Mapping[str, str] = field(default_factory=lambda: _LLAMA_NAMES)  # role -> module; qkv, gate_up: rows of one matrix
-    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) of names that other files have
+    # (pattern, replacement) of names that other files have: those of a model without a head lack its prefix
+    renames: tuple[tuple[str, str], ...] = ((r"^(?=(embed_tokens|layers|norm)\.)", "model."),)
     surplus: str = r"$^"  # a pattern of names that are not read
     transposed: bool = False  # layers' matrices are [in, out]
     grouped: bool = False  # qkv has each group's queries, key and value in turn, else all queries, all keys, all values
@@ -962,7 +963,13 @@ def is_surplus(config: TransformerConfig, name: str) -> bool:
     """Whether a weight may be ignored: a tied head, old checkpoints' rope frequencies (config has them), others' parts."""
     elsewhere = config.part.size > 1 and (name == head_name(config) or ".experts." in name)
     known = name.endswith("rotary_emb.inv_freq") or re.search(FAMILIES[config.family].surplus, name) is not None
-    return elsewhere or known or (config.tied and name == head_name(config))
+    return elsewhere or known or ((config.tied or not config.has_head) and name == head_name(config))
+
+
+def is_encoder(model_type: Any) -> bool:
+    """Whether models of this type only embed."""
+    row = FAMILIES.get(model_type)
+    return row is not None and row.fields.get("causal") is False
 
 
 def head_name(config: TransformerConfig) -> str:

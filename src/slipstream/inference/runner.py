@@ -94,6 +94,25 @@ def open_decoder(
     return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
 
 
+def open_encoder(
+    config: TransformerConfig, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, sizes: Sizes
+) -> Opened:
+    """A forward whose cache holds the texts of one forward (`embedding.ROWS` tokens, or one text), in fp32 on a CPU."""
+    from slipstream.inference import native
+    from slipstream.inference.decoder import Decoder, head_shapes
+    from slipstream.inference.embedding import ROWS
+
+    config = replace(config, max_context=_context(config.max_context, sizes))
+    blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
+    reason = native.why_not(config) if device.type == "cpu" else f"on {device.type}"
+    if reason is None:
+        options: dict[str, Any] = {"cache_dtype": torch.float32, "threads": sizes.threads, "keeps": False}
+        runner = native.NativeDecoder(config, weights, num_blocks=blocks, **options)
+        return Opened(runner, f"native kernels, {runner.threads} threads")
+    cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
+    return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
+
+
 def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"on {device.type}"

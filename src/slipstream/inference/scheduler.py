@@ -84,13 +84,19 @@ def receivers(chunk: Chunk) -> tuple[Request, ...]:
     return (chunk.request, *_pending_siblings(chunk.request)) if chunk.samples else ()
 
 
-def check_budget(token_budget: int, max_running: int) -> None:
-    """Raise ValueError unless a forward can hold one token of every running sequence."""
+MAX_RUNNING = 64  # sequences, by default
+
+
+def budget_of(token_budget: int | None, max_running: int) -> int:
+    """The tokens of a forward; None: 512, or more if more run. Raises ValueError unless there is one for every running sequence."""
+    if token_budget is None:
+        return max(512, max_running)
     if token_budget < max_running:
         raise ValueError(
             f"token_budget ({token_budget}) is below max_running ({max_running}): a forward could not hold one token of every "
             "running sequence; raise token_budget or lower max_running"
         )
+    return token_budget
 
 
 class Scheduler:

@@ -186,6 +186,12 @@ class Tokenizer:
                 return True
         return False
 
+    @cached_property
+    def num_ends(self) -> int:
+        """Special tokens that `encode` adds after a text."""
+        mask = self.backend.encode("a").special_tokens_mask
+        return next((i for i, special in enumerate(reversed(mask)) if not special), 0)
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 

@@ -1,0 +1,221 @@
+"""Texts to vectors: `EmbeddingEngine`, over an encoder, or a decoder that was trained to embed.
+
+The texts of a call are computed without padding, many in one forward, each over its own tokens; calls that arrive meanwhile share
+the next forward. What becomes of a text's hidden states is in sentence-transformers' files of the model's folder (`Pooling.read`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.config import huggingface
+from slipstream.inference.core import SamplingParams
+from slipstream.inference.stats import Meters, Stats
+from slipstream.inference.text import Tokenizer
+
+__all__ = ["EmbeddingEngine", "Pooling"]
+
+BLOCK = 16  # tokens of a block of the cache
+ROWS = 2048  # tokens of a forward: more make it no faster, and its scratch memory leaves the caches
+
+_POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # (rows [T, E], tokens per text [N]) -> [N, E]
+    "cls_token": lambda rows, lengths: rows[lengths.cumsum(0) - lengths],
+    "lasttoken": lambda rows, lengths: rows[lengths.cumsum(0) - 1],
+    "mean_tokens": lambda rows, lengths: torch.segment_reduce(rows, "mean", lengths=lengths),
+    "max_tokens": lambda rows, lengths: torch.segment_reduce(rows, "max", lengths=lengths),
+    "mean_sqrt_len_tokens": lambda rows, lengths: torch.segment_reduce(rows, "sum", lengths=lengths) / lengths.sqrt()[:, None],
+}
+_NEWER = {"cls": "cls_token", "lasttoken": "lasttoken", "mean": "mean_tokens", "max": "max_tokens"}
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How the hidden states of a text become one vector."""
+
+    modes: tuple[str, ...] = ("mean_tokens",)  # of _POOLINGS; several are concatenated
+    normalize: bool = False  # to length 1
+    max_tokens: int | None = None  # of a text; None: the model's context
+
+    @classmethod
+    def read(cls, folder: Path | None) -> Pooling:
+        """From modules.json and the files that it names; without it, the mean of all tokens. Raises ValueError for others."""
+        if folder is None or not (folder / "modules.json").is_file():
+            return cls()
+        modules = huggingface.read_modules(folder / "modules.json")
+        if other := [name for name in modules if name not in _MODULES]:
+            raise ValueError(f"{folder / 'modules.json'} has a module {other[0]}; supported are {', '.join(_MODULES)}")
+        modes: tuple[str, ...] = cls().modes
+        if "Pooling" in modules:
+            file = folder / modules["Pooling"] / "config.json"
+            modes = _modes(huggingface.read_object(file))
+            if not modes or not set(modes) <= set(_POOLINGS):
+                raise ValueError(f"{file} pools by {', '.join(modes) or 'nothing'}; supported are {', '.join(_POOLINGS)}")
+        limits = folder / "sentence_bert_config.json"
+        limit = huggingface.read_object(limits).get("max_seq_length") if limits.is_file() else None
+        return cls(modes, "Normalize" in modules, limit)
+
+    def __call__(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """rows: fp32 [tokens of all texts, hidden]; lengths: tokens of each -> fp32 [texts, dimensions]."""
+        pooled = torch.cat([_POOLINGS[mode](rows, lengths) for mode in self.modes], 1)
+        return torch.nn.functional.normalize(pooled, dim=1) if self.normalize else pooled
+
+
+def _modes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    if isinstance(config.get("pooling_mode"), str):
+        return (_NEWER.get(config["pooling_mode"], config["pooling_mode"]),)
+    return tuple(key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on is True)
+
+
+class Forward(Protocol):
+    """`NativeDecoder` or `Decoder`."""
+
+    num_blocks: int
+    max_context: int
+
+    def hidden(self, texts: Sequence[Sequence[int]]) -> Tensor: ...
+
+
+class Embedded(NamedTuple):
+    vectors: Tensor  # fp32 [texts, dimensions]
+    num_tokens: int
+
+
+class _Text:
+    """One text of a call, and its vector once it is computed."""
+
+    __slots__ = ("error", "tokens", "vector")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.vector: Tensor | None = None
+        self.error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.vector is not None or self.error is not None
+
+
+class EmbeddingEngine:
+    """Any thread may call it. It has what a server and `InferenceEngine` need of an engine; it does not generate."""
+
+    sampling: Mapping[str, Any] = {}
+    end_ids: frozenset[int] = frozenset()
+
+    def __init__(
+        self, forward: Forward, tokenizer: Tokenizer | None, pooling: Pooling, *, vocab_size: int, model_name: str
+    ) -> None:
+        self.runner, self.tokenizer, self.pooling, self.model_name = forward, tokenizer, pooling, model_name
+        self.max_context = min(forward.max_context, pooling.max_tokens or forward.max_context)
+        self._vocab_size = vocab_size
+        self._waiting: deque[_Text] = deque()
+        self._running = threading.Lock()  # held during a forward, by the call that computes for all
+        self._closed = ""
+        self._forwards = self._tokens = 0
+
+    # ---- vectors
+
+    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
+        """The vectors of texts, or of token ids as they are. Raises ValueError for a text that is empty or too long; `truncate`
+        cuts these to `max_context` tokens."""
+        items = [_Text(self._tokens_of(i, text, truncate)) for i, text in enumerate(texts)]
+        self._waiting.extend(items)
+        for item in items:
+            while not item.done:
+                with self._running:
+                    if not item.done:
+                        self._compute()
+        failed = next((item.error for item in items if item.error is not None), None)
+        if failed is not None:
+            raise failed
+        vectors = [item.vector for item in items if item.vector is not None]
+        return Embedded(torch.stack(vectors) if vectors else torch.empty(0, 0), sum(len(item.tokens) for item in items))
+
+    def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
+        """The cosine of the query's vector and each document's. Raises as `embed`."""
+        vectors = torch.nn.functional.normalize(self.embed([query, *documents], truncate=truncate).vectors, dim=1)
+        cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
+        return cosines
+
+    def _tokens_of(self, i: int, text: str | Sequence[int], truncate: bool) -> Sequence[int]:
+        if isinstance(text, str):
+            if self.tokenizer is None:
+                raise ValueError(f"text {i} is text, and {self.model_name} has no tokenizer; give token ids, or open it with one")
+            tokens: Sequence[int] = self.tokenizer.encode(text)
+        else:
+            tokens = list(text)
+        if len(tokens) > self.max_context:
+            if not truncate:
+                raise ValueError(
+                    f"text {i} has {len(tokens)} tokens; {self.model_name} takes {self.max_context}: cut it, or truncate"
+                )
+            end = 0 if self.tokenizer is None or not isinstance(text, str) else self.tokenizer.num_ends
+            tokens = [*tokens[: self.max_context - end], *tokens[len(tokens) - end :]]
+        if not tokens:
+            raise ValueError(f"text {i} has no tokens")
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            raise ValueError(f"text {i} has a token id outside of 0 to {self._vocab_size - 1}")
+        return tokens
+
+    def _compute(self) -> None:
+        """One forward of the texts that wait longest."""
+        batch: list[_Text] = []
+        rows = blocks = 0
+        while self._waiting:
+            length = len(self._waiting[0].tokens)
+            rows, blocks = rows + length, blocks + -(-length // BLOCK)
+            if batch and (rows > ROWS or blocks > self.runner.num_blocks):
+                break
+            batch.append(self._waiting.popleft())
+        try:
+            if self._closed:
+                raise RuntimeError(self._closed)
+            hidden = self.runner.hidden([item.tokens for item in batch])
+            lengths = torch.tensor([len(item.tokens) for item in batch], device=hidden.device)
+            vectors = self.pooling(hidden, lengths).cpu()
+        except Exception as error:
+            for item in batch:
+                item.error = error
+            return
+        self._forwards, self._tokens = self._forwards + 1, self._tokens + len(hidden)
+        for item, vector in zip(batch, vectors, strict=True):
+            item.vector = vector
+
+    # ---- what every engine has
+
+    @property
+    def healthy(self) -> bool:
+        return not self._closed
+
+    def start(self) -> None:
+        """Nothing: calls compute in their own threads."""
+
+    def prepare(self) -> None:
+        """Nothing is computed late."""
+
+    def close(self) -> None:
+        with self._running:
+            self._closed = "the engine is closed"
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        return list(self._tokens_of(0, prompt, truncate=False))
+
+    def submit(self, prompt: Any, params: SamplingParams, **more: Any) -> Any:
+        raise ValueError(f"{self.model_name} embeds texts and does not generate: call embed(), or POST /v1/embeddings")
+
+    def cancel(self, handle: Any) -> None:
+        raise AssertionError("nothing is submitted")
+
+    def stats(self) -> Stats:
+        unused = Meters().first_token.snapshot()
+        values: dict[str, Any] = {one.name: unused if one.type == "Histogram" else 0 for one in fields(Stats)}
+        values |= {"healthy": self.healthy, "blocks": self.runner.num_blocks, "block_size": BLOCK, "finished": {}}
+        return Stats(**values | {"prompt_tokens": self._tokens, "forwards": self._forwards})
