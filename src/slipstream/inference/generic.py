@@ -29,10 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.config import huggingface
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.decoder import Inputs, RowSpan, attend, batch_inputs, visible
 from slipstream.inference.kv_cache import HeadShape, KVCache
-from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.models import UnsupportedModel, is_encoder
 from slipstream.inference.quantize import dequantize, to_int8, to_kind
 from slipstream.inference.weights import Int4, Int8
 
@@ -46,11 +47,16 @@ _FAR = 9 << 10  # position at which `_fused_agrees` tests: windows, chunks and s
 
 
 def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """Open a folder's causal language model in transformers; safetensors only, and no code of the folder is run."""
-    from transformers import AutoModelForCausalLM
+    """Open a folder's causal language model, or its encoder of the class that it names, in transformers; safetensors only, and no
+    code of the folder is run."""
+    import transformers
 
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        config = huggingface.read_config(Path(path) / "config.json")
+        kind = transformers.AutoModelForCausalLM
+        if is_encoder(config.get("model_type")):
+            kind = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], transformers.AutoModel)
+        return kind.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
     except Exception as error:  # transformers documents no exception types for invalid folders
         raise UnsupportedModel(f"transformers cannot open {path} as a causal language model: {_one_line(error)}") from error
 

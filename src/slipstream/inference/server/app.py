@@ -20,15 +20,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
-from slipstream.inference.server import chat, completions, responses, status, tokens
+from slipstream.inference.server import chat, completions, embeddings, responses, status, tokens
 from slipstream.inference.server.backend import ServedEngine
 from slipstream.inference.server.bodies import (
     ChatBody,
     CompletionBody,
+    EmbeddingsBody,
     HealthBody,
     ModelBody,
     ModelList,
+    RerankBody,
     ResponsesBody,
+    ScoreBody,
     TextBody,
     TokensBody,
 )
@@ -46,6 +49,9 @@ _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     ("/v1/completions", completions.answer, completions.CompletionRequest, CompletionBody),
     ("/v1/chat/completions", chat.answer, chat.ChatRequest, ChatBody),
     ("/v1/responses", responses.answer, responses.ResponsesRequest, ResponsesBody),
+    ("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, EmbeddingsBody),
+    ("/v1/rerank", embeddings.rerank, embeddings.RerankRequest, RerankBody),
+    ("/v1/score", embeddings.score, embeddings.ScoreRequest, ScoreBody),
     ("/tokenize", tokens.tokenize, tokens.TokenizeRequest, TokensBody),
     ("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, TextBody),
 )
@@ -147,7 +153,8 @@ def _add_routes(app: FastAPI, server: Serving) -> None:
         app.add_api_route(path, handle, methods=[method], **documented)
 
     for path, route, request, response in _POSTED:
-        add("POST", path, route, responses=_responses(response, path.startswith("/v1/")), openapi_extra=_body(request.__name__))
+        streams = "stream" in request.model_fields
+        add("POST", path, route, responses=_responses(response, streams), openapi_extra=_body(request.__name__))
     add("GET", "/v1/models", status.models, responses={200: {"model": ModelList}})
     # The name is not a parameter of the handler: FastAPI would document its own error format for it, which is not used here.
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}

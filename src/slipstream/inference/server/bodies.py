@@ -138,3 +138,53 @@ class TokensBody(TypedDict):
 
 class TextBody(TypedDict):
     prompt: str
+
+
+class InputUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class OneEmbedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsBody(TypedDict):
+    object: Literal["list"]
+    model: str
+    data: list[OneEmbedding]
+    usage: InputUsage
+
+
+class Document(TypedDict):
+    text: str
+
+
+class OneRank(TypedDict):
+    index: int
+    relevance_score: float
+    document: Document | None
+
+
+class RerankBody(TypedDict):
+    id: str
+    model: str
+    results: list[OneRank]
+    usage: InputUsage
+
+
+class OneScore(TypedDict):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreBody(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[OneScore]
+    usage: InputUsage

@@ -31,6 +31,7 @@ _COUNTED = (
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/embeddings",
     "/tokenize",
     "/detokenize",
 )  # all others share one label

