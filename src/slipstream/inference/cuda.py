@@ -52,7 +52,7 @@ def why_not(weights: DecoderWeights, device: torch.device) -> str | None:
 
 def _matrices(w: LayerWeights) -> list[Matrix]:
     mlps = [mlp for mlp in (w.mlp, w.shared, *w.experts) if mlp is not None]
-    return [w.q, w.k, w.v, w.out, *(m for mlp in mlps for m in (mlp.gate, mlp.up, mlp.down))]
+    return [w.q, w.k, w.v, w.out, *(m for mlp in mlps for m in (mlp.gate, mlp.up, mlp.down) if m is not None)]
 
 
 class _Product:

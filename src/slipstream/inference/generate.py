@@ -117,7 +117,8 @@ class InferenceEngine:
         open_module  creates the model of `module`; or a text that says why there is none
         ranks        the processes that compute the model together
         """
-        self.engine = engine  # the loop itself: submit, cancel, stats
+        # The loop itself: submit, cancel, stats. An EmbeddingEngine refuses by itself what it does not do.
+        self.engine: Engine = engine  # type: ignore[assignment]
         self._target = target
         self._open_module = open_module
         self._module: torch.nn.Module | None = None
@@ -242,11 +243,11 @@ class InferenceEngine:
         return self._encoder().score([(query, document) for document in documents], truncate=truncate).scores
 
     def _encoder(self) -> EmbeddingEngine:
-        if not isinstance(self.engine, EmbeddingEngine):
-            raise ValueError(
-                f"{self.engine.model_name} generates: open an encoder, or a model with sentence-transformers' modules.json"
-            )
-        return self.engine
+        engine: Any = self.engine
+        if not isinstance(engine, EmbeddingEngine):
+            hint = "open an encoder, or a model with sentence-transformers' modules.json"
+            raise ValueError(f"{engine.model_name} generates and does not embed: {hint}")
+        return engine
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """The token ids of a conversation ([{"role": ..., "content": ...}]), up to where the next answer starts."""

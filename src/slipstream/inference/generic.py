@@ -53,7 +53,7 @@ def open_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
 
     try:
         config = huggingface.read_config(Path(path) / "config.json")
-        kind = transformers.AutoModelForCausalLM
+        kind: Any = transformers.AutoModelForCausalLM
         if is_encoder(config.get("model_type")):
             kind = getattr(transformers, (config.get("architectures") or ["AutoModel"])[0], transformers.AutoModel)
         return kind.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)

@@ -732,7 +732,9 @@ def from_hf(config: Mapping[str, Any]) -> TransformerConfig:
     kinds = row.kinds(c)
     ropes = {kind: _rope(row, c, kind, values["head_dim"]) for kind in {kind for kind, _ in kinds} if kind is not None}
     layers = tuple(
-        Layer(rope=kind and ropes[kind], window=window, experts=row.experts(c, i), has_input_norm=i >= row.first_norm)
+        Layer(
+            rope=None if kind is None else ropes[kind], window=window, experts=row.experts(c, i), has_input_norm=i >= row.first_norm
+        )
         for i, (kind, window) in enumerate(kinds)
     )
     return TransformerConfig(layers=layers, **values)

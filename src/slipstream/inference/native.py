@@ -314,7 +314,9 @@ class NativeDecoder:
             nbytes,
             num_experts=self._first_stored[-1],
             least=max(len(layer.experts) for layer in weights.layers),
-            expert_nbytes=max(_packed_nbytes([mlp.gate, mlp.up]) + _packed_nbytes([mlp.down]) for mlp in samples),
+            expert_nbytes=max(
+                _packed_nbytes([m for m in (mlp.gate, mlp.up) if m is not None]) + _packed_nbytes([mlp.down]) for mlp in samples
+            ),
         )
 
     def _packed(
