@@ -16,7 +16,8 @@ from torch import Tensor
 
 import slipstream
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
-from slipstream.inference.models import UnsupportedModel, from_hf, from_state
+from slipstream.inference.families import UnsupportedModel
+from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
 from slipstream.ops import build
 from tests.inference.twins import SIZES, VOCAB, decoder_of

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 import slipstream
 from slipstream.compat.moe import MoE as DeepSpeedMoE
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generic import (
     GenericDecoder,
     PackedExperts,
@@ -22,7 +23,6 @@ from slipstream.inference.generic import (
     shared_copy,
 )
 from slipstream.inference.kv_cache import KVCache
-from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.quantize import dequantize, to_int4, to_int8
 from slipstream.moe import MoE
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, check_against_generate, tiny

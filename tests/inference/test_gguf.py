@@ -11,8 +11,8 @@ import torch
 
 import slipstream
 from slipstream.extras import MissingPackageError
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.gguf_file import open_gguf
-from slipstream.inference.models import UnsupportedModel
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
 
 TOKENS = ["<end>", "Ġ", *map(chr, range(33, 127)), *map(chr, range(174, 205)), "ab"]

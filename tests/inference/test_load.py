@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from slipstream.inference.decoder import Decoder, head_shapes
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import LoadedModel, load
-from slipstream.inference.models import UnsupportedModel
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import Int4, Int8
 from tests.inference.test_models import model_of

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from slipstream.inference.models import UnsupportedModel, from_hf, from_state
+from slipstream.inference.families import UnsupportedModel
+from slipstream.inference.models import from_hf, from_state
 from tests.inference.twins import SIZES, check_against_generate, decoder_of, tiny
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from slipstream.config import huggingface
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.decoder import Inputs, RowSpan, attend, batch_inputs, visible
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import HeadShape, KVCache
-from slipstream.inference.models import UnsupportedModel, is_encoder
+from slipstream.inference.models import is_encoder
 from slipstream.inference.quantize import dequantize, to_int8, to_kind
 from slipstream.inference.weights import Int4, Int8
 

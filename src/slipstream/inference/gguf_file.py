@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.extras import needs
-from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import Int4, Matrix
 

@@ -26,10 +26,11 @@ from slipstream.extras import MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, precision, recommended, trained
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine, check_int, suggestion
 from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.load import is_config, load
-from slipstream.inference.models import UnsupportedModel, is_encoder
+from slipstream.inference.models import is_encoder
 from slipstream.inference.native import MAX_THREADS, NativeDecoder
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_encoder, open_generic

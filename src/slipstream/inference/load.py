@@ -20,8 +20,9 @@ from torch import Tensor
 
 from slipstream.config import huggingface
 from slipstream.inference.config import ExpertsPart, Rope, TransformerConfig
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
-from slipstream.inference.models import MisfitError, UnsupportedModel, from_hf, from_state, outline
+from slipstream.inference.models import MisfitError, from_hf, from_state, outline
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.trained import find

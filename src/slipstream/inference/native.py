@@ -272,11 +272,7 @@ class NativeDecoder:
         self._pack.restype = None
         self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
         with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
-            head = pool.submit(
-                (lambda *_: _Matrix()) if config.part.index or not config.has_head else self._matrix,  # others compute no logits
-                weights.embed if weights.head is None else weights.head,
-                weights.head_bias,
-            )
+            head = pool.submit(self._head, weights)
             layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
             self._layers = (_LayerRecord * len(layers))(*layers)
             self._model = self._decoder(weights, head.result())
@@ -305,6 +301,12 @@ class NativeDecoder:
 
     def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> _Matrix:
         return self._packed([matrix], None if bias is None else [bias])
+
+    def _head(self, weights: DecoderWeights) -> _Matrix:
+        """Empty without a head, and in processes of other parts, which compute no logits."""
+        if self.config.part.index or not self.config.has_head:
+            return _Matrix()
+        return self._matrix(weights.embed if weights.head is None else weights.head, weights.head_bias)
 
     def _open_store(self, weights: DecoderWeights, nbytes: int) -> ExpertStore:
         samples = [layer.experts[0] for layer in weights.layers if layer.experts]

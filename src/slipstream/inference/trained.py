@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream import checkpoint
 from slipstream.config.huggingface import check_config
-from slipstream.inference.models import UnsupportedModel
+from slipstream.inference.families import UnsupportedModel
 
 
 class Trained(NamedTuple):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.config import TransformerConfig
-from slipstream.inference.models import FAMILIES, Pick, canonical, head_name, is_surplus, places
+from slipstream.inference.families import FAMILIES
+from slipstream.inference.models import Pick, canonical, head_name, is_surplus, places
 from slipstream.inference.quantize import to_int4, to_int8
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, Matrix, leaves
 
