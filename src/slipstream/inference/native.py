@@ -87,7 +87,7 @@ class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size")),
         *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm_whole")),
-        *((name, _int) for name in ("cache_type", "embed_type", "activation", "centred", "residual", "plain", "both_ways")),
+        *((name, _int) for name in ("cache_type", "embed_type", "activation", "centered", "residual", "plain", "both_ways")),
         *((name, _float) for name in ("norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
         *((name, _float) for name in ("residual_scale", "logit_scale")),
         *((name, _pointer) for name in ("embed", "positions", "token_types", "slopes")),
@@ -483,7 +483,7 @@ class NativeDecoder:
             cache_type=_TYPES[self.keys.dtype],
             embed_type=_TYPES[embed.dtype],
             activation=_ACTIVATIONS[config.activation],
-            centred=config.norm == "layer",
+            centered=config.norm == "layer",
             residual=_RESIDUALS.index(config.residual),
             plain=not config.gated,
             both_ways=not config.causal,

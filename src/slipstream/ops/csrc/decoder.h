@@ -95,7 +95,7 @@ struct decoder {
     int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
     int32_t embed_type;
     int32_t activation;
-    int32_t centred;    /* norms are LayerNorm, else RMSNorm */
+    int32_t centered;    /* norms are LayerNorm, else RMSNorm */
     int32_t residual;   /* enum residual */
     int32_t plain;      /* the MLP has no gate */
     int32_t both_ways;  /* a row attends to its whole sequence, of which a batch has all rows */

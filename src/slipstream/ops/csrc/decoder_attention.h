@@ -60,7 +60,7 @@ TARGET static void norm_row(const struct decoder *model, float *to, const float 
     if (!norm->weight) {
         if (to != x)
             memcpy(to, x, (size_t)model->hidden_size * sizeof(float));
-    } else if (model->centred) {
+    } else if (model->centered) {
         layer_norm(to, x, norm, model->hidden_size, model->norm_eps, add);
     } else {
         rms_norm(to, x, norm->weight, model->hidden_size, model->norm_eps, add);
