@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,9 +22,10 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.launch.bench_disk import choose
 from slipstream.ops import build, words
 from slipstream.ops.disk import ALIGNMENT as PAGE
-from slipstream.ops.disk import Disk, DiskError, Transfer, aligned, preflight
+from slipstream.ops.disk import Disk, DiskError, Setting, Transfer, aligned, preflight
 
 pytestmark = pytest.mark.disk
 
@@ -352,3 +356,33 @@ def test_ctrl_c_ends_the_wait_and_not_the_transfer() -> None:
         signal.signal(signal.SIGINT, before)
     timer.join()
     assert not transfer.done()
+
+
+# -- slipstream bench-disk --
+
+
+def test_the_block_of_a_disk_is_printed_and_nothing_is_left(folder: str) -> None:
+    arguments = ["bench-disk", folder, "--size", "8M", "--block-sizes", "64K,1M", "--depths", "1,4", "--seconds", "0.02", "--json"]
+    done = subprocess.run([sys.executable, "-m", "slipstream.launch.cli", *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    settings = [Setting(**setting) for setting in found["settings"]]
+    assert [(setting.block_nbytes, setting.depth) for setting in settings] == [
+        (64 << 10, 1),
+        (64 << 10, 4),
+        (1 << 20, 1),
+        (1 << 20, 4),
+    ]
+    assert all(setting.read > 0 and setting.write > 0 for setting in settings) and os.listdir(folder) == []
+    chosen = choose(settings)
+    depth = "queue_depth" if chosen.engine == "io_uring" else "intra_op_parallelism"
+    assert found["aio"] == {"block_size": chosen.block_nbytes, depth: chosen.depth}
+
+
+def test_the_fastest_setting_with_the_least_in_flight_is_chosen() -> None:
+    def setting(block: int, depth: int, read: float, write: float) -> Setting:
+        return Setting("io_uring", block, depth, read, write)
+
+    small, large, lopsided = setting(4, 2, 98, 98), setting(8, 4, 100, 100), setting(4, 1, 900, 40)
+    assert choose([lopsided, large, small]) is small
+    assert choose([lopsided, large]) is large

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import re
 import sys
@@ -332,6 +333,54 @@ def _add_bench_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--json", action="store_true", help="print JSON, times in seconds")
 
 
+def _blocks(text: str) -> list[int]:
+    return [_bytes(word) for word in text.split(",")]
+
+
+def _depths(text: str) -> list[int]:
+    return [_positive(word) for word in text.split(",")]
+
+
+def _operations(text: str) -> list[str]:
+    from slipstream.train.planning import OPERATIONS
+
+    chosen = text.split(",")
+    if unknown := [name for name in chosen if name not in OPERATIONS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(OPERATIONS)}")
+    return chosen
+
+
+def _add_bench_comm(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "bench-comm",
+        help="benchmark the collectives between ranks",
+        description="Time every collective by size, over gloo or NCCL and shared memory, between new ranks or srun's.",
+    )
+    add = parser.add_argument
+    add("--nproc", "--num-gpus", type=_positive, metavar="N", help="ranks per host; default: one per CUDA device, else 2")
+    add("-H", "--hostfile", metavar="FILE", help="one `HOST slots=N` per line")
+    add("--min", type=_bytes, default=1 << 10, metavar="SIZE", help="smallest buffer; default 1K")
+    add("--max", type=_bytes, default=256 << 20, metavar="SIZE", help="largest buffer, in steps of 4; default 256M")
+    add("--ops", type=_operations, metavar="OP,OP", help="all_reduce, all_gather, ...; default: all")
+    add("--seconds", type=_above_zero, default=0.2, metavar="S", help="for each size; default 0.2")
+    add("--json", action="store_true", help="print JSON, in bytes and seconds")
+
+
+def _add_bench_disk(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "bench-disk",
+        help="find the block size and depth for a disk",
+        description="Time reads and writes of all block sizes and depths, and print the config's `aio` block for offloaded states.",
+    )
+    add = parser.add_argument
+    add("folder", metavar="DIR", help="a folder on the disk; its file has no name and is gone at the end")
+    add("--size", type=_bytes, default=1 << 30, metavar="SIZE", help="of the file; default 1G")
+    add("--block-sizes", type=_blocks, default="128K,512K,1M,4M", metavar="SIZE,SIZE", help="default 128K,512K,1M,4M")
+    add("--depths", type=_depths, default="1,4,16,32", metavar="N,N", help="blocks in flight; default 1,4,16,32")
+    add("--seconds", type=_above_zero, default=0.5, metavar="S", help="for each; default 0.5")
+    add("--json", action="store_true", help="print JSON, in bytes per second")
+
+
 def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "convert",
@@ -353,7 +402,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="slipstream", description="Train and serve large PyTorch models.")
     parser.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for add in (_add_run, _add_report, _add_plan, _add_convert, _add_generate, _add_chat, _add_serve, _add_bench_serve):
+    adders = (_add_run, _add_report, _add_plan, _add_convert, _add_generate, _add_chat, _add_serve)
+    for add in (*adders, _add_bench_serve, _add_bench_comm, _add_bench_disk):
         add(commands)
     return parser
 
@@ -394,10 +444,9 @@ def _execute(options: argparse.Namespace) -> int:
             chosen = {name: getattr(options, name) for name in ("tag", "dtype", "max_shard_size", "like", "top_k")}
             print(convert(options.source, options.target, options.to, num_experts=options.upcycle, **chosen))
             return 0
-        case "bench-serve":
-            from slipstream.launch import bench_serve
-
-            return bench_serve.execute(options)
+        case "bench-serve" | "bench-comm" | "bench-disk" as command:
+            module = importlib.import_module(f"slipstream.launch.{command.replace('-', '_')}")
+            return int(module.execute(options))
         case command:
             from slipstream.launch import talk
 

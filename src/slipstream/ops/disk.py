@@ -326,6 +326,46 @@ def preflight(
         disk.close()
 
 
+class Setting(NamedTuple):
+    """The rates of a disk with so many blocks in flight for each direction, both directions at once."""
+
+    engine: str
+    block_nbytes: int
+    depth: int  # io_uring: queue_depth; threads: threads
+    read: float  # bytes per second
+    write: float
+
+
+def sweep(folder: str, nbytes: int, blocks: Sequence[int], depths: Sequence[int], seconds: float) -> Iterator[Setting]:
+    """Measure every block size with every depth for `seconds` in one anonymous file of `nbytes`. Raises ValueError as Disk does,
+    and if the file is smaller than what one setting has in flight."""
+    if odd := [block for block in blocks if block % ALIGNMENT]:
+        raise ValueError(f"a block of {odd[0]} bytes is not a multiple of {ALIGNMENT}; round it up")
+    if nbytes < 2 * max(blocks) * max(depths):
+        raise ValueError(f"{nbytes} bytes are less than twice {max(depths)} blocks of {max(blocks)}; use a larger file")
+    source, target = aligned(max(blocks) * max(depths)), aligned(max(blocks) * max(depths))
+    source.random_(generator=torch.Generator())
+    with _closing(_create(folder, nbytes)) as file:
+        for block in blocks:
+            for depth in depths:
+                disk = Disk(folder, nbytes, block_nbytes=block, queue_depth=depth, threads=depth, file=os.dup(file))
+                try:
+                    if (block, depth) == (blocks[0], depths[0]):  # reads of unwritten blocks do not reach the disk
+                        disk.write([(at, source[: nbytes - at]) for at in range(0, nbytes, source.numel())]).wait()
+                    memory = block * depth
+                    yield Setting(disk.engine, block, depth, *rates(disk, seconds, nbytes, target[:memory], source[:memory]))
+                finally:
+                    disk.close()
+
+
+@contextmanager
+def _closing(file: int) -> Iterator[int]:
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def rates(disk: Disk, seconds: float, span: int, target: Tensor | None, source: Tensor | None) -> tuple[float, float]:
     """Bytes per second of concurrent reads into `target` and writes from `source`; 0 for a direction whose tensor is None.
 

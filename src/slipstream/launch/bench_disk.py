@@ -1,0 +1,45 @@
+"""`slipstream bench-disk DIR`: which block size and queue depth of `aio` suit the disk under a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from slipstream.ops.disk import Setting, sweep
+
+__all__ = ["execute"]
+
+_ENOUGH = 0.97  # a setting that reaches so much of the best, with less memory in flight, is as good
+
+
+def choose(settings: list[Setting]) -> Setting:
+    """The setting with the fewest bytes in flight among the fastest. Offloaded states are read as often as they are written."""
+    best = max(map(_together, settings))
+    fast = [setting for setting in settings if _together(setting) >= _ENOUGH * best]
+    return min(fast, key=lambda setting: (setting.block_nbytes * setting.depth, setting.block_nbytes))
+
+
+def _together(setting: Setting) -> float:
+    return 2 / (1 / setting.read + 1 / setting.write)
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the `slipstream bench-disk` command. Returns the exit code."""
+    shown = {"block": "block size", "depth": "in flight", "read": "read MB/s", "write": "write MB/s"}
+    if not options.json:
+        print("".join(f"{name:>12}" for name in shown.values()))
+    settings = []
+    for setting in sweep(options.folder, options.size, options.block_sizes, options.depths, options.seconds):
+        settings.append(setting)
+        if not options.json:
+            rates = f"{setting.read / 1e6:12,.0f}{setting.write / 1e6:12,.0f}"
+            print(f"{setting.block_nbytes // 1024:10,} K{setting.depth:12}{rates}", flush=True)
+    chosen = choose(settings)
+    depth = "queue_depth" if chosen.engine == "io_uring" else "intra_op_parallelism"
+    aio: dict[str, Any] = {"aio": {"block_size": chosen.block_nbytes, depth: chosen.depth}}
+    if options.json:
+        print(json.dumps({**aio, "settings": [setting._asdict() for setting in settings]}, indent=2))
+        return 0
+    print(f"\nreads and writes at the same time, by {chosen.engine}; the fastest with the least in flight:\n{json.dumps(aio)}")
+    return 0
