@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -44,7 +45,7 @@ class Launcher:
         return str(file)
 
     def start(
-        self, *arguments: str, path: Path | None = None, command: tuple[str, ...] = ("-m", "slipstream.launch.cli")
+        self, *arguments: str, path: Path | None = None, command: tuple[str, ...] = ("-m", "slipstream.launch.cli", "run")
     ) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env |= {
@@ -56,7 +57,7 @@ class Launcher:
         if path is not None:
             env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
         process = subprocess.Popen(
-            [sys.executable, *command, "run", *arguments],
+            [sys.executable, *command, *arguments],
             env=env,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
@@ -393,7 +394,7 @@ def test_a_rank_that_torchrun_reaps_first_is_named(launcher: Launcher) -> None:
         watch.RankWatch._adopt = lambda self: None
         sys.exit(cli.main(sys.argv[1:]))
     """
-    code, _, err = launcher.run("--nproc", "2", "--max_restarts", "1", script, command=("-c", command))
+    code, _, err = launcher.run("--nproc", "2", "--max_restarts", "1", script, command=("-c", command, "run"))
     assert code == 0, err
     assert "restart 1 of 1 after rank 1 exited with code 7 and no message\n" in err
 
@@ -445,3 +446,54 @@ def test_ranks_started_by_mpi_find_their_rank(launcher: Launcher, tmp_path: Path
     assert err.count("Traceback") == 1
     assert "rank 1 on " in err
     assert "ValueError: under MPI" in err
+
+
+BENCH = ("-m", "slipstream.launch.cli", "bench-comm")
+DS_SSH = ("-c", "import sys; from slipstream.compat.commands import ds_ssh; sys.exit(ds_ssh())")
+
+
+def test_collectives_are_timed_over_every_transport(launcher: Launcher) -> None:
+    arguments = ("--nproc", "2", "--seconds", "0.002", "--min", "4K", "--max", "64K", "--json")
+    code, out, err = launcher.run(*arguments, command=BENCH)
+    assert (code, err) == (0, "")
+    rates = json.loads(out)
+    seen = {(rate["transport"], rate["operation"]) for rate in rates}
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
+    assert seen == {("gloo", name) for name in names} | {("shared memory", name) for name in ("all_gather", "reduce_scatter")}
+    assert len(rates) == 3 * len(seen) and {rate["nbytes"] for rate in rates} == {4096, 16384, 65536}
+    for rate in rates:
+        factor = 0.5 if rate["operation"] in ("all_gather", "reduce_scatter", "all_to_all") else 1.0  # two ranks
+        assert rate["algbw"] == pytest.approx(rate["nbytes"] / rate["seconds"])
+        assert rate["busbw"] == pytest.approx(factor * rate["algbw"])
+
+
+def test_ctrl_c_of_a_benchmark_leaves_nothing(launcher: Launcher) -> None:
+    process = launcher.start("--nproc", "2", "--seconds", "60", command=BENCH)
+    assert process.stdout is not None and "2 ranks" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert launcher.gone(within=5)
+
+
+def test_a_command_on_all_hosts(launcher: Launcher, tmp_path: Path) -> None:
+    binary = tmp_path / "bin"
+    binary.mkdir()
+    (binary / "ssh").write_text(
+        '#!/bin/sh\nwhile [ "$1" = -o ] || [ "$1" = -tt ]; do [ $1 = -o ] && shift; shift; done\n'
+        'HOST="$1"; export HOST; exec /bin/sh -c "$2"\n'
+    )
+    (binary / "ssh").chmod(0o755)
+    hosts = hostfile(tmp_path)
+    line = ("echo $HOST is here;", '[ "$HOST" = far2 ] && exit 3;', "exit 0")
+    code, out, err = launcher.run("-f", hosts, *line, path=binary, command=DS_SSH)
+    assert (code, sorted(out.splitlines())) == (3, ["far1: far1 is here", "far2: far2 is here"])
+    assert "far2" in err and "ended with exit code 3" in err and "far1" not in err
+    process = launcher.start("-f", hosts, "echo ready; sleep 300", path=binary, command=DS_SSH)
+    assert process.stdout is not None and process.stdout.readline().endswith(": ready\n")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and launcher.gone(within=5)
+    for arguments, says in ((("-f", hosts), "no command; ds_ssh [-f HOSTFILE]"), (("-f", "none", "ls"), "cannot read none")):
+        code, _, err = launcher.run(*arguments, command=DS_SSH)
+        assert (code, err.count("\n")) == (2, 1) and says in err

@@ -141,6 +141,7 @@ def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
         ("env_report", "", "torch"),
         ("launcher.runner", "--autotuning run a.py", "autotuning is not built"),
         ("utils.zero_to_fp32", "nowhere out", "nowhere"),
+        ("checkpoint.ds_to_universal", "--input_folder nowhere/a --output_folder out/b", "nowhere does not exist"),
     ],
 )
 def test_modules_that_python_runs(module: str, arguments: str, text: str, tmp_path: Path) -> None:
@@ -413,6 +414,34 @@ def test_tied_weights_have_all_their_names(deepspeed: Any, tmp_path: Path) -> No
     metadata.write_bytes(re.sub(rb'"crc32": \d+', b'"crc32": %d' % zlib.crc32(raw), header) + b"\n" + raw + b"\n}\n")
     assert "head.weight" not in zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert engine.load_checkpoint(str(tmp_path))[0] is not None
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_folder_of_checkpoints_brings_its_own_converter(deepspeed: Any, tmp_path: Path) -> None:
+    """And `ds_to_universal` writes what `load_universal` loads; frozen parameters can be left out."""
+    model = toy.seeded(toy.Lm)
+    model.embedding.weight.requires_grad_(False)
+    engine = make(deepspeed, model=model)
+    step(engine)
+    engine.save_checkpoint(str(tmp_path), "a")
+    expected = {name: value.float() for name, value in engine.state_dict().items()}
+    command = [sys.executable, "zero_to_fp32.py", ".", "out", "--exclude_frozen_parameters"]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert found.keys() == expected.keys() - {"embedding.weight"}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    folders = argparse.Namespace(input_folder=str(tmp_path / "a"), output_folder=str(tmp_path / "any_name"))
+    assert importlib.import_module("deepspeed.checkpoint.ds_to_universal").main(folders) == 0
+    assert (tmp_path / "latest_universal").read_text() == "any_name" and (tmp_path / "any_name" / "zero").is_dir()
+    other = make(deepspeed, model=toy.seeded(toy.Lm, seed=3), checkpoint={"load_universal": True})
+    assert other.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "any_name")
+    assert all(torch.equal(value.float(), expected[name]) for name, value in other.state_dict().items())
+    engine.save_checkpoint(str(tmp_path), "b", contents="weights")
+    with pytest.raises(ValueError, match="has no optimizer state, which tells"):
+        deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "b", exclude_frozen_parameters=True)
     engine.destroy()
 
 

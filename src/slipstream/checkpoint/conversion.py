@@ -43,13 +43,15 @@ def convert(
     like: str | os.PathLike[str] | None = None,
     num_experts: int | None = None,
     top_k: int = USED,
+    name: str | None = None,
 ) -> Path:
     """Convert the checkpoint `source` to `target` and return the folder written.
 
     source: one checkpoint, a directory of checkpoints (`tag` selects one, None the latest), or a Hugging Face folder. dtype: of
     the parameters in a Hugging Face folder; None keeps the stored one. like: a Hugging Face folder of the same model, from which
     configuration and tokenizer are copied. num_experts: write a mixture of so many experts, copies of the model's MLP, of which a
-    token uses `top_k`. Raises CheckpointError, with nothing written.
+    token uses `top_k`. name: of DeepSpeed's folder in `target`; None: `TAG_universal`. Raises CheckpointError, with nothing
+    written.
     """
     cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
     source, target = Path(os.path.abspath(source)), Path(target)
@@ -62,7 +64,7 @@ def convert(
                 return target
             if cast is not None or like is not None or num_experts is not None:
                 raise CheckpointError(f"dtype, like and num_experts are for Hugging Face folders; to={to!r} keeps every tensor")
-            return _to_slipstream(stored, target) if to == "slipstream" else _to_deepspeed(stored, target)
+            return _to_slipstream(stored, target) if to == "slipstream" else _to_deepspeed(stored, target, name)
 
     return retry_if_replaced(source, tag, work)
 
@@ -175,7 +177,7 @@ def _to_slipstream(source: BoxReader, target: Path) -> Path:
     return save(target, source.folder.name, tensors=tensors, shared=_shared(source), per_rank={})
 
 
-def _to_deepspeed(source: BoxReader, target: Path) -> Path:
+def _to_deepspeed(source: BoxReader, target: Path, name: str | None) -> Path:
     """The universal format, which DeepSpeed loads at any world and stage with `"checkpoint": {"load_universal": true}`.
 
     The loss scale is reset, since DeepSpeed stores it as an object of its own class. Parameters without optimizer state (frozen
@@ -186,7 +188,7 @@ def _to_deepspeed(source: BoxReader, target: Path) -> Path:
         raise CheckpointError(
             f"{source.folder} has no optimizer state; write a Hugging Face folder of it, which DeepSpeed loads too"
         )
-    tag = f"{source.folder.name}_universal"
+    tag = name or f"{source.folder.name}_universal"
     draft, result = target / f"{tag}.tmp", target / tag
     if result.exists():
         raise CheckpointError(f"{result} exists already; remove it or choose another directory")
@@ -195,8 +197,8 @@ def _to_deepspeed(source: BoxReader, target: Path) -> Path:
         (draft / "zero").mkdir(parents=True)
         _write_states(source, draft / "zero", shared["optimizer"], states)
         model = _model_file(source, shared, states)
-        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2; stage 3
-            torch.save(model, draft / name)
+        for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2; stage 3
+            torch.save(model, draft / file)
         for path in (draft, *draft.rglob("*")):
             _sync(path)
         os.rename(draft, result)

@@ -25,7 +25,7 @@ from slipstream.compat import groups, sparse, zero
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
-from slipstream.compat.weights import consolidated, write_weights
+from slipstream.compat.weights import ZERO_TO_FP32, consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.data.sampler import CurriculumLoader
@@ -307,7 +307,10 @@ class DeepSpeedEngine(Engine):
         if save_dir and self.plan.checkpoint.tag_validation == "fail":
             with self.together("save_checkpoint"), _asserting(CheckpointError):
                 agree_on_tag(gather_objects(name or "", self.mesh.world), "Fail")
-        return super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
+        saved = super().save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters, contents)
+        if self.mesh.is_first and not (script := Path(save_dir, "zero_to_fp32.py")).exists():
+            script.write_text(ZERO_TO_FP32)
+        return saved
 
     def load_checkpoint(
         self,

@@ -1,4 +1,4 @@
-"""The commands `deepspeed` and `ds_report`, and `python -m deepspeed.utils.zero_to_fp32`."""
+"""The commands `deepspeed`, `ds_report` and `ds_elastic`, and `zero_to_fp32.py`, which lies beside each checkpoint."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def zero_to_fp32() -> int:
     """Write a checkpoint's weights in fp32. `slipstream convert` writes a Hugging Face folder."""
     from slipstream.compat.weights import convert_zero_checkpoint_to_fp32_state_dict
 
-    parser = argparse.ArgumentParser(prog="python -m deepspeed.utils.zero_to_fp32", description=zero_to_fp32.__doc__)
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description=zero_to_fp32.__doc__)
     parser.add_argument("checkpoint_dir", help="the folder that contains `latest`")
     parser.add_argument("output_dir", help="the folder for pytorch_model.bin or model.safetensors")
     parser.add_argument("--max_shard_size", default="5GB", help="the largest size of a file; default: 5GB")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="not supported: save the checkpoint without them")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-t", "--tag", help="the checkpoint's tag; default: the one in `latest`")
     parser.add_argument("-d", "--debug", action="store_true", help="log at level DEBUG")
     arguments = vars(parser.parse_args())

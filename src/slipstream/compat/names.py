@@ -260,6 +260,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.launcher.runner": {"slipstream.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
     "deepspeed.env_report": {"slipstream.compat.launcher": "report"},
+    "deepspeed.checkpoint.ds_to_universal": {"slipstream.compat.universal": "main parse_arguments"},
 }
 
 # module that `python -m` can run -> its function
@@ -267,6 +268,7 @@ RUN: Mapping[str, str] = {
     "deepspeed.env_report": "slipstream.compat.launcher:report",
     "deepspeed.launcher.runner": "slipstream.compat.launcher:main",
     "deepspeed.utils.zero_to_fp32": "slipstream.compat.launcher:zero_to_fp32",
+    "deepspeed.checkpoint.ds_to_universal": "slipstream.compat.universal:main",
 }
 
 # another path of a module -> its key in SERVED
@@ -318,7 +320,8 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.utils.safe_get_full_grad": "returns the mean fp32 gradient without the loss scale; DeepSpeed's includes it",
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's optimizer; Slipstream's kernels step it",
     "deepspeed.ops.lamb.FusedLamb, OnebitAdam, OnebitLamb": "correct biases: LAMB before it computes the norm, as in the paper",
-    "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` raises",
+    "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` leaves out what "
+    "the checkpoint's optimizer does not have",
     "deepspeed.utils.set_z3_leaf_modules": "marks modules to gather as a unit; blocks and layers of experts are without it",
     "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
     "deepspeed.moe.layer.MoE": "stacks its experts: a parameter of one is `...experts.stack.expert.NAME` with a leading dimension. "

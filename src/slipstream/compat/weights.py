@@ -22,6 +22,16 @@ from slipstream.zero import access
 from slipstream.zero.leaves import identity
 from slipstream.zero.unit import Unit
 
+# Beside `latest` in a folder of checkpoints
+ZERO_TO_FP32 = '''"""Write the weights of the checkpoint beside this file in fp32: python zero_to_fp32.py . OUTPUT_FOLDER"""
+
+import sys
+
+from slipstream.compat.launcher import zero_to_fp32
+
+sys.exit(zero_to_fp32())
+'''
+
 
 def consolidated(engine: Engine, *, exclude_frozen: bool = False) -> dict[str, Any] | None:
     """Gather the model's full state on rank 0's CPU, in the weights' dtype; returns None on other ranks. Collective.
@@ -100,17 +110,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     `lazy_mode` has no effect: the values are always tensors.
     """
-    if exclude_frozen_parameters:
-        raise ValueError(
-            "exclude_frozen_parameters=True: a checkpoint does not record which parameters were frozen; save it with "
-            "save_checkpoint(exclude_frozen_parameters=True), or drop their names from the returned dictionary"
-        )
     tag = checkpoint.latest_tag(checkpoint_dir) if tag is None else str(tag)
     if tag is None:
         raise ValueError(f"there is no {Path(checkpoint_dir) / 'latest'}; pass the checkpoint's name as tag=")
     kinds = ("model.", "buffer.")
     metadata = checkpoint.load_metadata(checkpoint_dir, tag)
-    infos = {name: info for name, info in metadata.tensors.items() if name.startswith(kinds)}
+    frozen = _frozen(metadata) if exclude_frozen_parameters else frozenset()
+    infos = {name: info for name, info in metadata.tensors.items() if name.startswith(kinds) and name not in frozen}
     tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
     checkpoint.load(checkpoint_dir, tag, tensors=tensors, metadata=metadata)
     state = {name.partition(".")[2]: _fp32(tensor) for name, tensor in tensors.items()}
@@ -118,6 +124,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
         if name in state:  # it may have been saved without frozen parameters
             state.setdefault(alias, state[name])
     return state
+
+
+def _frozen(metadata: checkpoint.Metadata) -> frozenset[str]:
+    """The parameters for which the optimizer has nothing, by their names in the checkpoint."""
+    optimizer = metadata.shared.get("optimizer")
+    if optimizer is None:
+        raise ValueError(
+            f"exclude_frozen_parameters=True: {metadata.path} has no optimizer state, which tells what was trained; "
+            'save with contents="all" or save_checkpoint(exclude_frozen_parameters=True), or drop the names from the result'
+        )
+    trained = {f"model.{name}" for name in optimizer["params"]}
+    trained |= {f"model.{name.split('.', 2)[2]}" for name in metadata.tensors if name.startswith("optim.")}
+    return frozenset(name for name in metadata.tensors if name.startswith("model.") and name not in trained)
 
 
 def _fp32(tensor: Tensor) -> Tensor:
