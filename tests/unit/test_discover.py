@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.world.discover import Node, discover, node, slurm_hosts
+from slipstream.world.discover import Node, discover, node, ranks_per_node, slurm_hosts
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {
@@ -106,6 +106,42 @@ def test_one_launcher_per_node() -> None:
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "23456"}
     assert node(pet) == Node(num_nodes=2, node_rank=1, master_addr="m", master_port=23456)
     assert node({}) is None
+
+
+def test_clouds_that_start_one_launcher_per_node() -> None:
+    sky = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_TASK_ID": "sky-1"}
+    place = node(sky)
+    assert place is not None and place[:3] == (2, 1, "10.0.0.1") and 20_000 <= (place.master_port or 0) < 30_000
+    assert node(sky | {"SKYPILOT_NODE_RANK": "0"}) == place._replace(node_rank=0)
+    assert node(sky | {"SKYPILOT_TASK_ID": "sky-2"}) != place
+    assert node({"SKYPILOT_NODE_IPS": "10.0.0.1", "SKYPILOT_NODE_RANK": "0"}) is None
+    sagemaker = {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"}
+    assert node(sagemaker) == Node(num_nodes=2, node_rank=1, master_addr="algo-1", master_port=None)
+    with pytest.raises(ValueError, match="SM_CURRENT_HOST='x' is not among"):
+        node(sagemaker | {"SM_CURRENT_HOST": "x"})
+    with pytest.raises(ValueError, match=r"SM_HOSTS='algo-1' \(SageMaker\) is not a JSON list"):
+        node(sagemaker | {"SM_HOSTS": "algo-1"})
+
+
+@pytest.mark.parametrize(
+    ("env", "address", "port"),
+    [
+        ({"AZ_BATCH_MASTER_NODE": "10.0.0.4:6105"}, "10.0.0.4", "6105"),
+        ({"AZ_BATCHAI_MPI_MASTER_NODE": "10.0.0.5", "MASTER_PORT": "2222"}, "10.0.0.5", "2222"),
+        ({"AZ_BATCH_MASTER_NODE": "10.0.0.4:6105", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "h", "1"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]', "MASTER_PORT": "7"}, "algo-1", "7"),
+    ],
+)
+def test_clouds_name_the_master_of_an_mpi_job(env: dict[str, str], address: str, port: str) -> None:
+    found = discover(OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"} | env)
+    assert found is not None and (found["MASTER_ADDR"], found["MASTER_PORT"]) == (address, port)
+
+
+def test_ranks_that_an_operator_asks_for() -> None:
+    assert [ranks_per_node({"PET_NPROC_PER_NODE": text}) for text in ("4", "auto", "gpu")] == [4, None, None]
+    assert ranks_per_node({}) is None
+    with pytest.raises(ValueError, match="PET_NPROC_PER_NODE='cpu' is not a number of ranks, auto or gpu; pass --nproc"):
+        ranks_per_node({"PET_NPROC_PER_NODE": "cpu"})
 
 
 def test_init_distributed_takes_deepspeeds_keywords_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,10 @@ def test_one_of_several_nodes_by_hand() -> None:
 
 def test_one_of_several_nodes_by_a_scheduler() -> None:
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "23456"}
-    start = plan("t.py", replace(AROUND, environ=pet))
-    assert "--nnodes=2" in agent(start)
+    start = plan("t.py", replace(AROUND, environ=pet | {"PET_NPROC_PER_NODE": "3"}))
+    assert "--nnodes=2 --nproc-per-node=3" in agent(start)
+    assert "--nproc-per-node=4" in agent(plan("t.py", replace(AROUND, environ=pet | {"PET_NPROC_PER_NODE": "auto"}, num_devices=4)))
+    assert "--nproc-per-node=1" in agent(plan("--nproc 1 t.py", replace(AROUND, environ=pet | {"PET_NPROC_PER_NODE": "3"})))
     assert "--node-rank=1 --master-addr=m --master-port=23456" in agent(start)
 
 
@@ -173,6 +175,12 @@ def test_refused_with_hosts() -> None:
         ("run --master_port 99999 t.py", "slipstream run: argument --master-port: '99999' is not a port"),
         ("run --bind_core_list 3-1 t.py", "slipstream run: argument --bind-core-list: '3-1' is not a list of cores; write 0-3,8"),
         ("run --enable_each_rank_log pyproject.toml t.py", "slipstream run: --enable_each_rank_log pyproject.toml is a file"),
+        ("bench-comm --ops all_gatherr", "slipstream bench-comm: argument --ops: 'all_gatherr' is none of all_reduce, all_gather,"),
+        ("bench-comm --nproc 1", "slipstream bench-comm: --nproc 1: a single rank communicates with nobody; start 2 or more"),
+        ("bench-comm --min 2M --max 1M", "slipstream bench-comm: --max 1048576 is below --min 2097152"),
+        ("bench-disk no/such", "slipstream bench-disk: there is no folder 'no/such'; create it, on a local disk"),
+        ("bench-disk . --size 1M", "slipstream bench-disk: 1048576 bytes are less than twice 32 blocks of 4194304; use a larger"),
+        ("bench-disk . --block-sizes 1000", "slipstream bench-disk: a block of 1000 bytes is not a multiple of 4096"),
         ("run no_such_script.py", "slipstream run: no_such_script.py: no such script"),
         ("run --hostfile /no/such/file t.py", "slipstream run: cannot read /no/such/file: No such file"),
         ("run --no_python no-such-program", "slipstream run: no-such-program: no such executable"),

@@ -24,7 +24,7 @@ from slipstream.launch import commands, environment, hosts
 from slipstream.launch.commands import Command, Job
 from slipstream.launch.cores import Core, cores_of, share
 from slipstream.launch.hosts import Host
-from slipstream.world.discover import Node, node
+from slipstream.world.discover import Node, node, ranks_per_node
 
 __all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
 
@@ -233,6 +233,8 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
     if options.elastic and not options.max_restarts:
         options.max_restarts = _ELASTIC_RESTARTS
     place = node(around.environ)
+    if options.nproc is None and around.hostfile is None:
+        options.nproc = ranks_per_node(around.environ)
     chosen = _hosts(options, around)
     launcher = _default_launcher(options, around, chosen, place)
     job = Job(

@@ -3,18 +3,22 @@
 Supported, in this order: torchrun and Kubernetes operators (RANK), Open MPI, MVAPICH2, a Slurm step, and PMI (MPICH, Intel
 MPI). The first that sets a rank decides, so torchrun inside `srun` counts as torchrun.
 
+Where each node starts its own ranks, `node` reads torchrun's PET_* variables (Kubernetes), SkyPilot's, SageMaker's, and a Slurm
+step of one task per node. Azure ML and SageMaker name the host of rank 0 for MPI.
+
 A Slurm *batch script* also has SLURM_PROCID=0 and SLURM_NTASKS=n although it is a single process. So Slurm's variables
 count only in a step, which `srun` starts and marks with SLURM_STEP_ID.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["Node", "discover", "node", "slurm_hosts"]
+__all__ = ["Node", "discover", "node", "ranks_per_node", "slurm_hosts"]
 
 
 class _Starter(NamedTuple):
@@ -81,7 +85,13 @@ def _number(env: Mapping[str, str], name: str, starter: str) -> int:
 
 
 def _rendezvous(env: Mapping[str, str], starter: _Starter, single_host: bool) -> dict[str, str]:
-    address = env.get("MASTER_ADDR")
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    for name in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):  # Azure ML: ip:port, or ip
+        if address is None and name in env:
+            address, _, its_port = env[name].partition(":")
+            port = port or its_port
+    if address is None and "SM_HOSTS" in env:
+        address = _sagemaker_hosts(env)[0]
     if address is None and starter.name == "Slurm":
         hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
         address = hosts[0] if hosts else None
@@ -92,7 +102,17 @@ def _rendezvous(env: Mapping[str, str], starter: _Starter, single_host: bool) ->
             f"{starter.name} does not publish rank 0's address: set MASTER_ADDR to the first host's name (mpirun -x "
             "MASTER_ADDR=host1, mpiexec -genv MASTER_ADDR host1), or use `slipstream run --hostfile`"
         )
-    return {"MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT") or _port(env, starter.job)}
+    return {"MASTER_ADDR": address, "MASTER_PORT": port or _port(env, starter.job)}
+
+
+def _sagemaker_hosts(env: Mapping[str, str]) -> list[str]:
+    try:
+        hosts = json.loads(env["SM_HOSTS"])
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+        raise ValueError(f"SM_HOSTS={env['SM_HOSTS']!r} (SageMaker) is not a JSON list of hosts; set MASTER_ADDR")
+    return sorted(hosts)
 
 
 def discover(env: Mapping[str, str]) -> dict[str, str] | None:
@@ -130,8 +150,8 @@ class Node(NamedTuple):
 
 
 def node(env: Mapping[str, str]) -> Node | None:
-    """Return this node's position if a scheduler runs one `slipstream run` per node (torchrun's PET_* variables, or a Slurm step
-    with one task per node), else None."""
+    """Return this node's position if a scheduler runs one `slipstream run` per node, else None. Raises ValueError if its variables
+    contradict each other."""
     if "PET_NNODES" in env and "PET_NODE_RANK" in env:
         port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")
         return Node(
@@ -140,6 +160,14 @@ def node(env: Mapping[str, str]) -> Node | None:
             master_addr=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR"),
             master_port=int(port) if port else None,
         )
+    if "SKYPILOT_NODE_IPS" in env and "SKYPILOT_NODE_RANK" in env:
+        hosts, rank = env["SKYPILOT_NODE_IPS"].split(), _number(env, "SKYPILOT_NODE_RANK", "SkyPilot")
+        return _among(hosts, rank, int(_port(env, ("SKYPILOT_TASK_ID",))))
+    if "SM_HOSTS" in env and "SM_CURRENT_HOST" in env:
+        hosts, own = _sagemaker_hosts(env), env["SM_CURRENT_HOST"]
+        if own not in hosts:
+            raise ValueError(f"SM_CURRENT_HOST={own!r} is not among SM_HOSTS={env['SM_HOSTS']}; use --node_rank and --master_addr")
+        return _among(hosts, hosts.index(own), None)
     if "SLURM_STEP_ID" in env and "RANK" not in env:
         hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))
         tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
@@ -151,3 +179,17 @@ def node(env: Mapping[str, str]) -> Node | None:
                 master_port=int(env.get("MASTER_PORT") or _port(env, _SLURM_STEP)),
             )
     return None
+
+
+def _among(hosts: list[str], node_rank: int, port: int | None) -> Node | None:
+    return Node(len(hosts), node_rank, hosts[0], port) if len(hosts) > 1 else None
+
+
+def ranks_per_node(env: Mapping[str, str]) -> int | None:
+    """The number of ranks that a Kubernetes operator asks for on each node (PET_NPROC_PER_NODE); None: one per device."""
+    asked = env.get("PET_NPROC_PER_NODE", "auto")
+    if asked in ("auto", "gpu"):
+        return None
+    if not asked.isdecimal() or asked == "0":
+        raise ValueError(f"PET_NPROC_PER_NODE={asked!r} is not a number of ranks, auto or gpu; pass --nproc")
+    return int(asked)
