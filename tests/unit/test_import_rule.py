@@ -37,6 +37,7 @@ SEES: dict[str, tuple[str, ...]] = {
     "__init__": tuple(room for room in ROOMS if room != "launch"),
     "__main__": ("launch",),
     "compat": ROOMS,
+    "integrations": BASE,
 }
 
 
