@@ -7,7 +7,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("*.md", "docs/*.md", "benchmarks/*.md", "examples/**/*.md", "compat/deepspeed/README.md")
-LINKED = ("LICENSE", "docs/*.svg", "examples/**/*.py", "examples/**/*.json", "tests/unit/test_import_rule.py")
+LINKED = (
+    *("LICENSE", "docs/*.svg", "examples/**/*.py", "examples/**/*.json", "tests/unit/test_import_rule.py"),
+    *("examples/deploy/**/*.y*ml", "examples/deploy/slurm.sbatch", "examples/deploy/Dockerfile"),
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
