@@ -25,7 +25,7 @@ import torch
 from slipstream.launch.bench_disk import choose
 from slipstream.ops import build, words
 from slipstream.ops.disk import ALIGNMENT as PAGE
-from slipstream.ops.disk import Disk, DiskError, Setting, Transfer, aligned, preflight
+from slipstream.ops.disk import Disk, DiskError, DiskRate, Transfer, aligned, preflight
 
 pytestmark = pytest.mark.disk
 
@@ -366,7 +366,7 @@ def test_the_block_of_a_disk_is_printed_and_nothing_is_left(folder: str) -> None
     done = subprocess.run([sys.executable, "-m", "slipstream.launch.cli", *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    settings = [Setting(**setting) for setting in found["settings"]]
+    settings = [DiskRate(**setting) for setting in found["settings"]]
     assert [(setting.block_nbytes, setting.depth) for setting in settings] == [
         (64 << 10, 1),
         (64 << 10, 4),
@@ -380,8 +380,8 @@ def test_the_block_of_a_disk_is_printed_and_nothing_is_left(folder: str) -> None
 
 
 def test_the_fastest_setting_with_the_least_in_flight_is_chosen() -> None:
-    def setting(block: int, depth: int, read: float, write: float) -> Setting:
-        return Setting("io_uring", block, depth, read, write)
+    def setting(block: int, depth: int, read: float, write: float) -> DiskRate:
+        return DiskRate("io_uring", block, depth, read, write)
 
     small, large, lopsided = setting(4, 2, 98, 98), setting(8, 4, 100, 100), setting(4, 1, 900, 40)
     assert choose([lopsided, large, small]) is small

@@ -6,21 +6,21 @@ import argparse
 import json
 from typing import Any
 
-from slipstream.ops.disk import Setting, sweep
+from slipstream.ops.disk import DiskRate, sweep
 
 __all__ = ["execute"]
 
 _ENOUGH = 0.97  # a setting that reaches so much of the best, with less memory in flight, is as good
 
 
-def choose(settings: list[Setting]) -> Setting:
+def choose(settings: list[DiskRate]) -> DiskRate:
     """The setting with the fewest bytes in flight among the fastest. Offloaded states are read as often as they are written."""
     best = max(map(_together, settings))
     fast = [setting for setting in settings if _together(setting) >= _ENOUGH * best]
     return min(fast, key=lambda setting: (setting.block_nbytes * setting.depth, setting.block_nbytes))
 
 
-def _together(setting: Setting) -> float:
+def _together(setting: DiskRate) -> float:
     return 2 / (1 / setting.read + 1 / setting.write)
 
 

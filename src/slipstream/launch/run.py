@@ -227,14 +227,25 @@ def _refuse_without_python(options: argparse.Namespace) -> None:
         raise ValueError("--pass_local_rank needs a Python script; an executable can read LOCAL_RANK from its environment")
 
 
+def _fill_in(options: argparse.Namespace, around: HostState) -> None:
+    if options.elastic and not options.max_restarts:
+        options.max_restarts = _ELASTIC_RESTARTS
+    if options.nproc is None and around.hostfile is None:
+        options.nproc = ranks_per_node(around.environ)
+
+
+def _of_each_rank(options: argparse.Namespace, around: HostState) -> dict[str, str | None]:
+    """What a rank does before its script starts."""
+    folder = options.enable_each_rank_log
+    cores = options.bind_core_list or ("all" if options.bind_cores_to_rank else None)
+    return {"log": folder and os.path.join(folder, around.time), "cores": cores}
+
+
 def plan_run(options: argparse.Namespace, around: HostState) -> Start:
     """Decide how `slipstream run` starts the job. Raises ValueError for invalid or incomplete options."""
     _refuse_without_python(options)
-    if options.elastic and not options.max_restarts:
-        options.max_restarts = _ELASTIC_RESTARTS
+    _fill_in(options, around)
     place = node(around.environ)
-    if options.nproc is None and around.hostfile is None:
-        options.nproc = ranks_per_node(around.environ)
     chosen = _hosts(options, around)
     launcher = _default_launcher(options, around, chosen, place)
     job = Job(
@@ -246,8 +257,7 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
         program=options.script,
         arguments=tuple(options.arguments),
         launcher_args=tuple(shlex.split(options.launcher_args)),
-        log=options.enable_each_rank_log and os.path.join(options.enable_each_rank_log, around.time),
-        cores=options.bind_core_list or ("all" if options.bind_cores_to_rank else None),
+        **_of_each_rank(options, around),
         **{name: getattr(options, name) for name in _JOB_OPTIONS},
     )
     if launcher == "local":

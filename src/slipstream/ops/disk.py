@@ -326,7 +326,7 @@ def preflight(
         disk.close()
 
 
-class Setting(NamedTuple):
+class DiskRate(NamedTuple):
     """The rates of a disk with so many blocks in flight for each direction, both directions at once."""
 
     engine: str
@@ -336,7 +336,7 @@ class Setting(NamedTuple):
     write: float
 
 
-def sweep(folder: str, nbytes: int, blocks: Sequence[int], depths: Sequence[int], seconds: float) -> Iterator[Setting]:
+def sweep(folder: str, nbytes: int, blocks: Sequence[int], depths: Sequence[int], seconds: float) -> Iterator[DiskRate]:
     """Measure every block size with every depth for `seconds` in one anonymous file of `nbytes`. Raises ValueError as Disk does,
     and if the file is smaller than what one setting has in flight."""
     if odd := [block for block in blocks if block % ALIGNMENT]:
@@ -353,7 +353,7 @@ def sweep(folder: str, nbytes: int, blocks: Sequence[int], depths: Sequence[int]
                     if (block, depth) == (blocks[0], depths[0]):  # reads of unwritten blocks do not reach the disk
                         disk.write([(at, source[: nbytes - at]) for at in range(0, nbytes, source.numel())]).wait()
                     memory = block * depth
-                    yield Setting(disk.engine, block, depth, *rates(disk, seconds, nbytes, target[:memory], source[:memory]))
+                    yield DiskRate(disk.engine, block, depth, *rates(disk, seconds, nbytes, target[:memory], source[:memory]))
                 finally:
                     disk.close()
 

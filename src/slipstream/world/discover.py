@@ -84,14 +84,19 @@ def _number(env: Mapping[str, str], name: str, starter: str) -> int:
     return int(env[name])
 
 
-def _rendezvous(env: Mapping[str, str], starter: _Starter, single_host: bool) -> dict[str, str]:
-    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+def _named_master(env: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Address and port of rank 0, as far as the user or a cloud names them."""
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], env.get("MASTER_PORT")
     for name in ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"):  # Azure ML: ip:port, or ip
-        if address is None and name in env:
-            address, _, its_port = env[name].partition(":")
-            port = port or its_port
-    if address is None and "SM_HOSTS" in env:
-        address = _sagemaker_hosts(env)[0]
+        if name in env:
+            address, _, port = env[name].partition(":")
+            return address, env.get("MASTER_PORT") or port
+    return _sagemaker_hosts(env)[0] if "SM_HOSTS" in env else None, env.get("MASTER_PORT")
+
+
+def _rendezvous(env: Mapping[str, str], starter: _Starter, single_host: bool) -> dict[str, str]:
+    address, port = _named_master(env)
     if address is None and starter.name == "Slurm":
         hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
         address = hosts[0] if hosts else None
@@ -152,33 +157,51 @@ class Node(NamedTuple):
 def node(env: Mapping[str, str]) -> Node | None:
     """Return this node's position if a scheduler runs one `slipstream run` per node, else None. Raises ValueError if its variables
     contradict each other."""
-    if "PET_NNODES" in env and "PET_NODE_RANK" in env:
-        port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")
-        return Node(
-            num_nodes=_number(env, "PET_NNODES", "the scheduler"),
-            node_rank=_number(env, "PET_NODE_RANK", "the scheduler"),
-            master_addr=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR"),
-            master_port=int(port) if port else None,
-        )
-    if "SKYPILOT_NODE_IPS" in env and "SKYPILOT_NODE_RANK" in env:
-        hosts, rank = env["SKYPILOT_NODE_IPS"].split(), _number(env, "SKYPILOT_NODE_RANK", "SkyPilot")
-        return _among(hosts, rank, int(_port(env, ("SKYPILOT_TASK_ID",))))
-    if "SM_HOSTS" in env and "SM_CURRENT_HOST" in env:
-        hosts, own = _sagemaker_hosts(env), env["SM_CURRENT_HOST"]
-        if own not in hosts:
-            raise ValueError(f"SM_CURRENT_HOST={own!r} is not among SM_HOSTS={env['SM_HOSTS']}; use --node_rank and --master_addr")
-        return _among(hosts, hosts.index(own), None)
-    if "SLURM_STEP_ID" in env and "RANK" not in env:
-        hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))
-        tasks = env.get("SLURM_STEP_NUM_TASKS", "1")
-        if len(hosts) > 1 and tasks == str(len(hosts)) and env.get("SLURM_LOCALID") == "0":
-            return Node(
-                num_nodes=len(hosts),
-                node_rank=_number(env, "SLURM_NODEID", "Slurm"),
-                master_addr=env.get("MASTER_ADDR") or hosts[0],
-                master_port=int(env.get("MASTER_PORT") or _port(env, _SLURM_STEP)),
-            )
+    for place in (_of_torchrun, _of_skypilot, _of_sagemaker, _of_slurm):
+        if (found := place(env)) is not None:
+            return found
     return None
+
+
+def _of_torchrun(env: Mapping[str, str]) -> Node | None:
+    if "PET_NNODES" not in env or "PET_NODE_RANK" not in env:
+        return None
+    port = env.get("PET_MASTER_PORT") or env.get("MASTER_PORT")
+    return Node(
+        num_nodes=_number(env, "PET_NNODES", "the scheduler"),
+        node_rank=_number(env, "PET_NODE_RANK", "the scheduler"),
+        master_addr=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR"),
+        master_port=int(port) if port else None,
+    )
+
+
+def _of_skypilot(env: Mapping[str, str]) -> Node | None:
+    if "SKYPILOT_NODE_IPS" not in env or "SKYPILOT_NODE_RANK" not in env:
+        return None
+    rank = _number(env, "SKYPILOT_NODE_RANK", "SkyPilot")
+    return _among(env["SKYPILOT_NODE_IPS"].split(), rank, int(_port(env, ("SKYPILOT_TASK_ID",))))
+
+
+def _of_sagemaker(env: Mapping[str, str]) -> Node | None:
+    if "SM_HOSTS" not in env or "SM_CURRENT_HOST" not in env:
+        return None
+    hosts, own = _sagemaker_hosts(env), env["SM_CURRENT_HOST"]
+    if own not in hosts:
+        raise ValueError(f"SM_CURRENT_HOST={own!r} is not among SM_HOSTS={env['SM_HOSTS']}; use --node_rank and --master_addr")
+    return _among(hosts, hosts.index(own), None)
+
+
+def _of_slurm(env: Mapping[str, str]) -> Node | None:
+    hosts = slurm_hosts(env.get("SLURM_STEP_NODELIST", ""))
+    one_task_each = len(hosts) > 1 and env.get("SLURM_STEP_NUM_TASKS", "1") == str(len(hosts)) and env.get("SLURM_LOCALID") == "0"
+    if "SLURM_STEP_ID" not in env or "RANK" in env or not one_task_each:
+        return None
+    return Node(
+        num_nodes=len(hosts),
+        node_rank=_number(env, "SLURM_NODEID", "Slurm"),
+        master_addr=env.get("MASTER_ADDR") or hosts[0],
+        master_port=int(env.get("MASTER_PORT") or _port(env, _SLURM_STEP)),
+    )
 
 
 def _among(hosts: list[str], node_rank: int, port: int | None) -> Node | None:
