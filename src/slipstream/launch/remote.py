@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
+from slipstream import brief
 from slipstream.launch.commands import Command
 from slipstream.launch.failure import Extract, Failure, first, render, shell_code
 
@@ -97,6 +98,12 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 def _report(failures: Sequence[Failure], failed: Sequence[_Running]) -> int:
     """Print the summary of the failure records, or else of the commands' exit codes. Returns the exit code for the shell."""
+    if (first(failures).exit_code if failures else failed[0].process.returncode) == brief.AGAIN:
+        print(
+            f"slipstream run: all ranks have saved and stopped after a signal; exit code {brief.AGAIN}: start again",
+            file=sys.stderr,
+        )
+        return brief.AGAIN
     if failures:
         sys.stderr.write(render(failures))
         return shell_code(first(failures).exit_code)
