@@ -234,13 +234,6 @@ def _fill_in(options: argparse.Namespace, around: HostState) -> None:
         options.nproc = ranks_per_node(around.environ)
 
 
-def _of_each_rank(options: argparse.Namespace, around: HostState) -> dict[str, str | None]:
-    """What a rank does before its script starts."""
-    folder = options.enable_each_rank_log
-    cores = options.bind_core_list or ("all" if options.bind_cores_to_rank else None)
-    return {"log": folder and os.path.join(folder, around.time), "cores": cores}
-
-
 def plan_run(options: argparse.Namespace, around: HostState) -> Start:
     """Decide how `slipstream run` starts the job. Raises ValueError for invalid or incomplete options."""
     _refuse_without_python(options)
@@ -257,7 +250,8 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
         program=options.script,
         arguments=tuple(options.arguments),
         launcher_args=tuple(shlex.split(options.launcher_args)),
-        **_of_each_rank(options, around),
+        log=options.enable_each_rank_log and os.path.join(options.enable_each_rank_log, around.time),
+        cores=options.bind_core_list or ("all" if options.bind_cores_to_rank else None),
         **{name: getattr(options, name) for name in _JOB_OPTIONS},
     )
     if launcher == "local":
