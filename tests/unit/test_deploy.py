@@ -69,6 +69,7 @@ def test_the_image_serves_as_an_ordinary_user() -> None:
     assert any("[serve]" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_spark_s_function_trains(tmp_path: Path) -> None:
     """As TorchDistributor runs it: pickled, in a process of torchrun. Here in one process of its own."""
     code = (

@@ -67,7 +67,7 @@ def _of_torch(numel: int, rank: int, world: int, device: torch.device) -> dict[s
 
 def _newest(name: str, older: str) -> Callable[..., Any]:
     """torch 2.13 has renamed these."""
-    return getattr(dist, name, None) or getattr(dist, older)  # type: ignore[no-any-return]
+    return getattr(dist, name, None) or getattr(dist, older)
 
 
 def _of_shared(comm: SharedComm, buffer: Buffer) -> dict[str, Callable[[], Any]]:
