@@ -419,9 +419,7 @@ def test_tied_weights_have_all_their_names(deepspeed: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("group")
-def test_a_folder_of_checkpoints_brings_its_own_converter(
-    deepspeed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_checkpoints_brings_its_own_converter(deepspeed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And `ds_to_universal` writes what `load_universal` loads; frozen parameters can be left out."""
     model = toy.seeded(toy.Lm)
     model.embedding.weight.requires_grad_(False)
