@@ -10,6 +10,7 @@
 #   make test-all           also the slow tests: before a release, and daily
 #   make test-clients       accelerate, transformers' Trainer, PEFT and TRL with Slipstream's deepspeed package
 #   make test-clients-smoke one test of each, as CI runs them
+#   make test-clusters      Ray Train, Spark, Slurm (Debian's slurm-wlm) and the files of examples/deploy; part of test-all
 #   make lint               ruff, codespell and mypy
 #   make bench              25 min: training and serving against DeepSpeed, FSDP2, DDP, vLLM, llama.cpp, into benchmarks/RESULTS.md
 #   make bench-all          all other benchmarks, about 2.5 hours (ARGS="LEG ..." selects some, ARGS=--quick is a short check)
@@ -33,6 +34,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 SERVE_PEERS := .venv-serve-peers
 CLIENTS := .venv-clients
+CLUSTERS := .venv-clusters
 DOCS := .venv-docs
 # Python compiles what it imports; to compile all of torch and transformers would take most of a minute.
 INSTALL := python -m pip install --quiet --no-compile
@@ -54,7 +56,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help train train-big finetune serve chat test test-all test-clients test-clients-smoke lint bench bench-all site clean setup
+.PHONY: help train train-big finetune serve chat test test-all test-clients test-clients-smoke test-clusters lint bench bench-all site clean setup
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -74,6 +76,7 @@ serve chat: $(READY) $(if $(filter minilm,$(MODEL)),$(VENV)/.minilm)
 
 test test-all: $(READY) $(TRITONED)
 	$(BIN)/python -m tests $(if $(filter test-all,$@),--all) $(ARGS)
+	$(if $(filter test-all,$@),$(if $(ARGS),,$(MAKE) test-clusters))
 
 test-clients: $(CLIENTS)/.ready
 	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m "slow or not slow" tests/clients $(ARGS)
@@ -81,6 +84,9 @@ test-clients: $(CLIENTS)/.ready
 # One test of accelerate, one of Trainer, one of PEFT.
 test-clients-smoke: $(CLIENTS)/.ready
 	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m smoke tests/clients $(ARGS)
+
+test-clusters: $(CLUSTERS)/$(PINNED)
+	$(CLUSTERS)/bin/python -m pytest -m "slow or not slow" tests/unit/test_deploy.py tests/dist/test_ray.py tests/dist/test_slurm.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -104,6 +110,14 @@ site: $(DOCS)/$(PINNED)
 $(DOCS)/$(PINNED): requirements/docs.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/$(INSTALL) --requirement $<
+	@touch $@
+
+# Over the environment of the tests: Ray's, Spark's and Kubernetes' packages beside what is there.
+$(CLUSTERS)/$(PINNED): requirements/clusters.txt | $(READY)
+	$(BIN)/python -m venv $(CLUSTERS)
+	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> $$(echo $(CLUSTERS)/lib/python3*/site-packages)/tests.pth
+	$(CLUSTERS)/bin/$(INSTALL) --no-deps --requirement $<
 	@touch $@
 
 clean:
