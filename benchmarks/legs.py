@@ -154,6 +154,7 @@ LEGS = (
     Leg("recipes", 2, 32, "validation loss of `examples/pretrain` with fewer bytes per parameter, over fp32 states", "recipes:run"),
     Leg("quality", 2, 2, "perplexity in int8 and int4 over bf16's", "quality:run"),
     Leg("verdict", 2, 0.2, "Python's time for a step's agreement on norm and clipping, simulated for 1,024 ranks", "agreement:run"),
+    Leg("monitors", 2, 4, "what monitors add to a step of 50 ms, and what one that hangs adds", "monitors:run"),
     Leg("disk", 2, 3, "bytes per second of the disk layer over fio's", "disk:run"),
     Leg("save", 2, 5, "seconds until a checkpoint is on disk: fio, torch.save, DeepSpeed; 200 kills", "save:run", "deepspeed"),
     Leg("install", 2, 2, "seconds from a wheel to the first training step in an environment without a compiler", "install:run"),

@@ -54,14 +54,17 @@ class CsvFiles:
         self._files: dict[str, Any] = {}
 
     def write(self, events: Sequence[Figure]) -> None:
+        rows: dict[str, list[tuple[int, float]]] = {}
         for tag, value, samples in events:
+            rows.setdefault(tag, []).append((samples, value))
+        for tag in rows:
             if tag not in self._files:
                 path = os.path.join(self.folder, tag.replace("/", "_") + ".csv")
                 is_new = not os.path.exists(path)
                 self._files[tag] = open(path, "a", newline="")  # noqa: SIM115 (closed in close)
                 if is_new:
                     csv.writer(self._files[tag]).writerow(["step", tag.rpartition("/")[2]])
-            csv.writer(self._files[tag]).writerow([samples, value])
+            csv.writer(self._files[tag]).writerows(rows[tag])
             self._files[tag].flush()
 
     def close(self) -> None:
@@ -161,10 +164,9 @@ class Trackio:
         self.run.finish()
 
 
-def _newest(events: Sequence[Figure]) -> Figure:
-    """The samples so far, as a figure: for backends without an axis."""
-    samples = max(event.samples for event in events)
-    return Figure("samples", float(samples), samples)
+def _newest(events: Sequence[Figure]) -> dict[str, float]:
+    """The newest value of each tag, and the samples so far: for backends without an axis."""
+    return {tag: value for tag, value, _ in events} | {"samples": float(max(event.samples for event in events))}
 
 
 class Prometheus:
@@ -177,7 +179,7 @@ class Prometheus:
         self.gauges: dict[str, Any] = {}
 
     def write(self, events: Sequence[Figure]) -> None:
-        for tag, value, _ in (*events, _newest(events)):
+        for tag, value in _newest(events).items():
             name = "slipstream_" + re.sub("[^a-zA-Z0-9_]", "_", tag.removeprefix("Train/Samples/"))
             if name not in self.gauges:
                 self.gauges[name] = self.client.Gauge(name, f"{tag}.", registry=self.registry)
@@ -203,7 +205,7 @@ class Otlp:
         self.gauges: dict[str, Any] = {}
 
     def write(self, events: Sequence[Figure]) -> None:
-        for tag, value, _ in (*events, _newest(events)):
+        for tag, value in _newest(events).items():
             name = "slipstream." + re.sub("[^a-zA-Z0-9_./-]", "_", tag.removeprefix("Train/Samples/"))
             if name not in self.gauges:
                 self.gauges[name] = self.meter.create_gauge(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 __all__ = ["FileSystem", "Pressure", "cgroup_directories", "cpu_flags", "memory_total", "num_cores", "read_pressure"]
 
 _CGROUP = Path("/sys/fs/cgroup")
+PAGE = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63
 
 
@@ -99,10 +101,17 @@ def memory_total() -> int | None:
     return min(sizes, default=None)
 
 
-def resident() -> int | None:
-    """Bytes of this process in memory."""
-    text = _read(Path("/proc/self/statm"))
-    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else None
+class Resident:
+    """This process's memory. Its file stays open: to open it in each step would be 0.2 % of one of 50 ms."""
+
+    def __init__(self) -> None:
+        path = "/proc/self/statm"
+        self._file = os.open(path, os.O_RDONLY) if os.path.exists(path) else None
+        if self._file is not None:
+            weakref.finalize(self, os.close, self._file)
+
+    def nbytes(self) -> int | None:
+        return int(os.pread(self._file, 100, 0).split()[1]) * PAGE if self._file is not None else None
 
 
 def num_cores() -> int:

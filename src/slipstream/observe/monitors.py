@@ -28,6 +28,7 @@ from slipstream.observe.backends import BACKENDS, DEEPSPEED, Figure, Monitor
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1024  # steps
+EVERY_S = 2.0  # a backend gets the steps since its last ones together: waking it for each costs more than writing
 OPEN_S = 20.0  # for all backends to open before the first step; who takes longer opens beside the steps
 CLOSE_S = 30.0  # for what is left at the end
 
@@ -85,7 +86,8 @@ class _Worker:
                 self.dropped += 1
             if not self.failed:
                 self._waiting.append(events)
-                self._ready.notify()
+                if len(self._waiting) in (1, MOST_WAITING // 2):
+                    self._ready.notify()
 
     def end(self) -> None:
         with self._ready:
@@ -93,10 +95,10 @@ class _Worker:
             self._ready.notify()
 
     def _next(self) -> list[Figure]:
-        """All events that wait; [] at the end."""
+        """All events that wait, not before EVERY_S have passed unless they are many; [] at the end."""
         with self._ready:
-            while not self._waiting and not self._ends:
-                self._ready.wait()
+            self._ready.wait_for(lambda: self._ends or len(self._waiting) >= MOST_WAITING // 2, timeout=EVERY_S)
+            self._ready.wait_for(lambda: self._ends or self._waiting)
             events = [event for batch in self._waiting for event in batch]
             self._waiting.clear()
         return events

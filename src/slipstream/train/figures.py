@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream.config.plan import Plan, describe
 from slipstream.moe import expert_loads
 from slipstream.observe import report
-from slipstream.observe.host import resident
+from slipstream.observe.host import Resident
 from slipstream.observe.monitors import check_packages, open_monitors
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def monitor(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
             blocks["report"] = {**blocks["report"], "sections": _texts(engine)}
         engine.progress.losses = []
         monitors = engine.states[0].resources["monitors"] = open_monitors(blocks)
-        tokens = _Tokens(engine)
-        engine.states[0].after_step.append(lambda _: monitors.write_events(_figures(engine, tokens)))
+        tokens, memory = _Tokens(engine), Resident()
+        engine.states[0].after_step.append(lambda _: monitors.write_events(_figures(engine, tokens, memory)))
 
     return connect
 
@@ -83,7 +83,7 @@ def _flop(engine: Engine) -> int:
     )
 
 
-def _figures(engine: Engine, tokens: _Tokens) -> list[tuple[str, float, int]]:
+def _figures(engine: Engine, tokens: _Tokens, memory: Resident) -> list[tuple[str, float, int]]:
     """The events of a step, by DeepSpeed's tags."""
     figures: dict[str, float | None] = {"grad_norm": engine.global_grad_norm, **engine.progress.figures()}
     if engine.optimizer is not None:
@@ -95,7 +95,7 @@ def _figures(engine: Engine, tokens: _Tokens) -> list[tuple[str, float, int]]:
         if tokens.flop:
             figures["flops_per_s"] = tokens.flop * rate
     on_gpu = engine.device.type == "cuda"
-    figures["memory_bytes"] = torch.cuda.max_memory_allocated(engine.device) if on_gpu else resident()
+    figures["memory_bytes"] = torch.cuda.max_memory_allocated(engine.device) if on_gpu else memory.nbytes()
     if engine.plan.precision.param_dtype is torch.float16:
         figures["loss_scale"] = engine.precision.loss_scale
     if engine.plan.wall_clock_breakdown:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -78,17 +79,18 @@ class Progress:
         self.times = (plan.wall_clock_breakdown or plan.activations.profile) and logs
         self.seconds: dict[str, float] = {}
         self.since = self.last = time.perf_counter()
-        self.losses: list[Tensor] | None = None  # of this rank's micro-batches in this window, for monitors
+        self.losses: list[float | Tensor] | None = None  # of this rank's micro-batches in this window, for monitors
         self.samples = plan.batch.train_batch_size
 
     def saw(self, loss: Tensor, factor: float) -> None:
         if self.losses is not None:
-            self.losses.append(loss.detach().float().mean() * factor)
+            at_once = loss.device.type == "cpu" and loss.numel() == 1  # the cheapest; on a GPU it would wait
+            self.losses.append(factor * (loss.item() if at_once else loss.detach().mean(dtype=torch.float32)))
 
     def figures(self) -> dict[str, float]:
         """The mean loss of this rank's window, and the samples per second of all ranks in its step."""
         elapsed, self.last = time.perf_counter() - self.last, time.perf_counter()
-        loss = {"train_loss": float(torch.stack(self.losses).mean())} if self.losses else {}
+        loss = {"train_loss": fmean(map(float, self.losses))} if self.losses else {}
         return loss | {"samples_per_s": self.samples / elapsed}
 
     @contextmanager
