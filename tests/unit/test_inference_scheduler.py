@@ -390,6 +390,29 @@ def test_tenants_have_fair_shares() -> None:
     assert scheduler._head() is urgent
 
 
+@pytest.mark.parametrize("num_blocks", [100, 16])
+def test_nobody_waits_for_another_tenants_answers(num_blocks: int) -> None:
+    """With all places taken, or nearly all blocks, by a flood, another's first token comes with the next forward."""
+    scheduler = Scheduler(BlockPool(num_blocks, 4), token_budget=32, max_running=4, max_waiting=30, max_context=64)
+    model = Model(scheduler.pool)
+    for i in range(20):
+        scheduler.add(make([1, 2, 3, i], f"a{i}", tenant="a", max_tokens=12, end_ids=frozenset()))
+    for _ in range(6):
+        step(scheduler, model)
+    others = [make([3, 4, 5, 6, i], f"b{i}", tenant="b", max_tokens=12, end_ids=frozenset()) for i in range(4)]
+    for request in others:
+        scheduler.add(request)
+    batch, _ = step(scheduler, model)
+    assert batch is not None
+    assert [one.num_generated for one in others] == [1, 0, 0, 0]
+    assert {c.request.tenant for c in batch.chunks if c.stop - c.start > 1} == {"b"}, "a forward with others' prompts takes longer"
+    step(scheduler, model)
+    assert Counter(one.tenant for one in scheduler.running) == {"a": 2, "b": 2}
+    before = scheduler.counters.preemptions
+    drain(scheduler, model)
+    assert before == 2 and scheduler.counters.preemptions <= before + 2, "the two do not preempt each other in turn"
+
+
 def test_a_cancelled_prompt_takes_its_siblings_along() -> None:
     pool = BlockPool(20, 4)
     scheduler = Scheduler(pool, token_budget=4, max_running=4, max_waiting=4, max_context=64)

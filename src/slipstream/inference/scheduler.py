@@ -28,13 +28,19 @@ can use every block, and `add` rejects requests that do not fit an empty pool: e
 Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
 al., OSDI 2024, arXiv 2401.00588) for each, of the tokens computed and the tokens generated for it. The next request is the most
 important one of the tenant with the least; among tenants, a step of priority is worth STEP tokens. A tenant that comes back does
-not catch up on the time it was away: its counter is lifted to the least of those that have requests. Counters only grow, so the
-head of the queue stays the head until it is admitted, unless a tenant comes back with as little. `max_waiting` is per tenant.
+not catch up on the time it was away: its counter is lifted to the least of those that have requests, less 1. Counters only grow, so
+the head of the queue stays the head until it is admitted, unless a tenant comes back with less. `max_waiting` is per tenant.
+
+Nor does a tenant wait for another's answers to end. Each has a right to an equal part of `max_running`: a head whose tenant runs
+less preempts the least important requests of tenants that run more, which find most of their tokens in the prefix cache later. Each
+such preemption lessens a surplus, so they end. Prompts take their tokens of a forward in the order of the counters, and a forward
+with a prompt of the tenant with the least has no others' prompts: with those it would take longer.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -141,6 +147,7 @@ class Scheduler:
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
         self._served: dict[str, int] = {}  # tenant -> its virtual token counter
+        self._active: Counter[str] = Counter()  # tenant -> its unfinished requests
         if token_interval is not None and not token_interval > 0:
             raise ValueError(f"token_interval is {token_interval}; it must be more than 0 seconds")
         if not split and token_interval is not None:
@@ -157,10 +164,9 @@ class Scheduler:
         assert request.phase is RequestPhase.WAITING and request not in self._entries, f"{request.id} was added before"
         assert all(sibling.tokens == request.tokens for sibling in request.siblings), f"{request.id}: siblings share the prompt"
         self.check(len(request.tokens), request.tenant)
-        active = {one.tenant for one in self._entries}
-        if request.tenant not in active:
-            least = min((self._served[tenant] for tenant in active), default=0)
-            self._served[request.tenant] = max(self._served.get(request.tenant, 0), least)
+        if request.tenant not in self._active:
+            least = min((self._served[tenant] for tenant in self._active), default=0)
+            self._served[request.tenant] = max(self._served.get(request.tenant, 0), least - 1)
         self._enter(request, request.arrival + self.patience * request.priority)
         insort(self.waiting, request, key=self._rank)
 
@@ -187,7 +193,9 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         self._release(request)
-        self._entries.pop(request, None)
+        if self._entries.pop(request, None) is not None:
+            self._active[request.tenant] -= 1
+            self._active += Counter()  # without those that are at 0
         request.phase, request.finish = RequestPhase.FINISHED, reason
 
     @property
@@ -197,11 +205,11 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next forward, of at most token_budget tokens. None if there is nothing to do, or while `pausing` and `drained`."""
+        self._make_room()
         plan = _Plan(self._budget())
         if self.split:
             self._generate(plan)
-            self._continue(plan)
-            self._admit(plan)
+            self._add_prompts(plan)
         else:
             self._admit(plan)
             if not plan.chunks:
@@ -256,32 +264,80 @@ class Scheduler:
 
     def _generate(self, plan: _Plan) -> None:
         """Add one token for each generation; if it needs a block and none is free, less important requests are preempted."""
-        for request in list(self.running):
-            if _pending(request) == 1 and plan.budget and request.phase is RequestPhase.RUNNING and self._secure(request):
+        surplus = self._surplus()
+        order = [one for one in self.running if one not in surplus] + surplus  # the last are preempted first
+        for request in list(order):
+            if _pending(request) == 1 and plan.budget and request.phase is RequestPhase.RUNNING and self._secure(request, order):
                 self._plan(plan, request, 1)
 
-    def _continue(self, plan: _Plan) -> None:
+    def _add_prompts(self, plan: _Plan) -> None:
+        """Add parts of prompts, of one tenant if several have requests: [Note: Fair shares]."""
+        if len(self._active) < 2:
+            self._continue(plan, self.running)
+            self._admit(plan)
+            return
+        firsts = self._firsts([one for one in self.running if _pending(one) > 1] + self.waiting)
+        generations = len(plan.chunks)
+        for tenant in sorted(firsts, key=lambda tenant: self._share(firsts[tenant])):
+            if len(plan.chunks) == generations:
+                self._continue(plan, [one for one in self.running if one.tenant == tenant])
+                self._admit(plan, tenant)
+
+    def _continue(self, plan: _Plan, running: Sequence[Request]) -> None:
         """Add the next part of each running prompt, as far as budget and free blocks allow. Generations may have used blocks that
         `_admit` reckoned with; once they have ended, there are enough for all running prompts."""
-        for request in self.running:
+        for request in running:
             if _pending(request) > 1:
                 self._plan(plan, request, min(_pending(request), self._capacity(request)))
 
-    def _admit(self, plan: _Plan) -> None:
-        """Admit requests from the queue, in order, up to the first that does not fit. Its whole prompt must fit, on top of what the
-        running ones need for their prompts and their next block_size tokens; otherwise it would be preempted at once."""
+    def _make_room(self) -> None:
+        """Preempt requests of tenants that run more than their part while the head's tenant runs less and the head does not fit."""
+        while len(self._active) > 1 and (surplus := self._surplus()):
+            head = self._head()
+            if head is None or sum(one.tenant == head.tenant for one in self.running) >= self._part():
+                return
+            if (cached := self._fit(head, self._owed())) is not None:
+                self.pool.free(cached)
+                return
+            self._preempt(surplus[-1])
+
+    def _part(self) -> int:
+        """The sequences that each tenant has a right to run."""
+        return max(1, self.max_running // len(self._active))
+
+    def _surplus(self) -> list[Request]:
+        """The running requests, by rank, of tenants that run more than their part."""
+        if len(self._active) < 2:
+            return []
+        running, part = Counter(one.tenant for one in self.running), self._part()
+        return [one for one in self.running if running[one.tenant] > part]
+
+    def _owed(self) -> int:
+        """Blocks that the running requests need for their prompts and their next block_size tokens."""
+        return sum(self._blocks_owed(request) for request in self.running)
+
+    def _fit(self, request: Request, owed: int) -> list[int] | None:
+        """The cached blocks of a waiting request, forked, if it can be admitted: its whole prompt must fit, beside what is owed;
+        otherwise it would be preempted at once."""
+        is_scored = request.params.prompt_logprobs is not None and not request.num_generated  # each position has to be computed
+        cached = [] if is_scored else self.pool.fork(self.pool.match(request.tokens, request.salt))
+        lacking = self.pool.num_needed(len(request.tokens)) - len(cached)
+        if lacking + owed > self.pool.num_free or len(self.running) >= self.max_running:
+            self.pool.free(cached)
+            return None
+        return cached
+
+    def _admit(self, plan: _Plan, tenant: str | None = None) -> None:
+        """Admit requests from the queue, of a tenant or all, in order, up to the first that does not fit."""
         if not self.waiting:
             return
-        owed = sum(self._blocks_owed(request) for request in self.running)
+        owed = self._owed()
         while plan.budget and self.pool.num_free > owed:
-            if (request := self._head()) is None:
+            request = self._head()
+            if request is None or tenant not in (None, request.tenant) or (cached := self._fit(request, owed)) is None:
                 break
-            is_scored = request.params.prompt_logprobs is not None and not request.num_generated  # each position has to be computed
-            cached = [] if is_scored else self.pool.fork(self.pool.match(request.tokens, request.salt))
             hits = len(cached) * self.pool.block_size
-            lacking = self.pool.num_needed(len(request.tokens)) - len(cached)
-            too_long = not self.split and len(request.tokens) - hits > plan.budget
-            if too_long or lacking + owed > self.pool.num_free or len(self.running) >= self.max_running:
+            if not self.split and len(request.tokens) - hits > plan.budget:
                 self.pool.free(cached)
                 break
             self.waiting.remove(request)
@@ -297,14 +353,21 @@ class Scheduler:
 
     def _head(self) -> Request | None:
         """The request to admit next, see [Note: Fair shares]."""
-        heads: dict[str, Request] = {}
-        for request in self.waiting:
+        return min(self._firsts(self.waiting).values(), key=self._share, default=None)
+
+    def _firsts(self, requests: Sequence[Request]) -> dict[str, Request]:
+        """The first request of each tenant that may be computed now."""
+        firsts: dict[str, Request] = {}
+        for request in requests:
             if self._entries[request].admitted or not self.pausing:
-                heads.setdefault(request.tenant, request)
-                if len(self._served) == 1:
+                firsts.setdefault(request.tenant, request)
+                if len(firsts) == len(self._active):
                     break
-        share = {tenant: self._served[tenant] + STEP * request.priority for tenant, request in heads.items()}
-        return min(heads.values(), key=lambda request: (share[request.tenant], self._rank(request)), default=None)
+        return firsts
+
+    def _share(self, request: Request) -> tuple[int, tuple[float, int]]:
+        """What its tenant has had, and its rank: the least goes first."""
+        return self._served[request.tenant] + STEP * request.priority, self._rank(request)
 
     def _add_drafts(self, plan: _Plan) -> None:
         """Spend the remaining budget and free blocks on draft tokens for the generations."""
@@ -326,6 +389,7 @@ class Scheduler:
 
     def _enter(self, request: Request, importance: float) -> None:
         self._entries[request] = _Entry((importance, self._num_added), num_draft=self.num_draft)
+        self._active[request.tenant] += 1
         self._num_added += 1
 
     def _rank(self, request: Request) -> tuple[float, int]:
@@ -338,10 +402,10 @@ class Scheduler:
             plan.chunks.append(chunk)
             plan.budget -= num
 
-    def _secure(self, request: Request) -> bool:
-        """Preempt less important requests until the next position of `request` has a block. False if it was preempted itself."""
+    def _secure(self, request: Request, order: list[Request]) -> bool:
+        """Preempt the last of `order` until the next position of `request` has a block. False if it was preempted itself."""
         while self.pool.num_lacking(request.blocks, request.num_computed, request.num_computed + 1) > self.pool.num_free:
-            victim = self.running[-1]
+            victim = order.pop()
             self._preempt(victim)
             if victim is request:
                 return False
