@@ -779,6 +779,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.checkpoint.resume": flags,
     "slipstream.broadcast_buffers": flags,
     "slipstream.fused_layers": flags,
+    "slipstream.noise_scale_every": st.integers(0, 9),
     "checkpoint.load_universal": flags,
     "checkpoint.writer.decoupled": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),

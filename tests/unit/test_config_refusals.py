@@ -148,6 +148,12 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     "checkpoints": ({}, {"checkpoint.writer.decoupled": True}),
     "compile": ({}, {"compile.backend": "eager"}, {"compile.enabled": True}),
     "fused": ({}, {"slipstream.fused_layers": True}),
+    "noise": (
+        {},
+        {"slipstream.noise_scale_every": 9},
+        {"slipstream.noise_scale_every": 9, "slipstream.monitors.jsonl": {}},
+        {"slipstream.noise_scale_every": 9, "slipstream.monitors.jsonl": {}, "gradient_allreduce_op": "sum"},
+    ),
 }
 OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
     "optimizer": (
@@ -158,6 +164,7 @@ OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {
         {"optimizer.type": "OneBitAdam", "optimizer.params": {"freeze_step": 7}},
         {"optimizer.type": "LAMB", **disk("optimizer")},
     ),
+    "noise": ({}, {"slipstream.noise_scale_every": 9, "slipstream.monitors.jsonl": {}}),
     "rounding": ({}, half("bf16") | {"slipstream.stochastic_rounding": True}),
     **{
         axis: PLANS[axis]

@@ -412,6 +412,7 @@ class Plan:
         "slipstream.monitors.*",
         shown=lambda blocks: _without_secrets({name: list(block) if name == "custom" else block for name, block in blocks.items()}),
     )
+    noise_every: int = key("slipstream.noise_scale_every")  # steps between measurements of the gradient noise scale; 0 = none
     # The blocks compression_training and quantize_training; `compression` reads them.
     compression: Mapping[str, Any] | None = key("*", shown=lambda blocks: dict(_leaves(blocks or {})))
     data: DataPlan

@@ -93,6 +93,18 @@ class Case:
         return " and ".join(name for name, is_asked in asked.items() if is_asked)
 
     @property
+    def unmeasured(self) -> str:
+        """What the config asks for with which a micro-batch's gradient is not seen whole on one rank, or the step's is no mean."""
+        asked = {
+            "parts of the model on several ranks": self.plan.mesh.model_size * self.plan.experts.size > 1,
+            "slipstream.local_steps": self.plan.local_steps.every,
+            "gradient_allreduce_op sum": self.zero.reduce_op == "sum",
+            "managed_gradient_accumulation false": not self.plan.batch.managed,
+            "data_efficiency.data_sampling.dynamic_batching": (self.plan.efficiency or {}).get("dynamic_batching"),
+        }
+        return " and ".join(name for name, is_asked in asked.items() if is_asked)
+
+    @property
     def bubble(self) -> float:
         """The idle share of a pipeline's step, with equal times of forward, and of backward by inputs and by weights."""
         micros = self.plan.batch.accumulation * (3 if self.plan.pipeline.schedule == "zero_bubble" else 1)
@@ -271,6 +283,16 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.fused_layers and c.plan.compile,
         "slipstream.fused_layers and compile.enabled both fuse the layers; drop one of them",
+    ),
+    Refusal(
+        lambda c: c.plan.noise_every and not (c.plan.monitors or c.plan.own_monitors),
+        "slipstream.noise_scale_every measures for monitors, and there is none; add one, as "
+        '{{"slipstream": {{"monitors": {{"report": {{}}}}}}}}, or drop it',
+    ),
+    Refusal(
+        lambda c: c.plan.noise_every and c.unmeasured,
+        "slipstream.noise_scale_every compares the gradients of micro-batches with their mean, which is not built with "
+        "{c.unmeasured}; drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.pipeline.chunks > 1 and c.plan.pipeline.schedule in ("gpipe", "v"),

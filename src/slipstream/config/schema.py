@@ -363,6 +363,11 @@ class Slipstream(Block):
     )
     checkpoint: AutomaticCheckpoints = AutomaticCheckpoints()
     monitors: features.OwnMonitors = features.OwnMonitors()
+    noise_scale_every: Size = honored(
+        0,
+        "Steps between measurements of the gradient noise scale, in samples, which monitors get; 0: none.",
+        "test_the_noise_scale_of_a_known_spread",
+    )
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 
 

@@ -24,7 +24,7 @@ class OptimizerCase:
         self.keeps_ratios = self.is_late and rule is not None and rule.is_whole
         self.has_stacks, self.has_parts = any(map(is_stack, params)), any(map(cuts_of_tensors, params))
         self.is_whole = rule.is_whole if rule is not None else not is_elementwise(optimizer)
-        self.has_rounds = plan.local_steps.every > 0
+        self.has_rounds, self.measures_noise = plan.local_steps.every > 0, plan.noise_every > 0
         on_cpu = not any(param.is_cuda for param in params)
         self.is_offloaded = any(
             tier == "nvme" or (tier == "cpu" and not on_cpu) for tier in (plan.offload.optimizer, plan.offload.param)
@@ -100,6 +100,10 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.is_late and c.has_rounds,
         "{c.name} exchanges signs in every step, and slipstream.local_steps lets replicas train on their own; drop local_steps, or "
         "use AdamW",
+    ),
+    Refusal(
+        lambda c: c.is_late and c.measures_noise,
+        "slipstream.noise_scale_every needs the norm of the mean gradient, which {c.name} does not compute; drop it, or use AdamW",
     ),
     Refusal(
         lambda c: c.rule is None and c.precision.stochastic_rounding,

@@ -18,6 +18,7 @@ from slipstream.config.plan import Plan
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
+from slipstream.train.noise import measure_noise
 from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder
 
@@ -67,7 +68,16 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     return connect
 
 
-CHANGES: tuple[Change, ...] = (_sparse_attention, _fuse_layers, drop_layers, drop_tokens, shorten_sequences, _compress, monitor)
+CHANGES: tuple[Change, ...] = (
+    _sparse_attention,
+    _fuse_layers,
+    drop_layers,
+    drop_tokens,
+    shorten_sequences,
+    _compress,
+    monitor,
+    measure_noise,
+)
 
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:

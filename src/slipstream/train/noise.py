@@ -1,0 +1,85 @@
+"""The gradient noise scale, for monitors: below it, more samples in a step save steps in proportion; far above it, they save few.
+
+With G the gradient and S the covariance of single samples' gradients, it is tr(S) / |G|^2, in samples (McCandlish et al.,
+arXiv:1812.06162, equation 2.8). A mean over B samples has E|g|^2 = |G|^2 + tr(S) / B, so the squared norms at two sizes give both
+(appendix A.1): those of micro-batches, before ranks and micro-batches are added, and that of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from slipstream.config.plan import Plan
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+DECAY = 0.9  # of the two means over measurements: a single one says little
+
+
+def measure_noise(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
+    """The change that measures in the steps that the plan says, on all ranks. Raises ValueError for steps of one micro-batch."""
+    if not plan.noise_every:
+        return None
+    if plan.batch.train_batch_size == plan.batch.micro_batch_size:
+        raise ValueError(
+            "slipstream.noise_scale_every compares the gradients of micro-batches with their mean, and a step has one micro-batch: "
+            "use more ranks, or gradient_accumulation_steps of 2 or more with smaller micro-batches"
+        )
+    return lambda engine: Noise(engine, plan.noise_every).connect()
+
+
+class Noise:
+    """Hooks on parameters during the windows that are measured; in others there is none."""
+
+    def __init__(self, engine: Engine, every: int) -> None:
+        self.engine, self.every = engine, every
+        self.handles: list[RemovableHandle] = []
+        self.squares: list[Tensor] = []  # of the gradient of each parameter in each backward
+        self.backwards = 0
+        self.factor = 1.0  # of the gradients in a backward
+        self.spread = self.square = 0.0  # tr(S) and |G|^2, means over measurements
+
+    def connect(self) -> None:
+        states = self.engine.states[0]
+        states.before_backward.append(self._begin)
+        states.after_step.append(self._end)
+
+    def _begin(self, loss: Tensor) -> None:
+        if (self.engine.global_steps + 1) % self.every:
+            return
+        if not self.backwards:
+            params = [param for unit in self.engine.units for param in unit.model_params if param.requires_grad]
+            self.handles = [param.register_hook(self._add) for param in params]
+        self.backwards += 1
+        self.factor = self.engine.window.share * self.engine.precision.loss_scale
+
+    def _add(self, grad: Tensor) -> None:
+        values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+        self.squares.append(torch.linalg.vector_norm(values.float()).square())
+
+    def _end(self, _: bool) -> None:
+        backwards, squares = self.backwards, self.squares
+        if not backwards:
+            return
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.squares, self.backwards = [], [], 0
+        own = torch.stack(squares).double().sum().item() / (backwards * self.factor**2) if squares else 0.0
+        small = self.engine.states[0].world.exchange(torch.tensor([own], dtype=torch.float64)).mean().item()
+        batch, norm = self.engine.plan.batch, self.engine.global_grad_norm or 0.0
+        if backwards == batch.accumulation and math.isfinite(small) and math.isfinite(norm):
+            self._measured(batch.micro_batch_size, small, batch.train_batch_size, norm**2)
+
+    def _measured(self, few: int, small: float, many: int, big: float) -> None:
+        """Take in the squared norms of the mean gradients of `few` and of `many` samples."""
+        self.spread = DECAY * self.spread + (1 - DECAY) * (small - big) / (1 / few - 1 / many)
+        self.square = DECAY * self.square + (1 - DECAY) * (many * big - few * small) / (many - few)
+        if self.square > 0:
+            self.engine.log({"Train/Samples/noise_scale": self.spread / self.square})
