@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
+import http.server
 import json
 import os
 import re
@@ -924,6 +926,51 @@ def test_https(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mortal.healthy = False
         assert isinstance(ended.exception(10), DeadEngineError)
     assert "Slipstream serves https://127.0.0.1" in capsys.readouterr().out
+
+
+def test_a_collector_gets_spans() -> None:
+    """With the client's trace, the status, the id, and the time of the first byte."""
+    try:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    except ImportError:
+        pytest.skip("a monitor's package is not installed: opentelemetry-exporter-otlp-proto-http")
+    received: list[bytes] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        threads.submit(collector.serve_forever)
+        mortal, url = FakeEngine(), f"http://127.0.0.1:{collector.server_port}/v1/traces"
+        ended = threads.submit(serve, mortal, sockets=[listener], otlp_traces=url)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        ids = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "x-request-id": "mine"}
+        assert post(address, headers={"Content-Type": "application/json", **ids}, stream=True).status == 200
+        assert call(address, "GET", "/nowhere").status == 404
+        mortal.healthy = False
+        assert isinstance(ended.exception(10), DeadEngineError)
+        collector.shutdown()
+    exports = [ExportTraceServiceRequest.FromString(body) for body in received]
+    scopes = [scope for export in exports for resource in export.resource_spans for scope in resource.scope_spans]
+    spans = [span for scope in scopes for span in scope.spans]
+    first, second = sorted(spans, key=lambda span: span.start_time_unix_nano)
+    attributes = {one.key: one.value.string_value or one.value.int_value for one in first.attributes}
+    assert (first.name, first.trace_id.hex(), first.parent_span_id.hex()) == (f"POST {CHAT}", "ab" * 16, "cd" * 8)
+    assert (attributes["http.response.status_code"], attributes["slipstream.request_id"]) == (200, "mine")
+    (event,) = first.events
+    assert first.start_time_unix_nano < event.time_unix_nano <= first.end_time_unix_nano
+    assert (second.name, second.trace_id == first.trace_id) == ("GET other", False)
 
 
 # ---- The page and the document

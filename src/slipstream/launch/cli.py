@@ -298,6 +298,7 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--tls-cert", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
     add("--tls-key", metavar="FILE", help="the certificate's key, if it is in another file")
     add("--access-log", action="store_true", help="write a line for each response to stderr")
+    add("--otlp-traces", metavar="URL", help="send a span of each request to this collector of OpenTelemetry (the extra otlp)")
     add("--share-prefixes", action="store_true", help="share cached prefixes between API keys; timing then leaks prompts")
     add("--max-body-bytes", type=_bytes, default=4 << 20, metavar="SIZE", help="maximum request body; default 4M")
     add("--max-output-tokens", type=_positive, metavar="N", help="limit of max_tokens; default: the context")

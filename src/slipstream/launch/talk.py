@@ -130,6 +130,7 @@ def serve(options: argparse.Namespace) -> int:
                 cors_origins=options.cors_origin,
                 tls=None if options.tls_cert is None else (options.tls_cert, options.tls_key),
                 access_log=options.access_log,
+                otlp_traces=options.otlp_traces,
                 share_prefixes=options.share_prefixes,
                 max_body_bytes=options.max_body_bytes,
                 max_output_tokens=options.max_output_tokens,

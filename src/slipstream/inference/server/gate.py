@@ -24,14 +24,17 @@ access = logging.getLogger("slipstream.access")  # a line for each response, if 
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # of a client's, which is kept
 _OPEN = ("/", "/health")  # need no key: the page asks the user for one, and load balancers have none
-_COUNTED = (
+COUNTED = (
     "/",
     "/health",
     "/metrics",
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
     "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
     "/tokenize",
     "/detokenize",
 )  # all others share one label
@@ -64,7 +67,7 @@ class AdmissionGate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in _COUNTED else "other"
+        path = scope["path"] if scope["path"] in COUNTED else "other"
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         status, start = 0, time.perf_counter()

@@ -23,6 +23,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import access, refusal
 from slipstream.inference.server.generation import Deadlines
 from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +142,13 @@ def serve(
     drain_timeout_s: float = 60.0,
     tls: tuple[str, str | None] | None = None,
     access_log: bool = False,
+    otlp_traces: str | None = None,
     **options: Any,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. Port 0 picks a free port and prints it.
     `sockets` are bound sockets to use instead of host and port; `tls` the files of a certificate and its key (None: in the same
-    file); `access_log` writes a line for each response to stderr; `options` are those of `create_app`. Raises DeadEngineError,
-    after all clients have received an error, if the engine dies."""
+    file); `access_log` writes a line for each response to stderr; `otlp_traces` is the URL of a collector of spans; `options` are
+    those of `create_app`. Raises DeadEngineError, after all clients have received an error, if the engine dies."""
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
     app = create_app(engine, **options)
@@ -156,10 +158,11 @@ def serve(
         access.addHandler(handler)
         access.setLevel(logging.INFO)
         access.propagate = False
+    traces = None if otlp_traces is None else Traces(app, otlp_traces)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     capacity = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(files - OTHER_FILES, 1)
     config = uvicorn.Config(
-        app,
+        traces or app,
         http=guarded(max_connections=min(MAX_CONNECTIONS, capacity), header_timeout_s=HEADER_TIMEOUT),
         host=host,
         port=port,
@@ -176,5 +179,7 @@ def serve(
     )
     server = _Server(config, engine, app.state.traffic, app.state.deadlines, drain_timeout_s)
     server.run(None if sockets is None else list(sockets))
+    if traces is not None:
+        traces.close()
     if not engine.healthy:
         raise DeadEngineError(f"the engine of {engine.model_name} failed permanently; see the log, and restart the process")
