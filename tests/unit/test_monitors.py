@@ -18,6 +18,7 @@ from torch import nn
 
 from slipstream.compat import config as configs
 from slipstream.compat import engine as compat
+from slipstream.compat import monitors as compat_monitors
 from slipstream.config import describe, resolve
 from slipstream.config.plan import DataWorld, ModelFacts
 from slipstream.observe import monitors
@@ -95,7 +96,7 @@ def test_services_get_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     block = {"enabled": True, "samples_log_interval": 8, "project": "p", "workspace": "w", "experiment_name": "n", "online": False}
     _, engine = trained(comet=block | {"api_key": "k", "experiment_key": "e", "mode": "create"})
     engine.destroy()
-    options = {"project_name": "p", "workspace": "w", "online": False, "api_key": "k", "experiment_key": "e", "mode": "create"}
+    options = {"project": "p", "workspace": "w", "online": False, "api_key": "k", "experiment_key": "e", "mode": "create"}
     assert calls[:2] == [("start", (), options), ("set_name", ("n",), {})]
     assert [kwargs["step"] for name, args, kwargs in calls if name == "log_metric" and args[0] == "Train/Samples/lr"] == [4, 12]
     assert calls[-1][0] == "end"
@@ -308,6 +309,39 @@ def test_secrets_are_not_logged() -> None:
     text = describe(resolve(config, world=DataWorld(ranks=1), facts=facts), defaults=True)
     assert not any(secret in text for secret in ("k1", "k2", "k3")), text
     assert "a.B" in text and "slipstream.monitors.otlp.interval_s" in text
+
+
+def test_deepspeeds_monitors_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What DeepSpeed's own tests of its monitors ask."""
+    for name, kind in {
+        "tensorboard": compat_monitors.TensorBoardMonitor,
+        "wandb": compat_monitors.WandbMonitor,
+        "csv_monitor": compat_monitors.csvMonitor,
+        "comet": compat_monitors.CometMonitor,
+    }.items():
+        off = kind(getattr(configs.get_monitor_config({}), name))
+        block = getattr(configs.get_monitor_config({}), name)
+        assert off.enabled is False and {key: getattr(off, key) for key in type(block).model_fields} == dict(block)
+        off.write_events([("Train/Samples/lr", 0.25, 3)])
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = off.nothing
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "j"}
+    files = compat_monitors.csvMonitor(configs.get_monitor_config({"csv_monitor": block}).csv_monitor)
+    assert (files.enabled, files.output_path, files.job_name) == (True, str(tmp_path), "j")
+    files.write_events([("Train/Samples/lr", 0.25, 3)])
+    files.close()
+    assert rows(tmp_path / "j" / "Train_Samples_lr.csv") == [["step", "lr"], ["3", "0.25"]]
+
+    module, names = types.ModuleType("comet_ml"), []
+    experiment = types.SimpleNamespace(set_name=names.append, end=lambda: names.append("end"))
+    module.start = lambda **options: names.append(options) or experiment  # type: ignore[attr-defined]
+    module.__spec__ = types.SimpleNamespace(name="comet_ml")  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    block = {"enabled": True, "samples_log_interval": 42, "project": "p", "api_key": "k", "experiment_name": "n"}
+    comet = compat_monitors.CometMonitor(configs.get_monitor_config({"comet": block}).comet)
+    assert comet.samples_log_interval == 42 and comet.experiment is experiment
+    comet.close()
+    assert names == [{"project": "p", "api_key": "k"}, "n", "end"]
 
 
 def test_deepspeeds_master(tmp_path: Path) -> None:

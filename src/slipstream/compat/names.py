@@ -121,6 +121,10 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config"
     },
     "deepspeed.monitor.monitor": {"slipstream.observe.monitors": "MonitorMaster"},
+    "deepspeed.monitor.tensorboard": {"slipstream.compat.monitors": "TensorBoardMonitor"},
+    "deepspeed.monitor.wandb": {"slipstream.compat.monitors": "WandbMonitor"},
+    "deepspeed.monitor.csv_monitor": {"slipstream.compat.monitors": "csvMonitor"},
+    "deepspeed.monitor.comet": {"slipstream.compat.monitors": "CometMonitor"},
     "deepspeed.utils.config": {"slipstream.compat.config": "DeepSpeedThroughputTimerConfig get_timers_config"},
     "deepspeed.runtime.engine": {
         "slipstream.compat.engine": "DeepSpeedEngine",

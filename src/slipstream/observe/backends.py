@@ -107,7 +107,7 @@ class Comet:
     """An experiment of Comet; a tag is written when `samples_log_interval` samples have passed since its last value."""
 
     def __init__(self, samples_log_interval: int, experiment_name: str | None, project: str | None, **options: Any) -> None:
-        self.experiment: Any = importlib.import_module("comet_ml").start(**given(project_name=project, **options))
+        self.experiment: Any = importlib.import_module("comet_ml").start(**given(project=project, **options))
         if experiment_name is not None:
             self.experiment.set_name(experiment_name)
         self.interval, self._last = samples_log_interval, dict[str, int]()

@@ -73,6 +73,7 @@ class _Worker:
         self.dropped = 0
         self.opened = threading.Event()  # or failed
         self.failed = False
+        self.backend: Monitor | None = None
         self._waiting: deque[Sequence[Figure]] = deque()
         self._ready = threading.Condition()
         self._ends = False
@@ -105,7 +106,7 @@ class _Worker:
 
     def _run(self) -> None:
         try:
-            backend = self.make()
+            self.backend = backend = self.make()
             self.opened.set()
             while events := self._next():
                 backend.write(events)
@@ -130,6 +131,11 @@ class Monitors:
     @property
     def enabled(self) -> bool:
         return bool(self._workers)
+
+    @property
+    def backends(self) -> list[Monitor]:
+        """Those that are open."""
+        return [worker.backend for worker in self._workers if worker.backend is not None]
 
     @property
     def dropped(self) -> int:
@@ -166,16 +172,16 @@ class MonitorMaster(Monitors):
     """DeepSpeed's class: the enabled blocks of a `DeepSpeedMonitorConfig`, on rank 0. Raises ValueError for a missing package."""
 
     def __init__(self, monitor_config: Any) -> None:
-        blocks = {name: dict(getattr(monitor_config, name)) for name in DEEPSPEED}
-        chosen = {name: without_switch(block) for name, block in blocks.items() if block["enabled"]}
-        check_packages(chosen)
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        super().__init__(_makers(chosen) if is_first else {})
+        super().__init__(makers_on_first({name: dict(getattr(monitor_config, name)) for name in DEEPSPEED}))
 
 
-def without_switch(block: Mapping[str, Any]) -> dict[str, Any]:
-    """A block's values but for `enabled`."""
-    return {name: value for name, value in block.items() if name != "enabled"}
+def makers_on_first(blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Callable[[], Monitor]]:
+    """What opens the blocks that are enabled, on rank 0. Raises ValueError for a missing package."""
+    chosen = {
+        name: {key: value for key, value in block.items() if key != "enabled"} for name, block in blocks.items() if block["enabled"]
+    }
+    check_packages(chosen)
+    return _makers(chosen) if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
 
 def open_monitors(blocks: Mapping[str, Mapping[str, Any]]) -> Monitors:
