@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.activations import recompute as checkpointing
 from slipstream.zero import comm, hooks, parameter, transforms, unit
@@ -297,3 +299,28 @@ def test_a_row_of_a_product_is_the_same_for_any_number_of_rows_above_a_few() -> 
             for count in range(2, rows // 64 + 1):
                 parts = [nn.functional.linear(part, weight) for part in x.tensor_split(count)]
                 assert torch.equal(torch.cat(parts), whole)
+
+
+def test_nodes_have_numbers_that_grow_and_the_running_one_is_known() -> None:
+    """observe/flops.py: the number of a node says whose it is, and whether an operation is of a backward or computed again."""
+    seen: list[tuple[str, bool]] = []
+    numbers: list[int] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            node = torch._C._current_autograd_node()
+            if func.overloadpacket is torch.ops.aten.mm:
+                seen.append(("forward" if node is None else "backward", torch.is_grad_enabled()))
+                if node is not None and not torch.is_grad_enabled():
+                    numbers.append(node._sequence_nr())
+            return func(*args, **(kwargs or {}))
+
+    x, since = torch.randn(2, 2, requires_grad=True), []
+    with Watched():
+        y = x
+        for _ in range(2):
+            since.append(torch.autograd._get_sequence_nr())
+            y = checkpoint(lambda x: x @ x @ x, y, use_reentrant=False)
+        y.sum().backward()
+    assert seen == [("forward", True)] * 4 + ([("backward", True)] + [("backward", False)] * 4) * 2
+    assert since[0] <= numbers[-1] < since[1] <= numbers[0]

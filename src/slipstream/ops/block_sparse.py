@@ -72,6 +72,9 @@ class BlockLayout:
         self.blocks, self.block, self.causal, self.length = blocks, block, causal, blocks.shape[1] * block
         self.tiles = self._cut()  # not when first used: a compiled model reads it
 
+    def __deepcopy__(self, memo: object) -> BlockLayout:
+        return self  # it never changes
+
     def __repr__(self) -> str:
         return f"BlockLayout({len(self.blocks)} of {self.length} tokens, block {self.block}, density {self.density:.3f})"
 
@@ -243,6 +246,12 @@ def _run(
         raise MemoryError(
             f"no memory for block-sparse attention of {s.length} tokens with {s.dim} features: a few copies of a head in fp32"
         )
+
+
+def product_flops(q: Tensor, tiles: Tensor, panels: Tensor, layouts: Tensor) -> int:
+    """FLOP of one product of all heads [B, heads, S, D] with the keys of their tiles."""
+    scores = PANEL * PANEL * sum(rows * (stop - start) for _, rows, start, stop in tiles.tolist())  # also among fake tensors
+    return 2 * scores * q.shape[3] * len(q) * q.shape[1] // (len(layouts) - 1)
 
 
 def _rows(x: Tensor) -> Tensor:

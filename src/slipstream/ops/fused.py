@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from slipstream.ops import build, cpu
 
@@ -60,7 +61,7 @@ def _native() -> Callable[..., None] | None:
 
 
 def _is_native(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype in cpu.DTYPES and _native() is not None
+    return x.is_cpu and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor) and _native() is not None
 
 
 def _run(
@@ -312,7 +313,7 @@ def add_norm(
         x, residual = x.to(wide), residual.to(wide)
     flags = (bias is not None, residual is not None, shift is not None)
     invertible = invertible and weight is not None and _is_native(x) and _may_invert(weight, shift)
-    call = _Sum(norm, eps, dropout, draw_seed(dropout), invertible, *flags)
+    call = _Sum(norm, eps, dropout, 0 if isinstance(x, FakeTensor) else draw_seed(dropout), invertible, *flags)
     if norm == "none" and not (dropout or flags[0] or flags[1]):
         return x, x
     flat = None if residual is None else residual.reshape(-1, columns).contiguous()

@@ -34,11 +34,41 @@ from slipstream.zero.leaves import named_leaves
 from slipstream.zero.wrap import repeated_blocks, wrap
 
 _aten = torch.ops.aten
-# torch's FLOP counter knows attention's CUDA kernels only; the CPU kernels have the same arguments.
-_COUNTED_AS = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
+Formula = Callable[..., int]  # of an operation's arguments, and of its result as out_val
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Of a product of groups: rows of `a`, or its columns, are sorted by group; else both are stacked."""
+    return 2 * b.shape[-1] * (a.numel() if a.dim() == 2 or b.dim() == 3 else a.shape[-2] * a.shape[-1])
+
+
+@functools.cache
+def formulas() -> Mapping[Any, Formula]:
+    """The FLOP of operations by packet: torch's, and those that its registry lacks.
+
+    The CPU kernels of attention have the arguments of the CUDA kernels. Block-sparse attention computes scores and values of its
+    tiles in the forward; in the backward the scores again, and four products more.
+    """
+    from slipstream.ops import block_sparse
+
+    sparse: Any = torch.ops.slipstream
+
+    def forward(q: Tensor, *rest: Any, **_: Any) -> int:
+        return block_sparse.product_flops(q, *rest[6:9]) * 2
+
+    def backward(grad: Tensor, *rest: Any, **_: Any) -> int:
+        return block_sparse.product_flops(grad, *rest[9:12]) * 5
+
+    return {
+        **flop_registry,
+        _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            _aten._scaled_dot_product_flash_attention_backward
+        ],
+        **({_aten._grouped_mm: _grouped_flops} if hasattr(_aten, "_grouped_mm") else {}),
+        sparse.block_sparse_forward: forward,
+        sparse.block_sparse_backward: backward,
+    }
 
 
 class DryRunError(ValueError):
@@ -53,7 +83,8 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
     with FakeTensorMode(allow_non_fake_inputs=True):
         resize = partial(_like, size=plan.batch.micro_batch_size, to=micro_batch_size)
         inputs, keywords = map_tensors(tuple(args), resize), map_tensors(dict(kwargs), resize)
-        ghost = _ghost(model, plan)
+        half = None if plan.precision.param_dtype is torch.float32 else plan.precision.param_dtype
+        ghost = without_memory(model, half, plan.precision.buffer_dtype)
         meter = _Meter(ghost)
         precision = Precision(plan.precision, torch.device("cpu"))
         if plan.activations.way == "recompute":
@@ -66,7 +97,7 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
                 inputs, keywords = precision.inputs(inputs, keywords)
                 with precision.autocast():
                     output = precision.outputs(ghost(*inputs, **keywords))
-                roots = _roots(output)
+                roots = roots_of(output)
                 del output
                 meter.phase = "backward"
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
@@ -125,16 +156,18 @@ def _like(tensor: Tensor, size: int, to: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def _ghost(model: nn.Module, plan: Plan) -> nn.Module:
-    """A copy of the model with fake parameters and buffers, in an engine's dtypes, without hooks."""
+def without_memory(model: nn.Module, half: torch.dtype | None = None, buffer_dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of the model with fake parameters and buffers and without hooks. Called under FakeTensorMode.
+
+    half, buffer_dtype: an engine's dtypes, of parameters and buffers that have others now
+    """
     memo: dict[int, Any] = {}
-    half = None if plan.precision.param_dtype is torch.float32 else plan.precision.param_dtype
     for leaf in named_leaves(model):
         for param in {id(each): each for each in (leaf.tensor, leaf.whole)}.values():
             with torch._C.DisableTorchFunctionSubclass():  # released parameters have shapes
                 fake = torch.empty(tuple(param.shape), dtype=param.dtype if leaf.exact else half or param.dtype, device="cpu")
                 memo.setdefault(id(param), nn.Parameter(fake, requires_grad=param.requires_grad))
-    for _, _, buffer, dtype in buffer_dtypes(model, half, plan.precision.buffer_dtype):
+    for _, _, buffer, dtype in buffer_dtypes(model, half, buffer_dtype):
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
     ghost = copy.deepcopy(model, memo)
     for module in ghost.modules():
@@ -144,7 +177,7 @@ def _ghost(model: nn.Module, plan: Plan) -> nn.Module:
     return ghost
 
 
-def _roots(output: Any) -> list[Tensor]:
+def roots_of(output: Any) -> list[Tensor]:
     """The roots of the backward: the loss (a scalar, `.loss`, the first output), else all outputs that require a gradient."""
     loss = getattr(output, "loss", None)
     candidates = [tensor for tensor in tensors_in(output if loss is None else loss) if tensor.requires_grad]
@@ -226,15 +259,15 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "aten":  # metadata queries
+        if func.namespace not in ("aten", "slipstream"):  # metadata queries
             return out
         made = 0
         for tensor in _tensors(out):
             made += self._follow(tensor.untyped_storage())
         work = self.work[self.phase]
-        packet = _COUNTED_AS.get(func.overloadpacket, func.overloadpacket)
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        formula = formulas().get(func.overloadpacket)
+        if formula is not None:
+            flops = formula(*args, **(kwargs or {}), out_val=out)
             work[0] += flops
             dtype = str(next(_tensors(args)).dtype).removeprefix("torch.")
             self.products[dtype] = self.products.get(dtype, 0) + flops

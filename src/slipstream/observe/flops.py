@@ -1,0 +1,146 @@
+"""The FLOP of each module of a model, forward and backward, by the formulas of matrix products, convolutions and attention.
+
+An operation belongs to the innermost module that is running; one of the backward to the module that was running when the node of
+autograd that runs it was made. A product has two FLOP for each multiply-accumulate (MAC); other operations count as nothing.
+
+[Note: Whose backward] Nodes of autograd have numbers that grow with time (torch's sequence numbers), so the numbers at which
+modules begin and end say whose a node is. Nothing is added to the graph; checkpoints and shared modules are right.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import logging
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(slots=True)
+class Work:
+    """FLOP of some calls."""
+
+    forward: int = 0
+    backward: int = 0  # with what is computed again
+    recomputed: int = 0  # of the backward: forwards of activation checkpointing
+
+    def add(self, other: Work, times: int = 1) -> None:
+        self.forward += times * other.forward
+        self.backward += times * other.backward
+        self.recomputed += times * other.recomputed
+
+
+Counts = dict[str, Work]  # module -> its own work, without that of modules inside
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts what runs inside, by module. Operations outside of the model's modules, such as a loss behind it, do not count."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        from slipstream.train.planning import dry_run  # torch's fake tensors are slow to import
+
+        self.formulas = dry_run.formulas()
+        self.counts: Counts = {}
+        self._running: list[str] = []
+        self._since: list[int] = [-1]  # number of the first node ...
+        self._whose: list[str | None] = [""]  # ... of this module; parallel/overlap.py gives some nodes low numbers
+        self._handles: list[Any] = []
+        for name, module in modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)),
+                module.register_forward_hook(lambda *_, name=name: self._leave(name), always_call=True),
+            ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> None:
+        self._running.append(name)
+        self._mark()
+
+    def _leave(self, name: str) -> None:
+        while self._running and self._running.pop() != name:  # a recomputation may stop early, with an exception
+            pass
+        self._mark()
+
+    def _mark(self) -> None:
+        self._since.append(torch.autograd._get_sequence_nr())
+        self._whose.append(self._running[-1] if self._running else None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = self.formulas.get(func.overloadpacket)
+        if formula is None:
+            return out
+        node = torch._C._current_autograd_node()
+        again = node is not None and torch.is_grad_enabled()
+        name: str | None
+        if self._running and (node is None or again):
+            name = self._running[-1]
+        else:
+            name = None if node is None else self._whose[bisect.bisect_right(self._since, node._sequence_nr()) - 1]
+        if name is None:
+            return out
+        flops = formula(*args, **(kwargs or {}), out_val=out)
+        self.counts.setdefault(name, Work()).add(Work(flops) if node is None else Work(0, flops, again * flops))
+        return out
+
+
+def count(model: nn.Module, args: Any, kwargs: Any, names: Iterable[str], recomputed: Iterable[str] = ()) -> Counts:
+    """The work of one call of the model and, if gradients are enabled, its backward, on fake tensors, which have shapes only.
+
+    names: the modules that count; what others compute is their parent's. recomputed: modules whose forward the backward repeats.
+    Raises what the model raises if it reads values.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.checkpoint import checkpoint
+
+    from slipstream.train.planning import dry_run
+
+    state, noise = random.getstate(), logging.getLogger("torch._subclasses.fake_tensor")
+    said, noise.disabled = noise.disabled, True  # what the caller handles
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            ghost = dry_run.without_memory(model)
+            modules = dict(ghost.named_modules())
+            for name in recomputed:
+                block = modules[name]
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            inputs, keywords = _faked(args), _faked(kwargs)
+            counter = FlopCounter({name: modules[name] for name in names})
+            with counter:
+                output = ghost(*inputs, **keywords)
+                if torch.is_grad_enabled() and (roots := _roots(output)):
+                    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    finally:
+        random.setstate(state)
+        noise.disabled = said
+    return counter.counts
+
+
+def _roots(output: Any) -> list[Tensor]:
+    from slipstream.train.planning import dry_run
+
+    try:
+        return dry_run.roots_of(output)
+    except ValueError:  # no parameter requires a gradient
+        return []
+
+
+def _faked(value: Any) -> Any:
+    """A copy of a tree, with objects inside, of tensors without memory."""
+    memo: dict[int, Any] = {}
+    from slipstream.train.planning import dry_run
+
+    for tensor in dry_run.tensors_in(value):
+        memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+    return copy.deepcopy(value, memo)
