@@ -270,6 +270,8 @@ def plain() -> dict[str, Config]:
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
     }
+    results["comms-log"] = having(LITTLE, comms_logger={"enabled": True, "verbose": True})
+    results["flops"] = having(LITTLE, flops_profiler={"enabled": True, "profile_step": 5})
     results["logging"] = having(LITTLE, dump_state=True, memory_breakdown=True, wall_clock_breakdown=True, steps_per_print=1)
     results["apex-off"] = having(LITTLE, amp={"enabled": False, "opt_level": "O2"}, fp16={"enabled": True})
     results["sparse-dense"] = having(LITTLE, sparse_gradients=False, dataloader_drop_last=True)
@@ -399,8 +401,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "unknown-in-block": (trainer(2, zero_optimization__sharding_strategy="full"), "sharding_strategy"),
     "both-halves": (trainer(2, fp16__enabled=True, bf16__enabled=True), "bf16.enabled"),
     "batch-triad": (having(MEGATRON, gradient_accumulation_steps=7), "train_batch_size"),
-    "comms-log": (having(LITTLE, comms_logger={"enabled": True, "verbose": True}), "comms_logger.enabled"),
-    "flops": (having(LITTLE, flops_profiler={"enabled": True, "profile_step": 5}), "flops_profiler.enabled"),
     "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
     "data-efficiency": (
         having(MEGATRON, data_efficiency={"data_routing": {"random_ltd": {"enabled": True}}}),

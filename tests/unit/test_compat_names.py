@@ -636,7 +636,7 @@ def test_memory_is_told_where_it_is_forced(caplog: pytest.LogCaptureFixture) -> 
     see("quiet")
     assert not caplog.text
     see("after the model", force=True)
-    assert "after the model: " in caplog.text and "GiB allocated" in caplog.text
+    assert "after the model" in caplog.text and "Max_MA" in caplog.text and "CPU Virtual Memory:  used = " in caplog.text
 
 
 @pytest.mark.usefixtures("group")

@@ -36,6 +36,7 @@ FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
 (EXPERTS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "EXPERTS.md").read_text(), re.S)
 (ACTIVATIONS,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ACTIVATIONS.md").read_text(), re.S)
 (SPARSE,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SPARSE_ATTENTION.md").read_text(), re.S)
+(OBSERVING,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "OBSERVING.md").read_text(), re.S)
 (COMPRESSION,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "COMPRESSION.md").read_text(), re.S)
 PARAMETERS = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PARAMETERS.md").read_text(), re.S))
 
@@ -118,6 +119,13 @@ def test_compression_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(COMPRESSION + "\nassert BertForMaskedLM.from_pretrained('small')(ids).logits.isfinite().all()\n")
     run(script)
+
+
+def test_observing_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OBSERVING)
+    first, backward = run(script).splitlines()
+    assert f"# {first}\n" in OBSERVING and int(backward) == 3 * 2 * 8 * 64 * 256, "the first layer's input has no gradient"
 
 
 def test_experts_run(tmp_path: Path) -> None:

@@ -102,7 +102,26 @@ def has_all_gather_into_tensor() -> bool:
 has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
-def configure(deepspeed_config: Any = None, enabled: bool | None = None, **kwargs: Any) -> None:
-    """Raise ValueError if the communication logger is enabled: it is not built. `engine.explain()` returns the bytes of a step."""
-    if enabled or (isinstance(deepspeed_config, dict) and deepspeed_config.get("comms_logger", {}).get("enabled")):
-        raise ValueError("deepspeed.comm.configure(enabled=True): the communication logger is not built yet; use engine.explain()")
+configured: dict[str, Any] = {}  # the block comms_logger of engines whose config has none
+
+
+def configure(deepspeed_config: Any = None, enabled: bool | None = None, **options: Any) -> None:
+    """Set the communication log of engines that are initialized from now on. options: prof_all, prof_ops, verbose, debug."""
+    block = deepspeed_config.get("comms_logger", {}) if isinstance(deepspeed_config, dict) else {}
+    configured.clear()
+    configured.update(block | {name: value for name, value in {"enabled": enabled, **options}.items() if value is not None})
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Write what the engines of this process have sent since they began, on rank 0. Collective with `show_straggler`.
+
+    Returns the figures with `return_dict`, of one engine. Operations that a script calls itself are not among them. Raises
+    ValueError if no engine has a log.
+    """
+    from slipstream.compat.zero import traffic_of_engines
+
+    logs = traffic_of_engines()
+    if not logs:
+        raise ValueError('deepspeed.comm.log_summary(): no engine has a log; set "comms_logger": {"enabled": true} in its config')
+    found = [log.log_summary(show_straggler) for log in logs]
+    return found[-1] if return_dict else None

@@ -22,15 +22,18 @@ import slipstream
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
 from slipstream.compat import groups, sparse, zero
+from slipstream.compat.comm import configured
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
+from slipstream.compat.timers import StepLines, SynchronizedWallClockTimer, ThroughputTimer, Timer
 from slipstream.compat.weights import ZERO_TO_FP32, consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.data.sampler import CurriculumLoader
 from slipstream.data.schedules import CurriculumScheduler
 from slipstream.observe.monitors import Monitors
+from slipstream.observe.profile import FlopsProfiler
 from slipstream.train import pipeline
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
@@ -70,7 +73,12 @@ class DeepSpeedEngine(Engine):
     """Created by `initialize` below from a Slipstream engine. Attributes that it does not have are read from the model."""
 
     config: Any  # the user's config as a dict
+    lines: StepLines
     coalesces = False  # inside coalesce_grad_reduction()
+
+    def _begin(self, config: Any) -> None:
+        self.config = config
+        self.lines = StepLines(self)
 
     @cached_property
     def _config(self) -> Any:
@@ -94,8 +102,11 @@ class DeepSpeedEngine(Engine):
                 f"engine.step(lr_kwargs={dict(lr_kwargs)}): the engine steps the scheduler; set its values before step()"
             )
         assert not self.coalesces, "engine.step() inside coalesce_grad_reduction(), which implies no_sync(): step after it"
+        before = self.global_steps
         with _asserting(UnusedParameterError):
             super().step()
+        if self.global_steps == before:
+            self.lines.end_micro_step()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         self.set_boundary(is_boundary)
@@ -233,6 +244,24 @@ class DeepSpeedEngine(Engine):
                 "data_efficiency.data_sampling.curriculum_learning"
             )
         return self.training_dataloader
+
+    @property
+    def timers(self) -> SynchronizedWallClockTimer:
+        """The timers of `wall_clock_breakdown`; without it there are none."""
+        return self.lines.timers
+
+    def get_wall_clock_timers(self) -> dict[str, Timer]:
+        """The timers by name: fwd, bwd, bwd_inner, bwd_allreduce and step, and with _microstep; each line resets its own."""
+        return self.lines.timers.get_timers()
+
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        return self.lines.speed
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """The profiler of the config, on rank 0."""
+        return self.states[0].resources.get("flops profiler")
 
     @property
     def monitor(self) -> Monitors:
@@ -469,7 +498,7 @@ def initialize(
         dist_init_required,
     )
     raw = _unfold(loaded.raw)
-    used = tolerant(with_known_warmup(raw))
+    used = ({"comms_logger": configured} if configured else {}) | tolerant(with_known_warmup(raw))
     if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
         used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
     try:
@@ -492,7 +521,7 @@ def initialize(
     # DeepSpeedEngine adds only methods, so changing the class is enough.
     engine.__class__ = PipelineEngine if isinstance(engine, pipeline.PipelineEngine) else DeepSpeedEngine
     assert isinstance(engine, DeepSpeedEngine)
-    engine.config = raw
+    engine._begin(raw)
     if engine.mesh.is_first:
         keys.say(loaded.notes)
     if lr_scheduler is None and scheduler is not None:

@@ -114,6 +114,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero.leaf_module_config": {"slipstream.compat.config": "DeepSpeedZeroLeafModuleConfig"},
     "deepspeed.runtime.swap_tensor.aio_config": {"slipstream.compat.config": "get_aio_config"},
     "deepspeed.runtime.activation_checkpointing.config": {"slipstream.compat.config": "DeepSpeedActivationCheckpointingConfig"},
+    "deepspeed.profiling.flops_profiler": {"slipstream.observe.profile": "FlopsProfiler get_model_profile number_to_string"},
+    "deepspeed.utils.timer": {"slipstream.compat.timers": "SynchronizedWallClockTimer ThroughputTimer trim_mean"},
     "deepspeed.profiling.config": {"slipstream.compat.config": "DeepSpeedFlopsProfilerConfig"},
     "deepspeed.comm.config": {"slipstream.compat.config": "CommsLoggerConfig DeepSpeedCommsConfig"},
     "deepspeed.compile.config": {"slipstream.compat.config": "CompileConfig"},
@@ -180,12 +182,12 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.comm": {
         "slipstream.compat.comm": "allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank "
         "get_world_group get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed "
-        "initialize_mesh_device is_available is_initialized new_group reduce_scatter_fn"
+        "initialize_mesh_device is_available is_initialized log_summary new_group reduce_scatter_fn"
     },
     "deepspeed.utils": {
-        "slipstream.compat.utils": "OnDevice get_z3_leaf_modules log_dist logger set_log_level_from_string set_z3_leaf_module "
-        "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module "
-        "z3_leaf_parameter",
+        "slipstream.compat.utils": "OnDevice get_z3_leaf_modules log_dist logger see_memory_usage set_log_level_from_string "
+        "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules "
+        "z3_leaf_module z3_leaf_parameter",
         "slipstream.compat.fragments": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
         "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
         "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
@@ -280,6 +282,7 @@ ALIASES: Mapping[str, str] = {
     "deepspeed.zero": "deepspeed.runtime.zero",
     "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "deepspeed.comm.comm": "deepspeed.comm",
+    "deepspeed.profiling.flops_profiler.profiler": "deepspeed.profiling.flops_profiler",
     "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
     "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
     "deepspeed.ops.lamb.fused_lamb": "deepspeed.ops.lamb",
@@ -326,6 +329,9 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.ops.lamb.FusedLamb, OnebitAdam, OnebitLamb": "correct biases: LAMB before it computes the norm, as in the paper",
     "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` leaves out what "
     "the checkpoint's optimizer does not have",
+    "deepspeed.profiling.flops_profiler.FlopsProfiler, deepspeed.comm.log_summary": "the profiler counts products, convolutions "
+    "and attention, and the backward as it is; the summary has transfers of engines only, and latencies end when a rank has its "
+    "result",
     "deepspeed.utils.set_z3_leaf_modules": "marks modules to gather as a unit; blocks and layers of experts are without it",
     "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
     "deepspeed.moe.layer.MoE": "stacks its experts: a parameter of one is `...experts.stack.expert.NAME` with a leading dimension. "
@@ -420,7 +426,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.aio": {"*": "the asynchronous file handle; offload_optimizer and offload_param use the disk"},
     "deepspeed.inference": {"*": _SERVING},
     "deepspeed.module_inject": {"*": _INJECTION},
-    "deepspeed.profiling.flops_profiler": {"*": "the flops profiler; torch.utils.flop_counter counts a forward and backward"},
     "deepspeed.elasticity": {"*": _ELASTIC},
     "deepspeed.linear": {"*": "DeepSpeed's quantized LoRA layers; use PEFT"},
     "deepspeed.autotuning": {"*": _TUNING},
@@ -488,7 +493,6 @@ CONFIG_GETTERS: Mapping[str, str] = {
 
 _REDUCED = "the engine reduces gradients during backward and step"
 _COMPILE = "DeepCompile; engine.compile() is torch.compile"
-_TIMERS = "timer objects; steps_per_print logs samples per second, and wall_clock_breakdown the time of each phase"
 
 
 def _rows(names: str, why: str) -> dict[str, str]:
@@ -507,7 +511,7 @@ MISSING_METHODS: Mapping[str, str] = {
         "get_autotp_backend compile_zero_optimization_stage compile_autosp compile_autotp uses_parallelization_pass_only",
         _COMPILE,
     ),
-    **_rows("tput_timer get_wall_clock_timers print_forward_breakdown", _TIMERS),
+    "print_forward_breakdown": "the time inside of DeepSpeed's layers; flops_profiler has that of each module",
     **_rows(
         "autotuning_metric autotuning_metric_path autotuning_model_info_path autotuning_profile_model_info "
         "autotuning_start_profile_step autotuning_end_profile_step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -33,18 +34,17 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the memory of the device (on the CPU, of this process) on rank 0. A no-op unless `force`."""
+    """Log the memory of the device (on the CPU, of this process) and of the host on rank 0. A no-op unless `force`."""
     if not force or get_rank() != 0:
         return
     gc.collect()
     device, gib = get_accelerator(), 1 << 30
-    logger.warning(
-        "%s: %.2f GiB allocated, %.2f GiB peak, %.2f GiB free",
-        message,
-        device.memory_allocated() / gib,
-        device.max_memory_allocated() / gib,
-        device.available_memory() / gib,
-    )
+    names = {"MA": "memory_allocated", "Max_MA": "max_memory_allocated", "CA": "memory_reserved", "Max_CA": "max_memory_reserved"}
+    logger.warning("%s", message)
+    logger.warning("%s", "         ".join(f"{title} {getattr(device, name)() / gib:.2f} GB" for title, name in names.items()))
+    total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    used = total - free
+    logger.warning("CPU Virtual Memory:  used = %.2f GB, percent = %.1f%%", used / gib, 100 * used / total)
 
 
 def set_random_seed(seed: int) -> None:

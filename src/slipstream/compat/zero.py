@@ -556,6 +556,11 @@ def register_engine(engine: Any) -> None:
     set_attributes(engine, [])
 
 
+def traffic_of_engines() -> list[Any]:
+    """The communication logs of living engines."""
+    return [engine.states[0].resources["traffic"] for engine in _engines if engine.states and engine.plan.traffic is not None]
+
+
 def parameters_of(engine: Engine) -> list[nn.Parameter]:
     """The model's parameters; a quantized one counts once, not per inner tensor."""
     return list({id(param): param for unit in engine.units for param in unit.model_params}.values())

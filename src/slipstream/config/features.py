@@ -268,15 +268,19 @@ class SparseAttention(Block):
     num_sliding_window_blocks: Count = honored(3, "Blocks of the sliding window (bigbird, bslongformer).", _PATTERN)
 
 
+_PROFILER = "test_flops_profiler"
+
+
 class FlopsProfiler(Block):
-    feature = Feature("the flops profiler", "set it to false; torch.utils.flop_counter counts a forward and backward")
-    enabled: bool = switch()
-    profile_step: Size = 1
-    module_depth: Int = -1
-    top_modules: Size = 1
-    detailed: bool = True
-    output_file: str | None = None
-    recompute_fwd_factor: Real = 0.0
+    enabled: bool = honored(False, "Profile one step: parameters, MACs, FLOP and latency of each module.", _PROFILER)
+    profile_step: Size = honored(1, "Steps before the one that is profiled.", _PROFILER)
+    module_depth: Int = honored(-1, "Depth to which top modules are listed; -1: all.", _PROFILER)
+    top_modules: Size = honored(1, "Number of top modules at each depth.", _PROFILER)
+    detailed: bool = honored(True, "Print the tree of all modules.", _PROFILER)
+    output_file: str | None = honored(
+        None, "File for the profile, beside which FILE.json and FILE.svg are written; not set: standard output.", _PROFILER
+    )
+    recompute_fwd_factor: Real = no_effect(0.0, "the backward is counted as it is, with what it computes again")
 
 
 # Data
@@ -695,17 +699,19 @@ class OwnMonitors(Block):
     )
 
 
+_TRAFFIC = "test_comms_logger"
+
+
 class CommsLogger(Block):
-    feature = Feature("the communication log", "set it to false; engine.explain() reports the bytes communicated per step")
-    enabled: bool = switch()
-    prof_all: bool = True
-    prof_ops: Names = []
-    verbose: bool = False
-    debug: bool = False
+    enabled: bool = honored(False, "Record the operations between ranks: bytes, times and waits.", _TRAFFIC)
+    prof_all: bool = honored(True, "Record all operations; false: those of `prof_ops`.", _TRAFFIC)
+    prof_ops: Names = honored([], "Operations to record, by DeepSpeed's names.", _TRAFFIC)
+    verbose: bool = honored(False, "Log each operation.", _TRAFFIC)
+    debug: bool = no_effect(False, "with `verbose`, each line names the unit whose states move")
 
 
 class ThroughputTimer(Block):
-    enabled: bool = no_effect(True, "steps_per_print and wall_clock_breakdown enable timing")
+    enabled: bool = honored(True, "Progress lines have samples per second.", "test_timers")
     synchronized: bool = no_effect(True, "timers read the clock only where the step synchronizes anyway")
 
 

@@ -374,6 +374,28 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePlan:
+    step: int = key("flops_profiler.profile_step")  # steps before the one that is profiled
+    module_depth: int = key("flops_profiler.module_depth")
+    top_modules: int = key("flops_profiler.top_modules")
+    detailed: bool = key("flops_profiler.detailed")
+    output_file: str | None = key("flops_profiler.output_file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficPlan:
+    every: bool = key("comms_logger.prof_all")  # record all operations, not only these
+    operations: tuple[str, ...] = key("comms_logger.prof_ops", read=tuple, shown=list)
+    verbose: bool = key("comms_logger.verbose")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracePlan:
+    steps: tuple[int, int] = key("slipstream.trace.steps", read=tuple, shown=list)  # from the first to before the second
+    folder: str = key("slipstream.trace.folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DebugPlan:
     timeout_s: float = key("slipstream.timeout_s")
     poison_released: bool = key("slipstream.poison_released")
@@ -421,6 +443,11 @@ class Plan:
     broadcast_buffers: bool = key("slipstream.broadcast_buffers")  # broadcast rank 0's before each forward
     steps_per_print: int | None = key("steps_per_print")  # None = never
     wall_clock_breakdown: bool = key("wall_clock_breakdown")
+    memory_breakdown: bool = key("memory_breakdown")
+    throughput: bool = key("timers.throughput.enabled")  # in progress lines
+    profile: ProfilePlan | None = key("flops_profiler.enabled", shown=bool, when=lambda plan: plan.profile is not None)
+    traffic: TrafficPlan | None = key("comms_logger.enabled", shown=bool, when=lambda plan: plan.traffic is not None)
+    trace: TracePlan | None
     dump_state: bool = key("dump_state")
     log_level: str | None = key("log_level")
     seed: int = key("slipstream.seed")  # of the data loader's shuffle

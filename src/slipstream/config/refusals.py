@@ -164,6 +164,11 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
 
 
 REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.plan.trace is not None and (len(c.plan.trace.steps) != 2 or c.plan.trace.steps[0] >= c.plan.trace.steps[1]),
+        "slipstream.trace.steps {c.plan.trace.steps} are not the first step that is traced and a later one, before which the trace "
+        "ends; set them to [10, 13], for example",
+    ),
     Refusal(lambda c: c.contradiction, "{c.contradiction}: sizes of one axis of the mesh; drop all but one"),
     Refusal(
         lambda c: c.plan.pipeline.reduce == "micro_batch" and c.plan.pipeline.schedule == "zero_bubble",

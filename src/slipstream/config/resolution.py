@@ -39,9 +39,12 @@ from slipstream.config.plan import (
     PipelinePlan,
     Plan,
     PrecisionPlan,
+    ProfilePlan,
     SchedulerPlan,
     SparsePlan,
     TensorPlan,
+    TracePlan,
+    TrafficPlan,
     ZeroPlan,
     json_keys,
 )
@@ -150,6 +153,9 @@ def case_of(values: Values, world: DataWorld) -> Case:
         efficiency=_efficiency(values),
         monitors=_monitors(values),
         own_monitors=_own_monitors(values),
+        profile=values.section(ProfilePlan) if values["flops_profiler.enabled"] else None,
+        traffic=values.section(TrafficPlan) if values["comms_logger.enabled"] else None,
+        trace=values.section(TracePlan) if values.parsed.config.slipstream.trace is not None else None,
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
         checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),

@@ -331,6 +331,13 @@ class AutomaticCheckpoints(Block):
     resume: bool = honored(True, "`initialize` loads the newest checkpoint of the directory, if there is one.", _AUTOSAVE)
 
 
+class Trace(Block):
+    """Traces of torch.profiler (observe/trace.py)."""
+
+    steps: list[Size] = honored([10, 13], "First step that is traced, and the first one that is not any more.", "test_trace")
+    folder: str = honored("trace", "Directory of the traces, one file for each rank.", "test_trace")
+
+
 class Slipstream(Block):
     """Slipstream's own options."""
 
@@ -368,6 +375,7 @@ class Slipstream(Block):
         "Steps between measurements of the gradient noise scale, in samples, which monitors get; 0: none.",
         "test_the_noise_scale_of_a_known_spread",
     )
+    trace: Trace | None = None
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 
 
@@ -434,7 +442,7 @@ class Config(Block):
     )
     steps_per_print: Interval = honored(None, "Steps between progress lines in the log; not set: none.")
     wall_clock_breakdown: bool = honored(False, "Log the time of forward, backward and step, in seconds.")
-    memory_breakdown: bool = no_effect(False, "engine.explain() reports the bytes of every state")
+    memory_breakdown: bool = honored(False, "Log the memory of each rank before and after forward, backward and step.")
     dump_state: bool = honored(False, "Log the resolved plan at startup.")
     log_level: Word[Literal["debug", "info", "warning", "error", "critical"] | None] = honored(
         None, "Log level of the logger `slipstream`."

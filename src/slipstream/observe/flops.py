@@ -24,20 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(slots=True)
-class Work:
+class FlopSum:
     """FLOP of some calls."""
 
     forward: int = 0
     backward: int = 0  # with what is computed again
     recomputed: int = 0  # of the backward: forwards of activation checkpointing
 
-    def add(self, other: Work, times: int = 1) -> None:
+    def add(self, other: FlopSum, times: int = 1) -> None:
         self.forward += times * other.forward
         self.backward += times * other.backward
         self.recomputed += times * other.recomputed
 
 
-Counts = dict[str, Work]  # module -> its own work, without that of modules inside
+Counts = dict[str, FlopSum]  # module -> its own work, without that of modules inside
 
 
 class FlopCounter(TorchDispatchMode):
@@ -55,7 +55,7 @@ class FlopCounter(TorchDispatchMode):
         self._handles: list[Any] = []
         for name, module in modules.items():
             self._handles += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)),
+                module.register_forward_pre_hook(lambda *_, name=name: self.enter(name)),
                 module.register_forward_hook(lambda *_, name=name: self._leave(name), always_call=True),
             ]
 
@@ -63,7 +63,8 @@ class FlopCounter(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
+        """A module begins."""
         self._running.append(name)
         self._mark()
 
@@ -73,7 +74,7 @@ class FlopCounter(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        self._since.append(torch.autograd._get_sequence_nr())
+        self._since.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._whose.append(self._running[-1] if self._running else None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +92,7 @@ class FlopCounter(TorchDispatchMode):
         if name is None:
             return out
         flops = formula(*args, **(kwargs or {}), out_val=out)
-        self.counts.setdefault(name, Work()).add(Work(flops) if node is None else Work(0, flops, again * flops))
+        self.counts.setdefault(name, FlopSum()).add(FlopSum(flops) if node is None else FlopSum(0, flops, again * flops))
         return out
 
 
@@ -138,9 +139,9 @@ def _roots(output: Any) -> list[Tensor]:
 
 def _faked(value: Any) -> Any:
     """A copy of a tree, with objects inside, of tensors without memory."""
-    memo: dict[int, Any] = {}
     from slipstream.train.planning import dry_run
 
+    memo: dict[int, Any] = {}
     for tensor in dry_run.tensors_in(value):
         memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
     return copy.deepcopy(value, memo)

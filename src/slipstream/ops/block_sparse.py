@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from slipstream.ops import build, cpu
 
@@ -250,7 +251,8 @@ def _run(
 
 def product_flops(q: Tensor, tiles: Tensor, panels: Tensor, layouts: Tensor) -> int:
     """FLOP of one product of all heads [B, heads, S, D] with the keys of their tiles."""
-    scores = PANEL * PANEL * sum(rows * (stop - start) for _, rows, start, stop in tiles.tolist())  # also among fake tensors
+    with _disable_current_modes():  # a layout has values, also among fake tensors
+        scores = PANEL * PANEL * sum(rows * (stop - start) for _, rows, start, stop in tiles.tolist())
     return 2 * scores * q.shape[3] * len(q) * q.shape[1] // (len(layouts) - 1)
 
 

@@ -15,6 +15,9 @@ from slipstream.attention.transformers import apply_pattern
 from slipstream.compression.compress import clock_of, init_compression
 from slipstream.compression.eigenvalue import Eigenvalue
 from slipstream.config.plan import Plan
+from slipstream.observe import memory, traffic
+from slipstream.observe.profile import profile_step
+from slipstream.observe.trace import trace_steps
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
@@ -68,6 +71,22 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     return connect
 
 
+def _observe(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
+    rows: tuple[tuple[object, Callable[[Engine], None]], ...] = (
+        (plan.profile, profile_step),
+        (plan.traffic, traffic.record),
+        (plan.trace, trace_steps),
+        (plan.memory_breakdown, memory.tell_phases),
+    )
+    chosen = [connect for wanted, connect in rows if wanted]
+
+    def connect_all(engine: Engine) -> None:
+        for connect in chosen:
+            connect(engine)
+
+    return connect_all if chosen else None
+
+
 CHANGES: tuple[Change, ...] = (
     _sparse_attention,
     _fuse_layers,
@@ -77,6 +96,7 @@ CHANGES: tuple[Change, ...] = (
     _compress,
     monitor,
     measure_noise,
+    _observe,
 )
 
 

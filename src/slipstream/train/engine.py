@@ -112,7 +112,7 @@ class Engine(nn.Module):
         self.rank, self.world_size = self.mesh.rank, self.mesh.world.size
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_grad_norm: float | None = None
-        self.progress = Progress(self.plan, logs=self.mesh.is_first)
+        self.progress = Progress(self.plan, self.device, logs=self.mesh.is_first)
         self.window = AccumulationWindow(self.plan, self.mesh.num_means)
         self.step_applied = False
         self.overflow = False

@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.config import Plan, describe, keys
+from slipstream.observe import clock
 from slipstream.world.mesh import Mesh
 
 logger = logging.getLogger("slipstream.train")
 _MOST_CELLS = 32  # lines of a layout
+_MOST_SPANS = 256
 
 
 def log_plan(plan: Plan) -> None:
     """Log the config keys that have no effect and, with `dump_state`, the whole plan. Called on one rank."""
     package = logging.getLogger("slipstream")
-    logs = plan.steps_per_print or plan.wall_clock_breakdown or plan.dump_state or plan.log_level
+    logs = plan.steps_per_print or plan.wall_clock_breakdown or plan.memory_breakdown or plan.dump_state or plan.log_level
     if logs and not package.hasHandlers():  # the config asks for logs, and the script has not configured logging
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
@@ -72,12 +75,21 @@ def log_layout(mesh: Mesh, ranks_of_host: int) -> None:
 
 
 class Progress:
-    """Times and counts of one engine; logs on rank 0 only."""
+    """Times and counts of one engine; logs on rank 0 only.
 
-    def __init__(self, plan: Plan, *, logs: bool) -> None:
+    around  called with the name of each phase as it begins; what they return is entered until it ends
+    flops   of this rank in a step, once a profile has counted them
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, *, logs: bool) -> None:
         self.every = plan.steps_per_print if logs else None
         self.times = (plan.wall_clock_breakdown or plan.activations.profile) and logs
-        self.seconds: dict[str, float] = {}
+        self.device = device if plan.wall_clock_breakdown or plan.profile is not None else torch.device("cpu")  # whose time counts
+        self.around: list[Callable[[str], AbstractContextManager[object]]] = []
+        self.flops = 0
+        self.tells_speed = plan.throughput
+        self._seconds: dict[str, float] = {}  # of this window
+        self._spans: list[tuple[str, Any, Any]] = []  # times that the device may not have reached yet
         self.since = self.last = time.perf_counter()
         self.losses: list[float | Tensor] | None = None  # of this rank's micro-batches in this window, for monitors
         self.samples = plan.batch.train_batch_size
@@ -96,28 +108,40 @@ class Progress:
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
         """Add the time spent inside to that of `part` in this window."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+        with ExitStack() as stack:
+            for around in self.around:
+                stack.enter_context(around(part))
+            start = clock.mark(self.device)
+            try:
+                yield
+            finally:
+                self._spans.append((part, start, clock.mark(self.device)))
+                if len(self._spans) > _MOST_SPANS or self.device.type != "cuda":
+                    self._settle()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time of each part in this window."""
+        self._settle()
+        return self._seconds
+
+    def _settle(self) -> None:
+        for part, start, stop in self._spans:
+            self._seconds[part] = self._seconds.get(part, 0.0) + clock.between(start, stop)
+        self._spans.clear()
 
     def step_done(self, step: int, skipped: int, rates: Sequence[float], norm: float, loss_scale: float, samples: int) -> None:
         """Log at the end of a window. samples: of all ranks in one step."""
         if self.every and step % self.every == 0:
             elapsed, self.since = time.perf_counter() - self.since, time.perf_counter()
-            logger.info(
-                "step %d, skipped %d, lr %s, gradient norm %.4g, loss scale %g, %.1f samples/s",
-                step,
-                skipped,
-                rates,
-                norm,
-                loss_scale,
-                self.every * samples / elapsed,
-            )
+            speed = f", {self.every * samples / elapsed:.1f} samples/s" if self.tells_speed else ""
+            speed += f", {self.every * self.flops / elapsed / 1e12:.4g} TFLOPS per rank" if self.tells_speed and self.flops else ""
+            line = "step %d, skipped %d, lr %s, gradient norm %.4g, loss scale %g%s"
+            logger.info(line, step, skipped, rates, norm, loss_scale, speed)
         if self.times:
             parts = ", ".join(f"{part} {1e3 * seconds:.2f} ms" for part, seconds in self.seconds.items())
             logger.info("step %d: %s", step, parts)
-        self.seconds.clear()
+        self._spans.clear()
+        self._seconds.clear()
         if self.losses:
             self.losses.clear()

@@ -28,8 +28,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -64,14 +64,28 @@ class Ledger:
     group: Any
     launched: int = 0
     in_flight: dict[int, str] = field(default_factory=dict)  # number -> operation
+    record: OperationLog | None = None  # of a log that the user has asked for
 
-    def launch(self, operation: str) -> int:
+    def launch(self, operation: str, nbytes: int = 0, sent: int = 0) -> int:
+        """nbytes: of the whole buffer; sent: of those, what leaves this rank."""
         self.launched += 1
         self.in_flight[self.launched] = operation
+        if self.record is not None:
+            self.record.launch(self, self.launched, operation, nbytes, sent)
         return self.launched
 
     def finish(self, number: int) -> None:
         del self.in_flight[number]
+        if self.record is not None:
+            self.record.finish(self, number)
+
+
+class OperationLog(Protocol):
+    """Is told of a ledger's operations (observe/traffic.py)."""
+
+    def launch(self, ledger: Ledger, number: int, operation: str, nbytes: int, sent: int) -> None: ...
+
+    def finish(self, ledger: Ledger, number: int) -> None: ...
 
 
 class Waiter(Protocol):
@@ -96,10 +110,13 @@ class Watch:
         self.wait_for = ""
         self.awaits: tuple[str, int] | None = None
         self.waits = 0
+        self.waited_s = 0.0
+        self.around: list[Callable[[str], AbstractContextManager[object]]] = []  # of what a wait is for; entered until it ends
         self.failure: str | None = None  # if set, every wait raises with this text
         self.is_lost = True  # the failure is a lost rank: raise PeerLostError
         self.was_raised = False
         self.ledgers: list[Ledger] = []
+        self.record: OperationLog | None = None  # of ledgers to come, too
         self.waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self.rank = 0
         self.names: Mapping[int, str] = {}  # rank -> its place on the axes, as text
@@ -117,10 +134,15 @@ class Watch:
     def waiting(self, operation: str, awaits: tuple[str, int] | None = None) -> Iterator[None]:
         """Mark this rank as blocked in `operation`."""
         self.wait_for, self.awaits, self.waits = operation, awaits, self.waits + 1
+        start = time.perf_counter()
         try:
-            yield
+            with ExitStack() as stack:
+                for around in self.around:
+                    stack.enter_context(around(operation))
+                yield
         finally:
             self.wait_for, self.awaits, self.waits = "", None, self.waits + 1
+            self.waited_s += time.perf_counter() - start
 
     def check(self, since: float) -> None:
         """Raise PeerError if the wait that began at `since` cannot succeed or has timed out. Called between slices of a wait."""

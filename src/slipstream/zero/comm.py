@@ -253,7 +253,7 @@ class ProcessGroupComm(Comm):
         self.staged = device.type != "cpu" and group._get_backend(device).name() == "gloo"
         self.on_host = device.type == "cpu" or self.staged
         self.native_reduce = not self.on_host and not deterministic
-        self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group)
+        self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group, record=watch.record)
         self.course = 0  # checksum of all operations since the last exchange
         self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
         self.exchanged = False
@@ -267,8 +267,11 @@ class ProcessGroupComm(Comm):
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         return None
 
-    def _launch(self, operation: str, nbytes: int) -> int:
-        """Record an operation in the ledger, after a comparison across ranks if it is not the expected one."""
+    def _launch(self, operation: str, nbytes: int, sent: int | None = None) -> int:
+        """Record an operation in the ledger, after a comparison across ranks if it is not the expected one.
+
+        nbytes: equal on all ranks, of the whole buffer. sent: what leaves this rank; None: the part of the other ranks
+        """
         if self.on_host:
             if not self.exchanged and self.course_step != self.watch.step:
                 self.course, self.course_step = 0, self.watch.step
@@ -280,7 +283,7 @@ class ProcessGroupComm(Comm):
                 if self.course in self.known or len(self.known) < _MOST_KNOWN:
                     self.known[self.course] = checksum
             self.course = zlib.crc32(checksum.to_bytes(4, "little"), self.course)
-        return self.ledger.launch(operation)
+        return self.ledger.launch(operation, nbytes, nbytes * (self.size - 1) // self.size if sent is None else sent)
 
     def _compare(self, count: int, checksum: int, values: Tensor, operation: str) -> Tensor:
         """All-gather `values` as rows, by a sum with zeros, which is exact. Raises PeerError if `count` or `checksum` differ."""
@@ -289,7 +292,7 @@ class ProcessGroupComm(Comm):
         rows[self.index, _HEAD : _HEAD + values.numel()] = values
         if not self.on_host:
             rows = rows.to(self.device)
-        number = self.ledger.launch(operation)
+        number = self.ledger.launch(operation, rows.nbytes, 2 * rows.nbytes * (self.size - 1) // self.size)
         self._finish(dist.all_reduce(rows, group=self.group, async_op=True), operation, number)
         rows = rows.cpu()
         if not torch.equal(rows[:, :_HEAD], rows[:1, :_HEAD].expand(self.size, _HEAD)):
@@ -350,7 +353,7 @@ class ProcessGroupComm(Comm):
     def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         full, numel = buffer.tensor[: cuts[-1]], cuts[self.index + 1] - cuts[self.index]
         item, received = full.element_size(), self._receiver(full.new_empty(numel * self.size))
-        number = self._launch(operation, full.nbytes)
+        number = self._launch(operation, full.nbytes, full.nbytes - numel * item)
         work: Any = dist.all_to_all_single(
             _bytes(received),
             _bytes(self._sender(full)),
@@ -405,7 +408,7 @@ class ProcessGroupComm(Comm):
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
         item = full.element_size()
         lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
-        number = self._launch("all-gather", full.nbytes)
+        number = self._launch("all-gather", full.nbytes, shard.nbytes * (self.size - 1))
         received, sent = self._receiver(full), _bytes(self._sender(shard))
         if len(set(lengths)) == 1:
             work: Any = _all_gather_single(_bytes(received), sent, self.group)
@@ -424,7 +427,7 @@ class ProcessGroupComm(Comm):
     def all_to_all(self, out: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int]) -> Pending[None]:
         """Send `send[r]` elements of `sent` to each rank, and fill `out` with `receive[r]` from each, in rank order."""
         item = sent.element_size()
-        number = self._launch("all-to-all", 0)  # sizes may differ between ranks
+        number = self._launch("all-to-all", 0, (sum(send) - send[self.index]) * item)  # sizes may differ between ranks
         received = self._receiver(out)
         work: Any = dist.all_to_all_single(
             _bytes(received),
@@ -467,7 +470,7 @@ class ProcessGroupComm(Comm):
         if not tensor.numel():
             return
         moved = self._sender(tensor)
-        number = self._launch("broadcast", tensor.nbytes)
+        number = self._launch("broadcast", tensor.nbytes, tensor.nbytes * (self.index == 0))
         work: Any = dist.broadcast(_bytes(moved), src=self.axis.ranks[0], group=self.group, async_op=True)
         self._finish(work, "broadcast", number)
         if moved is not tensor:

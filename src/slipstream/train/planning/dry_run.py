@@ -29,9 +29,10 @@ from slipstream.config.plan import Plan
 from slipstream.train.planning.predict import ComputeWork, Moment, Profile
 from slipstream.train.precision import Precision, map_tensors
 from slipstream.zero.build import buffer_dtypes
-from slipstream.zero.hooks import tensors_in
+from slipstream.zero.hooks import tensors_in as tensors_in  # for observe/, too
 from slipstream.zero.leaves import named_leaves
-from slipstream.zero.wrap import repeated_blocks, wrap
+from slipstream.zero.wrap import repeated_blocks as repeated_blocks
+from slipstream.zero.wrap import wrap
 
 _aten = torch.ops.aten
 Formula = Callable[..., int]  # of an operation's arguments, and of its result as out_val

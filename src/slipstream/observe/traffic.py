@@ -1,0 +1,208 @@
+"""The communication log: each operation between ranks, its bytes and its time, and how long this rank stood still for others.
+
+An operation's time is from its launch until this rank has its result: it includes the computation that it overlaps with. A wait is
+the part of it in which the rank does nothing else. Shared memory sends nothing: it has waits only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slipstream.config.plan import TrafficPlan
+from slipstream.observe import clock
+from slipstream.world.mesh import Axis
+from slipstream.world.watch import Ledger, Watch
+
+logger = logging.getLogger(__name__)
+
+# Our operation -> DeepSpeed's name of it; others keep theirs
+_NAMES = {
+    "all-gather": "all_gather_into_tensor",
+    "reduce-scatter": "reduce_scatter_tensor",
+    "swap": "all_to_all_single",
+    "all-to-all": "all_to_all_single",
+    "exchange": "all_reduce",
+}
+_TITLES = ("Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
+_STRAGGLER_TITLES = ("Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)")
+
+
+class CommLog:
+    """The record of one engine's transports on this rank.
+
+    sent       bytes that have left this rank, by DeepSpeed's name of the operation
+    waited_ms  by the operation, and over shared memory by the rank that was waited for
+    """
+
+    def __init__(self, plan: TrafficPlan, watch: Watch, world: Axis, device: torch.device) -> None:
+        self.plan, self.watch, self.world, self.device = plan, watch, world, device
+        self.sent: Counter[str] = Counter()
+        self.waited_ms: defaultdict[str, float] = defaultdict(float)
+        self._open: dict[tuple[str, int], tuple[str, int, str, Any]] = {}
+        self._marks: dict[str, dict[tuple[int, int], list[tuple[Any, Any]]]] = {}  # by (bytes, ranks)
+        watch.record = self
+        for ledger in watch.ledgers:
+            ledger.record = self
+        watch.around.append(self._waiting)
+
+    def _name(self, operation: str) -> str:
+        kind = "exchange" if operation.startswith("agreement on ") else operation
+        return _NAMES.get(kind, kind.replace(" ", "_"))
+
+    def _asked(self, name: str) -> bool:
+        return self.plan.every or name in self.plan.operations
+
+    def launch(self, ledger: Ledger, number: int, operation: str, nbytes: int, sent: int) -> None:
+        if self._asked(name := self._name(operation)):
+            self.sent[name] += sent
+            self._open[ledger.name, number] = name, nbytes or sent, self.watch.unit, clock.mark(self.device)
+
+    def finish(self, ledger: Ledger, number: int) -> None:
+        if (ledger.name, number) not in self._open:
+            return
+        name, nbytes, unit, start = self._open.pop((ledger.name, number))
+        marks = start, clock.mark(self.device)
+        self._marks.setdefault(name, {}).setdefault((nbytes, len(ledger.ranks)), []).append(marks)
+        if self.plan.verbose and self.world.index == 0:
+            ms = 1e3 * clock.between(*marks)
+            tput, busbw = bandwidth(name, nbytes, ms, len(ledger.ranks))
+            line = "comm op: %s | time (ms): %.2f | msg size: %s | algbw (Gbps): %.2f | busbw (Gbps): %.2f | unit: %s"
+            logger.info(line, name, ms, size_text(nbytes), tput, busbw, unit or "-")
+
+    @contextmanager
+    def _waiting(self, operation: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            name, by, rank = operation.partition(" for rank ")
+            if self._asked(self._name(name)):
+                self.waited_ms[self._name(name) + by + rank] += 1e3 * (time.perf_counter() - start)
+
+    def raw(self) -> dict[str, dict[int, list[Any]]]:
+        """{operation: {bytes: [count, [ms], [algbw], [busbw]]}}, the last two in Gbps."""
+        found: dict[str, dict[int, list[Any]]] = {}
+        for name, sizes in self._marks.items():
+            for (nbytes, ranks), marks in sorted(sizes.items()):
+                entry = found.setdefault(name, {}).setdefault(nbytes, [0, [], [], []])
+                for pair in marks:
+                    ms = 1e3 * clock.between(*pair)
+                    for values, value in zip(entry[1:], (ms, *bandwidth(name, nbytes, ms, ranks)), strict=True):
+                        values.append(value)
+                entry[0] = len(entry[1])
+        return found
+
+    def reset(self) -> None:
+        """Forget what was recorded."""
+        self.sent.clear()
+        self.waited_ms.clear()
+        self._marks.clear()
+
+    def summary(self, show_straggler: bool = False) -> dict[str, Any]:
+        """What `deepspeed.comm.log_summary(return_dict=True)` returns, with `sent_bytes` and `waited_ms` of this rank.
+
+        show_straggler: collective over the ranks of the engine. An operation takes as long as on the rank that came to it last;
+        what it takes longer on this rank is the straggler's part.
+        """
+        raw = self.raw()
+        columns = ("count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
+        found: dict[str, Any] = {}
+        found["summary"] = _table(raw, columns, lambda _, entry: (entry[0], sum(entry[1]), *map(trimmed, entry[1:])))
+        found["straggler_analysis"] = self._stragglers(raw) if show_straggler else None
+        found["metadata"] = {"world_size": self.world.size, "rank": self.world.ranks[self.world.index]}
+        found["metadata"]["timestamp"] = datetime.now().isoformat()
+        return found | {"sent_bytes": dict(self.sent), "waited_ms": dict(self.waited_ms)}
+
+    def _stragglers(self, raw: Mapping[str, Mapping[int, list[Any]]]) -> dict[str, Any]:
+        own = {(name, nbytes): entry[1] for name, sizes in raw.items() for nbytes, entry in sizes.items()}
+        every: list[Any] = [own]
+        if self.world.group is not None:
+            every = [None] * self.world.size
+            dist.all_gather_object(every, own, group=self.world.group)
+
+        def row(key: Any, entry: list[Any]) -> tuple[Any, ...]:
+            least = [min(each) for each in zip(*(other[key] for other in every if key in other), strict=False)]
+            extra = [ms - low for ms, low in zip(entry[1], least, strict=False)]
+            return entry[0], sum(least), sum(extra), trimmed(least), trimmed(extra)
+
+        return _table(raw, ("count", "total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms"), row)
+
+    def log_summary(self, show_straggler: bool = False) -> dict[str, Any]:
+        """Write the tables on rank 0, and return `summary`."""
+        found = self.summary(show_straggler)
+        if self.world.index == 0:
+            lines = [*_lines("Comm. Op", _TITLES, found["summary"])]
+            if show_straggler:
+                lines += ["_______________________________", "Breakdown with straggler effect", "-------------------------------"]
+                lines += _lines("Comm. Op", _STRAGGLER_TITLES, found["straggler_analysis"])
+            lines += [f"sent {name: <35}{size_text(nbytes)}" for name, nbytes in found["sent_bytes"].items()]
+            lines += [f"waited {name: <33}{ms:.2f} ms" for name, ms in found["waited_ms"].items()]
+            sys.stdout.write("\n".join([*lines, ""]))
+        return found
+
+    def close(self) -> None:
+        self.watch.record = None
+        for ledger in self.watch.ledgers:
+            ledger.record = None
+        self.watch.around.remove(self._waiting)
+
+
+def _table(raw: Mapping[str, Mapping[int, list[Any]]], columns: tuple[str, ...], row: Any) -> dict[str, dict[int, dict[str, Any]]]:
+    return {
+        name: {
+            nbytes: dict(zip(columns, row((name, nbytes), entry), strict=True))
+            | {"msg_size_bytes": nbytes, "msg_size_str": size_text(nbytes)}
+            for nbytes, entry in sorted(sizes.items())
+        }
+        for name, sizes in raw.items()
+    }
+
+
+def _lines(head: str, titles: tuple[str, ...], table: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> Iterator[str]:
+    yield "".join(f"{title: <20}" for title in (head, *titles))
+    for name, sizes in table.items():
+        yield name
+        for row in sizes.values():
+            count, *numbers = list(row.values())[:5]
+            yield "".join([f"{' ': <20}{row['msg_size_str']: <20}{count: <20}", *(f"{value: <20.2f}" for value in numbers)])
+
+
+def bandwidth(name: str, nbytes: int, ms: float, ranks: int) -> tuple[float, float]:
+    """(algorithm's, bus) bandwidth in Gbps of an operation on a buffer of so many bytes, by the conventions of nccl-tests."""
+    gbps, share = 8e-6 * nbytes / max(ms, 1e-6), (ranks - 1) / ranks
+    if name == "all_reduce":
+        return 2 * gbps, 2 * share * gbps
+    is_ring = name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    return gbps, share * gbps if is_ring else gbps
+
+
+def size_text(nbytes: int) -> str:
+    """1536 -> "1.5 KB"."""
+    if not nbytes:
+        return "0B"
+    power = min(int(math.log(nbytes, 1024)), 4)
+    return f"{round(nbytes / 1024**power, 2)} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
+def trimmed(values: list[float]) -> float:
+    """The mean without the lowest and the highest tenth."""
+    cut = round(len(values) / 10)
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept) if kept else 0.0
+
+
+def record(engine: Any) -> None:
+    """Record the traffic of an engine, as its plan says."""
+    states = engine.states[0]
+    states.resources["traffic"] = CommLog(engine.plan.traffic, engine.watch, engine.mesh.world, engine.device)
