@@ -10,6 +10,7 @@
 #   make test-all           also the slow tests: before a release, and daily
 #   make test-clients       accelerate, transformers' Trainer, PEFT and TRL with Slipstream's deepspeed package
 #   make test-clients-smoke one test of each, as CI runs them
+#   make test-agents        OpenAI's Agents SDK, pydantic-ai and lm-eval and OpenTelemetry with the server; part of test-all
 #   make test-clusters      Ray Train, Spark, Slurm (Debian's slurm-wlm) and the files of examples/deploy; part of test-all
 #   make lint               ruff, codespell and mypy
 #   make bench              25 min: training and serving against DeepSpeed, FSDP2, DDP, vLLM, llama.cpp, into benchmarks/RESULTS.md
@@ -35,6 +36,7 @@ PEERS := .venv-peers
 SERVE_PEERS := .venv-serve-peers
 CLIENTS := .venv-clients
 CLUSTERS := .venv-clusters
+AGENTS := .venv-agents
 DOCS := .venv-docs
 # Python compiles what it imports; to compile all of torch and transformers would take most of a minute.
 INSTALL := python -m pip install --quiet --no-compile
@@ -56,7 +58,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help train train-big finetune serve chat test test-all test-clients test-clients-smoke test-clusters lint bench bench-all site clean setup
+.PHONY: help train train-big finetune serve chat test test-all test-clients test-clients-smoke test-clusters test-agents lint bench bench-all site clean setup
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -76,7 +78,7 @@ serve chat: $(READY) $(if $(filter minilm,$(MODEL)),$(VENV)/.minilm)
 
 test test-all: $(READY) $(TRITONED)
 	$(BIN)/python -m tests $(if $(filter test-all,$@),--all) $(ARGS)
-	$(if $(filter test-all,$@),$(if $(ARGS),,$(MAKE) test-clusters))
+	$(if $(filter test-all,$@),$(if $(ARGS),,$(MAKE) test-clusters test-agents))
 
 test-clients: $(CLIENTS)/.ready
 	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m "slow or not slow" tests/clients $(ARGS)
@@ -87,6 +89,10 @@ test-clients-smoke: $(CLIENTS)/.ready
 
 test-clusters: $(CLUSTERS)/$(PINNED)
 	$(CLUSTERS)/bin/python -m pytest -m "slow or not slow" tests/unit/test_deploy.py tests/dist/test_ray.py tests/dist/test_slurm.py $(ARGS)
+
+test-agents: $(AGENTS)/$(PINNED)
+	$(AGENTS)/bin/python -m pytest -m "slow or not slow" -n0 tests/inference/test_agents.py \
+		tests/inference/test_server.py::test_a_collector_gets_spans $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -112,12 +118,12 @@ $(DOCS)/$(PINNED): requirements/docs.txt
 	$(DOCS)/bin/$(INSTALL) --requirement $<
 	@touch $@
 
-# Over the environment of the tests: Ray's, Spark's and Kubernetes' packages beside what is there.
-$(CLUSTERS)/$(PINNED): requirements/clusters.txt | $(READY)
-	$(BIN)/python -m venv $(CLUSTERS)
+# Over the environment of the tests: other packages beside what is there.
+$(CLUSTERS)/$(PINNED) $(AGENTS)/$(PINNED): .venv-%/$(PINNED): requirements/%.txt | $(READY)
+	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-		> $$(echo $(CLUSTERS)/lib/python3*/site-packages)/tests.pth
-	$(CLUSTERS)/bin/$(INSTALL) --no-deps --requirement $<
+		> $$(echo $(@D)/lib/python3*/site-packages)/tests.pth
+	$(@D)/bin/$(INSTALL) --no-deps --requirement $<
 	@touch $@
 
 clean:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -197,6 +198,25 @@ def test_tokens(address: str) -> None:
 def ai(address: str) -> Iterator[Any]:
     with client(address) as ai:
         yield ai
+
+
+class Answer(BaseModel):
+    a: int
+
+
+def test_openais_streaming_helpers(ai: Any) -> None:
+    """They check each event against what they accumulate, and parse calls of strict functions and formats themselves."""
+    strict = {"type": "function", "function": {"name": "add", "parameters": SCHEMA, "strict": True}}
+    ask = {"model": "fake/model", "messages": [{"role": "user", "content": "use a tool"}], "tools": [strict]}
+    with ai.chat.completions.stream(**ask) as stream:
+        events = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert {"chunk", "content.delta", "tool_calls.function.arguments.done"} <= set(events)
+    assert (message.content, message.tool_calls[0].function.parsed_arguments) == ("Sure.", {"a": 7})
+    ask = {"model": "fake/model", "messages": [{"role": "user", "content": "x"}], "response_format": Answer}
+    with ai.chat.completions.stream(**ask) as stream:
+        parsed = [event.parsed for event in stream if event.type == "content.done"]
+    assert parsed == [Answer(a=7)] == [ai.chat.completions.parse(**ask).choices[0].message.parsed]
 
 
 FLAT = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
