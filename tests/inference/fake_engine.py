@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -188,9 +189,7 @@ class FakeEngine:
             finished={Finish.STOP: 3},
             tokens_per_second=12.5,
             prompt_tokens_per_second=0.0,
-            **dict.fromkeys(
-                ("time_to_first_token", "between_tokens", "queue", "whole", "prompt_lengths", "output_lengths"), histogram
-            ),
+            **dict.fromkeys((field.name for field in dataclasses.fields(Stats) if field.type == "Histogram"), histogram),
         )
 
     def _run(self) -> None:

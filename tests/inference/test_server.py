@@ -750,6 +750,7 @@ def test_health_and_metrics(address: str, engine: FakeEngine) -> None:
     engine.healthy = False
     assert call(address, "GET", "/health").status == 503
     engine.healthy = True
+    assert json.loads(call(address, "GET", "/load").body) == {"server_load": 0}
     reply = call(address, "GET", "/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = reply.body.decode()

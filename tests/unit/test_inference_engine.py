@@ -209,6 +209,9 @@ def test_usage_ends_and_logprobs() -> None:
         stats = engine.stats()
         assert stats.prompt_tokens == 17 and stats.cached_tokens == 4 and stats.generated_tokens == 13
         assert stats.time_to_first_token.count == 3 and stats.between_tokens.count == 10
+        assert (stats.queue.count, stats.prefill.count, stats.decode.count, stats.whole.count) == (3, 3, 3, 3)
+        assert stats.queue.sum + stats.prefill.sum == pytest.approx(stats.time_to_first_token.sum)
+        assert stats.time_to_first_token.sum + stats.decode.sum == pytest.approx(stats.whole.sum)
         assert stats.tokens_per_second > 0 and stats.kv_usage == 0
 
 

@@ -97,7 +97,8 @@ class _Sequence:
     stops: StopStrings
     constraint: Constraint | None
     submitted: float  # seconds, perf_counter
-    started: bool = False  # a forward has had a part of it
+    started: float = 0.0  # time of the first forward with a part of it, perf_counter; 0: none yet, or it is a sibling
+    first_token: float = 0.0  # and of its first token
     last_token: float = 0.0  # time of its last token, perf_counter; 0: none yet
     num_reported: int = 0  # tokens in the outputs so far
 
@@ -350,6 +351,8 @@ class Engine:
                 time_to_first_token=meters.first_token.snapshot(),
                 between_tokens=meters.between_tokens.snapshot(),
                 queue=meters.queue.snapshot(),
+                prefill=meters.prefill.snapshot(),
+                decode=meters.decode.snapshot(),
                 whole=meters.whole.snapshot(),
                 prompt_lengths=meters.prompt_lengths.snapshot(),
                 output_lengths=meters.output_lengths.snapshot(),
@@ -476,8 +479,8 @@ class Engine:
             batch = self._scheduler.schedule()
             for chunk in () if batch is None else batch.chunks:
                 if not (sequence := self._sequences[chunk.request]).started and not chunk.request.num_generated:
-                    sequence.started = True
-                    self._meters.queue.add(time.perf_counter() - sequence.submitted)
+                    sequence.started = time.perf_counter()
+                    self._meters.queue.add(sequence.started - sequence.submitted)
             assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
         self._send_outputs()
         return batch
@@ -649,7 +652,10 @@ class Engine:
         del self._sequences[sequence.request]
         self._sampler.forget(sequence.request)
         self._meters.finished[finish] += 1
-        self._meters.whole.add(time.perf_counter() - sequence.submitted)
+        now = time.perf_counter()
+        self._meters.whole.add(now - sequence.submitted)
+        if sequence.first_token:
+            self._meters.decode.add(now - sequence.first_token)
         self._meters.output_lengths.add(sequence.num_reported)
 
     def _measure(self, sequence: _Sequence, num: int, now: float) -> None:
@@ -657,7 +663,10 @@ class Engine:
         if num and sequence.last_token:
             self._meters.between_tokens.add((now - sequence.last_token) / num, num)
         elif num:
+            sequence.first_token = now
             self._meters.first_token.add(now - sequence.submitted)
+            if sequence.started:
+                self._meters.prefill.add(now - sequence.started)
             if sequence.index == 0:
                 self._meters.prompt_tokens += sequence.request.num_prompt
                 self._meters.prompt_lengths.add(sequence.request.num_prompt)

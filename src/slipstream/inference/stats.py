@@ -62,6 +62,8 @@ class Stats:
     time_to_first_token: Histogram  # seconds, from submit
     between_tokens: Histogram  # seconds
     queue: Histogram  # seconds, from submit to the first forward
+    prefill: Histogram  # seconds, from the first forward to the first token
+    decode: Histogram  # seconds, from the first token to the end
     whole: Histogram  # seconds, from submit to the end
     prompt_lengths: Histogram  # tokens
     output_lengths: Histogram  # tokens
@@ -99,6 +101,8 @@ class Meters:
     first_token: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
     between_tokens: _Buckets = field(default_factory=lambda: _Buckets(_BETWEEN_TOKENS))
     queue: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
+    prefill: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
+    decode: _Buckets = field(default_factory=lambda: _Buckets(_WHOLE))
     whole: _Buckets = field(default_factory=lambda: _Buckets(_WHOLE))
     prompt_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))
     output_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))

@@ -27,6 +27,7 @@ from slipstream.inference.server.bodies import (
     CompletionBody,
     EmbeddingsBody,
     HealthBody,
+    LoadBody,
     ModelBody,
     ModelList,
     RerankBody,
@@ -163,6 +164,7 @@ def _add_routes(app: FastAPI, server: Serving) -> None:
     health: dict[int | str, Any] = {200: {"model": HealthBody}, 503: {"model": HealthBody, "description": "Draining or failed"}}
     add("GET", "/health", status.health, responses=health, openapi_extra={"security": []})
     add("HEAD", "/health", status.health, include_in_schema=False)
+    add("GET", "/load", status.load, responses={200: {"model": LoadBody}})
     add("GET", "/metrics", status.metrics, response_class=PlainTextResponse)
     for method in ("GET", "HEAD"):
         add(method, "/", status.chat_page, include_in_schema=False)

@@ -103,6 +103,10 @@ class HealthBody(TypedDict):
     status: Literal["ok", "draining", "failed"]
 
 
+class LoadBody(TypedDict):
+    server_load: int  # requests that generate or are queued
+
+
 class ModelBody(TypedDict):
     id: str
     object: Literal["model"]

@@ -54,6 +54,8 @@ def render(stats: Stats, traffic: Traffic) -> str:
     metric("time_to_first_token_seconds", "histogram", "From submission.", *_histogram(stats.time_to_first_token))
     metric("time_between_tokens_seconds", "histogram", "Per sequence.", *_histogram(stats.between_tokens))
     metric("queue_seconds", "histogram", "From submission to the first forward, per request.", *_histogram(stats.queue))
+    metric("prefill_seconds", "histogram", "From the first forward to the first token, per request.", *_histogram(stats.prefill))
+    metric("decode_seconds", "histogram", "From the first token to the end, per sequence.", *_histogram(stats.decode))
     metric("request_seconds", "histogram", "From submission to the end, per sequence.", *_histogram(stats.whole))
     metric("request_prompt_tokens", "histogram", "Per request.", *_histogram(stats.prompt_lengths))
     metric("request_output_tokens", "histogram", "Per sequence.", *_histogram(stats.output_lengths))

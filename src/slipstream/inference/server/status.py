@@ -1,4 +1,4 @@
-"""The routes without a body: models, health, metrics and the chat page."""
+"""The routes without a body: models, health, load, metrics and the chat page."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ async def one_model(server: Serving, request: Request) -> Response:
 async def health(server: Serving, request: Request) -> Response:
     status = "draining" if server.traffic.draining else "ok" if server.engine.healthy else "failed"
     return JSON({"status": status}, status_code=200 if status == "ok" else 503)
+
+
+async def load(server: Serving, request: Request) -> Response:
+    return JSON({"server_load": server.traffic.active})
 
 
 async def metrics(server: Serving, request: Request) -> Response:
