@@ -30,7 +30,7 @@ TOGETHER = (  # contenders that are alive at once, after the one that they are c
     (PLAIN, "slipstream:0:gloo:int8", "slipstream:0:gloo:int4"),
     (PLAIN, "slipstream:0:gloo:feedback", "slipstream:0:gloo:onebit"),
     (PLAIN, "slipstream:1:gloo:onebit", "slipstream:0:gloo:onebitlamb"),
-    (PLAIN, LOCAL),
+    (PLAIN, LOCAL, "slipstream:1:gloo:published"),
     (ZERO3, "slipstream:3:gloo:zeropp"),
 )
 SCHEDULES = ((200_000, 23_000), (250_000, 100_000), (400_000, 100_000))  # steps, and the last one that updates the variance

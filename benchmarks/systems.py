@@ -44,6 +44,10 @@ COMPRESSED: dict[str, dict[str, Any]] = {  # keys that make ours send less
     "feedback": {"communication_data_type": "int4", "zero_optimization": {"stage": 0, "zeropp_loco_param": {}}},
     "onebit": {"optimizer": {"type": "OneBitAdam", "params": {**ADAMW, "freeze_step": 2}}},
     "onebitlamb": {"optimizer": {"type": "OneBitLamb", "params": {**ADAMW, "freeze_step": 2}}},
+    "published": {
+        "optimizer": {"type": "OneBitAdam", "params": {**ADAMW, "freeze_step": 2}},
+        "zero_optimization": {"stage": 1, "zero_quantized_weights": True},
+    },
     "local": {  # 0/1 Adam, in local steps from the 5th step on
         "optimizer": {
             "type": "ZeroOneAdam",
@@ -67,6 +71,7 @@ COMPRESSED_LABELS = {
     "feedback": ", int4 gradients with error feedback",
     "onebit": ", 1-bit Adam",
     "onebitlamb": ", 1-bit LAMB",
+    "published": ", 1-bit Adam and updates in int8",
     "local": ", a local step of 0/1 Adam",
     "zeropp": ", int4 gradients and int8 weights",
     "hpz": ", groups of two ranks",

@@ -28,7 +28,7 @@ from torch import Tensor
 from slipstream.checkpoint import FlatSlice
 from slipstream.train.gate import Obstacle
 from slipstream.train.saving import entries
-from slipstream.train.saving.load import spread_weights
+from slipstream.train.saving.entries import spread_weights
 from slipstream.zero import access
 from slipstream.zero.leaves import whole_shape
 from slipstream.zero.storage.store import Store, copy_store

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.ops import wire
+from slipstream.train.planning import explain
 from slipstream.train.precision import LossScaler
 from slipstream.zero.reduction import ErrorFeedback
 from tests import cases, toy
@@ -179,6 +181,17 @@ def test_bytes_of_codes(transport: str) -> None:
         expected = {0: [gradients, mean], 2: [gradients, 4 * half], 3: [eight, eight, gradients]}[stage]
         assert counted == expected
         engine.destroy()
+    for stage in (1, 2):
+        weights = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
+        engine = toy.make(
+            nn.Linear(1024, 256, bias=False), stage, transport, dtype="bf16", optimizer=SGD, zero_optimization=weights
+        )
+        with sent() as counted:
+            engine.backward(engine(torch.randn(2, 1024).bfloat16()).square().mean())
+            engine.step()
+        assert counted == [half // 2 + scales, eight]
+        assert 0 <= explain.of_states(engine.single).flow.wire - sum(counted) < 16
+        engine.destroy()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
@@ -221,6 +234,50 @@ def test_weights_in_codes(transport: str) -> None:
     engine.destroy()
     for name, param in engine.module.named_parameters():
         assert torch.equal(param.detach(), state[name]), name
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "OneBitAdam"])
+@distributed(world_size=2, transports=("gloo",))
+def test_updates_in_codes(transport: str, kind: str, tmp_path: Path) -> None:
+    """Replicated weights move by the codes of their differences to the masters; a save publishes the masters."""
+    optimizer = {"type": kind, "params": {"lr": 1e-2, **({"freeze_step": 2} if kind == "OneBitAdam" else {})}}
+
+    def make(stage: int) -> Any:
+        blocks = {"optimizer": optimizer, "zero_optimization": {"zero_quantized_weights": True}}
+        return toy.make(toy.seeded(toy.Lm), stage, transport, dtype="bf16", **blocks)
+
+    def train(engine: Any, *steps: int) -> int:
+        for step in steps:
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+        assert len({int(each) for each in sums_of(engine)}) == 1
+        return int(toy.checksum(engine))
+
+    sums = []
+    for stage in (1, 2):
+        engine = make(stage)
+        params = dict(engine.module.named_parameters())
+        for step in range(4):
+            before = {name: param.detach().float() for name, param in params.items()}
+            train(engine, step)
+            of_engine = masters(engine)
+            for name, param in params.items():
+                change = coded(of_engine[name].bfloat16().float() - before[name], 8)
+                assert torch.equal(param.detach(), (before[name] + change).bfloat16()), (stage, step, name)
+        assert any(not torch.equal(param.detach(), of_engine[name].bfloat16()) for name, param in params.items())
+        engine.save_checkpoint(str(tmp_path), tag=f"stage{stage}")
+        assert all(torch.equal(param.detach(), of_engine[name].bfloat16()) for name, param in params.items())
+        sums.append(train(engine, 4, 5))
+        engine.destroy()
+        again = make(3 - stage)
+        again.load_checkpoint(str(tmp_path), tag=f"stage{stage}")
+        sums.append(train(again, 4, 5))
+        again.destroy()
+    assert len(set(sums)) == (1 if kind == "AdamW" else 2), sums  # a load begins with the mean of the ranks' errors
+
+
+def masters(engine: Any) -> dict[str, Tensor]:
+    wholes = {unit: unit.unsharded(unit.master.whole(), sharded=True) for unit in engine.units}
+    return {slot.name: wholes[unit][slice(*slot.span)].view(slot.shape) for unit in engine.units for slot in unit.layout.slots}
 
 
 def sums_of(engine: Any) -> list[Tensor]:

@@ -173,7 +173,7 @@ class ZeroPlan:
     group_size: int | None = key("zero_optimization.zero_hpz_partition_size", read=lambda size: size if size > 1 else None)
     transport: Literal["auto", "shared", "gloo"] = key("slipstream.transport")
     sends_rows: bool = key("sparse_gradients")  # of embeddings
-    coded_weights: bool = key("zero_optimization.zero_quantized_weights")  # gathered weights
+    coded_weights: bool = key("zero_optimization.zero_quantized_weights")  # gathered or published weights
     coded_frozen: bool = key("zero_optimization.zero_quantized_nontrainable_weights")  # frozen weights at rest and gathered
     # Error feedback of gradients in codes: the weight of old errors in the new ones, and steps until they are dropped. None = off
     error_beta: float | None = key("zero_optimization.zeropp_loco_param.err_beta", when=lambda plan: plan.error_beta is not None)

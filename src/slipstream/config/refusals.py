@@ -63,6 +63,7 @@ class Case:
         self.zero, self.offload, self.precision, self.scale = plan.zero, plan.offload, plan.precision, plan.precision.loss_scale
         self.on_cpu, self.on_cuda = self.facts.device_type == "cpu", self.facts.device_type == "cuda"
         self.half = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else ""
+        self.has_masters = plan.precision.param_dtype.itemsize < plan.precision.master_dtype.itemsize
         self.drops_tokens = plan.efficiency is not None and plan.efficiency["random_ltd"] is not None
         self.recomputes = plan.activations.way == "recompute"
         self.orders = [path for path in ("eigenvalue", "quantize_training.eigenvalue") if values[f"{path}.enabled"]]
@@ -389,8 +390,13 @@ NO_EFFECT: tuple[Refusal, ...] = (
         "zero_optimization.zero_quantized_nontrainable_weights has no effect at stage {c.zero.stage}: only stage 3 shards weights",
     ),
     Refusal(
-        lambda c: c.zero.coded_weights and c.zero.stage < 3,
-        "zero_optimization.zero_quantized_weights has no effect at stage {c.zero.stage}: only stage 3 gathers weights",
+        lambda c: c.zero.coded_weights and c.zero.stage == 0,
+        "zero_optimization.zero_quantized_weights has no effect at stage 0, where ranks send each other no weights",
+    ),
+    Refusal(
+        lambda c: c.zero.coded_weights and 0 < c.zero.stage < 3 and not c.has_masters,
+        "zero_optimization.zero_quantized_weights has no effect at stage {c.zero.stage} with weights in "
+        "{c.precision.param_dtype}, which are their own masters: it needs bf16 or fp16 weights and fp32 masters",
     ),
     Refusal(
         lambda c: c.zero.group_size is not None and c.zero.group_size == c.shards,

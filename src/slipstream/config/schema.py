@@ -237,7 +237,8 @@ class ZeroOptimization(Block):
     )
     zero_quantized_weights: bool = honored(
         False,
-        "Stage 3: gather weights in codes of 8 bits. Nothing changes over shared memory, which moves none.",
+        "Stage 3: gather weights in codes of 8 bits; stages 1 and 2: send what an update has changed in such codes, if weights are "
+        "bf16 or fp16 with fp32 masters. Nothing changes over shared memory.",
         "test_codes_on_the_wire",
     )
     zero_quantized_nontrainable_weights: bool = honored(

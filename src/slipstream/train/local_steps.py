@@ -29,7 +29,7 @@ from slipstream.config.plan import LocalStepsPlan
 from slipstream.ops import wire
 from slipstream.ops.wire import WIRE_BLOCK, Feedback
 from slipstream.train.saving import entries
-from slipstream.train.saving.load import spread_weights
+from slipstream.train.saving.entries import spread_weights
 from slipstream.train.states import States
 from slipstream.zero.build import connect_axis
 from slipstream.zero.comm import Comm, sum_over

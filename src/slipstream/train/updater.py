@@ -78,7 +78,7 @@ class Updater:
         def finish(moving: list[Transfer]) -> None:
             unit = remaining.popleft()
             try:
-                published.append(unit.publish())
+                published.append(unit.publish_update())
             finally:
                 if done:
                     done[unit.index].set_result(moving)
@@ -101,6 +101,7 @@ class Updater:
         try:
             for unit in units:
                 moving: list[Transfer] = []
+                unit.begin_update()
                 for chunk in itertools.islice(stepping, len(self.steps.chunks(unit))):
                     self.steps.step(unit, chunk, scale)
                     moving += chunk.write_back()

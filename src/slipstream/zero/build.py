@@ -50,7 +50,7 @@ class Recipe:
     align: int  # parameters and shards start on multiples of so many elements
     tiers: Tiers
     state_itemsizes: tuple[int, ...]  # of a native optimizer's per-element states
-    coded_weights: bool = False  # gathered weights are sent in codes
+    coded_weights: bool = False  # weights are gathered, or published, in codes
     coded_frozen: bool = False  # sharded frozen weights are stored in codes, and sent as such
     feedback: float | None = None  # of gradients in codes: the weight of old errors in the new ones; None: no error feedback
 
@@ -118,7 +118,14 @@ def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequenc
     if not group.trainable:
         plain = Dtypes(weights=weights, master=weights, local=weights, wire=weights, grads=weights)
         return replace(plain, gathered_bits=bits, rests=rests and fits)
-    return replace(_trainable_dtypes(weights, recipe, comms, group.kind, shapes), gathered_bits=bits)
+    dtypes = _trainable_dtypes(weights, recipe, comms, group.kind, shapes)
+    return replace(dtypes, gathered_bits=bits, published_bits=8 if _publishes_codes(dtypes, recipe, comms) else None)
+
+
+def _publishes_codes(dtypes: Dtypes, recipe: Recipe, comms: Comms) -> bool:
+    place, has_master = recipe.placement, dtypes.master != dtypes.weights
+    sends = comms.dp.size > 1 and not isinstance(comms.dp, SharedComm)
+    return recipe.coded_weights and place.optim and not place.weights and has_master and sends
 
 
 def _trainable_dtypes(weights: torch.dtype, recipe: Recipe, comms: Comms, kind: str, shapes: Sequence[Sequence[int]]) -> Dtypes:

@@ -42,6 +42,7 @@ class Memory:
     pages: Pages | None = None  # the memory of gathered weights, if its pages are freed on release
     feedback: Feedback | None = None  # what the codes of gradients have lost
     served: Feedback | None = None  # what the codes of this rank's span of the mean have lost (gradients are replicated)
+    before: Tensor | None = None  # during an update whose codes are published: this rank's span of the weights before it
     poison: bool = False  # debugging: fill released weights with NaN instead of freeing them
 
     @property

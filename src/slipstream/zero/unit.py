@@ -27,9 +27,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.ops import Partial
+from slipstream.ops.wire import encode, sum_coded
 from slipstream.world.mesh import Family
 from slipstream.zero.comm import Buffer, Comm, Pending, broadcast_from
-from slipstream.zero.gather import Gather
+from slipstream.zero.gather import Gather, wire_cuts
 from slipstream.zero.layout import Layout, Span
 from slipstream.zero.leaves import Leaf
 from slipstream.zero.memory import Memory, place
@@ -85,6 +86,7 @@ class Dtypes:
     grads: torch.dtype  # reduced gradients
     wire_bits: int | None = None  # of a code on the wire; None: elements are communicated
     gathered_bits: int | None = None  # of a code of gathered weights; None: elements are gathered
+    published_bits: int | None = None  # of a code of what an update has changed of replicated weights; None: weights are published
     rests: bool = False  # whether sharded weights are stored as those codes
     row: int = 0  # elements that are communicated together if one of them is not 0; 0: all elements are
     row_dtype: torch.dtype = torch.float32  # of those
@@ -389,6 +391,38 @@ class Unit:
 
             return Pending(finish)
         return Pending(None)
+
+    def begin_update(self) -> None:
+        """Called before the optimizer writes new weights."""
+        if self.dtypes.published_bits is not None:
+            self.memory.before = self.full[slice(*self.span)].clone()
+
+    def publish_update(self) -> Pending[None]:
+        """As `publish`, after an update.
+
+        [Note: Differences in codes] With `published_bits`, ranks send codes of what has changed, and add those to the weights that
+        they have. What codes lose is still in the master, so the next ones send it. Ranks have equal weights, which differ from
+        the rounded masters by half a code.
+        """
+        bits, full = self.dtypes.published_bits, self.memory.full
+        if bits is None or full is None:
+            return self.publish()
+        self.owned.settle()
+        own, dp = full.tensor[slice(*self.span)], self.comms.dp
+        before, self.memory.before = self.memory.before, None
+        coded = wire_cuts(self.cuts, bits)
+        codes = torch.empty(coded[-1], dtype=torch.uint8, device=own.device)
+        sent = torch.zeros(coded[dp.index + 1] - coded[dp.index], dtype=torch.uint8, device=own.device)
+        if before is not None:  # else the update has failed
+            encode(own.float() - before.float(), sent, bits)
+            own.copy_(before)
+        published = dp.gather_into(codes, sent, coded)
+
+        def finish() -> None:
+            published.wait()
+            sum_coded(full.tensor[: self.cuts[-1]], [codes], bits, accumulate=True)
+
+        return Pending(finish)
 
     def forget_gradients(self) -> None:
         """Drop everything accumulated since the last step."""

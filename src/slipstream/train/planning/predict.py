@@ -440,7 +440,8 @@ def _update(stored: PredictedStates, counted: Counted) -> Flow:
     place = setting.recipe.placement
     flow = Flow(wire=2 * _ring(part.span, part.copies, setting) * part.dtypes.grads.itemsize)
     if place.optim and not place.weights:  # publish
-        flow = flow.plus(Flow(wire=_ring(part.numel, part.ranks, setting) * part.dtypes.weights.itemsize))
+        moved, bits = _ring(part.numel, part.ranks, setting), part.dtypes.published_bits
+        flow = flow.plus(Flow(wire=moved * part.dtypes.weights.itemsize if bits is None else wire_codes.nbytes(moved, bits)))
     if counted.homes.steps_on_host:
         grads = part.dtypes.local.itemsize * (type(stored.grads) is MemoryStore)
         weights = part.dtypes.weights.itemsize * (type(stored.weights) is MemoryStore)

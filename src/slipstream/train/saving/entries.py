@@ -25,7 +25,7 @@ from slipstream.world.mesh import Mesh
 from slipstream.zero.buffers import first_values
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.leaves import Ranges, cuts_of
-from slipstream.zero.storage.store import Store, section
+from slipstream.zero.storage.store import Store, copy_store, section
 from slipstream.zero.unit import Unit
 
 T = TypeVar("T")
@@ -106,6 +106,8 @@ class Outer(Protocol):
 def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
     """The tensors of a checkpoint with these contents. Collective."""
     states.steps.synchronize(states.units)
+    if any(unit.dtypes.published_bits is not None for unit in states.units):
+        spread_weights(states)  # so that a run which loads it has the same weights as this one
     tensors = weights(states, exclude_frozen=exclude_frozen or contents == "adapters")
     if contents != "adapters":
         tensors |= first_buffers(states)
@@ -116,6 +118,20 @@ def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dic
         tensors |= optimizer_tensors(states)
         tensors |= outer(states)
     return tensors
+
+
+def spread_weights(states: States) -> None:
+    """Round changed masters into the weights and publish these to the other ranks. Collective."""
+    states.fence()
+    with torch.no_grad():
+        pending = []
+        for unit in states.units:
+            if unit.out is not None:
+                copy_store(unit.out, unit.master)
+            unit.shown.expire_graphs()
+            pending.append(unit.publish())
+        for each in pending:
+            each.wait()
 
 
 def over(parts: Sequence[States], function: Callable[[States], Mapping[str, T]]) -> dict[str, T]:

@@ -29,7 +29,6 @@ from slipstream.train.saving.save import agree
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.storage.store import copy_store
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def _spread(
     parts: Sequence[States], metadata: Any, request: Any, exclude: Sequence[str], *, optimizer: bool, module_only: bool
 ) -> None:
     for states in parts:
-        spread_weights(states)
+        entries.spread_weights(states)
         if states.steps.has_optimizer and not optimizer and not module_only:
             states.steps.loaded_without_states()
         _restart_averages(states, metadata, request.tensors.keys(), exclude)
@@ -403,20 +402,6 @@ def _prepare_optimizer(parts: Sequence[States], metadata: checkpoint.Metadata, e
             dtypes.setdefault(name, {})[state] = info.dtype
     pieces = (each for part in parts for each in entries.pieces(part, exclude))
     return [steps.make_states(piece, dtypes.get(piece.name, {})) for steps, piece in pieces]
-
-
-def spread_weights(states: States) -> None:
-    """Round changed masters into the weights and publish these to the other ranks. Collective."""
-    states.fence()
-    with torch.no_grad():
-        pending = []
-        for unit in states.units:
-            if unit.out is not None:
-                copy_store(unit.out, unit.master)
-            unit.shown.expire_graphs()
-            pending.append(unit.publish())
-        for each in pending:
-            each.wait()
 
 
 def _take_scalars(
