@@ -2,9 +2,11 @@
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.compat.collectives import CompressedBackend, all_to_all_quant_reduce, reduce_scatter_coalesced
 from slipstream.compat.config import DeepSpeedConfig
 from slipstream.compat.runtime_utils import CheckOverflow, PartitionedTensor, clip_grad_norm_, get_grad_zeros, get_weight_norm
 from tests.pool import distributed
@@ -55,3 +57,44 @@ def test_parts_norms_and_overflow_are_the_ranks_together() -> None:
 
     given = {"train_batch_size": 12, "gradient_accumulation_steps": 2}
     assert [DeepSpeedConfig(given, mpu).train_micro_batch_size_per_gpu for mpu in (None, Mpu())] == [3, 6]
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_reductions_of_tensors(transport: str) -> None:
+    """Spans of exact means, also of tensors shorter than ranks; of matrices in codes, within half a code."""
+    rank = dist.get_rank()
+    each = [torch.randn(16, 64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    small, mine = torch.full((1,), 3.0), each[rank].bfloat16()
+    own = [part.numel() for part in reduce_scatter_coalesced([small, mine, torch.ones(7)])]
+    assert own == [1 - rank, 512, 4 - rank] and torch.equal(small, torch.full((1,), 3.0))
+    mean = (each[0] + each[1]).view(-1).chunk(2)[rank] / 2
+    torch.testing.assert_close(reduce_scatter_coalesced([mine])[0].float(), mean, atol=2e-2, rtol=0)
+    coded, odd, vector = all_to_all_quant_reduce([each[rank], torch.ones(1, 3), each[rank].view(-1)], {})
+    assert torch.equal(vector, reduce_scatter_coalesced([each[rank].view(-1)])[0]) and odd.tolist() == [1.0] * (2 - rank)
+    error, code = (coded - mean).abs().max(), max(part.abs().max() for part in each) / 7
+    assert 0 < error <= code / 2 + 1e-6
+
+
+@distributed(world_size=2, transports=("gloo",))
+def test_an_exchange_of_signs(transport: str) -> None:
+    """Against a simulation of all workers and servers; errors go into the next exchange."""
+    rank, backend, numel = dist.get_rank(), CompressedBackend(), 50
+    workers, servers = torch.zeros(2, 64), torch.zeros(2, 32)
+    worker, server = torch.zeros(64), torch.zeros(32)
+    for step in range(3):
+        each = torch.nn.functional.pad(torch.randn(2, numel, generator=torch.Generator().manual_seed(step)), (0, 14))
+        sent, workers = signs(each + workers)
+        served, servers = signs(sent.mean(0).view(2, 32) + servers)
+        got = backend.compressed_allreduce(each[rank, :numel].clone(), worker, server, rank)
+        torch.testing.assert_close(got, served.view(-1)[:numel])
+        torch.testing.assert_close(worker, workers[rank])
+        torch.testing.assert_close(server, servers[rank])
+    with pytest.raises(ValueError, match=r"50 elements on 2 ranks needs a worker_error of a multiple of 16 elements, not 50"):
+        backend.compressed_allreduce(torch.ones(numel), torch.zeros(numel), server)
+
+
+def signs(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """+-the root mean square of each row, and what that loses."""
+    scale = rows.square().mean(1, keepdim=True).sqrt()
+    out = torch.where(rows >= 0, scale, -scale)
+    return out, rows - out

@@ -133,6 +133,10 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.sparse": "split_half_float_double_sparse",
     },
     "deepspeed.runtime.sparse_tensor": {"slipstream.compat.sparse": "SparseTensor"},
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        "slipstream.compat.collectives": "all_to_all_quant_reduce reduce_scatter_coalesced"
+    },
+    "deepspeed.runtime.comm.compressed": {"slipstream.compat.collectives": "CompressedBackend"},
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
@@ -411,6 +415,9 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {"*": _SEQUENCE},
     "deepspeed.sequence": {"*": _SEQUENCE},
     "deepspeed.runtime.fp16.onebit": {"*": _ONE_BIT},
+    "deepspeed.runtime.comm": {
+        "*": "a transport of DeepSpeed's 1-bit optimizers; deepspeed.runtime.comm.compressed has the exchange"
+    },
     "deepspeed.runtime.pipe": {"*": _PIPELINE},
     "deepspeed.runtime.data_pipeline": {
         "*": "the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its parts"
