@@ -148,6 +148,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     "checkpoints": ({}, {"checkpoint.writer.decoupled": True}),
     "compile": ({}, {"compile.backend": "eager"}, {"compile.enabled": True}),
     "fused": ({}, {"slipstream.fused_layers": True}),
+    "trace": ({}, {"slipstream.trace.steps": [3, 2]}),
     "noise": (
         {},
         {"slipstream.noise_scale_every": 9},
