@@ -181,7 +181,7 @@ def steps(channel: Channel) -> None:
         engine.step()
         seconds = time.perf_counter() - begin
         counting = profiler.counting_s if mode == "on" else 0.0
-        profiler.end_profile()
+        profiler.stop_profile()
         return seconds - counting, counting
 
     def run(rounds: int) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def steps(channel: Channel) -> None:
             for mode in draws.sample(MODES, len(MODES)):
                 took, counted = step(mode)
                 seconds[mode].append(took)
-                counting += [counted] if mode == "on" else []
+                counting += [counted] if counted else []
         return {"seconds": seconds, "counting": counting}
 
     channel.serve({"run": run})
@@ -202,10 +202,10 @@ def run_profiling(options: Options) -> str:
     env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with Worker("benchmarks.profiling:steps", name="profiling", core=0, env=env) as worker:
         worker.ready()
-        worker.call("run", rounds=3)
+        counting = worker.call("run", rounds=3)["counting"][0]
         told = worker.call("run", rounds=rounds)
     off = told["seconds"]["off"]
-    usual, counting = statistics.median(off), statistics.median(told["counting"])
+    usual = statistics.median(off)
     over = {
         mode: 100 * statistics.median(a - b for a, b in zip(times, off, strict=True)) / usual
         for mode, times in told["seconds"].items()
@@ -213,9 +213,8 @@ def run_profiling(options: Options) -> str:
     return "\n\n".join(
         (
             f"A GPT of {SIZES['layers']} blocks of width {SIZES['dim']}, {2 * S} tokens, fp32, one core; {rounds} rounds of a step "
-            "without the profiler, one without it again, and one with it. Medians of rounds, in % of a step without it. Before a "
-            "profiled step its FLOP are counted on tensors without memory, once for each shape of a batch: that time is a figure "
-            "of its own, is part of no latency, and does not grow with the width of the model.",
+            "without the profiler, one without it again, and one with it. Medians of rounds, in % of a step without it. FLOP of "
+            "a batch's shape are counted once, on tensors without memory, in the step before, which that time is added to.",
             table(
                 ["ms of a step without", "without again, %", "profiled, %", "counting once, ms"],
                 [[f"{1e3 * usual:.1f}", f"{over['off again']:+.2f}", f"{over['on']:+.2f}", f"{1e3 * counting:.1f}"]],
