@@ -25,17 +25,22 @@ def train(folder: str, steps: int) -> float:
         "slipstream": {"checkpoint": {"folder": folder, "every_steps": 50}},
     }
     engine, *_ = slipstream.initialize(model=model, model_parameters=model.parameters(), config=config)
+    last = float("nan")  # of a run that had ended
     while engine.global_steps < steps:
         x = torch.randn(8, 16, device=engine.device)
         loss = (engine(x).squeeze(-1) - x.sum(1)).square().mean()
         engine.backward(loss)
         engine.step()
-    return loss.item()
+        last = loss.item()
+    engine.destroy()  # no rank leaves while others still talk to it
+    return last
 
 
 def main(folder: str, num_processes: int = 2, steps: int = 100) -> None:
     from pyspark.ml.torch.distributor import TorchDistributor
+    from pyspark.sql import SparkSession
 
+    SparkSession.builder.getOrCreate()  # a notebook has one
     use_gpu = torch.cuda.is_available()
     distributor = TorchDistributor(num_processes=num_processes, local_mode=not use_gpu, use_gpu=use_gpu)
     print("last loss", distributor.run(train, folder, steps))

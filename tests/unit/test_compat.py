@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream import initialize
-from slipstream.compat import launcher, modules, names
+from slipstream.compat import commands, launcher, modules, names
 from slipstream.compat.__main__ import differences, tables
 from slipstream.train import deepspeed_names
 from slipstream.train.planning import explain
@@ -835,3 +835,23 @@ def test_the_command_refuses_what_is_not_there() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             launcher.translate([*flags.split(), "a.py"])
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "expected"),
+    [
+        (
+            "ds_bench",
+            "--all-reduce --pt2pt --maxsize 20 --trials 5 --nproc 2",
+            "bench-comm --ops all_reduce,send_recv --max 1048576 --nproc 2",
+        ),
+        ("ds_bench", "--scan", "bench-comm"),
+        ("ds_io", "--folder d --io_size 400M --read --queue_depth 8", "bench-disk d --size 400M --depths 8"),
+        ("ds_io", "--nvme_dir d", "bench-disk d --size 1G"),
+    ],
+)
+def test_benchmarks_take_deepspeed_s_options(command: str, given: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr("slipstream.launch.cli.main", lambda words: seen.append(words) or 0)
+    monkeypatch.setattr(sys, "argv", [command, *given.split()])
+    assert getattr(commands, command)() == 0 and seen == [expected.split()]

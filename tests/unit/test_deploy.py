@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +68,7 @@ def test_the_image_serves_as_an_ordinary_user() -> None:
     lines = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
     words = [line.partition(" ")[0] for line in lines]
     assert words[0] == "FROM" and words.index("USER") > max(i for i, word in enumerate(words) if word == "RUN")
-    assert "USER slipstream" in lines and 'ENTRYPOINT ["slipstream"]' in lines and len(lines) <= 20
+    assert "USER 10001" in lines and 'ENTRYPOINT ["slipstream"]' in lines and len(lines) <= 20
     assert any("[serve]" in line for line in lines)
 
 
@@ -77,6 +80,21 @@ def test_spark_s_function_trains(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and float(done.stdout.split()[-1]) > 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.skipif(importlib.util.find_spec("pyspark") is None or shutil.which("java") is None, reason="pyspark is not installed")
+def test_spark_starts_its_ranks(tmp_path: Path) -> None:
+    """Two on this host; a second call finds the run at its end."""
+    environment = {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Spark calls torchrun
+    for last in (r"last loss \d+\.\d+", "last loss nan"):
+        command = [sys.executable, str(DEPLOY / "databricks.py"), str(tmp_path / "checkpoints")]
+        done = subprocess.run(command, env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0 and re.search(last, done.stdout), done.stdout + done.stderr
+        assert "FAILED" not in done.stdout + done.stderr
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "global_step100"
 
 
 @pytest.mark.slow

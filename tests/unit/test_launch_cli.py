@@ -179,7 +179,7 @@ def test_refused_with_hosts() -> None:
         ("bench-comm --nproc 1", "slipstream bench-comm: --nproc 1: a single rank communicates with nobody; start 2 or more"),
         ("bench-comm --min 2M --max 1M", "slipstream bench-comm: --max 1048576 is below --min 2097152"),
         ("bench-disk no/such", "slipstream bench-disk: there is no folder 'no/such'; create it, on a local disk"),
-        ("bench-disk . --size 1M", "slipstream bench-disk: 1048576 bytes are less than twice 32 blocks of 4194304; use a larger"),
+        ("bench-disk . --size 64K", "slipstream bench-disk: 65536 bytes are less than twice 1 x 131072, a setting"),
         ("bench-disk . --block-sizes 1000", "slipstream bench-disk: a block of 1000 bytes is not a multiple of 4096"),
         ("run no_such_script.py", "slipstream run: no_such_script.py: no such script"),
         ("run --hostfile /no/such/file t.py", "slipstream run: cannot read /no/such/file: No such file"),

@@ -14,13 +14,34 @@ from pathlib import Path
 from typing import NoReturn
 
 HOSTFILE = "/job/hostfile"
+_OPERATIONS = {"pt2pt": "send_recv"}
+_NO_EFFECT_ON_DISKS = (
+    "read",
+    "write",
+    "no_read",
+    "no_write",
+    "single_submit",
+    "overlap_events",
+    "handle",
+    "flush_page_cache",
+    "verbose",
+)
 
 
 def ds_bench() -> int:
-    """`ds_bench`, as `slipstream bench-comm`."""
+    """`ds_bench [--all-reduce] [--maxsize 24]`, as `slipstream bench-comm`, whose options it takes, too."""
     from slipstream.launch import cli
 
-    return cli.main(["bench-comm", *sys.argv[1:]])
+    parser = argparse.ArgumentParser(prog="ds_bench", description=ds_bench.__doc__, allow_abbrev=False)
+    for name in ("all-reduce", "all-gather", "all-to-all", "broadcast", "pt2pt"):
+        parser.add_argument(f"--{name}", dest="ops", action="append_const", const=_OPERATIONS.get(name, name.replace("-", "_")))
+    parser.add_argument("--maxsize", type=int, help="the largest buffer is of 2**MAXSIZE bytes")
+    parser.add_argument("--scan", "--raw", "--debug", action="store_true", help="no effect: all sizes are shown")
+    for name in ("trials", "warmups"):
+        parser.add_argument(f"--{name}", type=int, help="no effect: times are of --seconds each")
+    options, others = parser.parse_known_args()
+    largest = [] if options.maxsize is None else ["--max", str(2**options.maxsize)]
+    return cli.main(["bench-comm", *(["--ops", ",".join(options.ops)] if options.ops else []), *largest, *others])
 
 
 def ds_io() -> int:
@@ -31,9 +52,14 @@ def ds_io() -> int:
     parser = argparse.ArgumentParser(prog=Path(sys.argv[0]).name, description=ds_io.__doc__)
     parser.add_argument("--nvme_dir", "--folder", required=True, help="a folder on the disk")
     parser.add_argument("--io_size", default="1G", help="the file's size: 400M; default 1G")
-    parser.add_argument("--read", "--write", "--verbose", action="store_true", help="no effect: both are measured and shown")
+    parser.add_argument("--block_size", help="one size of block, 1M; default: several are tried")
+    parser.add_argument("--queue_depth", help="one number of blocks in flight; default: several are tried")
+    parser.add_argument("--log_dir", "--loops", "--io_parallel", help="no effect: results are printed, and timed by the second")
+    for name in _NO_EFFECT_ON_DISKS:
+        parser.add_argument(f"--{name}", action="store_true", help="no effect: reads and writes are measured and shown")
     options = parser.parse_args()
-    return cli.main(["bench-disk", options.nvme_dir, "--size", options.io_size])
+    own = {"--size": options.io_size, "--block-sizes": options.block_size, "--depths": options.queue_depth}
+    return cli.main(["bench-disk", options.nvme_dir, *(word for pair in own.items() if pair[1] for word in pair)])
 
 
 def ds_ssh() -> int:

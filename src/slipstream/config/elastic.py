@@ -182,7 +182,9 @@ def compute_elastic_config(
         raise ElasticityConfigError(str(error)) from None
     ranks = world_size or int(os.environ.get("WORLD_SIZE", "0").strip() or 0)
     if not ranks and (block.version == 0.2 or return_microbatch):
-        raise ElasticityConfigError("elasticity needs the number of ranks: pass world_size, or set the variable WORLD_SIZE")
+        raise ElasticityConfigError(
+            "elasticity needs the number of ranks: pass world_size (ds_elastic -w N), or set the variable WORLD_SIZE"
+        )
     batch = elastic_batch(block, ranks)
     if world_size > 0:
         check_count(batch, world_size)

@@ -27,10 +27,10 @@ def _together(setting: DiskRate) -> float:
 def execute(options: argparse.Namespace) -> int:
     """Run the `slipstream bench-disk` command. Returns the exit code."""
     shown = {"block": "block size", "depth": "in flight", "read": "read MB/s", "write": "write MB/s"}
-    if not options.json:
-        print("".join(f"{name:>12}" for name in shown.values()))
-    settings = []
+    settings = list[DiskRate]()
     for setting in sweep(options.folder, options.size, options.block_sizes, options.depths, options.seconds):
+        if not options.json and not settings:
+            print("".join(f"{name:>12}" for name in shown.values()))
         settings.append(setting)
         if not options.json:
             rates = f"{setting.read / 1e6:12,.0f}{setting.write / 1e6:12,.0f}"

@@ -337,25 +337,26 @@ class DiskRate(NamedTuple):
 
 
 def sweep(folder: str, nbytes: int, blocks: Sequence[int], depths: Sequence[int], seconds: float) -> Iterator[DiskRate]:
-    """Measure every block size with every depth for `seconds` in one anonymous file of `nbytes`. Raises ValueError as Disk does,
-    and if the file is smaller than what one setting has in flight."""
+    """Measure every block size with every depth for `seconds` in one anonymous file of `nbytes`, but for settings with more than
+    half of the file in flight. Raises ValueError as Disk does, and if no setting is left."""
     if odd := [block for block in blocks if block % ALIGNMENT]:
         raise ValueError(f"a block of {odd[0]} bytes is not a multiple of {ALIGNMENT}; round it up")
-    if nbytes < 2 * max(blocks) * max(depths):
-        raise ValueError(f"{nbytes} bytes are less than twice {max(depths)} blocks of {max(blocks)}; use a larger file")
-    source, target = aligned(max(blocks) * max(depths)), aligned(max(blocks) * max(depths))
+    settings = [(block, depth) for block in blocks for depth in depths if 2 * block * depth <= nbytes]
+    if not settings:
+        raise ValueError(f"{nbytes} bytes are less than twice {min(depths)} x {min(blocks)}, a setting's blocks; use a larger file")
+    most = max(block * depth for block, depth in settings)
+    source, target = aligned(most), aligned(most)
     source.random_(generator=torch.Generator())
     with _closing(_create(folder, nbytes)) as file:
-        for block in blocks:
-            for depth in depths:
-                disk = Disk(folder, nbytes, block_nbytes=block, queue_depth=depth, threads=depth, file=os.dup(file))
-                try:
-                    if (block, depth) == (blocks[0], depths[0]):  # reads of unwritten blocks do not reach the disk
-                        disk.write([(at, source[: nbytes - at]) for at in range(0, nbytes, source.numel())]).wait()
-                    memory = block * depth
-                    yield DiskRate(disk.engine, block, depth, *rates(disk, seconds, nbytes, target[:memory], source[:memory]))
-                finally:
-                    disk.close()
+        for i, (block, depth) in enumerate(settings):
+            disk = Disk(folder, nbytes, block_nbytes=block, queue_depth=depth, threads=depth, file=os.dup(file))
+            try:
+                if i == 0:  # reads of unwritten blocks do not reach the disk
+                    disk.write([(at, source[: nbytes - at]) for at in range(0, nbytes, source.numel())]).wait()
+                memory = block * depth
+                yield DiskRate(disk.engine, block, depth, *rates(disk, seconds, nbytes, target[:memory], source[:memory]))
+            finally:
+                disk.close()
 
 
 @contextmanager
