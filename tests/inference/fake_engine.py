@@ -42,7 +42,7 @@ class Output(NamedTuple):
 class FakeTokenizer:
     supports_tools = True
     template = "<tool_call> <think></think>"
-    variables = frozenset({"messages", "tools", "enable_thinking"})
+    variables = frozenset({"messages", "tools", "enable_thinking", "trim"})
     marks: Mapping[str, int] = {}
 
     def encode(self, text: str, *, special: bool = True, max_tokens: int | None = None) -> list[int]:
@@ -57,18 +57,22 @@ class FakeTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         enable_thinking: bool = True,
+        trim: bool = False,
     ) -> str:
         if messages[0]["role"] == "tool":
             raise ValueError("the template refuses")
         names = [tool["function"]["name"] for tool in tools or ()]
-        return f"{names}" * bool(names) + "".join(f"<{message['role']}>{_text(message['content'])}" for message in messages)
+        text = "".join(f"<{message['role']}>{_text(message['content'], trim)}" for message in messages)
+        end = "" if add_generation_prompt else "<end>"
+        return f"{names}" * bool(names) + text + "<think>" * text.endswith("ponder") + end
 
     def token_bytes(self, token: int, /) -> bytes:
         return bytes([token])
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _text(content: Any, trim: bool) -> str:
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return text.strip() if trim else text
 
 
 class Handle:
@@ -86,6 +90,8 @@ class Handle:
         if self.params.json_schema is not None:
             return list(json.dumps(example(json.loads(self.params.json_schema))))
         wants_call = "use a tool" in self.prompt and "<tool>" not in self.prompt
+        if self.params.grammar is not None and self.prompt.endswith("<think>"):
+            return ["I ", "wonder", ".</th", "ink>\n\n", '{"a": ', "7}"]
         if self.params.grammar is not None and not wants_call:
             return ["by ", "grammar"]
         if "think" in self.prompt:

@@ -109,6 +109,7 @@ def test_any_logits_give_calls_of_the_schemas(tokens: bool) -> None:
 def test_texts_of_structured_fields() -> None:
     rows: list[tuple[str, Any, str, str]] = [
         ("regex", "a/b[0-9]+", "a/b77", "a/b"),
+        ("regex", "(a|[}])b{2}", "}bb", "}b"),
         ("choice", ["yes", "no way"], "no way", "no"),
         ("grammar", 'root ::= "yes" | "no"', "no", "maybe"),
         ("grammar", "start: /[xy]+/", "xyx", "z"),
@@ -116,6 +117,10 @@ def test_texts_of_structured_fields() -> None:
     for kind, value, good, bad in rows:
         grammar = structured({kind: (kind, value)}).grammar
         assert grammar is not None and allows(False, grammar, good) and not allows(False, grammar, bad), kind
+        for tokens in (False, True):
+            after = Lark(SORTS[tokens].marks).answer(grammar=grammar, thoughts=THINK, begun=True)
+            assert allows(tokens, after, "hm</think>\n\n" + good), kind
+            assert not any(allows(tokens, after, text) for text in (good, "hm</think>" + bad)), kind
     for wrong in ("start: x", 'root ::= "a', "nonsense"):
         with pytest.raises(ValueError, match="grammar cannot be served"):
             GRAMMARS[False].constraint(None, wrong)

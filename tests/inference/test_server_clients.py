@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
+from slipstream.inference.server.chat import ChatRequest  # noqa: E402
 from tests.inference.fake_engine import FakeEngine  # noqa: E402
 from tests.inference.test_server import CHAT, COMPLETIONS, OTHER, STRICT, TOOL, USER, call, client, post, serving  # noqa: E402
 
@@ -151,6 +152,67 @@ def test_reasoning_is_split_off(address: str) -> None:
         assert "".join(delta.content or "" for delta in deltas) == "So be it"
 
 
+def test_constraints_after_reasoning_that_the_prompt_begins(ai: Any, address: str, engine: FakeEngine) -> None:
+    """Their grammar has the reasoning first, and the answer after it is what they constrain; the forced call begins after it."""
+    ponder = {"messages": [{"role": "user", "content": "ponder"}]}
+    for field, value, inner in (
+        ("guided_json", SCHEMA, "%json"),
+        ("guided_regex", "[0-9]{2}", "/[0-9]{2}/"),
+        ("structured_outputs", {"choice": ["a", "b"]}, 'start: "a" | "b"'),
+        ("grammar", 'root ::= "yes"', "start: "),
+    ):
+        message = json.loads(post(address, **ponder, **{field: value}).body)["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("I wonder.", '{"a": 7}'), field
+        grammar = engine.submitted[-1][0].grammar or ""
+        assert grammar.startswith("start: thought SPACE body") and inner in grammar, grammar
+    assert post(address, **ponder, guided_json="{").error["param"] == "guided_json"
+    for limit, calls in ((50, ['{"a": 7}']), (2, [])):
+        ask = {"model": "fake/model", "input": "ponder", "max_output_tokens": limit, "tools": [FLAT]}
+        ask["tool_choice"] = {"type": "function", "name": "add"}
+        with ai.responses.stream(**ask) as stream:
+            final = [*stream][-1].response
+        for response in (final, ai.responses.create(**ask)):
+            assert kinds(response) == ["reasoning", "function_call"][: 1 + len(calls)]
+            assert [item.arguments for item in response.output[1:]] == calls
+        [choice] = json.loads(post(address, **ponder, max_tokens=limit, tools=[TOOL], tool_choice="required").body)["choices"]
+        assert [one["function"]["arguments"] for one in choice["message"].get("tool_calls", [])] == calls
+
+
+def test_a_final_message_is_continued_where_it_ends(address: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompt(content: Any, **fields: Any) -> str:
+        message = {"role": "assistant", "content": content}
+        reply = post(address, messages=[USER, message], continue_final_message=True, prompt_logprobs=0, **fields)
+        scored = json.loads(reply.body)["choices"][0]["prompt_logprobs"]
+        return "".join(one["decoded_token"] for entry in scored[1:] for one in entry.values())
+
+    begin, trim = "user>hi<assistant>", {"chat_template_kwargs": {"trim": True}}
+    for content in ("<", "e", "end>", "a ", [{"type": "text", "text": "a"}, {"type": "text", "text": "e"}]):
+        assert prompt(content) == begin + (content if isinstance(content, str) else "a\ne")
+    assert prompt("e ", **trim) == begin + "e"
+    monkeypatch.setattr(engine.tokenizer, "chat", lambda *_, **__: "nothing")
+    last = [USER, {"role": "assistant", "content": "x"}]
+    assert post(address, messages=last, continue_final_message=True).error["param"] == "continue_final_message"
+
+
+def test_names_that_clients_make_up_fit_a_header(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    many = {f"{number:04}" + "x" * 58: 1 for number in range(1100)}
+    with serving(engine, http="h11") as address:
+        body: dict[str, Any] = {"model": "fake/model", "input": "hi", "tools": [{"type": "a\r\nb: c\x7fé "}]}
+        named = call(address, "POST", "/v1/responses", json.dumps(body)).headers["x-slipstream-ignored"]
+        assert named == r"tools.a\r\nb: c\x7f\xe9"
+        reply = post(address, chat_template_kwargs={"b\n ": 1})
+        assert (reply.status, reply.headers["x-slipstream-ignored"]) == (200, r"chat_template_kwargs.b\n")
+        caplog.clear()
+        long = post(address, **many).headers["x-slipstream-ignored"]
+        assert len(long) <= 1000 and caplog.messages[0].count("xxxx, ") == 1000 - 2 - 1
+
+
+@pytest.mark.parametrize(("think", "enabled"), [("none", False), ("high", None), (True, True), (False, False)])
+def test_whether_a_model_thinks(think: bool | str, enabled: bool | None) -> None:
+    request = ChatRequest.model_validate({"model": "m", "messages": [USER], "think": think})
+    assert request.variables().get("enable_thinking", ("", None))[1] is enabled
+
+
 def test_prompts_are_scored(address: str) -> None:
     with client(address) as ai:
         ask = {"model": "fake/model", "prompt": ["ab c", "de"], "logprobs": 1, "echo": True}
@@ -178,6 +240,10 @@ def test_the_best_of_several(address: str) -> None:
     choices = json.loads(post(address, COMPLETIONS, best_of=3, n=2).body)["choices"]
     assert [choice["index"] for choice in choices] == [0, 1] and choices[0]["logprobs"] is None
     assert post(address, COMPLETIONS, best_of=1, n=2).error["param"] == "best_of"
+    ask = {"prompt": ["ab", "cd"], "max_tokens": 1, "echo": True, "logprobs": 0}
+    for choice in json.loads(post(address, COMPLETIONS, best_of=3, n=2, **ask).body)["choices"]:
+        prompt = "ab" if choice["index"] < 2 else "cd"
+        assert choice["text"].startswith(prompt) and "".join(choice["logprobs"]["tokens"][:2]) == prompt
 
 
 def test_tokens(address: str) -> None:
@@ -294,6 +360,10 @@ def test_streamed_events_make_the_response(ai: Any, text: str) -> None:
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}},
+            "tool_choice",
+        ),
     ],
 )
 def test_responses_that_are_not_served(address: str, fields: dict[str, Any], param: str) -> None:
@@ -313,6 +383,11 @@ def test_fields_of_responses_without_effect(address: str) -> None:
     reply = call(address, "POST", "/v1/responses", json.dumps(body))
     named = "include, prompt_cache_key, reasoning.effort, reasoning.summary, text.verbosity, tools.web_search"
     assert reply.headers["x-slipstream-ignored"] == named, reply.body
+    for tools in ([{"type": "mcp"}], [{"type": "function", "name": "add"}, {"type": "mcp"}]):
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+        asked = {"model": "fake/model", "input": "hi", "tools": [FLAT], "tool_choice": allowed}
+        reply = call(address, "POST", "/v1/responses", json.dumps(asked))
+        assert (reply.status, reply.headers["x-slipstream-ignored"]) == (200, "tool_choice.tools.mcp"), reply.body
     assert (
         b"response.failed" in call(address, "POST", "/v1/responses", json.dumps(body | {"input": "explode", "stream": True})).body
     )

@@ -65,13 +65,7 @@ class Grammars:
         return self._checked("json_schema", matcher)
 
     def _parse(self, grammar: str) -> LLMatcher:
-        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
-        try:
-            lark = any_to_lark(grammar) if "::=" in grammar else grammar
-        except (GbnfToLarkError, RecursionError) as error:
-            raise ValueError(f"grammar cannot be served: {error}") from error
-        return self._checked("grammar", self._matcher(self._tokens, lark, log_level=0))
+        return self._checked("grammar", self._matcher(self._tokens, as_lark(grammar), log_level=0))
 
     def _checked(self, name: str, matcher: LLMatcher) -> LLMatcher:
         if matcher.is_error():
@@ -111,6 +105,18 @@ class Constraint:
         """Advance by a generated token; a no-op for end tokens."""
         if token not in self._end_ids and not self._matcher.consume_token(token):
             raise ValueError(f"token {token} is not allowed by the JSON schema or grammar: {self._matcher.get_error()}")
+
+
+def as_lark(grammar: str) -> str:
+    """A grammar in Lark, which it is in already unless it is GBNF. Raises ValueError."""
+    if "::=" not in grammar:
+        return grammar
+    with needs("output of a grammar", extra="serve"):
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    try:
+        return str(any_to_lark(grammar))
+    except (GbnfToLarkError, RecursionError) as error:
+        raise ValueError(f"grammar cannot be served: {error}") from error
 
 
 def check_schema(schema: Any) -> None:

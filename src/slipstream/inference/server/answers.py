@@ -219,7 +219,7 @@ class CompletionFormat(ChoicesFormat):
         return choice
 
     def _repeated(self, echo: Echo, index: int) -> str:
-        prompt = echo.prompts[index // self.width]
+        prompt = echo.prompts[index // self.kept]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special=False)
 
     def _logprobs(self, part: Joined) -> CompletionLogprobs:
@@ -227,7 +227,7 @@ class CompletionFormat(ChoicesFormat):
         offset = self._offsets.get(part.index, 0)
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         body: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        prompt = self.prompts[part.index // self.width] if self.echo and part.prompt is not None else ()
+        prompt = self.prompts[part.index // self.kept] if self.echo and part.prompt is not None else ()
         for token, entry in (*zip(prompt, part.prompt or (), strict=False), *((entry.token_id, entry) for entry in part.logprobs)):
             body["tokens"].append(self._name(token))
             body["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
@@ -289,6 +289,7 @@ class ChatFormat(ChoicesFormat):
         self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()
         self._texts: dict[int, str] = {}  # choice -> text of a call whose function is known only at its end
+        self._called: set[int] = set()  # choices whose only forced call has begun, which it does after the reasoning
         self._cut: set[int] = set()  # choices whose forced call is truncated
 
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
@@ -298,8 +299,6 @@ class ChatFormat(ChoicesFormat):
         if part.index not in self._started:
             self._started.add(part.index)
             deltas.append({"role": "assistant", "content": None if self.forced else ""})
-            if len(self.forced) == 1:
-                deltas.append({"tool_calls": [{"index": 0, **self._call(self.forced[0], "")}]})
         deltas += [{"reasoning_content": thought}] if thought else []
         if len(self.forced) > 1:
             self._texts[part.index] = self._texts.get(part.index, "") + part.text
@@ -308,6 +307,9 @@ class ChatFormat(ChoicesFormat):
                 deltas += [{"tool_calls": [{"index": 0, **self._call(*call)}]} for call in calls]
                 deltas += [{"content": text}] if text else []
         elif part.text and self.forced:
+            if part.index not in self._called:
+                self._called.add(part.index)
+                deltas.append({"tool_calls": [{"index": 0, **self._call(self.forced[0], "")}]})
             deltas.append({"tool_calls": [{"index": 0, "function": {"arguments": part.text}}]})
         elif self.allowed:
             text, calls = self._parse(part)
@@ -333,7 +335,7 @@ class ChatFormat(ChoicesFormat):
         logprobs = self._logprobs(joined) if self.logprobs else None
         thought, joined = self._think(joined)
         if len(self.forced) == 1:
-            text, calls = "", [(self.forced[0], joined.text)]
+            text, calls = "", [(self.forced[0], joined.text)] if joined.text else []  # none if the reasoning is cut
         elif self.forced:
             text, calls = self._split(joined.index, joined.text)
         else:

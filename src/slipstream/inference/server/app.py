@@ -66,7 +66,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         413: "Body too large",
         415: "Content type is not application/json",
         429: "The queue is full",
-        500: "SampledFields failed",
+        500: "Generation failed",
         503: "Shutting down or overloaded",
         504: "Request timed out",
     }.items()

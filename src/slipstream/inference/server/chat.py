@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -236,7 +238,7 @@ class ChatRequest(SampledFields):
         if effort is not None:
             given["reasoning_effort"] = ("think" if effort is self.think else "reasoning_effort", effort)
         if effort == "none" or isinstance(self.think, bool):
-            given["enable_thinking"] = ("reasoning_effort" if self.think is None else "think", bool(self.think))
+            given["enable_thinking"] = ("reasoning_effort" if self.think is None else "think", self.think is True)
         return given
 
     def _chosen(self) -> list[str]:
@@ -306,6 +308,9 @@ def prepare_chat(server: Serving, request: ChatRequest, caller: Caller, ignored:
 def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
     """The prompt, and the fields whose variable the template does not read."""
     messages = [message.for_template() for message in request.messages]
+    mark = f"{uuid.uuid4().hex} "  # where the final message ends
+    if request.continue_final_message:
+        messages[-1]["content"] = _marked(messages[-1]["content"], mark)
     tools = [tool.model_dump(exclude_none=True) for tool in request.offered()] or None
     given, known = request.variables(), server.tokenizer.variables
     if wrong_ones := given.keys() & {"messages", "tools", "add_generation_prompt"}:
@@ -318,15 +323,22 @@ def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
     except (ValueError, RecursionError) as error:
         raise RequestError(str(error), param="messages") from None
     if request.continue_final_message:
-        last = request.messages[-1].content
-        ending = (last if isinstance(last, str) else "\n".join(part.text for part in last or ())).strip()
-        text = text[: text.rindex(ending) + len(ending)] if ending in text else text
+        text, found, after = text.rpartition(mark[:-1])
+        if not found:
+            message = "continue_final_message: the chat template leaves out or changes the last message's content"
+            raise RequestError(message, param="continue_final_message")
+        text = text if after.startswith(" ") else text.rstrip()  # as the template strips the content
     if tools and not request.forced() and not server.tokenizer.supports_tools:
         message = f'the chat template of {server.engine.model_name} ignores tools, so tool_choice "auto" would never call one; '
         message += 'set tool_choice to "required" or to a function, which forces a call with the function\'s schema'
         raise RequestError(message, param="tools", code="unsupported_parameter")
     read = {field for name, (field, _) in given.items() if name in known}  # reasoning_effort none sets two of which one is enough
     return text, sorted({field for field, _ in given.values()} - read)
+
+
+def _marked(content: Any, mark: str) -> Any:
+    """A message's content with `mark` at its end."""
+    return content + mark if isinstance(content, str) else [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
 
 
 def _thinking(tokenizer: ServedTokenizer, prompt: str) -> Thinking | None:
@@ -339,25 +351,43 @@ def _thinking(tokenizer: ServedTokenizer, prompt: str) -> Thinking | None:
 
 def _constraints(server: Serving, request: ChatRequest, thinking: Thinking | None) -> tuple[Constraints, bool]:
     """What the output has to follow; and whether there is a strict function that it need not follow, for want of a grammar."""
+    begun, field = thinking is not None and thinking.begun, _constraining(request)
     if request.structured():
-        return structured(request.structured()), False
+        bare = structured(request.structured())
+        return _grammar(server, field, thinking, given=bare) if begun else bare, False
     schema, form = request.forced_schema() or request.format_schema(), form_of(server.tokenizer.template)
     tools = [] if request.forced() else [tool.function for tool in request.offered()]
     strict = any(function.strict for function in tools)
     if tools and schema is not None and not form.begin:
         raise RequestError("response_format beside tools is not served in this model's form of calls", param="response_format")
     # A schema alone needs no grammar, unless the output begins within the model's reasoning.
-    if (form.begin and strict) or (schema is not None and (tools or (thinking is not None and thinking.begun))):
-        return _grammar(server, schema, tools, form, thinking), False
-    return Constraints(None if schema is None else dumps(schema, "response_format")), strict
+    if (form.begin and strict) or (schema is not None and (tools or begun)):
+        return _grammar(server, field, thinking, schema=schema, functions=tools, form=form), False
+    return Constraints(None if schema is None else dumps(schema, field)), strict
 
 
-def _grammar(server: Serving, schema: Any, functions: Sequence[Function], form: CallForm, thinking: Thinking | None) -> Constraints:
+def _constraining(request: ChatRequest) -> str:
+    """The field that the constraints on the output, if any, come from."""
+    return next(iter(request.structured()), "tools" if request.format_schema() is None else "response_format")
+
+
+def _grammar(
+    server: Serving,
+    field: str,
+    thinking: Thinking | None,
+    *,
+    given: Constraints = Constraints(),  # noqa: B008 # it is immutable
+    schema: Any = None,
+    functions: Sequence[Function] = (),
+    form: CallForm | None = None,
+) -> Constraints:
+    """Of an answer after reasoning, or with calls, whose own constraints are `given` or `schema`."""
     tools = [(one.name, one.parameters if one.strict and one.parameters else {"type": "object"}) for one in functions]
     marks, begun = (None, False) if thinking is None else thinking
     try:
+        schema = schema if given.json_schema is None else json.loads(given.json_schema)
         writer = Lark(server.tokenizer.marks)
-        return Constraints(None, writer.answer(schema=schema, tools=tools, form=form, thoughts=marks, begun=begun))
-    except ValueError as error:
-        param = "tools" if schema is None else "response_format"
-        raise RequestError(f"{param}: a JSON schema cannot be served: {error}", param=param) from None
+        answer = writer.answer(schema=schema, tools=tools, form=form, thoughts=marks, begun=begun, grammar=given.grammar)
+        return Constraints(None, answer)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field}: a JSON schema or grammar cannot be served: {error}", param=field) from None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from slipstream.inference.constrain import WHITESPACE, check_schema
+from slipstream.inference.constrain import WHITESPACE, as_lark, check_schema
 from slipstream.inference.server.calls import CallForm
 from slipstream.inference.server.errors import RequestError
 
@@ -65,15 +65,20 @@ class Lark:
         form: CallForm | None = None,
         thoughts: tuple[str, str] | None = None,
         begun: bool = False,
+        grammar: str | None = None,
     ) -> str:
         """An answer: reasoning between the marks `thoughts` if there are any (`begun`: the prompt has the first), then a value of
-        `schema` or calls of `tools`; without a schema, free text with calls. Raises ValueError for a schema that is not served."""
+        `schema` or calls of `tools`; without a schema, free text with calls. Or else a text of `grammar`. Raises ValueError for
+        a schema or grammar that is not served."""
         before = ""
         if thoughts is not None:
             thought = f"{self._until(thoughts[1], 'thought')} SPACE"
             before = f"{thought} " if begun else f"({self._text(thoughts[0])} {thought})? "
         calls, free = self._calls(tools, form, alone=schema is not None) if form is not None and tools else ("", "")
-        body = f"({calls} SPACE)+ | {self._json(schema)}" if calls and schema is not None else free or self._json(schema)
+        if grammar is not None:
+            body = f"%lark {{\n{as_lark(grammar)}\n}}"
+        else:
+            body = f"({calls} SPACE)+ | {self._json(schema)}" if calls and schema is not None else free or self._json(schema)
         return "\n".join([f"start: {before}body", f"body: {body}", f"FREE: {FREE}", r"SPACE: /\s*/", *self._rules])
 
     def _calls(self, tools: Sequence[tuple[str, Any]], form: CallForm, *, alone: bool) -> tuple[str, str]:

@@ -242,8 +242,9 @@ def refused(error: ValidationError) -> RequestError:
 def without_effect(request: Fields) -> list[str]:
     """The fields that have no effect, without the indices of lists."""
     places = (tuple(part for part in place if isinstance(part, str)) for place in request.ignored())
-    return sorted({".".join(map(_shown, place)) for place in places})
+    return sorted({".".join(place) for place in places})
 
 
-def _shown(part: str | int) -> str:
-    return str(part).encode("unicode_escape").decode()[:MAX_NAMED]
+def shown(name: str) -> str:
+    """A field's name, which a client may have made up, for a header or the log."""
+    return name.encode("unicode_escape").decode()[:MAX_NAMED]

@@ -96,11 +96,23 @@ class ResponsesRequest(Fields):
             case {"type": "function", "name": name}:
                 return {"type": "function", "function": {"name": name}}
             case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
-                named = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools if isinstance(tool, dict)]
+                functions = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+                if not functions and tools and mode == "auto":
+                    return "none"
+                if not all("name" in tool for tool in functions):
+                    raise RequestError("tool_choice: a function has no name", param="tool_choice")
+                named = [{"type": "function", "function": {"name": tool["name"]}} for tool in functions]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
             case "auto" if not has_tools:
                 return None
         return self.tool_choice
+
+    def hosted(self) -> set[str]:
+        """The tools that are no functions, which have no effect: none runs here."""
+        chosen = self.tool_choice.get("tools") if isinstance(self.tool_choice, dict) else None
+        listed = {"tools": self.tools or (), "tool_choice.tools": chosen if isinstance(chosen, list) else ()}
+        kinds = [(name, one.get("type") if isinstance(one, dict) else one) for name, tools in listed.items() for one in tools]
+        return {f"{name}.{kind}" for name, kind in kinds if kind != "function"}
 
 
 def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
@@ -112,8 +124,7 @@ def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
     except ValidationError as error:
         raise _renamed(refused(error)) from None
     try:
-        hosted = {f"tools.{tool.get('type')}"[:60] for tool in request.tools or () if tool.get("type") != "function"}
-        prepared = prepare_chat(server, chat, caller, [*without_effect(request), *sorted(hosted)])
+        prepared = prepare_chat(server, chat, caller, [*without_effect(request), *request.hosted()])
     except RequestError as error:
         raise _renamed(error) from None
     assert isinstance(prepared.form, ChatFormat)

@@ -19,7 +19,7 @@ from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
-from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, without_effect
+from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, shown, without_effect
 from slipstream.inference.text import TooLongError
 
 logger = logging.getLogger(__name__)
@@ -134,15 +134,16 @@ class Serving:
         """With `strict_fields`, raise RequestError for a field without effect, unknown if it is in `unknown` and no label."""
         if self.strict_fields and names:
             label = names[0] not in unknown or names[0] in LABELS
-            message = f"{names[0]}: " + ("this OpenAI field is not supported; leave it out" if label else "unknown field")
-            raise RequestError(message, param=names[0], code="unsupported_parameter" if label else "unknown_parameter")
+            message = f"{shown(names[0])}: " + ("this OpenAI field is not supported; leave it out" if label else "unknown field")
+            raise RequestError(message, param=shown(names[0]), code="unsupported_parameter" if label else "unknown_parameter")
 
     def headers(self, ignored: Sequence[str]) -> list[tuple[bytes, bytes]]:
         """Name the fields without effect: in the response's header, and each once in the log."""
-        if new := [name for name in ignored if name not in self.logged and len(self.logged) < MAX_LOGGED]:
+        names = [shown(name) for name in ignored]
+        if new := [name for name in names if name not in self.logged][: MAX_LOGGED - len(self.logged)]:
             self.logged.update(new)
             logger.warning("fields of requests that have no effect here: %s", ", ".join(new))
-        return [(b"x-slipstream-ignored", ", ".join(ignored)[:MAX_HEADER].encode("ascii", "replace"))] if ignored else []
+        return [(b"x-slipstream-ignored", ", ".join(names)[:MAX_HEADER].strip().encode())] if names else []
 
     def respond(self, body: object, ignored: Sequence[str]) -> Response:
         """Of a request whose fields without effect are all unknown ones or labels. Raises RequestError as `refuse` does."""
