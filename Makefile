@@ -106,7 +106,7 @@ lint: $(READY)
 bench: $(READY) $(PEERS)/$(PINNED) $(SERVE_PEERS)/$(PINNED)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-all: $(READY) $(PEERS)/$(PINNED) $(SERVE_PEERS)/$(PINNED) $(CLIENTS)/.ready
+bench-all: $(READY) $(VENV)/.minilm $(PEERS)/$(PINNED) $(SERVE_PEERS)/$(PINNED) $(CLIENTS)/.ready
 	$(BIN)/python -m benchmarks --all $(ARGS)
 
 site: $(DOCS)/$(PINNED)

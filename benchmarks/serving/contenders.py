@@ -52,13 +52,13 @@ def chosen(contenders: Sequence[Contender], only: Sequence[str], quick: bool) ->
     return [one for one in contenders if one.kind not in slow and one.precision not in slow]
 
 
-def _env(contender: Contender, python: Path) -> dict[str, str]:
+def environment(kind: str, python: Path) -> dict[str, str]:
     """The interpreter's folder comes first on the path: vLLM compiles with tools that are installed there. vLLM's documentation
     asks for Intel's OpenMP before every other library; its packages bring it."""
     home = python.absolute().parent
     path = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"
     openmp = home.parent / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(openmp)} if contender.kind == "vllm" and openmp.exists() else {}
+    preload = {"LD_PRELOAD": str(openmp)} if kind == "vllm" and openmp.exists() else {}
     return {"PATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | preload
 
 
@@ -77,7 +77,7 @@ class Process:
             **dict(contender.extra),
         }
         target = "benchmarks.serving.systems:serve"
-        self._worker = Worker(target, arguments, name=contender.name, python=python, env=_env(contender, python))
+        self._worker = Worker(target, arguments, name=contender.name, python=python, env=environment(contender.kind, python))
         try:
             self._worker.ready(START_LIMIT)
             self.facts: Mapping[str, Any] = self._worker.call("facts")

@@ -195,17 +195,21 @@ class Llama(System):
         return int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
 
 
+def _vllm_settings() -> dict[str, str]:
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": f"{cores()[0]}-{cores()[-1]}",  # by default it keeps one core for itself
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+
+
 class Vllm(System):
     """The engine in this process, stepped by hand, without the cost of a second process. Compiled, as by default."""
 
     def __init__(self, models: Path, precision: str, budget: int) -> None:
-        os.environ |= {
-            "VLLM_CPU_OMP_THREADS_BIND": f"{cores()[0]}-{cores()[-1]}",  # by default it keeps one core for itself
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        }
+        os.environ |= _vllm_settings()
         import torch
         import vllm
 
@@ -298,3 +302,19 @@ def serve(channel: Channel, kind: str, models: str, spawned: float, **options: A
         return dataclasses.asdict(Outcome.of(feed, time.process_time() - cpu))
 
     channel.serve({"facts": lambda: facts, "play": play, "expert_use": system.expert_use})
+
+
+def embed(channel: Channel, folder: str, context: int) -> None:
+    """The target of a worker: vLLM's vectors in fp32. A request has texts of at most `context` tokens, and whether its vectors
+    come back with the seconds that they took."""
+    os.environ |= _vllm_settings()
+    import vllm
+
+    engine = vllm.LLM(model=folder, runner="pooling", dtype="float32", max_model_len=context, disable_log_stats=True)
+
+    def vectors(texts: list[list[int]], shown: bool) -> tuple[float, list[list[float]]]:
+        start = time.perf_counter()
+        found = engine.embed([{"prompt_token_ids": text} for text in texts], use_tqdm=False)
+        return time.perf_counter() - start, [list(one.outputs.embedding) for one in found] if shown else []
+
+    channel.serve({"embed": vectors})
