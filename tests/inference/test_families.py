@@ -7,8 +7,8 @@ import torch
 
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
-from slipstream.ops import build
-from tests.inference.test_native import Requests, native_of
+from slipstream.ops import build, cpu
+from tests.inference.test_native import Requests, logits_of, native_of
 from tests.inference.twins import PROMPTS, SIZES, VOCAB, check_against_generate, decoder_of, tiny
 
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -55,9 +55,12 @@ def model_of(case: str) -> Any:
     return tiny(family, **sizes)
 
 
-@pytest.mark.skipif(
+native = pytest.mark.skipif(
     build.load().kernels is None and "not built" not in build.load().reason, reason=f"no native kernels: {build.load().reason}"
 )
+
+
+@native
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_as_transformers(case: str) -> None:
     model = model_of(case)
@@ -106,3 +109,19 @@ def test_names_of_older_files() -> None:
     head = neox.state_dict()["lm_head.weight"]
     renamed = {name.replace("lm_head", "embed_out"): weight for name, weight in neox.state_dict().items()}
     assert from_state(from_hf(neox.config.to_dict()), renamed).head.equal(head)
+
+
+@native
+@pytest.mark.parametrize("case", ["bloom", "falcon-groups", "gpt-neo", "phi"])
+def test_instruction_sets_agree(case: str) -> None:
+    """AVX-512 adds as AVX2 does, bit for bit; plain C, which fuses no products with sums, within rounding."""
+    model, used = model_of(case), cpu.isa()
+    config = from_hf(model.config.to_dict())
+    weights = from_state(config, model.state_dict())
+    try:
+        found = {isa: logits_of(isa, config, weights) for isa in ("portable", "avx2", "avx512") if cpu.use_isa(isa)}
+    finally:
+        assert cpu.use_isa(used)
+    for isa, rows in found.items():
+        for one, expected in zip(rows, found.get("avx2", found["portable"]), strict=True):
+            assert one.equal(expected) if isa != "portable" else float((one - expected).norm() / expected.norm()) < 1e-3
