@@ -13,6 +13,7 @@ import torch
 from slipstream.inference.core import Request, SamplingParams
 from slipstream.inference.sampler import LogitsRow, Sampler
 from slipstream.inference.server.calls import FORMS, CallFinder, CallForm, Thoughts
+from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Lark, structured
 from slipstream.inference.text import BYTE_OF, SHOWN, Tokenizer
 
@@ -121,6 +122,10 @@ def test_texts_of_structured_fields() -> None:
             after = Lark(SORTS[tokens].marks).answer(grammar=grammar, thoughts=THINK, begun=True)
             assert allows(tokens, after, "hm</think>\n\n" + good), kind
             assert not any(allows(tokens, after, text) for text in (good, "hm</think>" + bad)), kind
+    hidden = r'start: %json {"type": "integer", "multiple\u004ff": 1000000007}'  # llguidance would take all memory for it
+    for text in (hidden, hidden.replace(r"\u004f", "O"), json.dumps({"grammars": [{"lark_grammar": hidden}]})):
+        with pytest.raises(RequestError, match=r"multipleOf or|not JSON"):
+            structured({"guided_grammar": ("grammar", text)})
     for wrong in ("start: x", 'root ::= "a', "nonsense"):
         with pytest.raises(ValueError, match="grammar cannot be served"):
             GRAMMARS[False].constraint(None, wrong)

@@ -234,6 +234,9 @@ def test_prompts_are_scored(address: str) -> None:
         [choice] = json.loads(post(address, path, prompt_logprobs=1).body)["choices"]
         first, second, *_ = choice["prompt_logprobs"]
         assert first is None and {"logprob": -1.0, "rank": 1, "decoded_token": "a"} in second.values()
+    # 4,000 tokens x 128 choices x 21 entries would be gigabytes of objects on the event loop
+    error = post(address, COMPLETIONS, prompt="a" * 4000, n=128, prompt_logprobs=20).error
+    assert error["param"] == "prompt_logprobs" and "10,752,000 entries" in error["message"]
 
 
 def test_the_best_of_several(address: str) -> None:
@@ -255,6 +258,9 @@ def test_tokens(address: str) -> None:
     assert ask("/detokenize", tokens=[104, 195, 169]) == {"prompt": "hé"}
     assert ask("/tokenize", prompt="a", messages=[USER])["error"]["param"] == "prompt"
     assert ask("/tokenize", model="other", prompt="a")["error"]["param"] == "model"
+    assert ask("/tokenize", messages=[USER] * 4097)["error"]["param"] == "messages"
+    assert ask("/detokenize", tokens=[97] * 131_073)["error"]["param"] == "tokens"
+    assert len(ask("/detokenize", tokens=[97] * 131_072)["prompt"]) == 131_072
 
 
 # ---- /v1/responses

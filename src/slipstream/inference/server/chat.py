@@ -23,6 +23,7 @@ from slipstream.inference.server.requests import (
     Fields,
     Never,
     SampledFields,
+    check_messages,
     explained,
     parse,
     wrong,
@@ -266,8 +267,7 @@ def _moved(schema: Any, to: str) -> Any:
 
 def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    if body.count(b'"role"') > MAX_MESSAGES:  # checked before the expensive parsing
-        raise RequestError(f"messages: a chat may have at most {MAX_MESSAGES:,} messages", param="messages")
+    check_messages(body)
     request = parse(ChatRequest, body)
     server.check_model(request.model)
     return prepare_chat(server, request, caller)

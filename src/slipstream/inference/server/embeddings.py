@@ -19,6 +19,7 @@ from starlette.responses import Response
 from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.server.bodies import EmbeddingsBody, InputUsage, OneEmbedding, OneRank, OneScore, RerankBody, ScoreBody
 from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.requests import LABELS, Fields, TokenId, parse, without_effect, wrong
 from slipstream.inference.server.state import Serving
 
@@ -89,7 +90,7 @@ async def _answer(
 ) -> Response:
     """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the request."""
 
-    def make(body: bytes) -> tuple[object, list[str]]:
+    def make(body: bytes) -> tuple[Response, list[str]]:
         given, engine = parse(kind, body), server.engine
         server.check_model(given.model or engine.model_name)
         if not isinstance(engine, EmbeddingEngine):
@@ -99,7 +100,7 @@ async def _answer(
             message = f"truncate_prompt_tokens is {cut}; texts are cut to the model's {engine.max_context} tokens (or -1) only"
             raise RequestError(message, param="truncate_prompt_tokens")
         try:
-            return compute(engine, given, cut is not None), without_effect(given)
+            return JSON(compute(engine, given, cut is not None)), without_effect(given)
         except ValueError as error:
             raise RequestError(str(error), param="input") from None
 

@@ -35,8 +35,11 @@ def structured(fields: Mapping[str, tuple[str, Any]]) -> Constraints:
                 return Constraints(None, f"start: /{escaped}/")
             case "choice":
                 return Constraints(None, "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
-            case _ if "multipleOf" in value:
-                raise RequestError(f"{name}: a grammar with multipleOf is not served; use a JSON schema", param=name)
+            case _ if value.lstrip().startswith("{"):
+                raise RequestError(f"{name}: a grammar is Lark or GBNF, not JSON", param=name)
+            case _ if "%json" in value and ("multipleOf" in value or "\\u" in value):  # "multiple\u004ff" is multipleOf as well
+                message = f"{name}: %json with multipleOf or with \\u escapes is not served; use a JSON schema"
+                raise RequestError(message, param=name)
             case _:
                 return Constraints(None, value)
     return Constraints()

@@ -36,6 +36,12 @@ LABELS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def check_messages(body: bytes) -> None:
+    """Raise RequestError for a chat of too many messages, before it is parsed, which is expensive."""
+    if body.count(b'"role"') > MAX_MESSAGES:
+        raise RequestError(f"messages: a chat may have at most {MAX_MESSAGES:,} messages", param="messages")
+
+
 def explained(kind: str, message: str) -> WrapValidator:
     """Replace pydantic's errors, one per member of a union, by one message."""
 

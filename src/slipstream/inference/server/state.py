@@ -15,7 +15,6 @@ from slipstream.inference.server.answers import Format
 from slipstream.inference.server.backend import ServedEngine, ServedTokenizer
 from slipstream.inference.server.bodies import ModelBody
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
@@ -25,6 +24,7 @@ from slipstream.inference.text import TooLongError
 logger = logging.getLogger(__name__)
 
 MAX_HEADER = 1000  # characters of the names of fields in a response's header
+MAX_SCORES = 200_000  # entries of one response; 8,192 tokens with 20 alternatives each are 172,032
 MAX_LOGGED = 1000  # fields without effect that are logged, each once
 
 
@@ -37,6 +37,16 @@ class Limits:
     request_timeout_s: float  # to generate the response
     body_timeout_s: float  # to receive the body
     schema_timeout_s: float  # to compile a JSON schema
+
+
+def check_scores(num: int) -> None:
+    """Raise RequestError for too many log-probabilities of prompts: each is an object of the response, repeated for each choice."""
+    if num > MAX_SCORES:
+        message = f"the log-probabilities of the prompts' tokens are {num:,} entries, at most {MAX_SCORES:,} are served"
+        raise RequestError(
+            f"{message}; send shorter or fewer prompts, a lower prompt_logprobs (logprobs with echo), or n=1",
+            param="prompt_logprobs",
+        )
 
 
 class Caller(NamedTuple):
@@ -119,6 +129,8 @@ class Serving:
         """Raises RequestError as `refuse` does."""
         names = sorted({*ignored, *without_effect(request)})
         self.refuse(names, without_effect(request))
+        if params.prompt_logprobs is not None:
+            check_scores(sum(map(len, prompts)) * n * (1 + params.prompt_logprobs))
         names += ["priority"] if request.priority and not caller.prioritizes else []
         work = Work(
             prompts=prompts,
@@ -145,10 +157,9 @@ class Serving:
             logger.warning("fields of requests that have no effect here: %s", ", ".join(new))
         return [(b"x-slipstream-ignored", ", ".join(names)[:MAX_HEADER].strip().encode())] if names else []
 
-    def respond(self, body: object, ignored: Sequence[str]) -> Response:
+    def respond(self, response: Response, ignored: Sequence[str]) -> Response:
         """Of a request whose fields without effect are all unknown ones or labels. Raises RequestError as `refuse` does."""
         self.refuse(ignored, ignored)
-        response = JSON(body)
         response.raw_headers += self.headers(ignored)
         return response
 

@@ -11,8 +11,12 @@ from starlette.responses import Response
 from slipstream.inference.server.bodies import TextBody, TokensBody
 from slipstream.inference.server.chat import Message, Tool
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, parse, without_effect, wrong
+from slipstream.inference.server.gate import JSON
+from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, check_messages, parse, without_effect, wrong
 from slipstream.inference.server.state import Serving
+from slipstream.inference.text import TooLongError
+
+MAX_TOKENS = 131_072  # of one request: the JSON of its response holds the interpreter for milliseconds
 
 
 class TokenizeRequest(Fields):
@@ -33,11 +37,12 @@ class TokenizeRequest(Fields):
 
 class DetokenizeRequest(Fields):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
 async def tokenize(server: Serving, request: Request) -> Response:
-    def make(body: bytes) -> tuple[TokensBody, list[str]]:
+    def make(body: bytes) -> tuple[Response, list[str]]:
+        check_messages(body)
         given = parse(TokenizeRequest, body)
         server.check_model(given.model or server.engine.model_name)
         if given.messages is None:
@@ -52,20 +57,26 @@ async def tokenize(server: Serving, request: Request) -> Response:
             except (ValueError, RecursionError) as error:
                 raise RequestError(str(error), param="messages") from None
             special = False
-        ids = server.tokenizer.encode(text, special=special)
+        try:
+            ids = server.tokenizer.encode(text, special=special, max_tokens=MAX_TOKENS)
+        except TooLongError:
+            param = "prompt" if given.messages is None else "messages"
+            raise RequestError(f"the text has more than {MAX_TOKENS:,} tokens; send it in parts", param=param) from None
         texts = (
             [server.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids] if given.return_token_strs else None
         )
         context = server.engine.max_context
-        return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": texts}, without_effect(given)
+        answer: TokensBody = {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": texts}
+        return JSON(answer), without_effect(given)
 
     return server.respond(*await server.receive(request, make))
 
 
 async def detokenize(server: Serving, request: Request) -> Response:
-    def make(body: bytes) -> tuple[TextBody, list[str]]:
+    def make(body: bytes) -> tuple[Response, list[str]]:
         given = parse(DetokenizeRequest, body)
         server.check_model(given.model or server.engine.model_name)
-        return {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}, without_effect(given)
+        answer: TextBody = {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}
+        return JSON(answer), without_effect(given)
 
     return server.respond(*await server.receive(request, make))
