@@ -197,7 +197,9 @@ def test_what_each_round_sends(transport: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         launch = ProcessGroupComm._launch
         patch.setattr(
-            ProcessGroupComm, "_launch", lambda self, op, nbytes: (launched.append((op, nbytes)), launch(self, op, nbytes))[1]
+            ProcessGroupComm,
+            "_launch",
+            lambda self, op, nbytes, sent=None: (launched.append((op, nbytes)), launch(self, op, nbytes, sent))[1],
         )
         for t in range(1, 17):
             launched.clear()

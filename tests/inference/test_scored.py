@@ -12,7 +12,7 @@ from tests.inference.test_initialize import MODELS
 from tests.inference.twins import PROMPTS, tiny
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "GPTBigCode"])
 def test_scores_are_the_model_s(family: str) -> None:
     model = tiny(family, **MODELS[family])
     with init_inference(model, device="cpu", token_budget=8, max_running=4) as engine:

@@ -43,9 +43,10 @@ class Runner(HashRunner):
 
 
 def make(runner: Runner) -> InferenceEngine:
-    meta = torch.empty(3, device="meta")
     target = Target(
-        {"model.bias": WeightPlace((3,), [("bias", meta)])}, {"bias": WeightForm.of(runner.weight)}, frozenset(["tied"])
+        {"model.bias": WeightPlace((3,), [("bias", lambda bias: bias)])},
+        {"bias": WeightForm.of(runner.weight)},
+        frozenset(["tied"]),
     )
     return InferenceEngine(Engine(runner, byte_tokenizer()), "hashes", target)
 
