@@ -237,7 +237,7 @@ class FlopsProfiler:
         """The profile as JSON values: FLOP, seconds, and FLOP per second of this rank."""
         rows = self.rows()
         top, times = rows[0], self._times(rows[0].seconds)
-        done, seconds = top.work.forward + top.work.backward, sum(times.values())
+        done, seconds = top.work.forward + top.work.backward, self._micro_batch(times)
         head = {"calls": self.calls, "micro_batches": self.per, "seconds": times}
         if "backward" in times:
             head["flops_per_second"] = done / seconds
@@ -251,6 +251,10 @@ class FlopsProfiler:
         if "backward" in times:
             times["backward"] /= self.per
         return {name: times[name] for name in ("forward", "backward", "step") if name in times}
+
+    def _micro_batch(self, times: Mapping[str, float]) -> float:
+        """Seconds of a micro-batch with its part of the step."""
+        return sum(times.values()) - times.get("step", 0.0) * (1 - 1 / self.per)
 
     # -- as text --
 
@@ -320,7 +324,7 @@ class FlopsProfiler:
                     both, times["forward"] + times["backward"]
                 ),
                 "step latency: ": _text(times.get("step", 0.0), "s"),
-                "iter latency: ": _text(seconds := sum(times.values()), "s"),
+                "iter latency: ": _text(seconds := self._micro_batch(times), "s"),
                 "FLOPS per GPU = (fwd+bwd) flops per GPU / iter latency: ": _rate(both, seconds),
                 "samples/second: ": round(samples * engine.mesh.batch.size / seconds, 2),
             }
@@ -456,7 +460,7 @@ def get_model_profile(
     if not args and not kwargs:
         raise ValueError("get_model_profile() needs input_shape, args or kwargs: what the model is called with")
     call: Any = model if mode == "forward" else model.generate
-    profiler, was_training = FlopsProfiler(model), model.training
+    profiler, training = FlopsProfiler(model), {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
@@ -471,7 +475,8 @@ def get_model_profile(
         return tuple(total(as_string) for total in totals)
     finally:
         profiler.end_profile()
-        model.train(was_training)
+        for module, was_training in training.items():
+            module.training = was_training
 
 
 _NOTATIONS = """Notations:

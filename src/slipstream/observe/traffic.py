@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -34,6 +34,7 @@ _NAMES = {
     "all-to-all": "all_to_all_single",
     "exchange": "all_reduce",
 }
+KEPT = 10_000  # operations of one kind and size whose times are kept
 _TITLES = ("Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
 _STRAGGLER_TITLES = ("Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)")
 
@@ -50,7 +51,8 @@ class CommLog:
         self.sent: Counter[str] = Counter()
         self.waited_ms: defaultdict[str, float] = defaultdict(float)
         self._open: dict[tuple[str, int], tuple[str, int, str, Any]] = {}
-        self._marks: dict[str, dict[tuple[int, int], list[tuple[Any, Any]]]] = {}  # by (bytes, ranks)
+        self._counts = Counter[tuple[str, int]]()  # by operation and bytes
+        self._marks: dict[str, dict[tuple[int, int], deque[tuple[Any, Any]]]] = {}  # by (bytes, ranks): the last KEPT ones
         watch.record = self
         for ledger in watch.ledgers:
             ledger.record = self
@@ -73,7 +75,8 @@ class CommLog:
             return
         name, nbytes, unit, start = self._open.pop((ledger.name, number))
         marks = start, clock.mark(self.device)
-        self._marks.setdefault(name, {}).setdefault((nbytes, len(ledger.ranks)), []).append(marks)
+        self._marks.setdefault(name, {}).setdefault((nbytes, len(ledger.ranks)), deque(maxlen=KEPT)).append(marks)
+        self._counts[name, nbytes] += 1
         if self.plan.verbose and self.world.index == 0:
             ms = 1e3 * clock.between(*marks)
             tput, busbw = bandwidth(name, nbytes, ms, len(ledger.ranks))
@@ -91,7 +94,7 @@ class CommLog:
                 self.waited_ms[self._name(name) + by + rank] += 1e3 * (time.perf_counter() - start)
 
     def raw(self) -> dict[str, dict[int, list[Any]]]:
-        """{operation: {bytes: [count, [ms], [algbw], [busbw]]}}, the last two in Gbps."""
+        """{operation: {bytes: [count, [ms], [algbw], [busbw]]}}, the last two in Gbps; lists: of the last KEPT ones."""
         found: dict[str, dict[int, list[Any]]] = {}
         for name, sizes in self._marks.items():
             for (nbytes, ranks), marks in sorted(sizes.items()):
@@ -100,7 +103,7 @@ class CommLog:
                     ms = 1e3 * clock.between(*pair)
                     for values, value in zip(entry[1:], (ms, *bandwidth(name, nbytes, ms, ranks)), strict=True):
                         values.append(value)
-                entry[0] = len(entry[1])
+                entry[0] = self._counts[name, nbytes]
         return found
 
     def reset(self) -> None:
@@ -108,6 +111,7 @@ class CommLog:
         self.sent.clear()
         self.waited_ms.clear()
         self._marks.clear()
+        self._counts.clear()
 
     def summary(self, show_straggler: bool = False) -> dict[str, Any]:
         """What `deepspeed.comm.log_summary(return_dict=True)` returns, with `sent_bytes` and `waited_ms` of this rank.

@@ -48,6 +48,7 @@ class Noise:
 
     def connect(self) -> None:
         states = self.engine.states[0]
+        states.resources["noise scale"] = self
         states.before_backward.append(self._begin)
         states.after_step.append(self._end)
 
@@ -66,16 +67,20 @@ class Noise:
 
     def _end(self, _: bool) -> None:
         backwards, squares = self.backwards, self.squares
-        if not backwards:
+        self.close()
+        if self.engine.global_steps % self.every:
             return
+        batch, norm = self.engine.plan.batch, self.engine.global_grad_norm or 0.0
+        own = torch.stack(squares).double().sum().item() / (backwards * self.factor**2) if squares else 0.0
+        own = own if backwards == batch.accumulation else math.nan  # a rank without a batch takes part, and nothing is measured
+        small = self.engine.states[0].world.exchange(torch.tensor([own], dtype=torch.float64)).mean().item()
+        if math.isfinite(small) and math.isfinite(norm):
+            self._measured(batch.micro_batch_size, small, batch.train_batch_size, norm**2)
+
+    def close(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles, self.squares, self.backwards = [], [], 0
-        own = torch.stack(squares).double().sum().item() / (backwards * self.factor**2) if squares else 0.0
-        small = self.engine.states[0].world.exchange(torch.tensor([own], dtype=torch.float64)).mean().item()
-        batch, norm = self.engine.plan.batch, self.engine.global_grad_norm or 0.0
-        if backwards == batch.accumulation and math.isfinite(small) and math.isfinite(norm):
-            self._measured(batch.micro_batch_size, small, batch.train_batch_size, norm**2)
 
     def _measured(self, few: int, small: float, many: int, big: float) -> None:
         """Take in the squared norms of the mean gradients of `few` and of `many` samples."""

@@ -16,6 +16,8 @@ from slipstream.zero.comm import Pending
 from slipstream.zero.storage.stream import stream
 from slipstream.zero.unit import Unit
 
+IN_FLIGHT = 2  # units whose codes are on their way while the next one is updated
+
 
 class _Updating(NamedTuple):
     """zero/unit.py's `Updating`: a unit's update is being computed, then its weights move to their store."""
@@ -72,13 +74,15 @@ class Updater:
         self.failure = self.failure or failure
 
     def _run(self, trainable: Sequence[Unit], scale: float, done: Mapping[int, Future[list[Transfer]]]) -> None:
-        published: list[Pending[None]] = []
+        published = deque[Pending[None]]()
         remaining = deque(trainable)
 
         def finish(moving: list[Transfer]) -> None:
             unit = remaining.popleft()
             try:
                 published.append(unit.publish_update())
+                if unit.dtypes.published_bits is not None and len(published) > IN_FLIGHT:  # each holds codes of a whole unit
+                    published.popleft().wait()
             finally:
                 if done:
                     done[unit.index].set_result(moving)

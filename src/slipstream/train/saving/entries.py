@@ -106,8 +106,9 @@ class Outer(Protocol):
 def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
     """The tensors of a checkpoint with these contents. Collective."""
     states.steps.synchronize(states.units)
-    if any(unit.dtypes.published_bits is not None for unit in states.units):
-        spread_weights(states)  # so that a run which loads it has the same weights as this one
+    if states.recipe.coded_weights:  # as on each rank: a stage may have no unit that publishes codes, and the fence is of all
+        coded = [unit for unit in states.units if unit.dtypes.published_bits is not None]
+        spread_weights(states, coded)  # so that a run which loads it has the same weights as this one
     tensors = weights(states, exclude_frozen=exclude_frozen or contents == "adapters")
     if contents != "adapters":
         tensors |= first_buffers(states)
@@ -120,12 +121,12 @@ def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dic
     return tensors
 
 
-def spread_weights(states: States) -> None:
-    """Round changed masters into the weights and publish these to the other ranks. Collective."""
+def spread_weights(states: States, units: Sequence[Unit] | None = None) -> None:
+    """Round changed masters into the weights and publish these (of `units`, or of all) to the other ranks. Collective."""
     states.fence()
     with torch.no_grad():
         pending = []
-        for unit in states.units:
+        for unit in states.units if units is None else units:
             if unit.out is not None:
                 copy_store(unit.out, unit.master)
             unit.shown.expire_graphs()
