@@ -1,4 +1,4 @@
-"""Writes docs/REFERENCE.md from signatures, docstrings and the schema: `python docs/reference.py`. A test says when it is old."""
+"""Writes REFERENCE.md and CONFIG.md from docstrings and schema: `python docs/reference.py`. A test says if one is old."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from slipstream import zero
 from slipstream.config import keys
 from slipstream.train.pipeline import PipelineEngine
 
-PAGE = Path(__file__).with_name("REFERENCE.md")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "slipstream.initialize": slipstream.initialize,
     "slipstream.init_distributed": slipstream.init_distributed,
@@ -40,7 +39,7 @@ def page() -> str:
         "# Reference",
         "Written by `python docs/reference.py` from docstrings and schema; edit those.",
         "[Functions](#functions) · [Engine](#engine) · [Engine of a pipeline](#engine-of-a-pipeline) · "
-        "[Inference engine](#inference-engine) · [Keys](#keys)",
+        "[Inference engine](#inference-engine) · [keys of a config](CONFIG.md)",
         "*Collective* means: all data-parallel ranks call it, in the same order.",
         "## Functions",
         *(section(name, member) for name, member in FUNCTIONS.items()),
@@ -55,8 +54,20 @@ def page() -> str:
         "## Inference engine",
         documented(slipstream.InferenceEngine),
         *members("inference_engine", slipstream.InferenceEngine),
-        "## Keys",
-        "The honored keys of the JSON; [DEEPSPEED_KEYS.md](DEEPSPEED_KEYS.md) lists the others.\n"
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def config_page() -> str:
+    """The page of all keys: DeepSpeed's and those of `slipstream {...}`."""
+    honored, idle, refused = keys.counts()
+    parts = [
+        "# Keys of a config",
+        "Written by `python docs/reference.py` from the schema; edit that.",
+        f"Of these keys, DeepSpeed's and those of `slipstream {{...}}`, {honored} are honored. {idle} are accepted without effect: "
+        f"one line of the log names those that you set. {refused} belong to features that are not built: a value that enables one "
+        "is an error with what to do instead; a value that leaves it off is accepted. [DEEPSPEED_KEYS.md](DEEPSPEED_KEYS.md) lists "
+        "them by fate.",
         'Where a default is "-", the key is not set. Sizes may be written as floats, and `"auto"` asks for the derived value.',
         *tables(),
     ]
@@ -99,13 +110,19 @@ def members(prefix: str, owner: type) -> Iterator[str]:
 def tables() -> Iterator[str]:
     """One table a block of the JSON."""
     blocks: dict[str, list[str]] = {}
-    for name, key in keys.of_fate(keys.Fate.HONORED).items():
+    for name, key in keys.table().items():
         block, _, last = name.rpartition(".")
-        row = f"| `{last}` | {kind_of(key.annotation)} | {shown(key.default)} | {key.meaning} |"
+        row = f"| `{last}` | {kind_of(key.annotation)} | {shown(key.default)} | {does(key)} |"
         blocks.setdefault(block, []).append(row)
     for block, rows in blocks.items():
         title = f"### Block `{block}`" if block else "### Top level"
-        yield "\n".join([title, "", "| key | value | default | |", "|---|---|---|---|", *rows])
+        yield "\n".join([title, "", "| key | value | default | what it does here |", "|---|---|---|---|", *rows])
+
+
+def does(key: keys.Key) -> str:
+    if key.feature is None:
+        return key.meaning or f"No effect: {key.reason}."
+    return f"{'Configures' if key.off is None else 'Asks for'} {key.feature.what}, which is not built: {key.feature.remedy}."
 
 
 def kind_of(annotation: Any) -> str:
@@ -126,4 +143,5 @@ def shown(default: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, text in {"REFERENCE.md": page(), "CONFIG.md": config_page()}.items():
+        Path(__file__).with_name(name).write_text(text)

@@ -1,4 +1,4 @@
-"""docs/REFERENCE.md is what docs/reference.py makes of the code, and what it says of attributes and keys is so."""
+"""REFERENCE.md and CONFIG.md are what docs/reference.py makes of the code, and what it says of attributes and keys is so."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import slipstream
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_reference_is_current() -> None:
+def test_the_reference_and_the_keys_are_current() -> None:
     spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
     assert spec is not None and spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    assert (DOCS / "REFERENCE.md").read_text() == reference.page(), "run `python docs/reference.py`"
+    for name, text in {"REFERENCE.md": reference.page(), "CONFIG.md": reference.config_page()}.items():
+        assert (DOCS / name).read_text() == text, "run `python docs/reference.py`"
 
 
 def test_the_engine_has_the_attributes_that_its_docstring_lists() -> None:

@@ -123,7 +123,7 @@ class Block(BaseModel):
 
 
 def honored(default: Any, meaning: str, proof: str = "") -> Any:
-    """A key that changes what Slipstream does. meaning: for docs/REFERENCE.md; proof: see `Key.proofs`."""
+    """A key that changes what Slipstream does. meaning: for docs/CONFIG.md; proof: see `Key.proofs`."""
     return _field(default, Key(fate=Fate.HONORED, meaning=meaning, proof=proof))
 
 
