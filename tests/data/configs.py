@@ -283,6 +283,7 @@ def plain() -> dict[str, Config]:
     )
     results["data-efficiency-off"] = having(LITTLE, data_efficiency={"enabled": False, "seed": 1234})
     results["autotuning-off"] = having(LITTLE, autotuning={"enabled": False, "fast": False, "arg_mappings": {"lr": "--lr"}})
+    results["autotuning"] = trainer(2, autotuning={"enabled": True, "fast": True, "tuner_type": "model_based"})
     results["checkpoint-tags"] = having(LITTLE, checkpoint={"tag_validation": "FAIL", "load_universal": False})
     results["dtypes"] = having(MEGATRON, data_types={"grad_accum_dtype": "bf16"}, fp16=None, bf16={"enabled": True})
     for name in MONITORS:
@@ -401,7 +402,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "unknown-in-block": (trainer(2, zero_optimization__sharding_strategy="full"), "sharding_strategy"),
     "both-halves": (trainer(2, fp16__enabled=True, bf16__enabled=True), "bf16.enabled"),
     "batch-triad": (having(MEGATRON, gradient_accumulation_steps=7), "train_batch_size"),
-    "autotuning": (trainer(2, autotuning={"enabled": True}), "autotuning.enabled"),
     "data-efficiency": (
         having(MEGATRON, data_efficiency={"data_routing": {"random_ltd": {"enabled": True}}}),
         "data_routing.enabled",

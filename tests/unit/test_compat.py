@@ -140,7 +140,7 @@ def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
     ("module", "arguments", "text"),
     [
         ("env_report", "", "torch"),
-        ("launcher.runner", "--autotuning run a.py", "autotuning is not built"),
+        ("launcher.runner", "--autotuning run a.py", "no --deepspeed_config FILE"),
         ("utils.zero_to_fp32", "nowhere out", "nowhere"),
         ("checkpoint.ds_to_universal", "--input_folder nowhere/a --output_folder out/b", "nowhere does not exist"),
     ],
@@ -827,7 +827,8 @@ def test_the_command_is_slipstream_run(command: str, translated: str) -> None:
 
 def test_the_command_refuses_what_is_not_there() -> None:
     for flags, message in (
-        ("--autotuning run", "autotuning is not built"),
+        ("--autotuning run", "no --deepspeed_config FILE"),
+        ("--autotuning all", "'all' is neither tune nor run"),
         ("--elastic_training", "add --max_elastic_nodes N"),
         ("--min_elastic_nodes 2", "add --elastic_training"),
         ("--comment x", "--comment is an option of srun: add --launcher slurm"),

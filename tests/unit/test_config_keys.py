@@ -162,6 +162,7 @@ def test_a_key_without_effect_is_said_when_it_is_set(key: str) -> None:
         "seq_parallel_communication_data_type": "bf16",
         "compression_training.sparse_pruning.shared_parameters.schedule_offset_end": 5,
         "vocabulary_size": 50257,
+        **{f"autotuning.model_info.{name}": 3 for name in ("num_params", "hidden_size", "num_layers")},
         "data_efficiency.data_routing.random_ltd.global_batch_size": 8,
         "data_efficiency.data_routing.random_ltd.micro_batch_size": 2,
         "data_efficiency.data_routing.random_ltd.model_type": "encoder",

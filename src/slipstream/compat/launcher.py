@@ -8,22 +8,32 @@ import logging
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 _VALUED = frozenset(
     """-H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr --node_rank
     --launcher --launcher_args --ssh_port --log_level --enable_each_rank_log --bind_core_list --venv_script --min_elastic_nodes
-    --max_elastic_nodes --comment --account""".split()  # noqa: SIM905
+    --max_elastic_nodes --comment --account --autotuning""".split()  # noqa: SIM905
 )
+_CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")  # the second is transformers'
 _LEVELS = ("debug", "info", "warning", "error", "critical")  # of the launcher's log
 _DROPPED = frozenset({"--no_ssh_check", "--force_multi"})  # no-ops here
-_REFUSED = {"--autotuning": "autotuning is not built; `slipstream plan` shows the memory of a configuration without running it"}
-_TOGETHER = ("--elastic_training", "--min_elastic_nodes", "--max_elastic_nodes", "--comment", "--account", "--launcher_args")
+_TOGETHER = (
+    "--autotuning",
+    "--elastic_training",
+    "--min_elastic_nodes",
+    "--max_elastic_nodes",
+    "--comment",
+    "--account",
+    "--launcher_args",
+)
 _HYDRA = ("impi", "mvapich")  # their mpiexec is MPICH's
 
 
 def translate(arguments: Sequence[str]) -> list[str]:
-    """Translate DeepSpeed's launcher arguments to those of `slipstream run`. Raises ValueError for unsupported flags."""
+    """Translate DeepSpeed's launcher arguments to those of `slipstream run`, or of `slipstream tune`. Raises ValueError for
+    unsupported flags."""
     translated, remaining = ["run", "--pass-local-rank"], list(arguments)  # DeepSpeed's default
     seen: dict[str, str] = {}
     while remaining and remaining[0].startswith("-"):
@@ -32,8 +42,6 @@ def translate(arguments: Sequence[str]) -> list[str]:
         if name in _VALUED and not equals and remaining:
             value = remaining.pop(0)
         seen[name] = value
-        if name in _REFUSED:
-            raise ValueError(f"deepspeed {name}: {_REFUSED[name]}")
         if name == "--no_local_rank":
             translated.remove("--pass-local-rank")
         elif name == "--log_level":
@@ -43,7 +51,23 @@ def translate(arguments: Sequence[str]) -> list[str]:
         elif name not in _DROPPED and name not in _TOGETHER:
             translated.append(flag.replace("--num_accelerators", "--num_gpus"))
             translated += [value] if name in _VALUED and not equals else []
-    return [*translated, *_together(seen), *remaining]
+    translated += _together(seen)
+    return _tuning(seen["--autotuning"], translated[1:], remaining) if "--autotuning" in seen else [*translated, *remaining]
+
+
+def _tuning(mode: str, options: Sequence[str], script: Sequence[str]) -> list[str]:
+    """The arguments of `slipstream tune`. The config is the one that the script is given."""
+    if mode not in ("tune", "run"):
+        raise ValueError(f"deepspeed --autotuning {mode!r} is neither tune nor run")
+    words = [word for text in script[1:] for word in text.split("=", 1)]
+    configs = [path for flag, path in pairwise(words) if flag in _CONFIG_FLAGS and not path.startswith("-")]
+    if not configs:
+        raise ValueError(
+            f"deepspeed --autotuning {mode}: the script's arguments have no {_CONFIG_FLAGS[0]} FILE, whose settings it tunes"
+        )
+    own = [flag for flag in ("--module",) if flag in options] + ["--train"] * (mode == "run")
+    launch = shlex.join(word for word in options if word != "--module")
+    return ["tune", configs[0], f"--launch-args={launch}", *own, "--script", script[0], "--", *script[1:]]
 
 
 def _quiet(level: str) -> list[str]:

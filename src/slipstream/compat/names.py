@@ -392,7 +392,7 @@ _ESTIMATE = "memory estimates; `slipstream plan` and engine.explain() report the
 _TRANSFORMER = "the inference kernels of DeepSpeed; init_inference has its own"
 _HYBRID = "the hybrid engine; generation under torch.no_grad() works at every stage"
 _INJECTION = "kernel injection; init_inference uses the model as it is"
-_TUNING = "autotuning; `slipstream plan --memory 24G` finds the fastest configuration that fits"
+_TUNING = "autotuning runs outside the script: `deepspeed --autotuning`, or `slipstream tune`"
 
 # module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
 MISSING: Mapping[str, Mapping[str, str]] = {

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from slipstream.brief import BriefError
 from slipstream.config.text import check_depth, read_json
+from slipstream.config.trial import current, laid_over
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -62,6 +63,9 @@ def read_config(config: ConfigLike | None = None, config_params: ConfigLike | No
     for flag in _FLAGS:
         if (value := _flag(args, flag)) is not None:
             sources[f"--{flag}"] = value
+    trial = current()
+    if trial is not None and not sources:
+        return LoadedConfig(dict(trial.config), ())
     if not sources:
         raise ValueError(
             "no config: pass a path or a dictionary as initialize(config=), or start the script with "
@@ -72,7 +76,7 @@ def read_config(config: ConfigLike | None = None, config_params: ConfigLike | No
     for name, value in others:
         if not _same(chosen, value):
             raise ValueError(f"two configs: {first} is {_brief(chosen)} and {name} is {_brief(value)}; pass one of them")
-    return loaded
+    return loaded if trial is None else loaded._replace(raw=laid_over(loaded.raw, trial.config))
 
 
 def _flag(args: Any, name: str) -> Any:

@@ -780,33 +780,42 @@ class Nebula(Block):
     load_path: str | None = None
 
 
+_TUNED = "test_the_autotuning_block"
+_OWN_MODEL = "the first run sees the model itself"
+
+
 class ModelInfo(Block):
-    profile: bool = False
-    num_params: Size | None = None
-    hidden_size: Size | None = None
-    num_layers: Size | None = None
+    profile: bool = no_effect(False, _OWN_MODEL)
+    num_params: Size | None = no_effect(None, _OWN_MODEL)
+    hidden_size: Size | None = no_effect(None, _OWN_MODEL)
+    num_layers: Size | None = no_effect(None, _OWN_MODEL)
 
 
 class Autotuning(Block):
-    feature = Feature("autotuning", "set autotuning.enabled to false; `slipstream plan` estimates memory in advance")
-    enabled: bool = switch()
-    results_dir: str = "autotuning_results"
-    exps_dir: str = "autotuning_exps"
-    overwrite: bool = True
-    metric: str = "throughput"
-    metric_path: str | None = None
-    start_profile_step: Size = 3
-    end_profile_step: Size = 5
-    fast: bool = True
-    max_train_batch_size: Count | None = None
-    min_train_batch_size: Count = 1
-    max_train_micro_batch_size_per_gpu: Count = 1024
-    min_train_micro_batch_size_per_gpu: Count = 1
-    num_tuning_micro_batch_sizes: Count = 3
-    mp_size: Count = 1
-    tuner_type: str = "gridsearch"
-    tuner_early_stopping: Count = 5
-    tuner_num_trials: Count = 50
-    arg_mappings: dict[str, Any] | None = None
+    """Read by `slipstream tune` and `deepspeed --autotuning`; training ignores it."""
+
+    enabled: bool = honored(False, "`slipstream tune` takes its settings from this block; training ignores it.", _TUNED)
+    results_dir: str = honored("autotuning_results", "Folder of the runs, the table and the best config.", _TUNED)
+    exps_dir: str = no_effect("autotuning_exps", "the config of each run lies in its folder, results_dir/runs/N")
+    overwrite: bool = honored(True, "Begin again; false: go on from results_dir.", _TUNED)
+    metric: Word[Literal["latency", "throughput", "flops"]] = honored(
+        "throughput", "`latency`: seconds of a step; `throughput` and `flops`, which order alike: samples per second.", _TUNED
+    )
+    metric_path: str | None = no_effect(None, "the figures of each run lie in results_dir/runs/N/progress.jsonl")
+    start_profile_step: Size = honored(3, "Steps of a run before those that are timed.", _TUNED)
+    end_profile_step: Size = honored(5, "The last step of a run.", _TUNED)
+    fast: bool = honored(True, "Vary micro-batch and stage only; false: offload and activations as well.", _TUNED)
+    max_train_batch_size: Count | None = honored(None, "Largest global batch to try; null: the config's only.", _TUNED)
+    min_train_batch_size: Count = honored(1, "Smallest global batch to try.", _TUNED)
+    max_train_micro_batch_size_per_gpu: Count = honored(1024, "Largest micro-batch to try.", _TUNED)
+    min_train_micro_batch_size_per_gpu: Count = honored(1, "Smallest micro-batch to try.", _TUNED)
+    num_tuning_micro_batch_sizes: Count = honored(3, "How many sizes of micro-batches to try: the largest that fit.", _TUNED)
+    mp_size: Count = no_effect(1, "the model parallelism of the script and of slipstream.mesh is seen in the first run")
+    tuner_type: Word[Literal["gridsearch", "random", "model_based"]] = honored(
+        "gridsearch", "Order of the runs: as listed, random, or by predicted time, corrected by each run.", _TUNED
+    )
+    tuner_early_stopping: Count = honored(5, "Runs in a row without an improvement that end the search.", _TUNED)
+    tuner_num_trials: Count = honored(50, "Most runs.", _TUNED)
+    arg_mappings: dict[str, Any] | None = honored(None, "Keys of the config -> options of the script that follow them.", _TUNED)
     model_info: ModelInfo | None = None
-    model_info_path: str | None = None
+    model_info_path: str | None = no_effect(None, _OWN_MODEL)

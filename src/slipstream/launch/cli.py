@@ -222,6 +222,47 @@ def _add_layouts(parser: argparse.ArgumentParser) -> None:
     add("--draw", choices=("text", "svg"), help="draw the pipeline of the fastest layout that has one")
 
 
+def _axes(text: str) -> list[str]:
+    from slipstream.launch.search import AXES
+
+    chosen = text.split(",")
+    if unknown := [axis for axis in chosen if axis not in AXES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(AXES)}")
+    return chosen
+
+
+def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="find a script's fastest configuration",
+        description="Predict the configurations of an unmodified script, run the best for a few steps each, and write the fastest.",
+        usage="slipstream tune config.json [options] --script train.py [-- script options]",
+    )
+    parser.add_argument("config", help="a JSON file in DeepSpeed's format; a run's values prevail over the script's own config")
+    parser.add_argument("--script", required=True, metavar="SCRIPT", help="its own options go after --")
+    add = parser.add_argument_group("runs").add_argument
+    add("--nproc", "--num-gpus", type=_positive, metavar="N", help="ranks per host; default: one per CUDA device, else 1")
+    add("--launch-args", default="", metavar="ARGS", help="further options of slipstream run: --launch-args='--hostfile hosts'")
+    add("-m", "--module", action="store_true", help="SCRIPT is a dotted module name, as in python -m")
+    add("--map", action="append", default=[], metavar="KEY=--FLAG", help="an option of the script that follows a config key")
+    add("--warmup", type=_count, metavar="N", help="steps before those that are timed; default 2")
+    add("--steps", type=_positive, metavar="N", help="timed steps of a run; default 12")
+    add("--timeout", type=_above_zero, default=600.0, metavar="SECONDS", help="longest run; default 600")
+    add = parser.add_argument_group("search").add_argument
+    add("--axes", type=_axes, metavar="A[,A...]", help="micro, stage, offload, activations; default: all")
+    add("--micro-batches", type=_depths, metavar="N[,N...]", help="sizes to try; default: all divisors of the global batch")
+    add("--max-batch", type=_positive, metavar="N", help="also double the global batch, up to N samples; default: keep it")
+    add("--memory", type=_bytes, metavar="SIZE", help="of a rank, on top of Python and torch; default: what is free")
+    add("--disk", metavar="FOLDER", help="where offloaded states may be stored; default: the config's nvme_path")
+    add("--metric", choices=("throughput", "latency", "flops"), help="default throughput: samples per second")
+    add("--tuner", choices=("model_based", "gridsearch", "random"), help="order of runs; default model_based: by prediction")
+    add("--runs", type=_positive, metavar="N", help="most runs; default 8")
+    add("--patience", type=_positive, metavar="N", help="end after N runs in a row that are no faster; default 2")
+    add("--folder", metavar="DIR", help="runs, table and best config, from which the same command goes on; default tuning")
+    add("--overwrite", action="store_const", const=True, help="begin again in a folder that has a search")
+    add("--train", action="store_true", help="then run the script to its end with the best config")
+
+
 def _bytes(text: str) -> int:
     from slipstream.inference import num_bytes
 
@@ -403,14 +444,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="slipstream", description="Train and serve large PyTorch models.")
     parser.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    adders = (_add_run, _add_report, _add_plan, _add_convert, _add_generate, _add_chat, _add_serve)
+    adders = (_add_run, _add_report, _add_plan, _add_tune, _add_convert, _add_generate, _add_chat, _add_serve)
     for add in (*adders, _add_bench_serve, _add_bench_comm, _add_bench_disk):
         add(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    after = words.index("--") if words[:1] == ["tune"] and "--" in words else len(words)
+    options = build_parser().parse_args(words[:after])
+    options.after = words[after + 1 :]  # what tune passes on to the script
     try:
         code = _execute(options)
         sys.stdout.flush()
@@ -445,7 +489,7 @@ def _execute(options: argparse.Namespace) -> int:
             chosen = {name: getattr(options, name) for name in ("tag", "dtype", "max_shard_size", "like", "top_k")}
             print(convert(options.source, options.target, options.to, num_experts=options.upcycle, **chosen))
             return 0
-        case "bench-serve" | "bench-comm" | "bench-disk" as command:
+        case "tune" | "bench-serve" | "bench-comm" | "bench-disk" as command:
             module = importlib.import_module(f"slipstream.launch.{command.replace('-', '_')}")
             return int(module.execute(options))
         case command:

@@ -24,6 +24,7 @@ from slipstream.train.layer_drop import drop_layers
 from slipstream.train.noise import measure_noise
 from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder
+from slipstream.train.trial import follow_trial
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -97,6 +98,7 @@ CHANGES: tuple[Change, ...] = (
     monitor,
     measure_noise,
     _observe,
+    follow_trial,
 )
 
 

@@ -51,7 +51,7 @@ class Least(NamedTuple):
         reasons = ", ".join(f"{line.what} {size(line.nbytes)}" for line in most)
         return (
             f"nothing fits into {size(self.budget)}: of {self.num_tried} configurations tried, the smallest needs "
-            f"{size(_used(self.proposal.forecast, peak))}, mostly for {reasons} (in {peak.when})"
+            f"{size(used(self.proposal))}, mostly for {reasons} (in {peak.when})"
         )
 
 
@@ -71,7 +71,23 @@ def propose(
     budget      bytes per rank, of the device if it is not the host, on top of the memory of Python and torch
     profile_of  (recompute, micro-batch size) -> profile of a micro-batch
     """
-    fitting, tried = [], list[Proposal]()
+    tried = survey(model, plan, world, device, folder, rates, profile_of, budget)
+    fitting = [proposal for proposal in tried if used(proposal) <= budget]
+    return sorted(fitting, key=_rank) or Least(min(tried, key=used), budget, len(tried))
+
+
+def survey(
+    model: nn.Module,
+    plan: Plan,
+    world: int,
+    device: str,
+    folder: str | None,
+    rates: Rates,
+    profile_of: Callable[[bool, int], Profile],
+    budget: int,
+) -> list[Proposal]:
+    """Every configuration that `propose` tries, those above the budget too. The arguments are those of `propose`."""
+    tried = list[Proposal]()
     counts: dict[tuple[int, bool, OffloadPlan], Counted] = {}
     optimizer = optimizer_of(plan)
 
@@ -88,17 +104,15 @@ def propose(
 
     for variant in _variants(plan, model, world, device, folder if optimizer[1] is not None else None):
         for changed in _chunks(variant, device):
-            proposal = proposed(changed)
-            tried.append(proposal)
-            if _used(proposal.forecast, proposal.peak) <= budget:
-                fitting.append(proposal)
+            tried.append(proposed(changed))
+            if used(tried[-1]) <= budget:
                 break  # smaller chunks are only for configurations that do not fit
-    least = min(tried, key=lambda proposal: _used(proposal.forecast, proposal.peak))
-    return sorted(fitting, key=_rank) or Least(least, budget, len(tried))
+    return tried
 
 
-def _used(forecast: Forecast, peak: Peak) -> int:
-    return peak.memory if forecast.setting.on_host else peak.total(Tier.DEVICE)
+def used(proposal: Proposal) -> int:
+    """Bytes of a rank that count against the budget."""
+    return proposal.peak.memory if proposal.forecast.setting.on_host else proposal.peak.total(Tier.DEVICE)
 
 
 def _rank(proposal: Proposal) -> tuple[int, int, int]:
@@ -194,7 +208,7 @@ def table(result: list[Proposal] | Least, budget: int, most: int) -> str:
     for each in result[:most]:
         text = ", ".join(_short(key, value) for key, value in each.changes.items()) or "nothing"
         disk = each.peak.total(Tier.DISK)
-        rows.append(f"  {seconds(each.seconds):>10}{size(_used(each.forecast, each.peak)):>12}{size(disk):>12}  {text}")
+        rows.append(f"  {seconds(each.seconds):>10}{size(used(each)):>12}{size(disk):>12}  {text}")
     changes = result[0].changes
     fastest = ["changes of the config for the fastest:", lines(changes)] if changes else ["the fastest is the config as it is"]
     return "\n".join([head, *rows, "", *fastest])

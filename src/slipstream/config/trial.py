@@ -1,0 +1,68 @@
+"""A run of a script that `slipstream tune` has started: its config, its length, and the folder for what it measures.
+
+The tuner names the folder in the environment variable SLIPSTREAM_TRIAL, which is read here only. All hosts of a run see the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "SLIPSTREAM_TRIAL"
+TASK, PROGRESS, SURVEY, STOP = "trial.json", "progress.jsonl", "survey.json", "stop"  # files in the folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What a run has to do."""
+
+    folder: Path
+    config: Mapping[str, Any]  # laid over the script's own
+    warmup: int = 0  # steps before those that are timed
+    steps: int = 0  # that are timed; then the script ends. 0: it trains to its own end
+    survey: Mapping[str, Any] | None = None  # how rank 0 predicts the other configurations (train/trial.py); None: it does not
+
+
+def current() -> Trial | None:
+    """The trial that this process belongs to. Raises ValueError if its folder is gone."""
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return None
+    try:
+        return Trial(folder=Path(name), **json.loads((Path(name) / TASK).read_text()))
+    except OSError as error:
+        raise ValueError(f"{VARIABLE}={name}: {error.strerror}: {error.filename}; unset it, or share the folder") from None
+
+
+def laid_over(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `config`, block by block. "auto" leaves what the base has."""
+    result = dict(base)
+    for key, value in config.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            result[key] = laid_over(base[key], value)
+        elif value != "auto" or key not in base:
+            result[key] = value
+    return result
+
+
+def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of the changes, whose keys are dotted."""
+    config: dict[str, Any] = {}
+    for key, value in changes.items():
+        *blocks, name = key.split(".")
+        block = config
+        for each in blocks:
+            block = block.setdefault(each, {})
+        block[name] = value
+    return config
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic: a reader sees the old file or the new one."""
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)

@@ -1,0 +1,471 @@
+"""`slipstream tune`: find the fastest config of an unmodified script by predictions and short runs.
+
+Each run is `slipstream run SCRIPT` with the variable of config/trial.py. The first one has the user's config and surveys the
+candidates, with predicted memory and time (train/trial.py); search.py decides which of them run, and for how long. FOLDER has
+
+    tuning.json     all that is known, after each run: the same command goes on from it
+    tuning.md       the table of candidates, with the reason of each that was dropped
+    best.json       the config with the best changes
+    runs/N/         trial.json, log.txt, progress.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+from slipstream.config.arguments import read_config
+from slipstream.config.trial import PROGRESS, STOP, SURVEY, TASK, VARIABLE, laid_over, nested, write_json
+from slipstream.launch import search
+from slipstream.launch.search import BATCH, Candidate, Outcome, Rules
+from slipstream.observe.host import memory_total
+
+__all__ = ["Tuner", "execute"]
+
+STATE, TABLE, BEST = "tuning.json", "tuning.md", "best.json"
+_POLL_S, _GRACE_S = 0.05, 15.0
+_SEED = 0  # of tuner_type random
+_MARGIN = 1.15
+_DEFAULTS: Mapping[str, Any] = {
+    "folder": "tuning",
+    "overwrite": False,
+    "warmup": 2,
+    "steps": 12,
+    "runs": 8,
+    "patience": 2,
+    "metric": "throughput",
+    "tuner": "model_based",
+    "max_batch": None,
+    "axes": list(search.AXES),
+}
+_FROM_BLOCK: Mapping[str, str] = {  # an option's name -> DeepSpeed's
+    "folder": "results_dir",
+    "overwrite": "overwrite",
+    "warmup": "start_profile_step",
+    "runs": "tuner_num_trials",
+    "patience": "tuner_early_stopping",
+    "metric": "metric",
+    "tuner": "tuner_type",
+    "max_batch": "max_train_batch_size",
+}
+
+
+def _say(text: str) -> None:
+    print(f"slipstream tune: {text}", file=sys.stderr, flush=True)
+
+
+def host_memory() -> int:
+    """Bytes that are available on this host, at most the control group's limit."""
+    with suppress(OSError):
+        if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return min(int(match[1]) << 10, memory_total() or sys.maxsize)
+    return memory_total() or sys.maxsize
+
+
+def smallest(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes of a config with which a model is most likely to fit, of the same global batch."""
+    changes: dict[str, Any] = {"zero_optimization.stage": 3, "slipstream.activations": "recompute"}
+    micro, steps = config.get(BATCH[0]), config.get(BATCH[1], 1)
+    if isinstance(micro, int) and (isinstance(steps, int) or BATCH[2] in config):
+        changes |= {BATCH[0]: 1, BATCH[1]: None if BATCH[2] in config else micro * steps}
+    return changes
+
+
+def with_mappings(arguments: Sequence[str], mappings: Mapping[str, str], config: Mapping[str, Any]) -> list[str]:
+    """The script's arguments with the values that a config has for the mapped keys: `--flag VALUE` is replaced or added."""
+    result = list(arguments)
+    for key, flag in mappings.items():
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None or value == "auto":
+            continue
+        places = [i for i, word in enumerate(result) if word == flag or word.startswith(f"{flag}=")]
+        for place in reversed(places):
+            del result[place : place + (1 if "=" in result[place] else 2)]
+        result += [flag, str(value)]
+    return result
+
+
+class Started:
+    """One run of the script in a process group of its own."""
+
+    def __init__(self, folder: Path, argv: Sequence[str]) -> None:
+        self.folder, self.began = folder, time.monotonic()
+        with open(folder / "log.txt", "wb") as log:
+            environ = os.environ | {VARIABLE: str(folder.absolute())}
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What rank 0 has written: what it is fed, then a line for each step."""
+        with suppress(FileNotFoundError):
+            text = (self.folder / PROGRESS).read_text()
+            return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return []
+
+    def kill(self) -> None:
+        """Stop the launcher and its ranks, and wait for them."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_GRACE_S)
+                return
+
+
+class Tuner:
+    """The search in a folder. `state` is what STATE has."""
+
+    def __init__(self, options: argparse.Namespace, config: dict[str, Any], rules: Rules) -> None:
+        self.options, self.config, self.rules = options, config, rules
+        self.folder = Path(options.folder)
+        self.task = {"config": config, "command": self._argv(config), "axes": options.axes, "micros": options.micro_batches}
+        self.rows: list[Outcome] = []
+        self.survey: dict[str, Any] | None = None
+        self.base: dict[str, Any] = {}  # changes of the run that made the survey
+        self.fixed: int | None = None
+
+    # -- state --
+
+    def open(self) -> None:
+        """Make the folder, or go on from it. Raises ValueError if it has another search."""
+        if self.options.overwrite and (self.folder / STATE).exists():
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / STATE).exists():
+            return
+        state = json.loads((self.folder / STATE).read_text())
+        if state["task"] != json.loads(json.dumps(self.task)):
+            differ = [name for name in state["task"] if state["task"][name] != json.loads(json.dumps(self.task.get(name)))]
+            raise ValueError(
+                f"{self.folder} has a search with another {' and '.join(differ)}: pass --overwrite, or another --folder"
+            )
+        self.rows = [Outcome(**row | {"rungs": tuple(row["rungs"])}) for row in state["rows"]]
+        self.survey, self.base, self.fixed = state["survey"], state["base"], state["fixed"]
+        if self.rows:
+            _say(f"going on from {self.folder / STATE}: {len(self.rows)} runs are known")
+
+    def save(self) -> None:
+        state = {"task": self.task, "base": self.base, "fixed": self.fixed, "survey": self.survey}
+        write_json(self.folder / STATE, state | {"rows": [asdict(row) for row in self.rows]})
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """In the order of the tuner's type."""
+        if self.survey is None:
+            return []
+        options = self.options
+        found = [Candidate(**each | {"changes": self.base | each["changes"]}) for each in self.survey["candidates"]]
+        bounds = {"micros": options.micro_batches, "largest": options.num_micro_batches, "fixed": self.fixed}
+        chosen = search.kept(found, options.axes, **bounds)
+        low, high = options.micro_range
+        chosen = [each for each in chosen if not each.changes or (low <= each.micro <= high and each.samples >= options.min_batch)]
+        if self.rules.tuner == "random":
+            random.Random(_SEED).shuffle(chosen)
+        return chosen
+
+    # -- runs --
+
+    def _argv(self, config: Mapping[str, Any]) -> list[str]:
+        options = self.options
+        arguments = with_mappings(options.arguments, options.mappings, config)
+        return [sys.executable, "-m", "slipstream", "run", "--quiet", *options.launch, options.script, *arguments]
+
+    def run(self, changes: Mapping[str, Any], *, surveys: bool) -> Outcome:
+        """Run a configuration and record how it went."""
+        options, number = self.options, len(self.rows)
+        folder = self.folder / "runs" / str(number)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+        folder.mkdir(parents=True)
+        config = laid_over(self.config, nested(changes))
+        wanted = {"memory": options.memory, "host": host_memory(), "disk": options.disk, "max_batch": options.max_batch}
+        task = {"config": config, "warmup": options.warmup, "steps": options.steps, "survey": wanted if surveys else None}
+        write_json(folder / TASK, task)
+        run = Started(folder, self._argv(config))
+        try:
+            killed = self._watch(run)
+        except BaseException:
+            run.kill()
+            raise
+        row = self._row(run, changes, killed)
+        if surveys and (folder / SURVEY).exists():
+            self.survey, self.base = json.loads((folder / SURVEY).read_text()), dict(changes)
+            self._learn_rows(run)
+        self.rows.append(row)
+        self.save()
+        _say(f"run {number}: {_short(changes)}: {_told(row)}")
+        return row
+
+    def _watch(self, run: Started) -> str:
+        """Wait until a run ends. Returns why the tuner ended it, if it did."""
+        said = ""
+        while run.process.poll() is None:
+            time.sleep(_POLL_S)
+            if time.monotonic() - run.began > self.options.timeout:
+                run.kill()
+                return f"no end after {self.options.timeout:g} seconds (--timeout)"
+            costs = self._rungs(run.lines())
+            if not said and costs and search.is_slow(costs, self.rows):
+                steps = search.FIRST_RUNG << (len(costs) - 1)
+                said = f"after {steps} steps slower than the better half of the runs"
+                (run.folder / STOP).touch()
+        return said
+
+    def _rungs(self, lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+        times = [line["seconds"] for line in lines[1:] if line["timed"]]
+        samples = lines[0]["samples"] if lines else 1
+        passed = [rung for rung in search.rungs(self.options.steps) if rung <= len(times)]
+        return tuple(search.cost(median(times[:rung]), samples, self.rules) for rung in passed)
+
+    def _row(self, run: Started, changes: Mapping[str, Any], ended: str) -> Outcome:
+        lines, code = run.lines(), run.process.returncode
+        times = [line["seconds"] for line in lines[1:] if line["timed"]]
+        found: dict[str, Any] = {"changes": dict(changes), "wall": time.monotonic() - run.began, "rungs": self._rungs(lines)}
+        if times:
+            found |= {"seconds": median(times), "steps": len(times), "samples": lines[0]["samples"]}
+        if len(lines) > 1:
+            found["memory"] = lines[-1]["memory"]
+        if code != 0:
+            return Outcome(outcome="failed", reason=ended or search.reason_of(code, run.log), **found)
+        if not lines:
+            why = "the script ended without a forward of an engine of slipstream.initialize in training mode"
+            return Outcome(outcome="failed", reason=why, **found)
+        head = lines[0]
+        if self.fixed is None and self.survey is not None and head["rows"] not in (None, head["micro"]):
+            why = f"the script fed {head['rows']} rows in a micro-batch of {head['micro']}; --map {BATCH[0]}=--FLAG tells it"
+            return Outcome(outcome="failed", reason=why, **found)
+        if ended and len(times) < self.options.steps:
+            return Outcome(outcome="stopped", reason=ended, **found)
+        if len(times) < self.options.steps:
+            why = f"the script ended after {len(lines) - 1} steps, of {self.options.warmup + self.options.steps}; lower --steps"
+            return Outcome(outcome="failed", reason=why, **found)
+        return Outcome(outcome="measured", **found)
+
+    def _learn_rows(self, run: Started) -> None:
+        head = run.lines()[0]
+        if head["rows"] not in (None, head["micro"]):
+            self.fixed = head["micro"]
+            _say(
+                f"the script feeds {head['rows']} rows whatever the config says ({head['micro']}), so the micro-batch stays: read "
+                f"engine.plan.batch.micro_batch_size, or pass --map {BATCH[0]}=--FLAG of the script"
+            )
+        if self.survey and self.survey["note"]:
+            _say(self.survey["note"])
+
+    def look(self) -> None:
+        """Make the first run, which surveys the candidates. Raises ValueError if no run reaches its first batch."""
+        known = {row.key for row in self.rows}
+        for changes in ({}, smallest(self.config)):
+            if search.key_of(changes) not in known:
+                self.run(changes, surveys=True)
+            if self.survey is not None:
+                _say(f"{len(self.candidates)} candidates, {sum(each.fits for each in self.candidates)} of them fit")
+                return
+        log = self.folder / "runs" / str(len(self.rows) - 1) / "log.txt"
+        raise ValueError(
+            f"no run has reached its first batch; the last one: {self.rows[-1].reason} ({log} has all of it). Mend the script or "
+            "the config, then pass --overwrite"
+        )
+
+    def search(self) -> str:
+        """Run until the rules end the search. Returns why it ended."""
+        if self.survey is None:
+            self.look()
+        while True:
+            chosen = search.next_run(self.candidates, self.rows, self.rules)
+            if isinstance(chosen, str):
+                return chosen
+            self.run(chosen.changes, surveys=False)
+
+    def train(self) -> int:
+        """Run the script to its own end with the best config."""
+        config = json.loads((self.folder / BEST).read_text())
+        write_json(self.folder / TASK, {"config": config})
+        return subprocess.run(self._argv(config), env=os.environ | {VARIABLE: str(self.folder.absolute())}, check=False).returncode
+
+
+def _short(changes: Mapping[str, Any]) -> str:
+    names = {BATCH[0]: "micro-batch", BATCH[1]: "accumulation", BATCH[2]: "batch"}
+    words = []
+    for key, value in changes.items():
+        shown = " ".join(str(part) for part in value.values()) if isinstance(value, Mapping) else value
+        words.append(f"{names.get(key, key.rpartition('.')[2])} {shown}")
+    return ", ".join(words) or "the config as it is"
+
+
+def _told(row: Outcome) -> str:
+    speed = f"{row.seconds * 1e3:.1f} ms a step, {row.samples / row.seconds:.1f} samples/s" if row.seconds else ""
+    return "; ".join(filter(None, [speed, "" if row.outcome == "measured" else row.outcome, row.reason]))
+
+
+def table(tuner: Tuner, ended: str) -> list[dict[str, Any]]:
+    """A line for each candidate, the best first: what it changes, what was predicted and measured, why it was dropped."""
+    best, rules = search.best_of(tuner.rows, tuner.rules), tuner.rules
+    known = {each.key: each for each in tuner.candidates}
+    lines = list[dict[str, Any]]()
+    for row in sorted(tuner.rows, key=lambda row: (row.outcome != "measured", not row.seconds, row.seconds)):
+        reason = row.reason
+        if row.outcome == "measured" and row is not best and best is not None:
+            ratio = search.cost(row.seconds, row.samples, rules) / search.cost(best.seconds, best.samples, rules)
+            reason = f"measured {ratio:.2f} times as slow as the best"
+        twin = known.get(row.key)
+        lines.append(
+            {
+                "changes": row.changes,
+                "outcome": "best" if row is best else row.outcome,
+                "predicted_seconds": twin.seconds if twin else None,
+                "seconds": row.seconds,
+                "samples_per_second": row.samples / row.seconds if row.seconds else None,
+                "predicted_bytes": twin.memory if twin else None,
+                "peak_bytes": row.memory,
+                "reason": reason,
+            }
+        )
+    budget = (tuner.survey or {}).get("budget", 0)
+    ran = {row.key for row in tuner.rows}
+    costs = {each.key: value for each, value in search.order(tuner.candidates, tuner.rows, rules)}
+    for each in sorted(known.values(), key=lambda each: (not each.fits, costs.get(each.key, 0.0))):
+        if each.key not in ran:
+            reason = search.why_not_run(each, costs.get(each.key, 0.0), best, rules, ended, budget)
+            line: dict[str, Any] = {
+                "changes": each.changes,
+                "outcome": "dropped",
+                "predicted_seconds": each.seconds,
+                "seconds": None,
+            }
+            lines.append(line | {"samples_per_second": None, "predicted_bytes": each.memory, "peak_bytes": None, "reason": reason})
+    return lines
+
+
+def markdown(lines: Sequence[Mapping[str, Any]], head: str) -> str:
+    def number(value: float | None, scale: float) -> str:
+        return f"{value * scale:.1f}" if value else ""
+
+    scales = {"predicted_seconds": 1e3, "seconds": 1e3, "samples_per_second": 1, "predicted_bytes": 2**-20, "peak_bytes": 2**-20}
+    rows = []
+    for each in lines:
+        figures = [number(each[name], scale) for name, scale in scales.items()]
+        rows.append(f"| {' | '.join([_short(each['changes']), each['outcome'], *figures, each['reason'].replace('|', '/')])} |")
+    columns = "| config | | predicted ms | measured ms | samples/s | predicted MiB | peak MiB, with Python | why |"
+    return "\n".join([head, "", columns, "|---|---|---|---|---|---|---|---|", *rows, ""])
+
+
+@contextmanager
+def _as_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the search as Ctrl-C does."""
+
+    def raise_interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, raise_interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _without_unset(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def finish(tuner: Tuner, ended: str) -> int:
+    """Write the table and the best config. Returns the exit code: 1 without a run that was measured."""
+    lines, best, folder = table(tuner, ended), search.best_of(tuner.rows, tuner.rules), tuner.folder
+    write_json(folder / STATE, json.loads((folder / STATE).read_text()) | {"table": lines, "ended": ended})
+    head = f"{len(tuner.rows)} runs of {len(tuner.candidates)} candidates; the search ended: {ended}."
+    (folder / TABLE).write_text(markdown(lines, head))
+    if best is None:
+        fits = any(each.fits for each in tuner.candidates)
+        remedy = (
+            "the reasons are in the table: lower --steps, raise --timeout, or mend the script"
+            if fits
+            else "nothing fits by prediction: raise --memory, name a --disk for offload, start more ranks, or allow more --axes"
+        )
+        print(f"slipstream tune: no configuration was measured; {remedy} ({folder / TABLE})", file=sys.stderr)
+        return 1
+    write_json(folder / BEST, _without_unset(laid_over(tuner.config, nested(best.changes))))
+    first = next((row for row in tuner.rows if not row.changes and row.seconds), None)
+    gain = ""
+    if first is not None and first is not best and first.seconds:
+        ratio = search.cost(first.seconds, first.samples, tuner.rules) / search.cost(best.seconds, best.samples, tuner.rules)
+        gain = f", {ratio:.2f} times as fast as the config as it is"
+    print(f"best: {_short(best.changes)}: {_told(best)}{gain}\n{folder / BEST} is its config, {folder / TABLE} what was tried")
+    return 0
+
+
+def settle(options: argparse.Namespace, config: Mapping[str, Any]) -> Rules:
+    """Fill in what the command line leaves to the block `autotuning`, or to defaults.
+
+    Raises ValueError for options that contradict each other.
+    """
+    from slipstream.config.parse import parse
+
+    script, options.arguments = options.script, options.after
+    if not options.module and not Path(script).is_file():
+        raise ValueError(f"--script {script}: no such file")
+    options.launch = [*(["--nproc", str(options.nproc)] if options.nproc else []), *shlex.split(options.launch_args)]
+    options.launch += ["--module"] if options.module else []
+    options.mappings = {}
+    for text in options.map:
+        key, equals, flag = text.partition("=")
+        if not (equals and key and flag.startswith("-")):
+            raise ValueError(f"--map {text!r} is not KEY=--FLAG; write {BATCH[0]}=--batch-size")
+        options.mappings[key] = flag
+    block = parse(config).config.autotuning
+    options.micro_range, options.min_batch, options.num_micro_batches = (1, sys.maxsize), 1, None
+    defaults: dict[str, Any] = dict(_DEFAULTS)
+    if block.enabled:
+        defaults |= {name: getattr(block, key) for name, key in _FROM_BLOCK.items()}
+        defaults["steps"] = block.end_profile_step - block.start_profile_step
+        if defaults["steps"] < 1:
+            raise ValueError(
+                f"autotuning.end_profile_step ({block.end_profile_step}) must be above start_profile_step "
+                f"({block.start_profile_step})"
+            )
+        defaults["axes"] = ["micro", "stage"] if block.fast else list(search.AXES)
+        options.mappings = {key.strip(): flag for key, flag in (block.arg_mappings or {}).items()} | options.mappings
+        options.micro_range = (block.min_train_micro_batch_size_per_gpu, block.max_train_micro_batch_size_per_gpu)
+        options.min_batch, options.num_micro_batches = block.min_train_batch_size, block.num_tuning_micro_batch_sizes
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return Rules(
+        runs=options.runs, patience=options.patience, per_step=options.metric == "latency", tuner=options.tuner, margin=_MARGIN
+    )
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the `slipstream tune` command. Returns the exit code. Raises ValueError for a search that cannot start."""
+    config = read_config(options.config).raw
+    tuner = Tuner(options, config, settle(options, config))
+    try:
+        with _as_interrupt():
+            tuner.open()
+            code = finish(tuner, tuner.search())
+    except KeyboardInterrupt:
+        _say(f"interrupted after {len(tuner.rows)} runs; the same command goes on from {tuner.folder}")
+        return 130
+    return tuner.train() if options.train and not code else code

@@ -1,0 +1,167 @@
+"""A trial of `slipstream tune` from inside (config/trial.py): its speed, step by step, and the prediction of other configurations.
+
+Rank 0 writes a line of PROGRESS per step. All ranks end the script together, after the trial's steps or when the tuner has put the
+file STOP into the folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config.plan import Plan
+from slipstream.config.trial import PROGRESS, STOP, SURVEY, Trial, current, write_json
+from slipstream.train.precision import map_tensors
+from slipstream.world.join import local_world_size
+from slipstream.zero.leaves import named_leaves
+
+if TYPE_CHECKING:
+    from slipstream.train.engine import Engine
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_INTERPRETER = 400 << 20  # bytes of Python and torch
+_MOST_OF_DEVICE = 0.92  # of its memory: the rest is for libraries and fragments
+
+
+def follow_trial(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
+    """The change that measures a trial; without one there is nothing to do."""
+    trial = current()
+    if trial is None or not trial.steps:
+        return None
+    lean = None if trial.survey is None else _without_memory(model)
+    return lambda engine: _Follower(engine, trial, lean).connect()
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device."""
+    memo: dict[int, Any] = {}
+    for leaf in named_leaves(model):
+        for param in (leaf.tensor, leaf.whole):
+            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
+class _Follower:
+    """Hooks of one engine."""
+
+    def __init__(self, engine: Engine, trial: Trial, lean: nn.Module | None) -> None:
+        self.engine, self.trial, self.lean = engine, trial, lean
+        self.began, self.last, self.count = False, time.perf_counter(), 0
+        self.is_first = engine.mesh.is_first
+
+    def connect(self) -> None:
+        states, progress = self.engine.states[0], self.engine.progress
+        if progress.losses is None:
+            progress.losses = []
+        if self.is_first:
+            states.before_forward(self._begin, with_kwargs=True)
+        states.after_step.append(self._end_step)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before the first forward that trains: write what the script feeds, and the survey."""
+        if self.began or not (module.training and torch.is_grad_enabled()):
+            return
+        self.began, batch, mesh = True, self.engine.plan.batch, self.engine.mesh
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+        rows = tensors[0].shape[0] if tensors and mesh.pp.size == 1 else None
+        self._write({"samples": batch.train_batch_size, "micro": batch.micro_batch_size, "rows": rows, "ranks": mesh.world.size})
+        if self.trial.survey is not None and self.lean is not None:
+            on_meta = partial(torch.empty_like, device="meta")
+            inputs, keywords = map_tensors(args, on_meta), map_tensors(dict(kwargs), on_meta)
+            write_json(self.trial.folder / SURVEY, surveyed(self.engine, self.lean, inputs, keywords, self.trial.survey))
+        self.last = time.perf_counter()
+
+    def _end_step(self, _: bool) -> None:
+        now, self.count, trial = time.perf_counter(), self.count + 1, self.trial
+        if self.is_first:
+            self._write_step(now - self.last)
+        self.last = time.perf_counter()
+        if self.count >= trial.warmup + trial.steps or (self.count > trial.warmup and self._is_stopped()):
+            raise SystemExit(0)
+
+    def _write_step(self, seconds: float) -> None:
+        engine = self.engine
+        step = {"step": self.count, "seconds": seconds, "timed": self.count > self.trial.warmup}
+        if losses := engine.progress.losses:
+            step["loss"] = fmean(map(float, losses))
+        if (loss := getattr(engine, "agg_train_loss", None)) is not None:  # of a pipeline
+            step["loss"] = float(loss)
+        if engine.optimizer is not None:
+            step["lr"] = float(engine.optimizer.param_groups[0]["lr"])
+        on_gpu = engine.device.type == "cuda"
+        step["memory"] = (
+            torch.cuda.max_memory_allocated(engine.device)
+            if on_gpu
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # KiB on Linux
+        )
+        self._write(step)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with open(self.trial.folder / PROGRESS, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _is_stopped(self) -> bool:
+        """Whether rank 0 sees the file STOP; the same on all ranks. Collective."""
+        own = float(self.is_first and (self.trial.folder / STOP).exists())
+        return bool(self.engine.states[0].world.exchange(torch.tensor([own], dtype=torch.float64)).max())
+
+
+def surveyed(
+    engine: Engine, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The candidates for this engine's model and batch, on meta, as JSON values.
+
+    wanted: `memory`, bytes of a rank on top of Python and torch, or None; `host`, bytes that all ranks of a host without a GPU
+    share; `disk`, a folder or None; `max_batch`, the largest global batch, in doublings of the config's, or None
+    """
+    from slipstream.train.planning import calibrate, dry_run, explain, predict, propose  # torch's fake tensors are slow to import
+
+    plan, world, device = engine.plan, engine.mesh.batch.size, engine.device.type
+    if device == "cuda":
+        free = int(_MOST_OF_DEVICE * torch.cuda.get_device_properties(engine.device).total_memory)
+    else:
+        free = wanted["host"] // local_world_size() - _INTERPRETER
+    budget = wanted["memory"] or free
+    folder = wanted["disk"] or plan.offload.optimizer_path or plan.offload.param_path
+    note = ""
+    if plan.mesh.model_size * plan.experts.size > 1:
+        note = "the ranks share layers, samples or experts: memory and time are not predicted"
+    explain.mark(model, plan)
+    try:
+        profile_of = dry_run.profiles(model, plan, world, args, kwargs)
+        dtype = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size).dtype
+    except ValueError as error:
+        note = note or f"only the bytes of the states are predicted: {error}"
+        nothing = predict.stated(explain.parts_of(model, plan, world), 0)
+        dtype, profile_of = "float32", lambda recompute, size: nothing
+    rates = calibrate.rates(dtype, device, folder, {})
+    rows = []
+    for grown in _grown(plan, world, wanted["max_batch"]):
+        for each in propose.survey(model, grown, world, device, folder, rates, profile_of, budget):
+            batch = each.plan.batch
+            more = dict(zip(_BATCH, (batch.train_batch_size, batch.micro_batch_size, batch.accumulation), strict=True))
+            row: dict[str, Any] = {"micro": batch.micro_batch_size, "samples": batch.train_batch_size, "memory": propose.used(each)}
+            row |= {"changes": each.changes | (more if grown is not plan else {}), "fits": bool(note) or row["memory"] <= budget}
+            rows.append(row | {"seconds": 0.0 if note else each.seconds})
+    return {"note": note, "budget": budget, "candidates": rows}
+
+
+def _grown(plan: Plan, world: int, most: int | None) -> Iterator[Plan]:
+    """The plan, and those of 2, 4, ... times its global batch."""
+    yield plan
+    batch, times = plan.batch, 2
+    while most is not None and batch.train_batch_size * times <= most:
+        larger = replace(batch, train_batch_size=batch.train_batch_size * times, accumulation=batch.accumulation * times)
+        yield replace(plan, batch=larger)
+        times *= 2

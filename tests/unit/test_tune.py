@@ -1,0 +1,273 @@
+"""`slipstream tune`: which configurations run, when runs stop, what a run tells, and a search that is interrupted and goes on."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slipstream
+from slipstream.compat import launcher
+from slipstream.config.trial import PROGRESS, STOP, SURVEY, TASK, VARIABLE, laid_over, nested
+from slipstream.launch import cli, search, tune
+from slipstream.launch.search import Candidate, Outcome, Rules
+
+STAGE, MICRO, STEPS = "zero_optimization.stage", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+SCRIPT = """
+import argparse, os, signal, torch, slipstream
+parser = argparse.ArgumentParser()
+parser.add_argument("--rows", type=int)
+args = parser.parse_args()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+engine, *_ = slipstream.initialize(model=model, config={"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+micro = engine.plan.batch.micro_batch_size
+if micro == 8:
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    engine.backward(engine(torch.ones(args.rows or micro, 64)).square().mean())
+    engine.step()
+"""
+
+
+def candidates(**memory: int) -> list[Candidate]:
+    """Three stages of two micro-batch sizes; the planner takes stage 3 for slower."""
+    return [
+        Candidate(
+            changes={STAGE: stage, MICRO: micro, STEPS: 16 // micro},
+            micro=micro,
+            samples=16,
+            seconds=2.0 if stage == 3 else 1.0,
+            memory=1 << 30,
+            fits=f"stage{stage}" not in memory,
+        )
+        for stage in (1, 2, 3)
+        for micro in (1, 16)
+    ]
+
+
+def measured(candidate: Candidate, seconds: float, outcome: str = "measured") -> Outcome:
+    return Outcome(changes=candidate.changes, outcome=outcome, samples=16, seconds=seconds, steps=4)
+
+
+def test_the_fit_has_the_overhead_of_a_micro_batch() -> None:
+    factor, overhead = search.fit([(1.0, 1, 3.5), (1.0, 16, 11.0), (2.0, 4, 8.0)])
+    assert factor == pytest.approx(3.0)
+    assert overhead == pytest.approx(0.5)
+    assert search.fit([(1.0, 1, 2.0), (1.0, 16, 2.0)])[1] == 0  # as many calls at no cost
+
+
+def test_the_next_run_is_the_fastest_after_the_correction_by_those_before() -> None:
+    found, rules = candidates(), Rules(runs=9)
+    first = search.next_run(found, [], rules)
+    assert isinstance(first, Candidate)
+    assert first.changes == {STAGE: 1, MICRO: 16, STEPS: 1}  # equal predictions: the larger micro-batch
+    slow_stage = [measured(first, 8.0), measured(found[5], 2.0)]  # stage 1 is slow here, whatever the planner says
+    ranked = [each.changes[STAGE] for each, _ in search.order(found, slow_stage, rules)]
+    assert ranked.index(3) < ranked.index(1)
+
+
+def test_the_search_ends_with_a_reason() -> None:
+    found = candidates()
+    rows = [measured(found[1], 1.0), measured(found[3], 1.0), measured(found[5], 2.1)]
+    assert search.next_run(found, rows[:2], Rules(runs=2)) == "2 runs were allowed"
+    assert search.next_run(found, rows, Rules(patience=2)) == "2 runs in a row were no faster"
+    assert search.next_run(found[1::2], rows[:2], Rules(patience=3)) == "all others are predicted at least 15% slower"
+    assert search.next_run(found[:1], [measured(found[0], 1.0)], Rules()) == "every candidate has run"
+    grid = Rules(tuner="gridsearch", patience=9)
+    assert search.next_run(found, rows[:1], grid) == found[0]
+
+
+def test_what_does_not_fit_never_runs() -> None:
+    found = candidates(stage1=1, stage2=1)
+    ordered = search.order(found, [], Rules())
+    assert {each.changes[STAGE] for each, _ in ordered} == {3}
+    assert "needs 1.00 GiB, above 0.50" in search.why_not_run(found[0], 1.0, None, Rules(), "", 1 << 29).replace(
+        "predicted to need", "needs"
+    )
+
+
+def test_a_run_is_stopped_outside_the_better_half() -> None:
+    rows = [Outcome(changes={}, outcome="measured", rungs=(1.0, 1.0)), Outcome(changes={}, outcome="stopped", rungs=(3.0,))]
+    assert not search.is_slow([9.0], [])
+    assert search.is_slow([1.2], rows)
+    assert not search.is_slow([1.04], rows)  # noise
+    assert search.is_slow([0.9, 1.2], rows)
+    assert list(search.rungs(12)) == [3, 6]
+
+
+def test_axes_micro_batches_and_a_script_that_feeds_what_it_likes() -> None:
+    found = [*candidates(), Candidate(changes={}, micro=4, samples=16)]
+    assert [each.changes for each in search.kept(found, ["stage"])] == [{}]
+    assert {each.micro for each in search.kept(found, ["stage", "micro"], micros=[16])} == {4, 16}
+    assert {each.micro for each in search.kept(found, ["stage", "micro"], largest=1)} == {4, 16}
+    assert [each.changes for each in search.kept(found, list(search.AXES), fixed=4)] == [{}]
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("noise\nslipstream run: rank 0 on host a failed first (exit code 1)\n\nValueError: no\n  line\n", "ValueError: no"),
+        ("x failed first (exit code -9, SIGKILL)\n  killed by signal 9\n", "out of memory: killed by signal 9"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried\n", "torch.OutOfMemoryError: CUDA out of memory. Tried"),
+        ("", "exit code 3"),
+    ],
+)
+def test_the_reason_of_a_failed_run(log: str, reason: str) -> None:
+    assert search.reason_of(3, log) == reason
+
+
+def test_a_config_is_laid_over_another() -> None:
+    base = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "reduce_scatter": True}, MICRO: 2}
+    over = nested({STAGE: 1, "optimizer.params.lr": 0.1}) | {MICRO: "auto"}
+    assert laid_over(base, over) == {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 1, "reduce_scatter": True},
+        MICRO: 2,
+        "optimizer": {"params": {"lr": 0.1}},
+    }
+
+
+def test_the_scripts_options_follow_the_config() -> None:
+    mapped = {MICRO: "--bs", "optimizer.params.lr": "--lr"}
+    config = {MICRO: 4, "optimizer": {"params": {"lr": 0.1}}}
+    assert tune.with_mappings(["--bs", "1", "x", "--lr=2"], mapped, config) == ["x", "--bs", "4", "--lr", "0.1"]
+
+
+def options(tmp_path: Path, *words: str) -> argparse.Namespace:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "config.json").write_text(json.dumps({"train_batch_size": 16, MICRO: 4}))
+    before = ["tune", str(tmp_path / "config.json"), "--folder", str(tmp_path / "out"), "--script", str(tmp_path / "train.py")]
+    parsed = cli.build_parser().parse_args([*before, *words])
+    parsed.after = []
+    return parsed
+
+
+def test_the_autotuning_block(tmp_path: Path) -> None:
+    block = {
+        "enabled": True,
+        "fast": False,
+        "overwrite": False,
+        "results_dir": "there",
+        "metric": "latency",
+        "start_profile_step": 1,
+        "end_profile_step": 7,
+        "tuner_type": "random",
+        "tuner_num_trials": 5,
+        "tuner_early_stopping": 4,
+        "max_train_batch_size": 64,
+        "min_train_batch_size": 8,
+        "max_train_micro_batch_size_per_gpu": 32,
+        "min_train_micro_batch_size_per_gpu": 2,
+        "num_tuning_micro_batch_sizes": 2,
+        "arg_mappings": {f"{MICRO} ": "--rows"},
+    }
+    settled = options(tmp_path)
+    settled.folder = None
+    rules = tune.settle(settled, {"autotuning": block})
+    assert rules == Rules(runs=5, patience=4, per_step=True, tuner="random")
+    assert (settled.folder, settled.warmup, settled.steps, settled.overwrite, settled.max_batch) == ("there", 1, 6, False, 64)
+    assert (settled.micro_range, settled.min_batch, settled.num_micro_batches) == ((2, 32), 8, 2)
+    assert (settled.axes, settled.mappings) == (list(search.AXES), {MICRO: "--rows"})
+    assert tune.settle(options(tmp_path, "--runs", "3"), {"autotuning": block}).runs == 3  # the command line prevails
+    assert tune.settle(options(tmp_path), {"autotuning": {"enabled": False}}) == Rules()
+    with pytest.raises(ValueError, match=r"end_profile_step \(3\) must be above"):
+        tune.settle(options(tmp_path), {"autotuning": {"enabled": True, "end_profile_step": 3}})
+
+
+def test_deepspeeds_command_is_slipstream_tune() -> None:
+    words = launcher.translate("--num_gpus 2 --autotuning run train.py --deepspeed_config=a.json --lr 1".split())  # noqa: SIM905
+    launch = "--launch-args=--pass-local-rank --num_gpus 2"
+    assert words == ["tune", "a.json", launch, "--train", "--script", "train.py", "--", "--deepspeed_config=a.json", "--lr", "1"]
+    cli.build_parser().parse_args(words[: words.index("--")])
+
+
+def test_a_trial_measures_surveys_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"memory": 1 << 30, "host": 0, "disk": None, "max_batch": 32}
+    over = {"train_batch_size": 16, MICRO: 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    (tmp_path / TASK).write_text(json.dumps({"config": over, "warmup": 1, "steps": 3, "survey": wanted}))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    engine, *_ = slipstream.initialize(model=torch.nn.Linear(8, 1), config={MICRO: 1})
+    with pytest.raises(SystemExit) as left:
+        for _ in range(100):
+            engine.backward(engine(torch.ones(4, 8)).mean())
+            engine.step()
+    assert left.value.code == 0
+    head, *steps = map(json.loads, (tmp_path / PROGRESS).read_text().splitlines())
+    assert head == {"samples": 16, "micro": 4, "rows": 4, "ranks": 1}
+    assert [step["timed"] for step in steps] == [False, True, True, True]
+    assert steps[1]["loss"] < steps[0]["loss"]
+    survey = json.loads((tmp_path / SURVEY).read_text())["candidates"]
+    assert {(each["micro"], each["samples"]) for each in survey} >= {(1, 16), (16, 16), (32, 32)}
+    assert {} in [each["changes"] for each in survey]
+    assert all(each["seconds"] > 0 and each["fits"] for each in survey)
+    engine.destroy()
+
+
+def test_a_trial_ends_early_when_the_tuner_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / TASK).write_text(json.dumps({"config": {}, "warmup": 1, "steps": 90}))
+    (tmp_path / STOP).touch()
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    config = {MICRO: 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = slipstream.initialize(model=torch.nn.Linear(8, 1), config=config)
+    steps = 0
+    with pytest.raises(SystemExit):
+        while steps < 90:
+            engine.backward(engine(torch.ones(1, 8)).mean())
+            steps += 1
+            engine.step()
+    assert steps == 2
+    engine.destroy()
+
+
+@pytest.mark.slow
+def test_a_search_survives_a_killed_run_and_an_interruption(tmp_path: Path) -> None:
+    tune.settle(options(tmp_path), {})  # writes the script and its config
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "tune",
+        "config.json",
+        "--steps",
+        "4",
+        "--patience",
+        "9",
+        "--tuner",
+        "gridsearch",
+    ]
+    command += ["--axes", "micro", "--script", "train.py"]
+
+    def start() -> "subprocess.Popen[str]":
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    state, first = tmp_path / "tuning" / "tuning.json", start()
+    while not state.exists() and first.poll() is None:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    said, _ = first.communicate()
+    assert first.returncode == 130
+    assert "the same command goes on" in said
+    again = start()
+    said, _ = again.communicate()
+    assert again.returncode == 0, said
+    assert "going on from" in said
+    rows: list[dict[str, Any]] = json.loads(state.read_text())["table"]
+    killed = [row for row in rows if row["changes"].get(MICRO) == 8]
+    assert [row["outcome"] for row in killed] == ["failed"]
+    assert "SIGKILL" in killed[0]["reason"] or "signal 9" in killed[0]["reason"]
+    assert sum(row["outcome"] in ("best", "measured", "stopped") for row in rows) == 4
+    best = json.loads((tmp_path / "tuning" / "best.json").read_text())
+    assert best["train_batch_size"] == 16
+    assert "| best |" in (tmp_path / "tuning" / "tuning.md").read_text()
+    fixed = subprocess.run(
+        [*command, "--overwrite", "--", "--rows", "3"], cwd=tmp_path, capture_output=True, text=True, env=os.environ
+    )
+    assert "the script feeds 3 rows" in fixed.stderr
