@@ -255,7 +255,11 @@ def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--memory", type=_bytes, metavar="SIZE", help="of a rank, on top of Python and torch; default: what is free")
     add("--disk", metavar="FOLDER", help="where offloaded states may be stored; default: the config's nvme_path")
     add("--metric", choices=("throughput", "latency", "flops"), help="default throughput: samples per second")
-    add("--tuner", choices=("model_based", "gridsearch", "random"), help="order of runs; default model_based: by prediction")
+    add(
+        "--tuner",
+        choices=("model_based", "gridsearch", "random"),
+        help="order of runs; default model_based: by prediction, and slow runs stop early",
+    )
     add("--runs", type=_positive, metavar="N", help="most runs; default 8")
     add("--patience", type=_positive, metavar="N", help="end after N runs in a row that are no faster; default 2")
     add("--folder", metavar="DIR", help="runs, table and best config, from which the same command goes on; default tuning")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 FIRST_RUNG = 3  # timed steps
 _NOISE = 1.05  # a run that is slower by less is not stopped
 _GAIN = 0.99  # of the best: what counts as an improvement
-_ALIKE = 0.05  # predictions that differ by less are equal: larger micro-batches, then fewer changes win
+_ALIKE = 0.02  # predictions that differ by less are equal: larger micro-batches win, then lower stages, which move less
 
 BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 AXES: Mapping[str, tuple[str, ...]] = {  # what is searched -> the keys that it changes
@@ -36,6 +36,7 @@ class Candidate:
     changes: Mapping[str, Any]  # of the config, by dotted key
     micro: int  # samples of a micro-batch
     samples: int  # of a step, over all ranks
+    stage: int = 0  # of ZeRO
     seconds: float = 0.0  # of a step, predicted: a floor; 0: not predicted
     memory: int | None = None  # of a rank, predicted
     fits: bool = True
@@ -157,9 +158,9 @@ def order(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Rules
     costs = {each.key: corrected(each, known, rows, rules) for each in left}
     if rules.tuner == "model_based":
 
-        def rank(each: Candidate) -> tuple[float, int, int]:
+        def rank(each: Candidate) -> tuple[float, int, int, int]:
             value = costs[each.key]
-            return round(math.log(value) / _ALIKE) if value else 0.0, -each.micro, len(each.changes)
+            return round(math.log(value) / _ALIKE) if value else 0.0, -each.micro, each.stage, len(each.changes)
 
         left.sort(key=rank)
     return [(each, costs[each.key]) for each in left]

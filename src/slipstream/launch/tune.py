@@ -227,7 +227,7 @@ class Tuner:
                 run.kill()
                 return f"no end after {self.options.timeout:g} seconds (--timeout)"
             costs = self._rungs(run.lines())
-            if not said and costs and search.is_slow(costs, self.rows):
+            if not said and costs and self.rules.tuner == "model_based" and search.is_slow(costs, self.rows):
                 steps = search.FIRST_RUNG << (len(costs) - 1)
                 said = f"after {steps} steps slower than the better half of the runs"
                 (run.folder / STOP).touch()

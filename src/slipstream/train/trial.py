@@ -152,6 +152,7 @@ def surveyed(
             batch = each.plan.batch
             more = dict(zip(_BATCH, (batch.train_batch_size, batch.micro_batch_size, batch.accumulation), strict=True))
             row: dict[str, Any] = {"micro": batch.micro_batch_size, "samples": batch.train_batch_size, "memory": propose.used(each)}
+            row["stage"] = each.plan.zero.stage
             row |= {"changes": each.changes | (more if grown is not plan else {}), "fits": bool(note) or row["memory"] <= budget}
             rows.append(row | {"seconds": 0.0 if note else each.seconds})
     return {"note": note, "budget": budget, "candidates": rows}
