@@ -37,6 +37,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"this processor lacks|not tested on this machine": lambda: True,  # no installation can fix it
     r"no native|no C compiler|handles overlap": lambda: os.environ.get("SLIPSTREAM_NATIVE") == "0" or shutil.which("cc") is None,
     r"SIMDe|simde|emulat": lambda: not Path("/usr/include/simde").is_dir(),
+    r"'optuna'": lambda: _lacks("optuna"),
     r"'(agents|pydantic_ai|lm_eval)": lambda: True,  # `make test-agents` has them
     r"the page's test needs": lambda: shutil.which("chromedriver") is None or _lacks("selenium"),
     r"O_DIRECT|io_uring": lambda: True,  # depends on the file system and the kernel

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import torch
 import slipstream
 from slipstream.compat import launcher
 from slipstream.config.trial import PROGRESS, STOP, SURVEY, TASK, VARIABLE, laid_over, nested
-from slipstream.launch import cli, search, tune
+from slipstream.launch import cli, hyper, search, tune
 from slipstream.launch.search import Candidate, Outcome, Rules
 
 STAGE, MICRO, STEPS = "zero_optimization.stage", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -100,7 +102,8 @@ def test_a_run_is_stopped_outside_the_better_half() -> None:
     assert search.is_slow([1.2], rows)
     assert not search.is_slow([1.04], rows)  # noise
     assert search.is_slow([0.9, 1.2], rows)
-    assert list(search.rungs(12)) == [3, 6]
+    assert list(search.rungs(12, Rules())) == [3, 6]
+    assert list(search.rungs(60, Rules(metric="loss"))) == [15, 30]
 
 
 def test_axes_micro_batches_and_a_script_that_feeds_what_it_likes() -> None:
@@ -172,7 +175,7 @@ def test_the_autotuning_block(tmp_path: Path) -> None:
     settled = options(tmp_path)
     settled.folder = None
     rules = tune.settle(settled, {"autotuning": block})
-    assert rules == Rules(runs=5, patience=4, per_step=True, tuner="random")
+    assert rules == Rules(runs=5, patience=4, metric="latency", tuner="random")
     assert (settled.folder, settled.warmup, settled.steps, settled.overwrite, settled.max_batch) == ("there", 1, 6, False, 64)
     assert (settled.micro_range, settled.min_batch, settled.num_micro_batches) == ((2, 32), 8, 2)
     assert (settled.axes, settled.mappings) == (list(search.AXES), {MICRO: "--rows"})
@@ -227,6 +230,26 @@ def test_a_trial_ends_early_when_the_tuner_says_so(tmp_path: Path, monkeypatch: 
     engine.destroy()
 
 
+def test_a_folder_that_is_no_search_is_left_alone(tmp_path: Path) -> None:
+    there = options(tmp_path, "--overwrite")
+    there.folder = str(tmp_path)
+    rules = tune.settle(there, {})
+    with pytest.raises(ValueError, match=r"has no tuning.json of a search: name another --folder"):
+        tune.Tuner(there, {}, rules).open()
+    assert (tmp_path / "train.py").exists()
+
+
+def test_a_folder_of_another_search_is_refused_unless_it_may_be_overwritten(tmp_path: Path) -> None:
+    given = options(tmp_path)
+    rules = tune.settle(given, {})
+    tune.Tuner(given, {MICRO: 1}, rules).open()
+    tune.Tuner(given, {MICRO: 1}, rules).open()
+    with pytest.raises(ValueError, match="has a search with another config: pass --overwrite"):
+        tune.Tuner(given, {MICRO: 2}, rules).open()
+    given.overwrite = True
+    tune.Tuner(given, {MICRO: 2}, rules).open()
+
+
 @pytest.mark.slow
 def test_a_search_survives_a_killed_run_and_an_interruption(tmp_path: Path) -> None:
     tune.settle(options(tmp_path), {})  # writes the script and its config
@@ -249,7 +272,7 @@ def test_a_search_survives_a_killed_run_and_an_interruption(tmp_path: Path) -> N
         return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     state, first = tmp_path / "tuning" / "tuning.json", start()
-    while not state.exists() and first.poll() is None:
+    while not (state.exists() and "outcome" in state.read_text()) and first.poll() is None:
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
     said, _ = first.communicate()
@@ -271,3 +294,81 @@ def test_a_search_survives_a_killed_run_and_an_interruption(tmp_path: Path) -> N
         [*command, "--overwrite", "--", "--rows", "3"], cwd=tmp_path, capture_output=True, text=True, env=os.environ
     )
     assert "the script feeds 3 rows" in fixed.stderr
+
+
+def test_ranges_of_values() -> None:
+    assert hyper.range_of("lr=1e-5:1e-2:log") == hyper.Range(hyper.LR, 1e-5, 1e-2, log=True, whole=False)
+    assert hyper.range_of("gradient_clipping=1:4:int") == hyper.Range("gradient_clipping", 1, 4, log=False, whole=True)
+    for wrong in ("lr", "lr=1", "lr=2:1", "lr=0:1:log", "lr=a:b"):
+        with pytest.raises(ValueError, match="is not KEY=LOW:HIGH"):
+            hyper.range_of(wrong)
+
+
+def test_a_range_test_finds_the_steepest_descent_and_the_divergence() -> None:
+    rates = [10 ** (-6 + 6 * i / 119) for i in range(120)]
+    noise = random.Random(0)
+    flat = [4 + noise.gauss(0, 0.1) for _ in rates]
+    losses = [each - 3 / (1 + (1e-3 / rate) ** 2) if rate < 0.1 else 100.0 for each, rate in zip(flat, rates, strict=True)]
+    found = hyper.read(rates, losses)
+    assert found.steepest is not None
+    assert 5e-4 < found.steepest < 2e-3
+    assert found.diverges is not None
+    assert 0.09 < found.diverges < 0.3
+    assert found.suggested == found.steepest
+    assert hyper.read(rates[:80], losses[:80]).diverges is None
+    assert hyper.read(rates, flat) == hyper.Found(None, None)
+    assert hyper.read(rates, [*flat[:100], *[math.nan] * 20]) == hyper.Found(None, rates[100])
+    with pytest.raises(ValueError, match="choose a wider --lr-range"):
+        _ = hyper.Found(None, None).suggested
+
+
+def test_a_range_test_sets_the_rate_of_each_step_in_all_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / TASK).write_text(json.dumps({"config": {MICRO: 1}, "steps": 5, "rates": [1e-4, 1.0]}))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    model, seen = torch.nn.Linear(8, 1), list[tuple[float, float]]()
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.5}}
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": schedule}
+    engine, *_ = slipstream.initialize(model=model, model_parameters=groups, config=config)
+    with pytest.raises(SystemExit):
+        while True:
+            loss = engine(torch.ones(1, 8)).mean()
+            seen.append((engine.optimizer.param_groups[0]["lr"], engine.optimizer.param_groups[1]["lr"]))
+            engine.backward(loss)
+            engine.step()
+    assert [first for first, _ in seen] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+    lines = [json.loads(line) for line in (tmp_path / PROGRESS).read_text().splitlines()]
+    assert [line["lr"] for line in lines[1:]] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+    engine.destroy()
+
+
+class Stub:
+    """A tuner whose runs are a parabola over the logarithm of the learning rate."""
+
+    def __init__(self, *searched: str, runs: int) -> None:
+        self.options = argparse.Namespace(search=list(searched), lr_range=None)
+        self.rules, self.rows = Rules(metric="loss", runs=runs), list[Outcome]()
+
+    def run(self, changes: dict[str, Any]) -> Outcome:
+        loss = (math.log10(changes[hyper.LR]) + 3) ** 2
+        self.rows.append(Outcome(changes=changes, outcome="measured", samples=1, seconds=1.0, loss=loss))
+        return self.rows[-1]
+
+
+def test_values_are_searched_by_the_loss_and_go_on_from_known_runs() -> None:
+    pytest.importorskip("optuna")
+    stub: Any = Stub("lr=1e-6:1:log", runs=16)
+    assert hyper.search(stub) == "16 runs were allowed"
+    best = search.best_of(stub.rows, stub.rules)
+    assert best is not None
+    assert 1e-4 < best.changes[hyper.LR] < 1e-2
+    stub.rules = stub.rules._replace(runs=18)
+    hyper.search(stub)
+    assert len(stub.rows) == 18
+
+
+def test_a_search_without_optuna_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    stub: Any = Stub("lr=1e-6:1:log", runs=2)
+    with pytest.raises(ValueError, match=r"--search needs the package optuna.*\[tune\]"):
+        hyper.search(stub)

@@ -24,6 +24,7 @@ class Trial:
     config: Mapping[str, Any]  # laid over the script's own
     warmup: int = 0  # steps before those that are timed
     steps: int = 0  # that are timed; then the script ends. 0: it trains to its own end
+    rates: tuple[float, float] | None = None  # learning rates, between which the steps grow exponentially
     survey: Mapping[str, Any] | None = None  # how rank 0 predicts the other configurations (train/trial.py); None: it does not
 
 

@@ -233,6 +233,14 @@ def _axes(text: str) -> list[str]:
     return chosen
 
 
+def _rates(text: str) -> tuple[float, float]:
+    low, _, high = text.partition(":")
+    with suppress(ValueError):
+        if 0 < float(low) < float(high):
+            return float(low), float(high)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a range of learning rates; write 1e-6:1")
+
+
 def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "tune",
@@ -248,7 +256,7 @@ def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("-m", "--module", action="store_true", help="SCRIPT is a dotted module name, as in python -m")
     add("--map", action="append", default=[], metavar="KEY=--FLAG", help="an option of the script that follows a config key")
     add("--warmup", type=_count, metavar="N", help="steps before those that are timed; default 2")
-    add("--steps", type=_positive, metavar="N", help="timed steps of a run; default 12")
+    add("--steps", type=_positive, metavar="N", help="timed steps of a run; default 12, of --search 60, of --lr-range 100")
     add("--timeout", type=_above_zero, default=600.0, metavar="SECONDS", help="longest run; default 600")
     add = parser.add_argument_group("search").add_argument
     add("--axes", type=_axes, metavar="A[,A...]", help="micro, stage, offload, activations; default: all")
@@ -262,8 +270,11 @@ def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
         choices=("model_based", "gridsearch", "random"),
         help="order of runs; default model_based: by prediction, and slow runs stop early",
     )
-    add("--runs", type=_positive, metavar="N", help="most runs; default 8")
+    add("--runs", type=_positive, metavar="N", help="most runs; default 8, of --search 16")
     add("--patience", type=_positive, metavar="N", help="end after N runs in a row that are no faster; default 2")
+    values = "KEY=LOW:HIGH[:log][:int]"
+    add("--search", action="append", default=[], metavar=values, help="instead: values with the least loss: lr=1e-5:1e-2:log")
+    add("--lr-range", type=_rates, metavar="LOW:HIGH", help="instead: one run whose learning rate grows: 1e-6:1")
     add("--folder", metavar="DIR", help="runs, table and best config, from which the same command goes on; default tuning")
     add("--overwrite", action="store_const", const=True, help="begin again in a folder that has a search")
     add("--train", action="store_true", help="then run the script to its end with the best config")

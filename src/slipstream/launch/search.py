@@ -56,6 +56,7 @@ class Outcome:
     samples: int = 0
     seconds: float = 0.0  # of a step, the median of those timed; 0: none was
     steps: int = 0  # timed
+    loss: float | None = None  # mean of rank 0's over the second half of the timed steps
     memory: int | None = None  # peak of rank 0, measured
     rungs: tuple[float, ...] = ()  # cost at each rung that the run has passed
     wall: float = 0.0  # seconds of the whole run
@@ -71,7 +72,7 @@ class Rules(NamedTuple):
     runs: int = 8  # at most
     patience: int = 2  # runs in a row without an improvement
     margin: float = 1.15  # candidates predicted slower than this times the best are not run
-    per_step: bool = False  # latency: the cost is the time of a step; else of a sample
+    metric: str = "throughput"  # the cost: latency, seconds of a step; loss; throughput and flops, seconds of a sample
     tuner: str = "model_based"  # or gridsearch, random: the order of runs
 
 
@@ -80,7 +81,7 @@ def key_of(changes: Mapping[str, Any]) -> str:
 
 
 def cost(seconds: float, samples: int, rules: Rules) -> float:
-    return seconds if rules.per_step else seconds / samples
+    return seconds if rules.metric == "latency" else seconds / max(samples, 1)
 
 
 def kept(
@@ -148,7 +149,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 def best_of(rows: Iterable[Outcome], rules: Rules) -> Outcome | None:
     """The fastest run that was measured to its end."""
     measured = [row for row in rows if row.outcome == "measured" and row.seconds]
-    return min(measured, key=lambda row: _of(row, rules), default=None)
+    return min(measured, key=lambda row: cost_of(row, rules), default=None)
 
 
 def order(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Rules) -> list[tuple[Candidate, float]]:
@@ -174,7 +175,7 @@ def next_run(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Ru
     for i in range(len(rows), 0, -1):
         before = best_of(rows[: i - 1], rules)
         now = best_of(rows[:i], rules)
-        if before is None or now is None or _of(now, rules) < _of(before, rules) * _GAIN:
+        if before is None or now is None or cost_of(now, rules) < cost_of(before, rules) * _GAIN:
             break
         without += 1
     if without >= rules.patience:
@@ -183,18 +184,21 @@ def next_run(candidates: Sequence[Candidate], rows: Sequence[Outcome], rules: Ru
     if not left:
         return "every candidate has run"
     if rules.tuner == "model_based" and best is not None:
-        chances = [each for each, value in left if value <= rules.margin * _of(best, rules)]
+        chances = [each for each, value in left if value <= rules.margin * cost_of(best, rules)]
         return chances[0] if chances else f"all others are predicted at least {rules.margin - 1:.0%} slower"
     return left[0][0]
 
 
-def _of(row: Outcome, rules: Rules) -> float:
+def cost_of(row: Outcome, rules: Rules) -> float:
+    """What the search makes small."""
+    if rules.metric == "loss":
+        return math.inf if row.loss is None else row.loss
     return cost(row.seconds, row.samples, rules)
 
 
-def rungs(steps: int) -> Iterator[int]:
-    """The numbers of timed steps after which a run may be stopped."""
-    rung = FIRST_RUNG
+def rungs(steps: int, rules: Rules) -> Iterator[int]:
+    """The numbers of timed steps after which a run may be stopped; losses say little before a quarter of them."""
+    rung = max(FIRST_RUNG, steps // 4) if rules.metric == "loss" else FIRST_RUNG
     while rung < steps:
         yield rung
         rung *= 2
@@ -211,7 +215,7 @@ def why_not_run(candidate: Candidate, value: float, best: Outcome | None, rules:
     """Why a candidate was not run."""
     if not candidate.fits and candidate.memory is not None:
         return f"predicted to need {candidate.memory / 2**30:.2f} GiB, above {budget / 2**30:.2f} GiB"
-    if best is not None and value > (most := _of(best, rules)):
+    if best is not None and value > (most := cost_of(best, rules)):
         return f"predicted {value / most:.2f} times as slow as the best"
     return f"not run: {ended}"
 

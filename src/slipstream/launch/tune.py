@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -22,24 +23,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import Any
 
 from slipstream.config.arguments import read_config
 from slipstream.config.trial import PROGRESS, STOP, SURVEY, TASK, VARIABLE, laid_over, nested, write_json
-from slipstream.launch import search
+from slipstream.launch import hyper, search
 from slipstream.launch.search import BATCH, Candidate, Outcome, Rules
 from slipstream.observe.host import memory_total
 
 __all__ = ["Tuner", "execute"]
 
-STATE, TABLE, BEST = "tuning.json", "tuning.md", "best.json"
+STATE, TABLE, BEST, RUNS = "tuning.json", "tuning.md", "best.json", "runs"
+_MEASURED = ("seconds", "loss", "peak_bytes")
 _POLL_S, _GRACE_S = 0.05, 15.0
+_REMEDY = ": raise --memory, name a --disk for offload, start more ranks, or allow more --axes"
 _SEED = 0  # of tuner_type random
 _MARGIN = 1.15
 _DEFAULTS: Mapping[str, Any] = {
@@ -103,6 +105,14 @@ def with_mappings(arguments: Sequence[str], mappings: Mapping[str, str], config:
     return result
 
 
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 of a run has written: what it is fed, then a line for each step."""
+    with suppress(FileNotFoundError):
+        text = (folder / PROGRESS).read_text()
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return []
+
+
 class Started:
     """One run of the script in a process group of its own."""
 
@@ -119,11 +129,7 @@ class Started:
         return (self.folder / "log.txt").read_text(errors="replace")
 
     def lines(self) -> list[dict[str, Any]]:
-        """What rank 0 has written: what it is fed, then a line for each step."""
-        with suppress(FileNotFoundError):
-            text = (self.folder / PROGRESS).read_text()
-            return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return []
+        return lines_of(self.folder)
 
     def kill(self) -> None:
         """Stop the launcher and its ranks, and wait for them."""
@@ -142,6 +148,7 @@ class Tuner:
         self.options, self.config, self.rules = options, config, rules
         self.folder = Path(options.folder)
         self.task = {"config": config, "command": self._argv(config), "axes": options.axes, "micros": options.micro_batches}
+        self.task |= {"search": options.search, "lr_range": options.lr_range}
         self.rows: list[Outcome] = []
         self.survey: dict[str, Any] | None = None
         self.base: dict[str, Any] = {}  # changes of the run that made the survey
@@ -150,15 +157,20 @@ class Tuner:
     # -- state --
 
     def open(self) -> None:
-        """Make the folder, or go on from it. Raises ValueError if it has another search."""
-        if self.options.overwrite and (self.folder / STATE).exists():
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / STATE).exists():
+        """Make the folder, or go on from it. Raises ValueError if it has another search, or what is not of a search."""
+        is_known = (self.folder / STATE).is_file()
+        if self.folder.exists() and not is_known and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise ValueError(f"{self.folder} exists and has no {STATE} of a search: name another --folder")
+        if not is_known or self.options.overwrite:
+            shutil.rmtree(self.folder / RUNS, ignore_errors=True)
+            for name in (TABLE, BEST):
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.save()
             return
         state = json.loads((self.folder / STATE).read_text())
-        if state["task"] != json.loads(json.dumps(self.task)):
-            differ = [name for name in state["task"] if state["task"][name] != json.loads(json.dumps(self.task.get(name)))]
+        task = json.loads(json.dumps(self.task))  # tuples are lists
+        if differ := [name for name in task if task[name] != state["task"].get(name)]:
             raise ValueError(
                 f"{self.folder} has a search with another {' and '.join(differ)}: pass --overwrite, or another --folder"
             )
@@ -193,15 +205,16 @@ class Tuner:
         arguments = with_mappings(options.arguments, options.mappings, config)
         return [sys.executable, "-m", "slipstream", "run", "--quiet", *options.launch, options.script, *arguments]
 
-    def run(self, changes: Mapping[str, Any], *, surveys: bool) -> Outcome:
+    def run(self, changes: Mapping[str, Any], *, surveys: bool = False, rates: tuple[float, float] | None = None) -> Outcome:
         """Run a configuration and record how it went."""
         options, number = self.options, len(self.rows)
-        folder = self.folder / "runs" / str(number)
+        folder = self.folder / RUNS / str(number)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
         folder.mkdir(parents=True)
         config = laid_over(self.config, nested(changes))
         wanted = {"memory": options.memory, "host": host_memory(), "disk": options.disk, "max_batch": options.max_batch}
         task = {"config": config, "warmup": options.warmup, "steps": options.steps, "survey": wanted if surveys else None}
+        task |= {"rates": rates} if rates else {}
         write_json(folder / TASK, task)
         run = Started(folder, self._argv(config))
         try:
@@ -215,8 +228,12 @@ class Tuner:
             self._learn_rows(run)
         self.rows.append(row)
         self.save()
-        _say(f"run {number}: {_short(changes)}: {_told(row)}")
+        _say(f"run {number}: {_short(changes)}: {_told(row, self.rules)}")
         return row
+
+    def lines(self, number: int) -> list[dict[str, Any]]:
+        """What rank 0 has written in a run."""
+        return lines_of(self.folder / RUNS / str(number))
 
     def _watch(self, run: Started) -> str:
         """Wait until a run ends. Returns why the tuner ended it, if it did."""
@@ -228,15 +245,17 @@ class Tuner:
                 return f"no end after {self.options.timeout:g} seconds (--timeout)"
             costs = self._rungs(run.lines())
             if not said and costs and self.rules.tuner == "model_based" and search.is_slow(costs, self.rows):
-                steps = search.FIRST_RUNG << (len(costs) - 1)
-                said = f"after {steps} steps slower than the better half of the runs"
+                steps = list(search.rungs(self.options.steps, self.rules))[len(costs) - 1]
+                said = f"after {steps} steps outside the better half of the runs"
                 (run.folder / STOP).touch()
         return said
 
     def _rungs(self, lines: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
         times = [line["seconds"] for line in lines[1:] if line["timed"]]
         samples = lines[0]["samples"] if lines else 1
-        passed = [rung for rung in search.rungs(self.options.steps) if rung <= len(times)]
+        passed = [rung for rung in search.rungs(self.options.steps, self.rules) if rung <= len(times)]
+        if self.rules.metric == "loss":
+            return tuple(_late_loss(lines, rung) for rung in passed)
         return tuple(search.cost(median(times[:rung]), samples, self.rules) for rung in passed)
 
     def _row(self, run: Started, changes: Mapping[str, Any], ended: str) -> Outcome:
@@ -245,23 +264,27 @@ class Tuner:
         found: dict[str, Any] = {"changes": dict(changes), "wall": time.monotonic() - run.began, "rungs": self._rungs(lines)}
         if times:
             found |= {"seconds": median(times), "steps": len(times), "samples": lines[0]["samples"]}
+            found["loss"] = loss if math.isfinite(loss := _late_loss(lines, len(times))) else None
         if len(lines) > 1:
             found["memory"] = lines[-1]["memory"]
-        if code != 0:
-            return Outcome(outcome="failed", reason=ended or search.reason_of(code, run.log), **found)
+        failed = (ended or search.reason_of(code, run.log)) if code else self._why_unusable(lines, found)
+        short = len(times) < self.options.steps
+        if not failed and short and not ended:
+            failed = f"the script ended after {len(lines) - 1} steps, of {self.options.warmup + self.options.steps}; lower --steps"
+        if failed:
+            return Outcome(outcome="failed", reason=failed, **found)
+        return Outcome(outcome="stopped" if short else "measured", reason=ended if short else "", **found)
+
+    def _why_unusable(self, lines: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> str:
+        """Why a run that has ended well is no measurement; "" for one that is."""
         if not lines:
-            why = "the script ended without a forward of an engine of slipstream.initialize in training mode"
-            return Outcome(outcome="failed", reason=why, **found)
-        head = lines[0]
-        if self.fixed is None and self.survey is not None and head["rows"] not in (None, head["micro"]):
-            why = f"the script fed {head['rows']} rows in a micro-batch of {head['micro']}; --map {BATCH[0]}=--FLAG tells it"
-            return Outcome(outcome="failed", reason=why, **found)
-        if ended and len(times) < self.options.steps:
-            return Outcome(outcome="stopped", reason=ended, **found)
-        if len(times) < self.options.steps:
-            why = f"the script ended after {len(lines) - 1} steps, of {self.options.warmup + self.options.steps}; lower --steps"
-            return Outcome(outcome="failed", reason=why, **found)
-        return Outcome(outcome="measured", **found)
+            return "the script ended without a forward of an engine of slipstream.initialize in training mode"
+        fed, micro = lines[0]["rows"], lines[0]["micro"]
+        if self.fixed is None and self.survey is not None and fed not in (None, micro):
+            return f"the script fed {fed} rows in a micro-batch of {micro}; --map {BATCH[0]}=--FLAG tells it"
+        if self.rules.metric == "loss" and found.get("loss") is None:
+            return "the loss is not finite, or does not go through engine.backward"
+        return ""
 
     def _learn_rows(self, run: Started) -> None:
         head = run.lines()[0]
@@ -281,9 +304,10 @@ class Tuner:
             if search.key_of(changes) not in known:
                 self.run(changes, surveys=True)
             if self.survey is not None:
-                _say(f"{len(self.candidates)} candidates, {sum(each.fits for each in self.candidates)} of them fit")
+                fits = sum(each.fits for each in self.candidates)
+                _say(f"{len(self.candidates)} candidates, {fits} of them fit by prediction{'' if fits else _REMEDY}")
                 return
-        log = self.folder / "runs" / str(len(self.rows) - 1) / "log.txt"
+        log = self.folder / RUNS / str(len(self.rows) - 1) / "log.txt"
         raise ValueError(
             f"no run has reached its first batch; the last one: {self.rows[-1].reason} ({log} has all of it). Mend the script or "
             "the config, then pass --overwrite"
@@ -315,76 +339,58 @@ def _short(changes: Mapping[str, Any]) -> str:
     return ", ".join(words) or "the config as it is"
 
 
-def _told(row: Outcome) -> str:
+def _late_loss(lines: Sequence[Mapping[str, Any]], steps: int) -> float:
+    """The mean loss in the second half of the first timed steps; not a number where one is missing."""
+    losses = [line.get("loss", math.nan) for line in lines[1:] if line["timed"]][steps // 2 : steps]
+    return float(sum(losses) / len(losses))
+
+
+def _told(row: Outcome, rules: Rules) -> str:
     speed = f"{row.seconds * 1e3:.1f} ms a step, {row.samples / row.seconds:.1f} samples/s" if row.seconds else ""
-    return "; ".join(filter(None, [speed, "" if row.outcome == "measured" else row.outcome, row.reason]))
+    loss = f"loss {row.loss:.4g}" if rules.metric == "loss" and row.loss is not None else ""
+    return "; ".join(filter(None, [loss, speed, "" if row.outcome == "measured" else row.outcome, row.reason]))
 
 
 def table(tuner: Tuner, ended: str) -> list[dict[str, Any]]:
     """A line for each candidate, the best first: what it changes, what was predicted and measured, why it was dropped."""
     best, rules = search.best_of(tuner.rows, tuner.rules), tuner.rules
     known = {each.key: each for each in tuner.candidates}
-    lines = list[dict[str, Any]]()
-    for row in sorted(tuner.rows, key=lambda row: (row.outcome != "measured", not row.seconds, row.seconds)):
+    budget = (tuner.survey or {}).get("budget", 0)
+
+    def line(changes: Mapping[str, Any], outcome: str, reason: str, row: Outcome | None = None) -> dict[str, Any]:
+        twin, speed = known.get(search.key_of(changes)), row.samples / row.seconds if row and row.seconds else None
+        predicted = {"predicted_seconds": twin.seconds if twin else None, "predicted_bytes": twin.memory if twin else None}
+        measured = {"seconds": row.seconds, "loss": row.loss, "peak_bytes": row.memory} if row else dict.fromkeys(_MEASURED)
+        return {"changes": changes, "outcome": outcome, **predicted, **measured, "samples_per_second": speed, "reason": reason}
+
+    lines = []
+    for row in sorted(tuner.rows, key=lambda row: (row.outcome != "measured", not row.seconds, search.cost_of(row, rules))):
         reason = row.reason
         if row.outcome == "measured" and row is not best and best is not None:
-            ratio = search.cost(row.seconds, row.samples, rules) / search.cost(best.seconds, best.samples, rules)
-            reason = f"measured {ratio:.2f} times as slow as the best"
-        twin = known.get(row.key)
-        lines.append(
-            {
-                "changes": row.changes,
-                "outcome": "best" if row is best else row.outcome,
-                "predicted_seconds": twin.seconds if twin else None,
-                "seconds": row.seconds,
-                "samples_per_second": row.samples / row.seconds if row.seconds else None,
-                "predicted_bytes": twin.memory if twin else None,
-                "peak_bytes": row.memory,
-                "reason": reason,
-            }
-        )
-    budget = (tuner.survey or {}).get("budget", 0)
+            ratio = search.cost_of(row, rules) / search.cost_of(best, rules)
+            reason = f"measured {ratio:.2f} times {'the loss of' if rules.metric == 'loss' else 'as slow as'} the best"
+        lines.append(line(row.changes, "best" if row is best else row.outcome, reason, row))
     ran = {row.key for row in tuner.rows}
     costs = {each.key: value for each, value in search.order(tuner.candidates, tuner.rows, rules)}
     for each in sorted(known.values(), key=lambda each: (not each.fits, costs.get(each.key, 0.0))):
         if each.key not in ran:
-            reason = search.why_not_run(each, costs.get(each.key, 0.0), best, rules, ended, budget)
-            line: dict[str, Any] = {
-                "changes": each.changes,
-                "outcome": "dropped",
-                "predicted_seconds": each.seconds,
-                "seconds": None,
-            }
-            lines.append(line | {"samples_per_second": None, "predicted_bytes": each.memory, "peak_bytes": None, "reason": reason})
+            why = search.why_not_run(each, costs.get(each.key, 0.0), best, rules, ended, budget)
+            lines.append(line(each.changes, "dropped", why))
     return lines
 
 
 def markdown(lines: Sequence[Mapping[str, Any]], head: str) -> str:
     def number(value: float | None, scale: float) -> str:
-        return f"{value * scale:.1f}" if value else ""
+        return "" if not value else f"{value * scale:.4g}" if value * scale < 1e4 else f"{value * scale:.0f}"
 
-    scales = {"predicted_seconds": 1e3, "seconds": 1e3, "samples_per_second": 1, "predicted_bytes": 2**-20, "peak_bytes": 2**-20}
+    scales = {"loss": 1, "predicted_seconds": 1e3, "seconds": 1e3, "samples_per_second": 1}
+    scales |= {"predicted_bytes": 2**-20, "peak_bytes": 2**-20}
     rows = []
     for each in lines:
         figures = [number(each[name], scale) for name, scale in scales.items()]
         rows.append(f"| {' | '.join([_short(each['changes']), each['outcome'], *figures, each['reason'].replace('|', '/')])} |")
-    columns = "| config | | predicted ms | measured ms | samples/s | predicted MiB | peak MiB, with Python | why |"
-    return "\n".join([head, "", columns, "|---|---|---|---|---|---|---|---|", *rows, ""])
-
-
-@contextmanager
-def _as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the search as Ctrl-C does."""
-
-    def raise_interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, raise_interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    columns = "| config | | loss | predicted ms | measured ms | samples/s | predicted MiB | peak MiB, with Python | why |"
+    return "\n".join([head, "", columns, "|---|---|---|---|---|---|---|---|---|", *rows, ""])
 
 
 def _without_unset(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,25 +401,45 @@ def finish(tuner: Tuner, ended: str) -> int:
     """Write the table and the best config. Returns the exit code: 1 without a run that was measured."""
     lines, best, folder = table(tuner, ended), search.best_of(tuner.rows, tuner.rules), tuner.folder
     write_json(folder / STATE, json.loads((folder / STATE).read_text()) | {"table": lines, "ended": ended})
-    head = f"{len(tuner.rows)} runs of {len(tuner.candidates)} candidates; the search ended: {ended}."
+    among = f" of {len(tuner.candidates)} candidates" if tuner.candidates else ""
+    head = f"{len(tuner.rows)} runs{among}; the search ended: {ended}."
     (folder / TABLE).write_text(markdown(lines, head))
     if best is None:
-        fits = any(each.fits for each in tuner.candidates)
-        remedy = (
-            "the reasons are in the table: lower --steps, raise --timeout, or mend the script"
-            if fits
-            else "nothing fits by prediction: raise --memory, name a --disk for offload, start more ranks, or allow more --axes"
-        )
-        print(f"slipstream tune: no configuration was measured; {remedy} ({folder / TABLE})", file=sys.stderr)
+        fits = any(each.fits for each in tuner.candidates) or not tuner.candidates
+        remedy = ": lower --steps, raise --timeout, or mend the script" if fits else _REMEDY
+        _say(f"no configuration was measured, for the reasons in {folder / TABLE}{remedy}")
         return 1
     write_json(folder / BEST, _without_unset(laid_over(tuner.config, nested(best.changes))))
     first = next((row for row in tuner.rows if not row.changes and row.seconds), None)
     gain = ""
     if first is not None and first is not best and first.seconds:
-        ratio = search.cost(first.seconds, first.samples, tuner.rules) / search.cost(best.seconds, best.samples, tuner.rules)
+        ratio = search.cost_of(first, tuner.rules) / search.cost_of(best, tuner.rules)
         gain = f", {ratio:.2f} times as fast as the config as it is"
-    print(f"best: {_short(best.changes)}: {_told(best)}{gain}\n{folder / BEST} is its config, {folder / TABLE} what was tried")
+    _say(f"the search ended: {ended}")
+    print(f"best: {_short(best.changes)}: {_told(best, tuner.rules)}{gain}")
+    print(f"{folder / BEST} is its config, {folder / TABLE} what was tried")
     return 0
+
+
+def _mapping(text: str) -> tuple[str, str]:
+    key, equals, flag = text.partition("=")
+    if not (equals and key and flag.startswith("-")):
+        raise ValueError(f"--map {text!r} is not KEY=--FLAG; write {BATCH[0]}=--batch-size")
+    return key, flag
+
+
+def _of_block(options: argparse.Namespace, block: Any) -> dict[str, Any]:
+    """The defaults that the block `autotuning` has; what has no option of its own is set."""
+    steps = block.end_profile_step - block.start_profile_step
+    if steps < 1:
+        raise ValueError(
+            f"autotuning.end_profile_step ({block.end_profile_step}) must be above start_profile_step ({block.start_profile_step})"
+        )
+    options.mappings = {key.strip(): flag for key, flag in (block.arg_mappings or {}).items()} | options.mappings
+    options.micro_range = (block.min_train_micro_batch_size_per_gpu, block.max_train_micro_batch_size_per_gpu)
+    options.min_batch, options.num_micro_batches = block.min_train_batch_size, block.num_tuning_micro_batch_sizes
+    own = {name: getattr(block, key) for name, key in _FROM_BLOCK.items()}
+    return own | {"steps": steps, "axes": ["micro", "stage"] if block.fast else list(search.AXES)}
 
 
 def settle(options: argparse.Namespace, config: Mapping[str, Any]) -> Rules:
@@ -423,38 +449,26 @@ def settle(options: argparse.Namespace, config: Mapping[str, Any]) -> Rules:
     """
     from slipstream.config.parse import parse
 
+    hyper.check(options)
     script, options.arguments = options.script, options.after
     if not options.module and not Path(script).is_file():
         raise ValueError(f"--script {script}: no such file")
     options.launch = [*(["--nproc", str(options.nproc)] if options.nproc else []), *shlex.split(options.launch_args)]
     options.launch += ["--module"] if options.module else []
-    options.mappings = {}
-    for text in options.map:
-        key, equals, flag = text.partition("=")
-        if not (equals and key and flag.startswith("-")):
-            raise ValueError(f"--map {text!r} is not KEY=--FLAG; write {BATCH[0]}=--batch-size")
-        options.mappings[key] = flag
-    block = parse(config).config.autotuning
+    options.mappings = dict(map(_mapping, options.map))
     options.micro_range, options.min_batch, options.num_micro_batches = (1, sys.maxsize), 1, None
     defaults: dict[str, Any] = dict(_DEFAULTS)
+    block = parse(config).config.autotuning
     if block.enabled:
-        defaults |= {name: getattr(block, key) for name, key in _FROM_BLOCK.items()}
-        defaults["steps"] = block.end_profile_step - block.start_profile_step
-        if defaults["steps"] < 1:
-            raise ValueError(
-                f"autotuning.end_profile_step ({block.end_profile_step}) must be above start_profile_step "
-                f"({block.start_profile_step})"
-            )
-        defaults["axes"] = ["micro", "stage"] if block.fast else list(search.AXES)
-        options.mappings = {key.strip(): flag for key, flag in (block.arg_mappings or {}).items()} | options.mappings
-        options.micro_range = (block.min_train_micro_batch_size_per_gpu, block.max_train_micro_batch_size_per_gpu)
-        options.min_batch, options.num_micro_batches = block.min_train_batch_size, block.num_tuning_micro_batch_sizes
+        defaults |= _of_block(options, block)
+    if options.search:
+        defaults |= {"metric": "loss", "runs": 16, "steps": 60}
+    if options.lr_range:
+        defaults["steps"] = 100
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    return Rules(
-        runs=options.runs, patience=options.patience, per_step=options.metric == "latency", tuner=options.tuner, margin=_MARGIN
-    )
+    return Rules(runs=options.runs, patience=options.patience, metric=options.metric, tuner=options.tuner, margin=_MARGIN)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -462,9 +476,10 @@ def execute(options: argparse.Namespace) -> int:
     config = read_config(options.config).raw
     tuner = Tuner(options, config, settle(options, config))
     try:
-        with _as_interrupt():
-            tuner.open()
-            code = finish(tuner, tuner.search())
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
+        tuner.open()
+        code = finish(tuner, hyper.search(tuner) if options.search or options.lr_range else tuner.search())
     except KeyboardInterrupt:
         _say(f"interrupted after {len(tuner.rows)} runs; the same command goes on from {tuner.folder}")
         return 130

@@ -59,20 +59,24 @@ class _Follower:
         self.engine, self.trial, self.lean = engine, trial, lean
         self.began, self.last, self.count = False, time.perf_counter(), 0
         self.is_first = engine.mesh.is_first
+        self.rate: float | None = None  # of learning in this step of a range test
+        self.shares: list[float] = []  # of the parameter groups' learning rates, over the first one's
 
     def connect(self) -> None:
         states, progress = self.engine.states[0], self.engine.progress
         if progress.losses is None:
             progress.losses = []
-        if self.is_first:
-            states.before_forward(self._begin, with_kwargs=True)
+        states.before_forward(self._begin, with_kwargs=True)
         states.after_step.append(self._end_step)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before the first forward that trains: write what the script feeds, and the survey."""
+        """Before the first forward that trains; rank 0 writes what the script feeds, and the survey."""
         if self.began or not (module.training and torch.is_grad_enabled()):
             return
         self.began, batch, mesh = True, self.engine.plan.batch, self.engine.mesh
+        self._set_rate()
+        if not self.is_first:
+            return
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
         rows = tensors[0].shape[0] if tensors and mesh.pp.size == 1 else None
         self._write({"samples": batch.train_batch_size, "micro": batch.micro_batch_size, "rows": rows, "ranks": mesh.world.size})
@@ -87,8 +91,20 @@ class _Follower:
         if self.is_first:
             self._write_step(now - self.last)
         self.last = time.perf_counter()
+        self._set_rate()
         if self.count >= trial.warmup + trial.steps or (self.count > trial.warmup and self._is_stopped()):
             raise SystemExit(0)
+
+    def _set_rate(self) -> None:
+        """The learning rate of the next step in a range test, after any schedule has set its own. Groups keep their ratios."""
+        if self.trial.rates is None or self.engine.optimizer is None:
+            return
+        (low, high), groups = self.trial.rates, self.engine.optimizer.param_groups
+        first = groups[0]["lr"]  # 0 at the start of a warmup
+        self.shares = self.shares or [group["lr"] / first if first else 1.0 for group in groups]
+        self.rate = low * (high / low) ** (self.count / max(1, self.trial.warmup + self.trial.steps - 1))
+        for group, share in zip(groups, self.shares, strict=True):
+            group["lr"] = self.rate * share
 
     def _write_step(self, seconds: float) -> None:
         engine = self.engine
@@ -97,8 +113,8 @@ class _Follower:
             step["loss"] = fmean(map(float, losses))
         if (loss := getattr(engine, "agg_train_loss", None)) is not None:  # of a pipeline
             step["loss"] = float(loss)
-        if engine.optimizer is not None:
-            step["lr"] = float(engine.optimizer.param_groups[0]["lr"])
+        if self.rate is not None:
+            step["lr"] = self.rate
         on_gpu = engine.device.type == "cuda"
         step["memory"] = (
             torch.cuda.max_memory_allocated(engine.device)
