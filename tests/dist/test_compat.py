@@ -247,7 +247,8 @@ def test_deepspeeds_assertions(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="tags differ"):
             engine.save_checkpoint(str(tmp_path), tag=behind)
     engine.save_checkpoint(str(tmp_path), tag=7)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest", "zero_to_fp32.py"]
+    if engine.rank == 0:  # which has written all of it
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["7", "latest", "zero_to_fp32.py"]
     engine.backward(engine.module.head.weight.square().sum() + engine(toy.tokens(engine.rank, 0)) * 0)
     engine.step()
     engine.backward(engine.module.embedding(toy.tokens(engine.rank, 0)).square().sum())

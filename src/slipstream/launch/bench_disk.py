@@ -21,7 +21,8 @@ def choose(settings: list[DiskRate]) -> DiskRate:
 
 
 def _together(setting: DiskRate) -> float:
-    return 2 / (1 / setting.read + 1 / setting.write)
+    """The harmonic mean of both rates; 0 for a disk so busy that nothing was done in the time."""
+    return 2 / (1 / setting.read + 1 / setting.write) if setting.read and setting.write else 0.0
 
 
 def execute(options: argparse.Namespace) -> int:
