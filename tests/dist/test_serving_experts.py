@@ -113,8 +113,10 @@ def test_two_processes_have_the_bits_of_one() -> None:
 
 @distributed(world_size=4)
 def test_whole_experts_and_columns_together() -> None:
-    check_family("Mixtral", "int4", (2, 2))
-    check_family("Qwen2Moe", "int8", (2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_LOOK_S", 0.0)  # also while the other thread is in the middle of a message
+        check_family("Mixtral", "int4", (2, 2))
+        check_family("Qwen2Moe", "int8", (2, 2))
 
 
 @distributed(world_size=2)

@@ -83,7 +83,7 @@ class ServingRanks:
         self._one_host = self.neighbors == size
         self._callback = _Exchange(self._exchange)  # kept: C has its address
         self._on_lost: Callable[[str], object] = lambda why: None
-        self._sending, self._losing = threading.Lock(), threading.Lock()
+        self._sending, self._losing, self._receiving = threading.Lock(), threading.Lock(), threading.Lock()
         self._closing = threading.Event()
         self._links = self._connect()  # rank 0's to the others, by rank - 1; theirs to rank 0
         self._threads = [threading.Thread(target=self._look, name="slipstream-ranks", daemon=True)]
@@ -184,7 +184,8 @@ class ServingRanks:
     def _next(self) -> Any:
         """The next forward, or why there is none."""
         try:
-            message = self._links[0].recv_bytes()
+            with self._receiving:
+                message = self._links[0].recv_bytes()
         except (EOFError, OSError):
             return self._gone(0)
         return pickle.loads(message) if message.startswith(_PICKLE) else message.decode()
@@ -236,15 +237,27 @@ class ServingRanks:
     def _look(self) -> None:
         """A thread: look for processes that have ended."""
         while not self._closing.wait(_LOOK_S):
-            if self.index > 0 and self._links[0].poll(0):  # the next forward, unless it is empty or a text: rank 0 ends or says why
-                with socket.socket(fileno=os.dup(self._links[0].fileno())) as end:
-                    self.record.lost |= end.recv(5, socket.MSG_PEEK)[4:] != _PICKLE  # after 4 bytes of the length
+            if self.index > 0 and self._receiving.acquire(blocking=False):  # else the thread that computes sees what comes
+                try:
+                    self.record.lost |= self._links[0].poll(0) and self._ends()
+                finally:
+                    self._receiving.release()
             for rank, link in enumerate(self._links if self.index == 0 and not self.why else (), 1):
                 if link.poll(0):
                     try:
                         self._lose(link.recv_bytes().decode())
                     except (EOFError, OSError):
                         self._lose(self._gone(rank))
+
+    def _ends(self) -> bool:
+        """Whether what has come from rank 0 is no forward: a text, or the end of the connection.
+
+        [Note: Looking while nobody receives] A message is 4 bytes of its length and then itself. Between the two, the other thread's
+        next bytes would look like a text: the forward would end, and its process with it. So only who holds `_receiving` looks.
+        """
+        with socket.socket(fileno=os.dup(self._links[0].fileno())) as end:
+            head = end.recv(5, socket.MSG_PEEK)
+        return head[4:] != _PICKLE if len(head) == 5 else head in (b"", bytes(4))  # ended, or an empty text; else more comes
 
     def close(self) -> None:
         """Rank 0: stop the others. Others: wait until rank 0 stops, then raise PeerLostError if a process was lost. Idempotent."""
