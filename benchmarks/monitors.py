@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.experts_quality import example
 from benchmarks.legs import Options
-from benchmarks.report import table, verdict, verdicts
+from benchmarks.report import percent_over, table, verdict, verdicts
 from benchmarks.worker import Worker
 
 if TYPE_CHECKING:
@@ -104,10 +104,7 @@ def run(options: Options) -> str:
                 told = worker.call("run", rounds=rounds)
             off = told["seconds"]["off"]
             usual = statistics.median(off)
-            over = {
-                mode: 100 * statistics.median(a - b for a, b in zip(times, off, strict=True)) / usual
-                for mode, times in told["seconds"].items()
-            }
+            over = percent_over(told["seconds"])
             threads = 100 * told["threads"] / usual
             rows.append([monitors, f"{1e3 * usual:.1f}", f"{over['off again']:+.2f}", f"{over['on']:+.2f}", f"{threads:.2f}"])
             judged.append(verdict(f"{monitors}: % of a step", over["on"] + threads, target))

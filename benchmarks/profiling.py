@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.experts_quality import example
 from benchmarks.legs import Options
-from benchmarks.report import table, verdict, verdicts
+from benchmarks.report import percent_over, table, verdict, verdicts
 from benchmarks.worker import Failed, Worker
 
 if TYPE_CHECKING:
@@ -207,10 +207,7 @@ def run_profiling(options: Options) -> str:
         told = worker.call("run", rounds=rounds)
     off = told["seconds"]["off"]
     usual = statistics.median(off)
-    over = {
-        mode: 100 * statistics.median(a - b for a, b in zip(times, off, strict=True)) / usual
-        for mode, times in told["seconds"].items()
-    }
+    over = percent_over(told["seconds"])
     return "\n\n".join(
         (
             f"A GPT of {SIZES['layers']} blocks of width {SIZES['dim']}, {2 * S} tokens, fp32, one core; {rounds} rounds of a step "

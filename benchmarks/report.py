@@ -7,7 +7,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +61,15 @@ def verdict(figure: str, reached: float, target: float, *, at_least: bool = Fals
     good = reached >= target if at_least else reached <= target
     sign = ">=" if at_least else "<="
     return [figure, f"{reached:.{digits}f}", f"{sign} {target:g}", "reached" if good else "**missed**"]
+
+
+def percent_over(seconds: Mapping[str, Sequence[float]], usual: str = "off") -> dict[str, float]:
+    """By mode: the median over rounds of what a step takes longer than the `usual` one of its round, in % of the usual median."""
+    base = seconds[usual]
+    return {
+        mode: 100 * statistics.median(a - b for a, b in zip(times, base, strict=True)) / statistics.median(base)
+        for mode, times in seconds.items()
+    }
 
 
 def verdicts(rows: Sequence[Sequence[str]]) -> str:

@@ -127,6 +127,7 @@ def wait_for(path: Path, within: float = 120.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_nodes_started_by_hand(launcher: Launcher) -> None:
     script = launcher.script(ALL_REDUCE)
     common = ("--num_nodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", str(free_port()))

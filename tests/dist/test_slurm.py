@@ -183,7 +183,15 @@ def test_the_batch_script_saves_on_a_signal_and_goes_on_when_requeued(slurm: Slu
     """As before the end of its time: the losses at the end are those of a job that nobody disturbed."""
     (slurm.folder / "train.py").write_text(SCRIPT)
     shutil.copy(ROOT / "examples" / "deploy" / "slurm.sbatch", slurm.folder)
-    options = ("--parsable", "--gpus-per-node=0", "--cpus-per-task=1", "--export=ALL,NPROC=1", "slurm.sbatch", "train.py")
+    options = (
+        "--parsable",
+        "--gpus-per-node=0",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=1",
+        "--export=ALL,NPROC=1",
+        "slurm.sbatch",
+        "train.py",
+    )
     whole = slurm.run("sbatch", "--wait", *options, "whole", "12", "0").stdout.strip()
     job = slurm.run("sbatch", *options, "parts", "12", "0.5").stdout.strip()
     log = slurm.folder / f"slipstream-{job}.log"

@@ -21,7 +21,7 @@ from slipstream.compat.constants import TABLES, ValidationMode
 from slipstream.compat.engine import read_config, tolerant
 from slipstream.compat.names import CONFIG_ATTRIBUTES
 from slipstream.compat.utils import logger
-from slipstream.config import features, keys, schema
+from slipstream.config import features, keys, observing, schema
 from slipstream.config.parse import Parsed, parse
 from slipstream.config.plan import plan_values
 from slipstream.config.resolution import triad
@@ -221,12 +221,12 @@ DeepSpeedFP16Config = _mirror("DeepSpeedFP16Config", schema.Fp16, _Fp16)
 DeepSpeedBF16Config = _mirror("DeepSpeedBF16Config", schema.Bf16)
 HybridEngineConfig = _mirror("HybridEngineConfig", features.HybridEngine)
 CompileConfig = _mirror("CompileConfig", features.Compile)
-CommsLoggerConfig = _mirror("CommsLoggerConfig", features.CommsLogger)
-TensorBoardConfig = _mirror("TensorBoardConfig", features.Tensorboard)
-WandbConfig = _mirror("WandbConfig", features.Wandb)
-CSVConfig = _mirror("CSVConfig", features.CsvMonitor)
-CometConfig = _mirror("CometConfig", features.Comet)
-DeepSpeedThroughputTimerConfig = _mirror("DeepSpeedThroughputTimerConfig", features.ThroughputTimer)
+CommsLoggerConfig = _mirror("CommsLoggerConfig", observing.CommsLogger)
+TensorBoardConfig = _mirror("TensorBoardConfig", observing.Tensorboard)
+WandbConfig = _mirror("WandbConfig", observing.Wandb)
+CSVConfig = _mirror("CSVConfig", observing.CsvMonitor)
+CometConfig = _mirror("CometConfig", observing.Comet)
+DeepSpeedThroughputTimerConfig = _mirror("DeepSpeedThroughputTimerConfig", observing.ThroughputTimer)
 _MONITORS = {"tensorboard": TensorBoardConfig, "comet": CometConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig}
 DeepSpeedMonitorConfig = _mirror(
     "DeepSpeedMonitorConfig", Block, _Monitors, **{key: (kind, Field(default_factory=kind)) for key, kind in _MONITORS.items()}
@@ -248,7 +248,7 @@ class DeepSpeedActivationCheckpointingConfig(_Section):
 
 
 class DeepSpeedFlopsProfilerConfig(_Section):
-    block, key = features.FlopsProfiler, "flops_profiler"
+    block, key = observing.FlopsProfiler, "flops_profiler"
 
 
 class DeepSpeedCommsConfig(DeepSpeedConfigObject):

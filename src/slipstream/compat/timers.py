@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,6 +118,9 @@ class SynchronizedWallClockTimer:
 SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # DeepSpeed's place of the class
 
 
+_MARKS = 100  # micro-batches whose times may still be on the device
+
+
 class ThroughputTimer:
     """Samples per second, of the time between `start` and `stop` only; the first `start_step` steps do not count."""
 
@@ -133,26 +135,30 @@ class ThroughputTimer:
     ) -> None:
         if steps_per_output is not None and steps_per_output <= 0:
             raise ValueError(f"steps_per_output ({steps_per_output}) must be positive, or None")
-        self.enabled, self.synchronized = bool(config.enabled), bool(config.synchronized)
+        self.enabled, self.device = bool(config.enabled), torch.device(get_accelerator().current_device_name())
         self.batch_size, self.start_step, self.steps_per_output = batch_size or 1, start_step, steps_per_output
         self.logging: Callable[[str], None] = logging_fn or logger.info
         self.monitor_memory = monitor_memory
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time = self.step_elapsed_time = 0.0
-        self.started, self._since = False, 0.0
+        self.total_elapsed_time = 0.0
+        self.started = False
+        self._since: Any = 0.0
+        self._marks: list[tuple[Any, Any]] = []  # of micro-batches that are not in `total_elapsed_time` yet
+        self._step: list[tuple[Any, Any]] = []  # of this step's micro-batches
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1
         self.micro_step_count = 0
 
-    def _now(self) -> float:
-        if self.synchronized and self.steps_per_output is not None:  # else nobody reads it at this moment
-            get_accelerator().synchronize()
-        return time.perf_counter()
+    def _settle(self, keep: int = 0) -> None:
+        """Add up what was measured, but for the last `keep` micro-batches. Waits for the device to reach them."""
+        until = len(self._marks) - keep
+        self.total_elapsed_time += sum(clock.between(*marks) for marks in self._marks[:until])
+        del self._marks[:until]
 
     def start(self) -> None:
         if self.enabled and not self.started:
-            self.started, self._since = True, self._now()
+            self.started, self._since = True, clock.mark(self.device)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         if not self.enabled or not self.started:
@@ -160,15 +166,16 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         if self.global_step_count >= self.start_step:
-            elapsed = self._now() - self._since
-            self.total_elapsed_time += elapsed
-            self.step_elapsed_time += elapsed
+            self._step.append((self._since, clock.mark(self.device)))
+            self._marks.append(self._step[-1])
+            if len(self._marks) > 2 * _MARKS:
+                self._settle(keep=_MARKS)  # the device is past the others
         if not global_step:
             return
         self.global_step_count += 1
-        every, step_time, self.step_elapsed_time = self.steps_per_output, self.step_elapsed_time, 0.0
-        if report_speed and step_time and every is not None and self.global_step_count % every == 0:
-            device = get_accelerator()
+        every, step, self._step = self.steps_per_output, self._step, []
+        if report_speed and step and every is not None and self.global_step_count % every == 0:
+            device, step_time = get_accelerator(), sum(clock.between(*marks) for marks in step)
             self.logging(
                 f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
                 f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={self.batch_size / step_time}, "
@@ -179,6 +186,7 @@ class ThroughputTimer:
                 see_memory_usage(f"global_step={self.global_step_count}", force=True)
 
     def avg_samples_per_sec(self) -> float:
+        self._settle()
         steps = self.global_step_count - self.start_step
         return self.batch_size * steps / self.total_elapsed_time if steps > 0 and self.total_elapsed_time else float("-inf")
 

@@ -48,7 +48,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 _ids = itertools.count()
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()  # in the order of their creation, as on each rank
 _DATA: Any = torch.Tensor.data  # the slot of param.data
 _MARKS = ("tensor", "persist", "process_group", "id", "shape", "numel", "status", "active_sub_modules", "z3_leaf_module")
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
@@ -550,7 +550,7 @@ def materialize(model: nn.Module) -> None:
 
 def register_engine(engine: Any) -> None:
     """Register a new engine and set the `ds_` attributes of its parameters."""
-    _engines.add(engine)
+    _engines[engine] = None
     if engine.optimizer is not None:  # OpenRLHF and others call them on the optimizer
         engine.optimizer.offload_states, engine.optimizer.reload_states = engine.offload_states, engine.reload_states
     set_attributes(engine, [])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.compression.layers import Compressed, can_compress, compress, release
 from slipstream.compression.schedule import Bits, Clock
-from slipstream.config.features import CompressionTraining, PruningGroup, QuantizeTraining, WeightQuantization
+from slipstream.config.compression import CompressionTraining, PruningGroup, QuantizeTraining, WeightQuantization
 
 BLOCK = "compression_training"
 _CLOCK = "_slipstream_compression"  # attribute of a compressed model
@@ -32,7 +32,7 @@ class LayerGroup(NamedTuple):
 
     technique: str
     name: str
-    shared: Any  # blocks of config.features
+    shared: Any  # blocks of config.compression
     params: Any
     modules: Sequence[str]
     related: Sequence[Sequence[str]] | None

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from slipstream.config import features
+from slipstream.config import compression, data, features, observing
 from slipstream.config.keys import Fate, Feature, Key
 from slipstream.config.values import (
     MIB,
@@ -370,7 +370,7 @@ class Slipstream(Block):
         "test_the_config_fuses_layers",
     )
     checkpoint: AutomaticCheckpoints = AutomaticCheckpoints()
-    monitors: features.OwnMonitors = features.OwnMonitors()
+    monitors: observing.OwnMonitors = observing.OwnMonitors()
     noise_scale_every: Size = honored(
         0,
         "Steps between measurements of the gradient noise scale, in samples, which monitors get; 0: none.",
@@ -448,22 +448,22 @@ class Config(Block):
     log_level: Word[Literal["debug", "info", "warning", "error", "critical"] | None] = honored(
         None, "Log level of the logger `slipstream`."
     )
-    timers: features.Timers = features.Timers()
+    timers: observing.Timers = observing.Timers()
     autotuning: features.Autotuning = features.Autotuning()
-    flops_profiler: features.FlopsProfiler = features.FlopsProfiler()
+    flops_profiler: observing.FlopsProfiler = observing.FlopsProfiler()
     activation_checkpointing: features.ActivationCheckpointing = features.ActivationCheckpointing()
     sparse_attention: features.SparseAttention | None = None
-    data_efficiency: features.DataEfficiency = features.DataEfficiency()
-    curriculum_learning: features.Curriculum = features.Curriculum()
-    progressive_layer_drop: features.ProgressiveLayerDrop = features.ProgressiveLayerDrop()
-    eigenvalue: features.Eigenvalue = features.Eigenvalue()
-    compression_training: features.CompressionTraining = features.CompressionTraining()
-    quantize_training: features.QuantizeTraining = features.QuantizeTraining()
-    tensorboard: features.Tensorboard = features.Tensorboard()
-    wandb: features.Wandb = features.Wandb()
-    comet: features.Comet = features.Comet()
-    csv_monitor: features.CsvMonitor = features.CsvMonitor()
-    comms_logger: features.CommsLogger = features.CommsLogger()
+    data_efficiency: data.DataEfficiency = data.DataEfficiency()
+    curriculum_learning: data.Curriculum = data.Curriculum()
+    progressive_layer_drop: data.ProgressiveLayerDrop = data.ProgressiveLayerDrop()
+    eigenvalue: compression.Eigenvalue = compression.Eigenvalue()
+    compression_training: compression.CompressionTraining = compression.CompressionTraining()
+    quantize_training: compression.QuantizeTraining = compression.QuantizeTraining()
+    tensorboard: observing.Tensorboard = observing.Tensorboard()
+    wandb: observing.Wandb = observing.Wandb()
+    comet: observing.Comet = observing.Comet()
+    csv_monitor: observing.CsvMonitor = observing.CsvMonitor()
+    comms_logger: observing.CommsLogger = observing.CommsLogger()
     elasticity: features.Elasticity = features.Elasticity()
     checkpoint: features.Checkpoint = features.Checkpoint()
     nebula: features.Nebula = features.Nebula()

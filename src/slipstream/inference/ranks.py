@@ -252,8 +252,8 @@ class ServingRanks:
     def _ends(self) -> bool:
         """Whether what has come from rank 0 is no forward: a text, or the end of the connection.
 
-        [Note: Looking while nobody receives] A message is 4 bytes of its length and then itself. Between the two, the other thread's
-        next bytes would look like a text: the forward would end, and its process with it. So only who holds `_receiving` looks.
+        [Note: Looking while nobody receives] A message is 4 bytes of its length and then itself. While the other thread is between
+        the two, what comes next looks like a text: the forward would end, and its process with it. So who looks holds `_receiving`.
         """
         with socket.socket(fileno=os.dup(self._links[0].fileno())) as end:
             head = end.recv(5, socket.MSG_PEEK)

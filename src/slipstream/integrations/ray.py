@@ -56,7 +56,10 @@ def trainer(
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if use_gpu else "gloo"),
         scaling_config=ray_train.ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources),
         run_config=ray_train.RunConfig(
-            name=name, storage_path=storage, failure_config=ray_train.FailureConfig(max_failures=max_failures)
+            name=name,
+            storage_path=storage,
+            failure_config=ray_train.FailureConfig(max_failures=max_failures),
+            checkpoint_config=ray_train.CheckpointConfig(num_to_keep=2),  # each `report` makes one
         ),
     )
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slipstream.observe import lines
+
 logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 
@@ -64,5 +66,6 @@ class PhaseMemory:
 
 
 def tell_phases(engine: Any) -> None:
-    """Log the memory around forward, backward and step."""
+    """Log the memory around forward, backward and step, on each rank."""
+    lines.show(logger)  # rank 0's log is shown by the engine
     engine.progress.around.append(PhaseMemory(engine))

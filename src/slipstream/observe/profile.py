@@ -13,6 +13,7 @@ while it runs. Latencies are those of hooks, which exist between `start_profile`
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 
 from slipstream.observe import clock, flops
 from slipstream.observe.flops import Counts, FlopCounter, FlopSum
+
+logger = logging.getLogger(__name__)
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"), (1e-6, "u"))
 
@@ -507,7 +510,10 @@ def profile_step(engine: Any) -> None:
             profiler.stop_profile()
             top = profiler.rows()[0].work
             engine.progress.flops = (top.forward + top.backward) * profiler.per
-            profiler.print_model_profile(plan.step, plan.module_depth, plan.top_modules, plan.detailed, plan.output_file)
+            try:
+                profiler.print_model_profile(plan.step, plan.module_depth, plan.top_modules, plan.detailed, plan.output_file)
+            except OSError as error:  # on rank 0 only: the other ranks would wait for it
+                logger.warning("the profile of step %d is not written: %s", plan.step, error)
             profiler.end_profile()
 
     states.after_step.append(follow)

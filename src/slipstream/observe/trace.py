@@ -77,7 +77,7 @@ class Trace:
                 running.pop().__exit__(None, None, None)
             self._on_gradient(output, lambda _: self._begin_backward(name))
 
-        self._handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+        self._handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave, always_call=True)]
 
     def _on_gradient(self, values: Any, call: Any) -> None:
         for value in values if isinstance(values, (tuple, list)) else (values,):
@@ -105,13 +105,19 @@ class Trace:
         self._handles.clear()
         self.engine.progress.around.remove(self._phase)
         self.engine.watch.around.remove(self._wait)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.__exit__(None, None, None)
-        self._profile.export_chrome_trace(f"{self.path}.json")
-        self._profile = None
-        if self.engine.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(f"{self.path}.pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
+        traced, self._profile, on_gpu = self._profile, None, self.engine.device.type == "cuda"
+        traced.__exit__(None, None, None)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            traced.export_chrome_trace(f"{self.path}.json")
+            if on_gpu:
+                torch.cuda.memory._dump_snapshot(f"{self.path}.pickle")
+        except (OSError, RuntimeError) as error:  # torch's own error for a file that cannot be opened
+            logger.warning("the trace %s.json is not written: %s", self.path, error)
+            return
+        finally:
+            if on_gpu:
+                torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("trace of steps %d to %d: %s.json", *self.plan.steps, self.path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Plan, describe, keys
-from slipstream.observe import clock
+from slipstream.observe import clock, lines
 from slipstream.world.mesh import Mesh
 
 logger = logging.getLogger("slipstream.train")
@@ -26,14 +25,10 @@ def log_plan(plan: Plan) -> None:
     """Log the config keys that have no effect and, with `dump_state`, the whole plan. Called on one rank."""
     package = logging.getLogger("slipstream")
     logs = plan.steps_per_print or plan.wall_clock_breakdown or plan.memory_breakdown or plan.dump_state or plan.log_level
-    if logs and not package.hasHandlers():  # the config asks for logs, and the script has not configured logging
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
-        package.addHandler(handler)
     if plan.log_level is not None:
         package.setLevel(plan.log_level.upper())
-    elif logs and package.level == logging.NOTSET:
-        package.setLevel(logging.INFO)
+    if logs:
+        lines.show(package)
     keys.say_idle(plan.idle)
     keys.say(plan.notes)
     if plan.dump_state:

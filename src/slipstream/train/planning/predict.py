@@ -24,6 +24,7 @@ from slipstream.ops import onebit
 from slipstream.ops import wire as wire_codes
 from slipstream.optim.native import Form, cut
 from slipstream.optim.rounds import Round, Rounds
+from slipstream.train.updater import IN_FLIGHT
 from slipstream.zero import rows
 from slipstream.zero.build import Recipe
 from slipstream.zero.placement import Tier
@@ -349,7 +350,10 @@ def _stepping(counted: Counted) -> Iterator[tuple[list[Line], str]]:
         received = sum(sorted(part.wire_nbytes for part in sending)[-3:])
         yield [Line("buffers", "received gradients", Tier.DEVICE, received)], "settle"
     if sending and place.optim and not place.weights:
-        sent = sum(part.span * part.dtypes.weights.itemsize for part in sending)
+        plain, coded = ([part for part in sending if (part.dtypes.published_bits is None) is exact] for exact in (True, False))
+        sent = sum(part.span * part.dtypes.weights.itemsize for part in plain)
+        codes = sorted(wire_codes.nbytes(part.numel, part.dtypes.published_bits or 0) for part in coded)
+        sent += sum(codes[-1 - IN_FLIGHT :])  # received for whole parts
         yield [Line("buffers", "weights being sent", Tier.DEVICE, sent)], "publish"
     temporary = 0
     if not setting.streams:  # a torch optimizer gets a part's gradients in the masters' dtype and needs as much for temporaries
