@@ -90,7 +90,7 @@ def test_spark_starts_its_ranks(tmp_path: Path) -> None:
     environment = {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Spark calls torchrun
     for last in (r"last loss \d+\.\d+", "last loss nan"):
-        command = [sys.executable, str(DEPLOY / "databricks.py"), str(tmp_path / "checkpoints")]
+        command = [sys.executable, str(DEPLOY / "databricks_job.py"), str(tmp_path / "checkpoints")]
         done = subprocess.run(command, env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0 and re.search(last, done.stdout), done.stdout + done.stderr
         assert "FAILED" not in done.stdout + done.stderr
