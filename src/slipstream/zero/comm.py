@@ -38,6 +38,9 @@ _HEAD = 2
 _MOST_KNOWN = 1 << 16
 
 
+Cuts = Sequence[int]  # where the spans of a buffer that belong to the ranks begin, and the end of the last
+
+
 @dataclass(slots=True)
 class Buffer:
     """Memory that a transport can communicate. With shared memory, `peers[r]` is rank r's buffer."""
@@ -78,16 +81,14 @@ class Comm(ABC):
         """Zeroed buffers that all ranks map, or None if the transport has no shared memory. Collective."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
-    ) -> Pending[Partial]:
+    def reduce_scatter(self, buffer: Buffer, cuts: Cuts, out: Tensor, *, alpha: float, accumulate: bool) -> Pending[Partial]:
         """out (+)= alpha * the sum over ranks of this rank's span. `out` may be that span of `buffer` itself.
 
         The buffer may be written again once `reusable(buffer)` has returned.
         """
 
     @abstractmethod
-    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+    def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         """Call `use` with what each rank's buffer has in this rank's span, in rank order; return its result.
 
         The tensors are valid inside of `use` only. The buffer may be written again once `reusable(buffer)` has returned.
@@ -95,12 +96,12 @@ class Comm(ABC):
 
     @abstractmethod
     def swap_some(
-        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+        self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
     ) -> Pending[T]:
         """As `swap`, of the first `lengths[i]` elements of each span i; `use` may get more than those."""
 
     @abstractmethod
-    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+    def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         """Call `use` with the first elements of each rank's own span, `length` of this rank's; it may get more than those."""
 
     @abstractmethod
@@ -108,11 +109,11 @@ class Comm(ABC):
         """Wait until every rank has read this rank's last content of `buffer`."""
 
     @abstractmethod
-    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+    def all_gather(self, buffer: Buffer, cuts: Cuts) -> Pending[None]:
         """Fill the spans of the other ranks in `buffer`. This rank's span must be in place."""
 
     @abstractmethod
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         """Fill `full` from every rank's `shard`. Both may be any memory."""
 
     def gather_rows(self, full: Tensor, own: Buffer, rows: Sequence[Sequence[int]]) -> Pending[None]:
@@ -185,29 +186,27 @@ class LocalComm(Comm):
     def allocate_common(self, requests: Sequence[tuple[int, torch.dtype]]) -> list[Buffer] | None:
         return self.allocate(requests)
 
-    def reduce_scatter(
-        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
-    ) -> Pending[Partial]:
+    def reduce_scatter(self, buffer: Buffer, cuts: Cuts, out: Tensor, *, alpha: float, accumulate: bool) -> Pending[Partial]:
         return Pending(None, reduce_into(out, [buffer.tensor[: cuts[-1]]], alpha, accumulate))
 
-    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+    def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         return Pending(None, use([buffer.tensor[: cuts[-1]]]))
 
     def swap_some(
-        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+        self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
     ) -> Pending[T]:
         return self.swap(buffer, cuts, use, operation)
 
-    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+    def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         return self.swap(buffer, cuts, use)
 
     def reusable(self, buffer: Buffer) -> None:
         pass
 
-    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+    def all_gather(self, buffer: Buffer, cuts: Cuts) -> Pending[None]:
         return Pending(None)
 
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         full.copy_(shard)
         return Pending(None)
 
@@ -333,9 +332,7 @@ class ProcessGroupComm(Comm):
         except RuntimeError as error:
             raise self.watch.lost(error) from error
 
-    def reduce_scatter(
-        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
-    ) -> Pending[Partial]:
+    def reduce_scatter(self, buffer: Buffer, cuts: Cuts, out: Tensor, *, alpha: float, accumulate: bool) -> Pending[Partial]:
         lengths = {b - a for a, b in itertools.pairwise(cuts)}
         if not self.native_reduce or len(lengths) > 1:
             return self.swap(buffer, cuts, lambda spans: reduce_into(out, spans, alpha, accumulate), "reduce-scatter")
@@ -350,7 +347,7 @@ class ProcessGroupComm(Comm):
 
         return Pending(finish)
 
-    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+    def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         full, numel = buffer.tensor[: cuts[-1]], cuts[self.index + 1] - cuts[self.index]
         item, received = full.element_size(), self._receiver(full.new_empty(numel * self.size))
         number = self._launch(operation, full.nbytes, full.nbytes - numel * item)
@@ -370,12 +367,12 @@ class ProcessGroupComm(Comm):
         return Pending(finish)
 
     def swap_some(
-        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+        self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
     ) -> Pending[T]:
         sent = torch.cat([buffer.tensor[start : start + length] for start, length in zip(cuts, lengths, strict=False)])
         return self._send_some(sent, list(lengths), use, operation)
 
-    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+    def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         own = buffer.tensor[cuts[self.index] : cuts[self.index] + length]
         return self._send_some(own.repeat(self.size), [length] * self.size, use, "all-gather of rows")
 
@@ -401,11 +398,11 @@ class ProcessGroupComm(Comm):
     def reusable(self, buffer: Buffer) -> None:
         pass  # the wait for the all-to-all includes the send
 
-    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+    def all_gather(self, buffer: Buffer, cuts: Cuts) -> Pending[None]:
         start, stop = cuts[self.index], cuts[self.index + 1]
         return self.gather_into(buffer.tensor[: cuts[-1]], buffer.tensor[start:stop].clone(), cuts)
 
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         item = full.element_size()
         lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
         number = self._launch("all-gather", full.nbytes, shard.nbytes * (self.size - 1))

@@ -9,7 +9,6 @@ Source: Wang et al., ZeRO++ (arXiv 2306.10209).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from slipstream.ops import wire as wire_codes
 from slipstream.ops.wire import encode, sum_coded
-from slipstream.zero.comm import Buffer, Comm, Pending
+from slipstream.zero.comm import Buffer, Comm, Cuts, Pending
 
 _BITS = 8
 
@@ -36,7 +35,7 @@ class Gather(Protocol):
     def exact(self) -> bool:
         """Whether the filled weights are those of the shards."""
 
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]: ...
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]: ...
 
     def changed(self) -> None:
         """The shards have new values, on all ranks."""
@@ -57,7 +56,7 @@ class CodedGather:
     def size(self) -> int:
         return self.over.size
 
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         coded, index = wire_cuts(cuts, _BITS), self.index
         codes = torch.empty(coded[-1], dtype=torch.uint8, device=full.device)
         own = shard
@@ -99,12 +98,12 @@ class GroupGather:
     def size(self) -> int:
         return self.dp.size
 
-    def kept_cuts(self, cuts: Sequence[int]) -> list[int]:
+    def kept_cuts(self, cuts: Cuts) -> list[int]:
         """The bounds in `kept` of the ranks' spans."""
         owners = range(self.group.index, self.size, self.group.size)
         return list(itertools.accumulate((cuts[i + 1] - cuts[i] for i in owners), initial=0))
 
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         kept, size = self.kept, self.group.size
         rows = [cuts[i : i + size + 1] for i in range(0, self.size, size)]
         if self.held:
@@ -131,13 +130,13 @@ class Kept(NamedTuple):
     dtype: torch.dtype
 
 
-def kept_by(gather: Gather, cuts: Sequence[int], dtype: torch.dtype) -> Kept | None:
+def kept_by(gather: Gather, cuts: Cuts, dtype: torch.dtype) -> Kept | None:
     """What a gather of weights with these spans and this dtype keeps on this rank."""
     if isinstance(gather, CodedGather):
         return kept_by(gather.over, wire_cuts(cuts, _BITS), torch.uint8)
     return Kept(gather, gather.kept_cuts(cuts)[-1], dtype) if isinstance(gather, GroupGather) else None
 
 
-def wire_cuts(cuts: Sequence[int], bits: int) -> list[int]:
+def wire_cuts(cuts: Cuts, bits: int) -> list[int]:
     """The spans' bounds in bytes of codes. Every bound but the last is a multiple of 256 elements, so no block is cut."""
     return [wire_codes.nbytes(cut, bits) for cut in cuts]

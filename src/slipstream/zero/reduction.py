@@ -11,7 +11,7 @@ wire         the buffer that carries gradients, of the transport `comm`: element
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,8 +21,21 @@ from torch import Tensor
 from slipstream.ops import Partial
 from slipstream.ops import wire as wire_codes
 from slipstream.ops.wire import Feedback, encode, sum_coded
-from slipstream.zero.comm import Buffer, Comm, Pending, reduce_into
+from slipstream.zero.comm import Buffer, Comm, Cuts, Pending, reduce_into
 from slipstream.zero.gather import wire_cuts
+
+
+class Scratch:
+    """Memory for gradients before they are encoded, kept for the next unit."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def __call__(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
+        memory, device = self._memory, wire.tensor.device
+        if memory.numel() < numel or memory.dtype is not dtype or memory.device != device:
+            self._memory = memory = torch.empty(numel, dtype=dtype, device=device)
+        return memory[:numel]
 
 
 class Reduction(Protocol):
@@ -36,15 +49,7 @@ class Reduction(Protocol):
         """Memory for the gradients that the next `scatter` sends: 1D, `numel` elements, of the wire's dtype or of `dtype`."""
 
     def scatter(
-        self,
-        values: Tensor,
-        wire: Buffer,
-        cuts: Sequence[int],
-        out: Tensor,
-        feedback: Feedback | None,
-        *,
-        alpha: float,
-        accumulate: bool,
+        self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         """out (+)= alpha * this rank's span of the sum over ranks. Collective; see `Comm.reduce_scatter`.
 
@@ -52,7 +57,7 @@ class Reduction(Protocol):
         bounds, in elements. feedback: what codes have lost before; updated.
         """
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
         """Fill the other ranks' spans of `full`. Returns this rank's new sum of squares if its span has changed. Collective.
 
         feedback: what codes of this rank's spans have lost before; updated.
@@ -70,21 +75,13 @@ class Dense:
         return wire.tensor[:numel]
 
     def scatter(
-        self,
-        values: Tensor,
-        wire: Buffer,
-        cuts: Sequence[int],
-        out: Tensor,
-        feedback: Feedback | None,
-        *,
-        alpha: float,
-        accumulate: bool,
+        self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         if values.data_ptr() != wire.tensor.data_ptr():
             wire.tensor[: values.numel()].copy_(values)
         return self.comm.reduce_scatter(wire, cuts, out, alpha=alpha * self.weight, accumulate=accumulate)
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
         self.comm.all_gather(full, cuts).wait()
         return None
 
@@ -96,22 +93,10 @@ class Coded:
     comm: Comm
     weight: float
     bits: int
-    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))  # gradients before they are encoded
-
-    def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
-        self._scratch = _room(self._scratch, wire, numel, dtype)
-        return self._scratch[:numel]
+    room: Scratch = field(default_factory=Scratch)
 
     def scatter(
-        self,
-        values: Tensor,
-        wire: Buffer,
-        cuts: Sequence[int],
-        out: Tensor,
-        feedback: Feedback | None,
-        *,
-        alpha: float,
-        accumulate: bool,
+        self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         coded = wire_cuts(cuts, self.bits)
         encode(values, wire.tensor[: coded[-1]], self.bits, feedback)
@@ -121,7 +106,7 @@ class Coded:
 
         return self.comm.swap(wire, coded, add, "reduce-scatter")
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
         bits = _MEAN_BITS if feedback is None else self.bits
         coded, index = wire_cuts(cuts, bits), self.comm.index
         self.comm.reusable(wire)
@@ -142,22 +127,10 @@ class CodedTwice:
     dp: Comm
     weight: float
     bits: int
-    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
-        self._scratch = _room(self._scratch, wire, numel, dtype)
-        return self._scratch[:numel]
+    room: Scratch = field(default_factory=Scratch)
 
     def scatter(
-        self,
-        values: Tensor,
-        wire: Buffer,
-        cuts: Sequence[int],
-        out: Tensor,
-        feedback: Feedback | None,
-        *,
-        alpha: float,
-        accumulate: bool,
+        self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         size, groups, coded, lost = self.comm.size, self.across.size, wire_cuts(cuts, self.bits), wire_cuts(cuts, 8)
         order = [i for place in range(size) for i in range(place, size * groups, size)]  # spans, by the place that adds them
@@ -181,7 +154,7 @@ class CodedTwice:
         within = self.comm.swap(wire, bounds[::groups], cross, "reduce-scatter")
         return Pending(lambda: within.wait().wait())
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
         bits = _MEAN_BITS if feedback is None else self.bits
         coded, index = wire_cuts(cuts, bits), self.dp.index
         own, codes = (
@@ -192,12 +165,7 @@ class CodedTwice:
         return _decode_mean(full.tensor, codes, cuts, bits, index)
 
 
-def _room(scratch: Tensor, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
-    is_enough = scratch.numel() >= numel and scratch.dtype is dtype and scratch.device == wire.tensor.device
-    return scratch if is_enough else torch.empty(numel, dtype=dtype, device=wire.tensor.device)
-
-
-def _decode_mean(full: Tensor, codes: Tensor, cuts: Sequence[int], bits: int, index: int) -> Partial | None:
+def _decode_mean(full: Tensor, codes: Tensor, cuts: Cuts, bits: int, index: int) -> Partial | None:
     """Decode all spans; returns the sum of squares of this rank's."""
     coded, own = wire_cuts(cuts, bits), None
     for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
@@ -216,20 +184,12 @@ class Rounded:
         return torch.empty(numel, dtype=dtype, device=wire.tensor.device)
 
     def scatter(
-        self,
-        values: Tensor,
-        wire: Buffer,
-        cuts: Sequence[int],
-        out: Tensor,
-        feedback: Feedback | None,
-        *,
-        alpha: float,
-        accumulate: bool,
+        self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         _round_into(wire.tensor[: cuts[-1]], values, feedback)
         return self.comm.reduce_scatter(wire, cuts, out, alpha=alpha, accumulate=accumulate)
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
         own = slice(cuts[self.comm.index], cuts[self.comm.index + 1])
         self.comm.reusable(wire)
         _round_into(wire.tensor[own], full.tensor[own], feedback)

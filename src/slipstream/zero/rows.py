@@ -19,7 +19,8 @@ from torch import Tensor
 
 from slipstream.ops import Partial
 from slipstream.ops.wire import Feedback
-from slipstream.zero.comm import Buffer, Comm, Pending, reduce_into
+from slipstream.zero.comm import Buffer, Comm, Cuts, Pending, reduce_into
+from slipstream.zero.reduction import Scratch
 
 DENSE = 0.75
 _LINE = 64  # segments and their parts start at multiples of so many bytes
@@ -51,23 +52,10 @@ class Rows:
     weight: float
     block: int
     dtype: torch.dtype  # of values on the wire
-    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def room(self, wire: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._scratch.numel() < numel or self._scratch.dtype is not dtype:
-            self._scratch = torch.empty(numel, dtype=dtype, device=wire.tensor.device)
-        return self._scratch[:numel]
+    room: Scratch = field(default_factory=Scratch)
 
     def scatter(
-        self,
-        values: Tensor,
-        wire: Buffer,
-        cuts: Sequence[int],
-        out: Tensor,
-        feedback: Feedback | None,
-        *,
-        alpha: float,
-        accumulate: bool,
+        self, values: Tensor, wire: Buffer, cuts: Cuts, out: Tensor, feedback: Feedback | None, *, alpha: float, accumulate: bool
     ) -> Pending[Partial]:
         segments = self._segments(cuts, self.dtype)
         lengths = [
@@ -80,7 +68,7 @@ class Rows:
 
         return self.comm.swap_some(wire, segments, lengths, add, "reduce-scatter")
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Sequence[int], feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
         dtype, index = full.tensor.dtype, self.comm.index
         segments = self._segments(cuts, dtype)
         self.comm.reusable(wire)
@@ -98,7 +86,7 @@ class Rows:
         self.comm.spread_some(wire, segments, length, fill).wait()
         return None
 
-    def _segments(self, cuts: Sequence[int], dtype: torch.dtype) -> list[int]:
+    def _segments(self, cuts: Cuts, dtype: torch.dtype) -> list[int]:
         sizes = (_parts(b - a, self.block, dtype.itemsize)[1] for a, b in itertools.pairwise(cuts))
         return list(itertools.accumulate(sizes, initial=0))
 

@@ -28,7 +28,7 @@ from slipstream import ops
 from slipstream.ops import Partial, words
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
-from slipstream.zero.comm import Buffer, Comm, Pending, T, broadcast_from, gather_objects, reduce_into
+from slipstream.zero.comm import Buffer, Comm, Cuts, Pending, T, broadcast_from, gather_objects, reduce_into
 
 _PAGE = 4096
 _LINE = 64  # bytes between counters
@@ -184,12 +184,10 @@ class SharedComm(Comm):
 
     # -- operations --
 
-    def reduce_scatter(
-        self, buffer: Buffer, cuts: Sequence[int], out: Tensor, *, alpha: float, accumulate: bool
-    ) -> Pending[Partial]:
+    def reduce_scatter(self, buffer: Buffer, cuts: Cuts, out: Tensor, *, alpha: float, accumulate: bool) -> Pending[Partial]:
         return self.swap(buffer, cuts, lambda spans: reduce_into(out, spans, alpha, accumulate), "reduce-scatter")
 
-    def swap(self, buffer: Buffer, cuts: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+    def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         posted = self.post(buffer)
 
         def finish() -> T:
@@ -202,11 +200,11 @@ class SharedComm(Comm):
         return Pending(finish)
 
     def swap_some(
-        self, buffer: Buffer, cuts: Sequence[int], lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
+        self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
     ) -> Pending[T]:
         return self.swap(buffer, cuts, use, operation)  # nothing moves
 
-    def spread_some(self, buffer: Buffer, cuts: Sequence[int], length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+    def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         posted = self.post(buffer)
 
         def finish() -> T:
@@ -222,7 +220,7 @@ class SharedComm(Comm):
         for rank in range(self.size):
             self.wait_read(buffer, rank, buffer.posted, "buffer reuse")
 
-    def all_gather(self, buffer: Buffer, cuts: Sequence[int]) -> Pending[None]:
+    def all_gather(self, buffer: Buffer, cuts: Cuts) -> Pending[None]:
         posted = self.post(buffer)
 
         def finish() -> None:
@@ -235,7 +233,7 @@ class SharedComm(Comm):
 
         return Pending(finish)
 
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         raise AssertionError("shared memory gathers common buffers in place")
 
     def gather_rows(self, full: Tensor, own: Buffer, rows: Sequence[Sequence[int]]) -> Pending[None]:
@@ -301,7 +299,7 @@ class SharedShard:
     def size(self) -> int:
         return self.comm.size
 
-    def gather_into(self, full: Tensor, shard: Tensor, cuts: Sequence[int]) -> Pending[None]:
+    def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         self.comm.await_published(self.shard)
         for span, peer in zip(itertools.pairwise(cuts), self.shard.peers, strict=True):
             ops.copy_stream(full[slice(*span)], peer)
