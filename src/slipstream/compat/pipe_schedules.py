@@ -85,11 +85,11 @@ class PipeSchedule(ABC):
     """The steps of stage `stage_id`: lists of instructions. All stages can be synchronized between two steps."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
-        self.micro_batches = micro_batches
-        self.stages = stages
-        self.stage_id = stage_id
-        self.prev_stage = stage_id - 1
-        self.next_stage = stage_id + 1
+        self.micro_batches = self.num_micro_batches = micro_batches
+        self.stages = self.num_stages = stages
+        self.stage_id = self.stage = stage_id
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self.is_first_stage, self.is_last_stage = stage_id == 0, stage_id == stages - 1
         self._iterator: Iterator[list[PipeInstruction]] | None = None
 
     @abstractmethod
@@ -99,26 +99,6 @@ class PipeSchedule(ABC):
     def num_pipe_buffers(self) -> int:
         """The buffers that the stage needs."""
         return self.micro_batches
-
-    @property
-    def stage(self) -> int:
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.micro_batches
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.stage_id == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage_id == self.stages - 1
 
     def __iter__(self) -> PipeSchedule:
         self._iterator = self.steps()

@@ -71,7 +71,8 @@ def quantized(w: Tensor, bits: int, groups: int = 1, kind: Kind = "symmetric", s
     if kind != "symmetric" or bits > 2:
         return _rounded(w, bits, groups, kind == "symmetric", stochastic)
     flat = w.reshape(groups, -1).float()
-    return (_binary(flat) if bits == 1 else _ternary(flat)).reshape(w.shape).to(w.dtype)
+    rounded = flat.abs().mean(1, keepdim=True) * torch.sign(flat) if bits == 1 else _ternary(flat)
+    return rounded.reshape(w.shape).to(w.dtype)
 
 
 def _rounded(w: Tensor, bits: int, groups: int, symmetric: bool, stochastic: bool) -> Tensor:
@@ -99,10 +100,6 @@ def _ternary(flat: Tensor) -> Tensor:
     above = size > threshold
     height = (size * above).sum(1, keepdim=True) / above.sum(1, keepdim=True).clamp_min(1)
     return height * torch.sign(flat) * above
-
-
-def _binary(flat: Tensor) -> Tensor:
-    return flat.abs().mean(1, keepdim=True) * torch.sign(flat)
 
 
 def _served(w: Tensor, bits: int) -> Tensor:

@@ -22,7 +22,10 @@ def tables() -> str:
             blocks.setdefault(f"`{block}`" if block else "", []).append(last)
         else:
             reasons.setdefault(key.reason, []).append(name)
-    refused = {f"{feature.what}: {feature.remedy}": sorted(names, key=_is_block) for feature, names in features.items()}
+    refused = {
+        f"{feature.what}: {feature.remedy}": sorted(names, key=lambda name: name.endswith(".*"))
+        for feature, names in features.items()
+    }
     return "\n\n".join(
         [
             _table("Honored", ("block", "keys"), ((block, _names(names)) for block, names in blocks.items())),
@@ -34,10 +37,6 @@ def tables() -> str:
             ),
         ]
     )
-
-
-def _is_block(name: str) -> bool:
-    return name.endswith(".*")
 
 
 def _names(names: Iterable[str]) -> str:

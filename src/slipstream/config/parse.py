@@ -245,7 +245,7 @@ def _explain(error: ValidationError) -> str:
 def _explain_one(location: tuple[str, ...], item: Mapping[str, Any]) -> str:
     if item["type"] == "extra_forbidden":
         return _unknown(location)
-    path = ".".join(_only_keys(location))
+    path = ".".join(part for part, _ in _walk(location))
     if item["type"] == "missing":
         return f"config key {path} is missing; {'.'.join(location[:-1])} requires it"
     if item["type"] == "model_type":
@@ -294,10 +294,6 @@ def _walk(location: Sequence[str]) -> Iterator[tuple[str, type[Block] | None]]:
         below = child(field.annotation)
         block, many = (None, False) if below is None else below
         yield part, block
-
-
-def _only_keys(location: Sequence[str]) -> list[str]:
-    return [part for part, _ in _walk(location)]
 
 
 def _block_at(location: Sequence[str]) -> type[Block]:

@@ -33,17 +33,13 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _always(section: Any) -> bool:
-    return True
-
-
 class Json(NamedTuple):
     """The JSON key of a field. `x.*`: one key for each item of a mapping."""
 
     name: str  # "*": the field is a mapping of blocks by their names
     read: Callable[[Any], Any] = _same  # the key's value -> the field's
     shown: Callable[[Any], Any] = _same  # the field's value -> the key's
-    when: Callable[[Any], bool] = _always  # whether the section of the plan uses the key
+    when: Callable[[Any], bool] = lambda section: True  # whether the section of the plan uses the key
 
 
 def of(*keys: Json) -> Any:

@@ -84,14 +84,6 @@ def _wire_dtype(value: Any) -> Any:
     return str(value).lower() if str(value).lower() in ("int8", "int4") else _dtype_or_none(value)
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
-
-
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 Int = Annotated[int, BeforeValidator(_integral), Field(ge=-sys.maxsize, le=sys.maxsize)]
 Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=1 << 63)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
@@ -106,9 +98,11 @@ Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_interv
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 WireDtype = Annotated[Literal["fp32", "fp16", "bf16", "int8", "int4"] | None, BeforeValidator(_wire_dtype)]
 DtypeOrNone = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_dtype_or_none)]
-Word = Annotated[T, BeforeValidator(_lower)]  # of a literal type, in any case
+Word = Annotated[
+    T, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+]  # of a literal type, in any case
 Device = Word[Literal["none", "cpu", "nvme"]]
-Names = Annotated[list[str], BeforeValidator(_one_or_many)]
+Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class Block(BaseModel):

@@ -16,7 +16,7 @@ magnitude, so the scaling would cancel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -135,12 +135,10 @@ class OneBitLambSteps(OneBitSteps):
         self.ratios.clear()
         super().step(unit, chunk, scale)
         if unit not in self._late:
-            for piece, ratio in zip(self._stepped(unit), self.ratios, strict=True):
+            stepped = (piece for piece in self.pieces([unit]) if piece.param.requires_grad and piece.stop > piece.start)
+            for piece, ratio in zip(stepped, self.ratios, strict=True):
                 before = self.norms.get((unit, piece.i), 0.0)
                 self.norms[unit, piece.i] = _averaged(before, ratio, self._options[piece.group])
-
-    def _stepped(self, unit: Unit) -> Iterator[UpdatePiece]:
-        return (piece for piece in self.pieces([unit]) if piece.param.requires_grad and piece.stop > piece.start)
 
     def group_of(self, piece: UpdatePiece) -> Mapping[str, Any]:
         group = super().group_of(piece)

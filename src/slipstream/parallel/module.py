@@ -116,7 +116,8 @@ class PipelineModule(nn.Module):
         self._num_layers = len(specs)
         self.parts = self._divide(specs, partition_method, parts, example)
         self._layer_specs = [
-            layer if self._is_own(i) or not isinstance(layer, nn.Module) else None for i, layer in enumerate(specs)
+            layer if self._stage_with(i) in self.stages or not isinstance(layer, nn.Module) else None
+            for i, layer in enumerate(specs)
         ]
         self.tied_modules, self.tied_weight_attrs, self._ties = nn.ModuleDict(), dict[str, list[str]](), dict[str, set[int]]()
         for i, layer in enumerate(specs):
@@ -150,9 +151,6 @@ class PipelineModule(nn.Module):
     def _stage_with(self, layer_idx: int) -> int:
         assert 0 <= layer_idx < self._num_layers, f"there is no layer {layer_idx}"
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
-
-    def _is_own(self, layer_idx: int) -> bool:
-        return self._stage_with(layer_idx) in self.stages
 
     def _build(self, layer_idx: int) -> tuple[str, Any]:
         """Build one layer, or find the module that it shares; return its path below this module ("" for a function) and itself."""

@@ -554,7 +554,7 @@ class _Slicing:
                     if how.kind == "column" and each.rpartition(".")[0] == f"{path}.{name}"
                 ]
                 if columns and vars(module).get("_slipstream_heads"):
-                    module.register_forward_pre_hook(_all_tokens(self.slices), with_kwargs=True)
+                    module.register_forward_pre_hook(_first_input(self.slices.enter), with_kwargs=True)
                     for column in columns:
                         for each in (getattr(column, "base_layer", column), *adapters_of(column, "lora_B")):
                             each.enters = False
@@ -661,10 +661,6 @@ def _first_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
     return pre
-
-
-def _all_tokens(slices: Slices) -> Callable[..., Any]:
-    return _first_input(slices.enter)
 
 
 def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -122,6 +122,11 @@ def check_places(topology: ProcessTopology, mesh: Any) -> None:
         )
 
 
+def _value(name: str) -> Callable[[Any], Any]:
+    """A method that returns an attribute."""
+    return lambda self: getattr(self, name)
+
+
 class PipelineParallelGrid:
     """The place of this rank in a topology, with process groups, under the names of Megatron's and DeepSpeed's `mpu`.
 
@@ -139,12 +144,15 @@ class PipelineParallelGrid:
         if topology is None:
             topology = topology_of(mesh) if mesh is not None else _balanced(self.world_size)
         self._topo = topology
-        if not self._is_grid_valid():
+        if topology.world_size() != self.world_size:
             raise ValueError(f"the topology {topology.sizes} has {topology.world_size()} ranks, and there are {self.world_size}")
         self.data_parallel_size = max(topology.get_dim("data"), 1)
         self.pipe_parallel_size = max(topology.get_dim("pipe"), 1)
         self.model_parallel_size = self.slice_parallel_size = max(topology.get_dim("model"), 1)
-        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self._own: dict[str, int] = topology.get_coord(self.ranks.index(self.global_rank))._asdict()
+        self.stage_id, self.data_parallel_id, self.slice_parallel_id = (
+            self._own.get(axis, 0) for axis in ("pipe", "data", "model")
+        )
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
         self._groups = _known_groups(mesh)
 
@@ -171,9 +179,6 @@ class PipelineParallelGrid:
                 self._groups[tuple(ranks)] = dist.new_group(list(ranks))
         return own, self._groups.get(tuple(own))
 
-    def _coord(self) -> Any:
-        return self._topo.get_coord(self.ranks.index(self.global_rank))
-
     def _build_p2p_groups(self) -> list[list[int]]:
         """Every rank with its successor in the pipeline; the last stage's is the first."""
         following: dict[int, list[int]] = {}
@@ -181,68 +186,27 @@ class PipelineParallelGrid:
             following |= {rank: [rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)}
         return [following[rank] for rank in self.ranks]
 
-    def _is_grid_valid(self) -> bool:
-        return self._topo.world_size() == self.world_size
-
     def stage_to_global(self, stage_id: int, **coord: int) -> int:
         """The rank of a stage with this rank's other coordinates, or the given ones."""
-        return self.ranks[self._topo.get_rank(**self._coord()._replace(pipe=stage_id, **coord)._asdict())]
+        return self.ranks[self._topo.get_rank(**(self._own | {"pipe": stage_id} | coord))]
 
-    def topology(self) -> ProcessTopology:
-        return self._topo
-
-    def get_global_rank(self) -> int:
-        return self.global_rank
-
-    def get_stage_id(self) -> int:
-        return int(getattr(self._coord(), "pipe", 0))
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        """The group of one pipeline's stages."""
-        return self.pp_proc_group
-
-    def get_data_parallel_id(self) -> int:
-        return int(getattr(self._coord(), "data", 0))
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> Any:
-        """The group of the ranks that hold the same parameters."""
-        return self.dp_proc_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return self.dp_group
-
-    def get_model_parallel_rank(self) -> int:
-        """The place in the group of one replica of the model: all its stages and slices."""
-        return self.ds_model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.ds_model_world_size
-
-    def get_model_parallel_group(self) -> Any:
-        return self.ds_model_proc_group
-
-    def get_slice_parallel_rank(self) -> int:
-        """The place among the ranks that share each layer of a stage."""
-        return int(getattr(self._coord(), "model", 0))
-
-    def get_slice_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> Any:
-        return self.slice_proc_group
-
+    topology = _value("_topo")
+    get_global_rank = _value("global_rank")
+    get_stage_id = _value("stage_id")
+    get_pipe_parallel_rank = _value("stage_id")
+    get_pipe_parallel_world_size = _value("pipe_parallel_size")
+    get_pipe_parallel_group = _value("pp_proc_group")  # of one pipeline's stages
+    get_data_parallel_id = _value("data_parallel_id")
+    get_data_parallel_rank = _value("data_parallel_id")
+    get_data_parallel_world_size = _value("data_parallel_size")
+    get_data_parallel_group = _value("dp_proc_group")  # of the ranks that hold the same parameters
+    get_data_parallel_group_ranks = _value("dp_group")
+    get_model_parallel_rank = _value("ds_model_rank")  # in the group of one replica of the model: all its stages and slices
+    get_model_parallel_world_size = _value("ds_model_world_size")
+    get_model_parallel_group = _value("ds_model_proc_group")
+    get_slice_parallel_rank = _value("slice_parallel_id")  # among the ranks that share each layer of a stage
+    get_slice_parallel_world_size = _value("slice_parallel_size")
+    get_slice_parallel_group = _value("slice_proc_group")
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_group = get_pipe_parallel_group

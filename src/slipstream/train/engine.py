@@ -484,22 +484,13 @@ class Engine(nn.Module):
         load_module_strict=False loads the names that model and checkpoint share. exclude: patterns ("head.*") of parameters and
         buffers that keep their current values and optimizer states, for a model that has changed. A failed load changes nothing.
         """
-        from slipstream.train.saving.load import load
+        from slipstream.train.saving.load import Wanted, load
 
         folder = _folder("load_checkpoint(load_dir=)", load_dir)
         with self.together("load_checkpoint"):
             self.saves.finish()
-            path, client_state = load(
-                self.states,
-                self,
-                folder,
-                tag,
-                strict=load_module_strict,
-                optimizer=load_optimizer_states,
-                scheduler=load_lr_scheduler_states,
-                module_only=load_module_only,
-                exclude=exclude,
-            )
+            choices = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+            path, client_state = load(self.states, self, folder, tag, Wanted(*choices, list(exclude)))
             self.saves.auto.loaded |= path is not None
             if path is not None:  # a new window of the current plan, whatever the saved accumulation was
                 self.zero_grad()

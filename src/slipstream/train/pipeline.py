@@ -287,9 +287,6 @@ class Pipe:
 
     # -- data --
 
-    def _reads(self) -> bool:
-        return bool(self.module.reads_everywhere) or self.engine.is_first_stage() or self.engine.is_last_stage()
-
     def _read(self, count: int) -> list[Any]:
         """The micro-batches of one batch; None for each on a rank that needs none.
 
@@ -298,7 +295,8 @@ class Pipe:
         """
         items, error = [None] * count, None
         try:
-            items = self._own_items(count) if self._reads() else items
+            if self.module.reads_everywhere or self.engine.is_first_stage() or self.engine.is_last_stage():
+                items = self._own_items(count)
         except Exception as failure:
             error = failure
         rows = self.engine.single.world.exchange(torch.tensor([-1.0 if error is not None else len(items)], dtype=torch.float64))

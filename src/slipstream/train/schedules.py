@@ -238,13 +238,10 @@ class _Warmup(RateSchedule):
             raise ValueError(f"{name}: warmup_type {kind!r} must be 'log' or 'linear'{nearest(str(kind), ('log', 'linear'))}")
         self.warmup_num_steps = max(2, _whole("warmup_num_steps", self.warmup_num_steps, minimum=0))
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
-
-    def _check_total(self, total_num_steps: int) -> int:
-        total = _whole("total_num_steps", total_num_steps, minimum=0)
-        if total < self.warmup_num_steps:
-            text = "%s: total_num_steps %d is less than warmup_num_steps %d"
-            log.warning(text, type(self).__name__, total, self.warmup_num_steps)
-        return total
+        if "total_num_steps" in vars(self):  # WarmupLR has no end
+            self.total_num_steps = total = _whole("total_num_steps", vars(self)["total_num_steps"], minimum=0)
+            if total < self.warmup_num_steps:
+                log.warning("%s: total_num_steps %d is less than warmup_num_steps %d", name, total, self.warmup_num_steps)
 
     def _ramp(self, i: int) -> float:
         """From 0 to 1, then 1."""
@@ -288,10 +285,6 @@ class WarmupDecayLR(_Warmup):
     warmup_type: str = "log"
     last_batch_iteration: int = -1
 
-    def _check(self) -> None:
-        super()._check()
-        self.total_num_steps = self._check_total(self.total_num_steps)
-
     def height(self, i: int) -> float:
         total, warmup = self.total_num_steps, self.warmup_num_steps
         return self._ramp(i) if i < warmup else max(0.0, (total - i) / max(1, total - warmup))
@@ -316,7 +309,6 @@ class WarmupCosineLR(_Warmup):
 
     def _check(self) -> None:
         super()._check()
-        self.total_num_steps = self._check_total(self.total_num_steps)
         self.base_lrs = _rates(self.optimizer)
 
     def height(self, i: int) -> float:

@@ -15,7 +15,7 @@ so `torch.compile` is not affected. Each unit has its own two subclasses, whose 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -37,10 +37,6 @@ class Owner(Protocol):
         """Make the parameters plain views of a private copy if that is safe here (inside a surgery); returns whether it was."""
 
 
-def _getter(name: str) -> Callable[..., Any]:
-    return getattr(torch.Tensor, name).__get__
-
-
 # Reads and writes that need no storage. A released parameter refuses all others.
 _PROPERTIES = (
     "shape dtype device layout requires_grad is_leaf ndim nbytes itemsize grad_fn _version names output_nr retains_grad "
@@ -52,7 +48,7 @@ _METHODS = (
     "is_signed is_inference is_conj is_neg get_device register_hook register_post_accumulate_grad_hook __len__"
 )
 _METADATA: frozenset[Any] = frozenset(
-    [_getter(name) for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
+    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")]
     + [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
     + [torch.is_floating_point, torch.is_complex, torch.numel]

@@ -164,14 +164,13 @@ class ChoicesFormat(Format):
             if entry is not None:
                 ranks.setdefault(entry.token_id, (entry.logprob, None))  # type: ignore[arg-type]
             named = {
-                str(token): PromptLogprob(logprob=_finite(value), rank=rank, decoded_token=self._text_of(token))
+                str(token): PromptLogprob(
+                    logprob=_finite(value), rank=rank, decoded_token=self.tokenizer.token_bytes(token).decode("utf-8", "replace")
+                )
                 for token, (value, rank) in ranks.items()
             }
             listed.append(named or None)
         return listed
-
-    def _text_of(self, token_id: int) -> str:
-        return self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class Echo(NamedTuple):

@@ -279,13 +279,11 @@ def traffic_text(forecasts: Sequence[Forecast]) -> str:
     later = {kind: sum(forecast.later[kind].wire for forecast in forecasts) for kind in forecasts[0].later}
     text = [f"each rank sends {size(sent)} per step"] if sent else []
     text += [f"{size(nbytes)} per {_KINDS[kind]}" for kind, nbytes in later.items() if sent]
-    if (every := forecasts[0].setting.plan.local_steps.every) and (nbytes := sum(map(_round_nbytes, forecasts))):
+    if (every := forecasts[0].setting.plan.local_steps.every) and (
+        nbytes := sum(predict.round_nbytes(forecast.counted) for forecast in forecasts)
+    ):
         text += [f"each rank sends {size(nbytes)} every {every} steps"]
     return ", ".join(text)
-
-
-def _round_nbytes(forecast: Forecast) -> int:
-    return predict.round_nbytes(forecast.counted)
 
 
 def as_dict(forecast: Forecast) -> dict[str, Any]:

@@ -36,55 +36,33 @@ _OWN_OPTIMIZER = "load_optimizer_states=False skips it and keeps this engine's s
 _OWN_SCHEDULER = "load_lr_scheduler_states=False skips it and keeps this engine's state"
 
 
+class Wanted(NamedTuple):
+    """What `Engine.load_checkpoint` is to load, by its arguments."""
+
+    load_module_strict: bool
+    load_optimizer_states: bool
+    load_lr_scheduler_states: bool
+    load_module_only: bool
+    exclude: list[str]
+
+
 def load(
-    parts: Sequence[States],
-    loop: entries.Loop,
-    directory: str,
-    tag: str | None,
-    *,
-    strict: bool,
-    optimizer: bool,
-    scheduler: bool,
-    module_only: bool,
-    exclude: Sequence[str] = (),
+    parts: Sequence[States], loop: entries.Loop, directory: str, tag: str | None, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any]]:
     """Read a checkpoint into the states and the loop; returns (folder, client_state), or (None, {}) if `latest` is missing.
 
     Collective. Raises CheckpointError on every rank, with nothing changed, if anything in it is wrong.
     """
     world = parts[0].mesh.world
-    arguments = {
-        "tag": tag,
-        "load_module_strict": strict,
-        "load_optimizer_states": optimizer,
-        "load_lr_scheduler_states": scheduler,
-        "load_module_only": module_only,
-        "exclude": list(exclude),
-    }
-    agree(world, f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded", arguments)
-    options: dict[str, Any] = {
-        "strict": strict,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "module_only": module_only,
-        "exclude": exclude,
-    }
-    work = partial(_load, parts, loop, directory, tag, **options)
-    return checkpoint.retry_if_replaced(directory, tag, work, group=world.group)
+    step = f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded"
+    agree(world, step, {"tag": tag, **wanted._asdict()})
+    return checkpoint.retry_if_replaced(directory, tag, partial(_load, parts, loop, directory, tag, wanted), group=world.group)
 
 
 def _load(
-    parts: Sequence[States],
-    loop: entries.Loop,
-    directory: str,
-    tag: str | None,
-    *,
-    strict: bool,
-    optimizer: bool,
-    scheduler: bool,
-    module_only: bool,
-    exclude: Sequence[str],
+    parts: Sequence[States], loop: entries.Loop, directory: str, tag: str | None, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any]]:
+    strict, optimizer, scheduler, module_only, exclude = wanted
     group = parts[0].mesh.world.group
     if tag is None:
         tag = _latest_tag(parts[0], directory)
