@@ -23,6 +23,7 @@ from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.save import agree_on_tag
 from slipstream.compat import groups, sparse, zero
 from slipstream.compat.comm import configured
+from slipstream.compat.compression import quantize_training
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
@@ -189,6 +190,7 @@ class DeepSpeedEngine(Engine):
     sparse_allreduce_no_retain = sparse.sparse_allreduce_no_retain
     amp_enabled = _of(lambda plan: False)  # a config that enables it raises an error
     eigenvalue_enabled = _of(lambda plan: bool((plan.compression or {}).get("eigenvalue")))
+    quantize_training = _of(lambda plan: quantize_training(plan.compression or {}))
     elasticity_enabled = _of(lambda plan: plan.sources["train_batch_size"] == "derived: elasticity")
     pld_enabled = _of(lambda plan: plan.layer_drop is not None)
     curriculum_enabled_legacy = _of(lambda plan: plan.curriculum is not None)

@@ -7,6 +7,7 @@ instantiated.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,11 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
     def set_lr(self, lr: float) -> None:
         for group in self.param_groups:
             group["lr"] = lr
+
+
+_ONE_BIT = "adam_freeze_key lamb_freeze_key freeze_step worker_errors server_errors get_lamb_coeffs"
+for _name in _ONE_BIT.split():  # of the optimizers that have them
+    setattr(DeepSpeedOptimizerHandle, _name, property(attrgetter(f"optimizer.{_name}")))
 
 
 def serve_optimizer(handle: Any) -> None:

@@ -70,14 +70,21 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.elasticity.config": {"slipstream.config.elastic": _ELASTIC_ERRORS},
     "deepspeed.compression": {"slipstream.compression": "init_compression redundancy_clean"},
     "deepspeed.compression.compress": {"slipstream.compression": "init_compression redundancy_clean student_initialization"},
-    "deepspeed.compression.helper": {"slipstream.compression": "convert_conv1d_to_linear"},
+    "deepspeed.compression.helper": {
+        "slipstream.compression": "convert_conv1d_to_linear",
+        "slipstream.compat.compression": "fix_compression is_module_compressible module_replacement recursive_getattr "
+        "recursive_setattr",
+    },
     "deepspeed.compression.scheduler": {"slipstream.compression": "compression_scheduler"},
     "deepspeed.compression.utils": {
         "slipstream.compression": "AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer"
     },
     "deepspeed.compression.basic_layer": {
-        "slipstream.compression": "BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress"
+        "slipstream.compression": "BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress QuantAct",
+        "slipstream.compat.compression": "ColumnParallelLinear_Compress RowParallelLinear_Compress",
     },
+    "deepspeed.runtime.quantize": {"slipstream.compat.compression": "Quantizer"},
+    "deepspeed.runtime.weight_quantizer": {"slipstream.compat.compression": "WeightQuantization"},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"slipstream.data": "CurriculumScheduler"},
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
         "slipstream.data.indexed": "MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path dataset_exists "
@@ -88,6 +95,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.data.analyze": "split_dataset split_index",
     },
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"slipstream.data": "DataAnalyzer DistributedDataAnalyzer"},
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {"slipstream.compat.data_sampler": "DeepSpeedDataSampler"},
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
         "slipstream.data.batching": "VariableBatchSizeLR batch_by_seqlens lr_scheduler_for_variable_batch_size scale_lr",
         "slipstream.train.loaders": "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
@@ -95,6 +103,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.data_pipeline.data_routing.helper": {
         "slipstream.train.random_ltd": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd"
     },
+    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {"slipstream.train.random_ltd": "RandomLayerTokenDrop"},
     "deepspeed.runtime.data_pipeline.data_routing.scheduler": {"slipstream.train.random_ltd": "RandomLTDScheduler"},
     "deepspeed.runtime.eigenvalue": {"slipstream.compression.eigenvalue": "Eigenvalue"},
     "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
@@ -330,7 +339,8 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
     "deepspeed.utils.safe_get_full_grad": "returns the mean fp32 gradient without the loss scale; DeepSpeed's includes it",
     "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's optimizer; Slipstream's kernels step it",
-    "deepspeed.ops.lamb.FusedLamb, OnebitAdam, OnebitLamb": "correct biases: LAMB before it computes the norm, as in the paper",
+    "deepspeed.ops.lamb.FusedLamb, OnebitAdam, OnebitLamb": "correct biases: LAMB before it computes the norm, as in the "
+    "paper. `worker_errors` and `server_errors` have a tensor, made when read, for each unit whose variance is frozen",
     "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` leaves out what "
     "the checkpoint's optimizer does not have",
     "deepspeed.profiling.flops_profiler.FlopsProfiler, deepspeed.comm.log_summary": "the profiler counts products, convolutions "
@@ -383,7 +393,6 @@ _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md
 _ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
 _SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
-_MOQ = "the classes behind MoQ, which DeepSpeed 0.19.8 has removed too; set quantize_training in the config"
 _ELASTIC = "the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:MAX` is the agent"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
 _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
@@ -422,9 +431,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.data_pipeline": {
         "*": "the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its parts"
     },
-    "deepspeed.runtime.quantize": {"*": _MOQ},
-    "deepspeed.runtime.weight_quantizer": {"*": _MOQ},
-    "deepspeed.runtime.eigenvalue": {"*": _MOQ},
     "deepspeed.runtime.hybrid_engine": {"*": _HYBRID},
     "deepspeed.pipe": {"*": _PIPELINE},
     "deepspeed.moe": {"*": _EXPERTS},
@@ -447,6 +453,7 @@ _STAGE_3 = """max_live_parameters max_reuse_distance prefetch_bucket_size module
 model_persistence_threshold allgather_sequential"""
 _ZERO_PP = "zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"
 _FLOPS = "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
+_CURVED = "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num"
 _TOP = "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer memory_breakdown gradient_predivide_factor log_level"
 CONFIG_VALUES: Mapping[str, str] = {
     **{name: name for name in _TOP.split()},
@@ -476,6 +483,7 @@ CONFIG_GETTERS: Mapping[str, str] = {
     **{f"zero_{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3.split()},
     **{name: f"zero_optimization.{name}" for name in _ZERO_PP.split()},
     **{f"flops_profiler_{name}": f"flops_profiler.{name}" for name in _FLOPS.split()},
+    **{f"eigenvalue_{name}": f"eigenvalue.{name}" for name in _CURVED.split()},
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
     "super_offload": "zero_optimization.offload_optimizer.super_offload",
@@ -510,7 +518,7 @@ def _rows(names: str, why: str) -> dict[str, str]:
 MISSING_METHODS: Mapping[str, str] = {
     "train_batch": f"{_LOOP}, engine.backward(loss) and engine.step()",
     "eval_batch": f"{_LOOP} under torch.no_grad()",
-    "quantizer": _MOQ,
+    "quantizer": "an object beside the weights' own schedule; deepspeed.runtime.quantize.Quantizer steps parameters of a script",
     **_rows("allreduce_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback", _REDUCED),
     "clip_fp32_gradients": "step() clips gradients to gradient_clipping",
     **_rows(

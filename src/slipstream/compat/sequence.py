@@ -138,7 +138,7 @@ class DistributedAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
         if self.exchange is None:
-            self.exchange = _exchange_of(self.spg, query.device)
+            self.exchange = exchange_of(self.spg, query.device)
         # [b, heads, s, d]
         order = (1, 2, 0, 3) if self.gather_idx == 0 else (0, 2, 1, 3)
         back = (2, 0, 1, 3) if self.gather_idx == 0 else (0, 2, 1, 3)
@@ -153,7 +153,7 @@ class DistributedAttention(nn.Module):
         return ulysses_attention(attend, q, k, v, self.exchange).permute(back)
 
 
-def _exchange_of(group: Any, device: torch.device) -> Exchange:
+def exchange_of(group: Any, device: torch.device) -> Exchange:
     """The exchange over a process group, through torch.distributed."""
     group = group if group is not None else dist.group.WORLD
     ranks = tuple(dist.get_process_group_ranks(group))

@@ -18,6 +18,7 @@ from slipstream.compression.layers import (
 from slipstream.compression.quantize import (
     AsymQuantizer,
     BinaryQuantizer,
+    QuantAct,
     SymQuantizer,
     TernaryQuantizer,
     TopKBinarizer,
@@ -32,6 +33,7 @@ __all__ = [
     "Conv2dLayer_Compress",
     "Embedding_Compress",
     "LinearLayer_Compress",
+    "QuantAct",
     "SymQuantizer",
     "TernaryQuantizer",
     "TopKBinarizer",

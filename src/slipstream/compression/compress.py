@@ -24,7 +24,8 @@ BLOCK = "compression_training"
 _CLOCK = "_slipstream_compression"  # attribute of a compressed model
 WEIGHT, ACTIVATION = "weight_quantization", "activation_quantization"
 SPARSE, ROW, HEAD, CHANNEL = "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning"
-TECHNIQUES = (WEIGHT, SPARSE, ROW, HEAD, CHANNEL, ACTIVATION)  # in the order of cleaning
+# in the order of cleaning, and each one's name in `Compressed`
+TECHNIQUES = {WEIGHT: "weight", SPARSE: "sparse", ROW: "row", HEAD: "head", CHANNEL: "row", ACTIVATION: "activation"}
 
 
 class LayerGroup(NamedTuple):
@@ -76,7 +77,7 @@ def init_compression(
             raise ValueError(f"{BLOCK}.layer_reduction needs the teacher: init_compression(model, config, teacher_model=...)")
         student_initialization(model, teacher_model, deepspeed_config)
     plans = [(group, group.layers(model), _enabler(group)) for group in groups_of(block)]
-    clock = vars(_inner(model)).setdefault(_CLOCK, Clock())
+    clock = own_clock(model)
     for group, names, enable in plans:
         for name in names:
             layer = model.get_submodule(name)
@@ -91,6 +92,12 @@ def init_compression(
 def clock_of(model: nn.Module) -> Clock | None:
     """The steps of a compressed model; None if `init_compression` has not changed it."""
     return vars(_inner(model)).get(_CLOCK)
+
+
+def own_clock(model: nn.Module) -> Clock:
+    """The steps of a model that is or will be compressed."""
+    clock: Clock = vars(_inner(model)).setdefault(_CLOCK, Clock())
+    return clock
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -227,10 +234,9 @@ def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[st
     that were masked, where `related_modules` names what they go with. Quantized inputs stay. In place; returns the model.
     """
     for group in groups_of(read_block(deepspeed_config)):
-        technique = {WEIGHT: "weight", ACTIVATION: "activation", SPARSE: "sparse", HEAD: "head"}.get(group.technique, "row")
         names = group.layers(model)
         layers = [layer for layer in map(model.get_submodule, names) if isinstance(layer, Compressed)]
-        masks = [layer.fix(technique) for layer in layers]
+        masks = [layer.fix(TECHNIQUES[group.technique]) for layer in layers]
         if group.related is not None and group.technique != SPARSE:
             for i, patterns in enumerate(group.related):
                 _drop(group, model, names, masks, i, patterns)

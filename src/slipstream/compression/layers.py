@@ -10,7 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slipstream.compression.quantize import Kind, TopKBinarizer, fake_quantize, in_range, quantized, scheduled, through, top_mask
+from slipstream.compression.quantize import (
+    Kind,
+    TopKBinarizer,
+    fake_quantize,
+    in_moving_range,
+    quantized,
+    scheduled,
+    through,
+    top_mask,
+)
 from slipstream.compression.schedule import Bits, Clock, Scheduled
 
 Method = Literal["l1", "topk"]
@@ -25,6 +34,10 @@ class Compressed(nn.Module):
     clock: Clock
     scheduled: Scheduled | None = None  # of the weight's bits
     activation_bits = 0  # 0: not quantized
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_up(Clock())
 
     def set_up(self, clock: Clock) -> None:
         self.clock = clock
@@ -145,13 +158,7 @@ class Compressed(nn.Module):
         if calibration == "dynamic":
             return fake_quantize(x, self.activation_bits, x.numel() // x.shape[-1], kind)
         kept = self.get_buffer("input_range")
-        seen = torch.stack([x.detach().amin(), x.detach().amax()]).to(kept.dtype)
-        ends = torch.where(kept.any(), kept, seen)  # before the first training step, an input has the range of its own
-        if self.training:
-            ends = ends * _MOMENTUM + seen * (1 - _MOMENTUM)
-            kept.copy_(ends)
-        rounded = in_range(x.detach(), self.activation_bits, ends[0], ends[1], kind)
-        return x + (rounded - x).detach()
+        return in_moving_range(x, kept, self.activation_bits, kind, _MOMENTUM, self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, *rest = args

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream import ops
 from slipstream.ops.grid import group_ends, on_grid
@@ -132,6 +132,33 @@ def in_range(x: Tensor, bits: int, least: Any, most: Any, kind: Kind) -> Tensor:
     """x rounded on the grid of the range [least, most] (scalars or tensors of one element), without a gradient."""
     low, high = (torch.as_tensor(end, dtype=torch.float32, device=x.device).reshape(1) for end in (least, most))
     return on_grid(x, *_grid(low, high, bits, kind == "symmetric"))
+
+
+def in_moving_range(x: Tensor, ends: Tensor, bits: int, kind: Kind, momentum: float, training: bool) -> Tensor:
+    """x rounded in a range of moving averages, its gradient as it is. ends: [2], least and largest, which training changes."""
+    seen = torch.stack([x.detach().amin(), x.detach().amax()]).to(ends.dtype)
+    now = torch.where(ends.any(), ends, seen)  # before the first training step, an input has the range of its own
+    if training:
+        now = now * momentum + seen * (1 - momentum)
+        ends.copy_(now)
+    return x + (in_range(x.detach(), bits, now[0], now[1], kind) - x).detach()
+
+
+class QuantAct(nn.Module):
+    """Rounds activations in a range that follows those of training: moving averages of their ends, in the buffer `x_min_max`."""
+
+    x_min_max: Tensor
+
+    def __init__(self, act_range_momentum: float = 0.95, quant_mode: Kind = "symmetric") -> None:
+        super().__init__()
+        if quant_mode not in ("symmetric", "asymmetric"):
+            raise ValueError(f"QuantAct: quant_mode ({quant_mode!r}) must be 'symmetric' or 'asymmetric'")
+        self.act_range_momentum, self.quant_mode = act_range_momentum, quant_mode
+        self.register_buffer("x_min_max", torch.zeros(2))
+
+    def forward(self, x: Tensor, num_bits: int, *unused: Any) -> Tensor:
+        """unused: the other arguments of a quantizer's `apply`, which a moving range replaces."""
+        return in_moving_range(x, self.x_min_max, num_bits, self.quant_mode, self.act_range_momentum, self.training)
 
 
 class SymQuantizer(_Quantizer):

@@ -91,7 +91,7 @@ class _Metric:
 
 
 @dataclass(slots=True)
-class _Consumed:
+class CurriculumPlace:
     """Where the next draw begins."""
 
     position: int = 0  # [Note: Sweeps]
@@ -99,11 +99,12 @@ class _Consumed:
 
 
 class CurriculumOrder:
-    """Which samples are drawn: a pure function of the place. metrics: the config's blocks, complete. Raises ValueError."""
+    """Which samples are drawn: a pure function of the place. metrics: the config's blocks, complete; none: all samples.
+
+    Raises ValueError.
+    """
 
     def __init__(self, metrics: Mapping[str, Mapping[str, Any]], count: int, seed: int, step_samples: int) -> None:
-        if not metrics:
-            raise ValueError(f"{_KEYS} is empty: name a metric, or set curriculum_learning.enabled to false")
         self.metrics = {name: _Metric(name, config, count) for name, config in metrics.items()}
         self.count, self.seed, self.step_samples = count, seed, step_samples
         self._order: tuple[Any, NDArray[np.int64]] = (None, np.empty(0, np.int64))  # a sweep and its permutation
@@ -113,10 +114,17 @@ class CurriculumOrder:
         """The step, counted from 1, that draws next."""
         return consumed // self.step_samples + 1
 
+    def set_schedules(self, functions: Mapping[str, Callable[[int], Any]]) -> None:
+        """As the loader's."""
+        for name, function in functions.items():
+            if name not in self.metrics or self.metrics[name].schedule.kind != "custom":
+                raise ValueError(f"{_KEYS} has no metric {name!r} of schedule_type 'custom', only {sorted(self.metrics)}")
+            self.metrics[name].schedule.set_custom_get_difficulty(function)
+
     def difficulties(self, step: int) -> dict[str, Any]:
         return {name: metric.schedule.get_difficulty(step) for name, metric in self.metrics.items()}
 
-    def draw(self, place: _Consumed, number: int) -> tuple[NDArray[np.int64], _Consumed]:
+    def draw(self, place: CurriculumPlace, number: int) -> tuple[NDArray[np.int64], CurriculumPlace]:
         """The next samples, all of one step, and the place after them. Raises ValueError if no sample is easy enough."""
         sweep, at = divmod(place.position, self.count)
         limits = tuple(self.metrics[name].limit(value) for name, value in self.difficulties(self.step(place.consumed)).items())
@@ -128,7 +136,7 @@ class CurriculumOrder:
             drawn.append(order[chosen])
             left -= chosen.size
             if not left:
-                return np.concatenate(drawn), _Consumed(sweep * self.count + int(chosen[-1]) + 1, place.consumed + number)
+                return np.concatenate(drawn), CurriculumPlace(sweep * self.count + int(chosen[-1]) + 1, place.consumed + number)
             if not places.size:
                 raise ValueError(self._none(self.step(place.consumed), limits))
             sweep, at = sweep + 1, 0
@@ -186,11 +194,13 @@ class CurriculumLoader:
                 f"{_KEYS}: a curriculum draws samples by number, and {type(self.dataset).__name__} has no samples, or no "
                 "__getitem__ and __len__"
             )
+        if not self.metrics:
+            raise ValueError(f"{_KEYS} is empty: name a metric, or set curriculum_learning.enabled to false")
         self.order = CurriculumOrder(self.metrics, len(self.dataset), self.seed, self.step_samples)
         # Called with each batch and the state of its draw, as DeepSpeed's set_data_post_process_func
         self.post_process: Callable[[Any, dict[str, Any]], Any] | None = None
         self.position_is_own = False
-        self._place = _Consumed()
+        self._place = CurriculumPlace()
         self._loads = 0
 
     @property
@@ -203,20 +213,20 @@ class CurriculumLoader:
         """The number of the sweep."""
         return self._place.position // len(self.dataset)
 
-    def _left(self, place: _Consumed) -> int:
+    def _left(self, place: CurriculumPlace) -> int:
         """Batches until the end."""
         samples = max(0, len(self.dataset) * self.num_epochs - place.consumed)
         return samples // self.global_batch_size if self.drop_last else -(-samples // self.global_batch_size)
 
     def __len__(self) -> int:
-        return self._left(_Consumed())
+        return self._left(CurriculumPlace())
 
     def __iter__(self) -> Iterator[Any]:
-        loads, states = -1, deque[_Consumed]()
+        loads, states = -1, deque[CurriculumPlace]()
         batches: Iterator[Any] = iter(())
         while True:
             if loads != self._loads:  # a position was loaded meanwhile
-                loads, states = self._loads, deque[_Consumed]()
+                loads, states = self._loads, deque[CurriculumPlace]()
                 batches = self._batches(states)
             try:
                 batch = next(batches)
@@ -225,8 +235,8 @@ class CurriculumLoader:
             before, self._place = self._place, states.popleft()
             yield batch if self.post_process is None else self.post_process(batch, self._told(before))
 
-    def _batches(self, states: deque[_Consumed]) -> Iterator[Any]:
-        def windows(place: _Consumed) -> Iterator[list[int]]:
+    def _batches(self, states: deque[CurriculumPlace]) -> Iterator[Any]:
+        def windows(place: CurriculumPlace) -> Iterator[list[int]]:
             for _ in range(self._left(place)):
                 drawn, place = self.order.draw(place, self.global_batch_size)
                 states.append(place)
@@ -245,12 +255,9 @@ class CurriculumLoader:
 
     def set_schedules(self, functions: Mapping[str, Callable[[int], Any]]) -> None:
         """Give metrics of schedule_type "custom" their function of the step, by name. Raises ValueError for another metric."""
-        for name, function in functions.items():
-            if name not in self.order.metrics or self.order.metrics[name].schedule.kind != "custom":
-                raise ValueError(f"{_KEYS} has no metric {name!r} of schedule_type 'custom', only {sorted(self.order.metrics)}")
-            self.order.metrics[name].schedule.set_custom_get_difficulty(function)
+        self.order.set_schedules(functions)
 
-    def _told(self, place: _Consumed) -> dict[str, Any]:
+    def _told(self, place: CurriculumPlace) -> dict[str, Any]:
         step = self.order.step(place.consumed)
         return {"consumed_samples": place.consumed, "curriculum_step": step, "current_difficulties": self.order.difficulties(step)}
 
@@ -267,5 +274,5 @@ class CurriculumLoader:
                 f"saved data position: {dict(state)} is not one of a curriculum over this dataset's {len(self.dataset)} samples"
             )
         self.seed = self.order.seed = state["seed"]
-        self._place = _Consumed(state["position"], state["consumed_samples"])
+        self._place = CurriculumPlace(state["position"], state["consumed_samples"])
         self._loads += 1

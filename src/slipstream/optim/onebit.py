@@ -64,7 +64,38 @@ SAMPLE = 65536  # elements of a parameter whose gradients are measured in a step
 _LEVELS = {"value": "level", "reference": "reference", "last": "last_factor"}  # names of a parameter's levels in its state
 
 
-class OneBitAdam(Optimizer):
+class OneBitOptimizer(Optimizer):
+    """What 1-bit optimizers tell, by DeepSpeed's names."""
+
+    engine_steps: OneBitSteps | None = None  # of the engine that steps it
+
+    @property
+    def freeze_step(self) -> int:
+        return rounds_of(self).freeze
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        """Whether the next step has the variance of earlier ones."""
+        alone = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        steps = self.engine_steps
+        return (alone if steps is None else steps.done or 0) >= self.freeze_step
+
+    @property
+    def worker_errors(self) -> list[Tensor]:
+        """What this rank's signs have lost and the next exchange adds: fp32 [elements] of each frozen unit."""
+        return [onebit.error(own.y, own.scales, own.inverse) for own in self._frozen.values()]
+
+    @property
+    def server_errors(self) -> list[Tensor]:
+        """What the signs of the means have lost: fp32, of each frozen unit the span that this rank serves."""
+        return [onebit.error(own.server, own.server_scales, own.inverse[_served(unit)]) for unit, own in self._frozen.items()]
+
+    @property
+    def _frozen(self) -> dict[Unit, Frozen]:
+        return {} if self.engine_steps is None else self.engine_steps.frozen
+
+
+class OneBitAdam(OneBitOptimizer):
     """AdamW until `freeze_step`, then momentum with the variance of that step. Inside an engine, ranks then exchange signs.
 
     A group with `non_freeze: True` stays AdamW, as embeddings do. `exp_avg_mask` of a group, of 0 and 1, of its parameters' shape
@@ -94,7 +125,7 @@ class OneBitAdam(Optimizer):
         return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
 
 
-class ZeroOneAdam(Optimizer):
+class ZeroOneAdam(OneBitOptimizer):
     """AdamW whose variance is updated in few steps. Inside an engine, ranks exchange signs in the others, and at last not in all.
 
     The first `var_update_scaler` steps update the variance, then so many every 2nd step, every 4th, and so on, and none after
@@ -268,6 +299,7 @@ class OneBitSteps(NativeSteps):
 
     def __init__(self, inner: Optimizer, units: Sequence[Unit], *others: Any, **options: Any) -> None:
         super().__init__(inner, units, *others, **options)
+        cast(OneBitOptimizer, inner).engine_steps = self
         self.frozen: dict[Unit, Frozen] = {}
         self.done: int | None = None  # steps; None: the ranks have not compared theirs since they loaded
         self.shares: dict[Unit, float] = {}  # the factors from the sums of local gradients to this rank's mean gradient

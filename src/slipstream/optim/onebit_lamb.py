@@ -19,14 +19,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from slipstream.optim import rules
 from slipstream.optim.loop import step_by_rule, step_each
-from slipstream.optim.onebit import OneBitSteps, defaults, rounds_of, step_alone
+from slipstream.optim.onebit import OneBitOptimizer, OneBitSteps, defaults, rounds_of, step_alone
 from slipstream.optim.rounds import Rounds
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import UpdatePiece
@@ -39,7 +39,7 @@ NORM = "mean_inverse_norm"  # the state n
 _Recorded = tuple[float | Tensor, float | Tensor]  # a trust ratio, the square of the weights' norm
 
 
-class OneBitLamb(Optimizer):
+class OneBitLamb(OneBitOptimizer):
     """LAMB until `freeze_step`, then momentum with the variances, and the norms of updates, of the steps before. Inside an engine,
     ranks then exchange signs. Groups have the options of `OneBitAdam`'s.
 
@@ -81,23 +81,38 @@ class OneBitLamb(Optimizer):
             )
         options = defaults("OneBitLamb", common, {"freeze_step": freeze_step})
         super().__init__(params, options | ratios | factors | {"eps_inside_sqrt": False})
+        self.coefficients: dict[Any, float | Tensor] = {}  # trust ratios of the last step, by tensor
+
+    lamb_freeze_key = OneBitOptimizer.adam_freeze_key
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The trust ratios of the last step, of the tensors (or parts of them) whose states are on this rank."""
+        return [float(value) for value in self.coefficients.values()]
 
     @staticmethod
     def rounds(group: Mapping[str, Any]) -> Rounds:
         return Rounds(freeze=group["freeze_step"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(_step, rounds=rounds_of(self)))
+        return step_each(self, closure, partial(_step, rounds=rounds_of(self), coefficients=self.coefficients))
 
 
-def _step(state: dict[str, Any], param: Tensor, grad: Tensor, group: dict[str, Any], rounds: Rounds) -> None:
+def _step(
+    state: dict[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    group: dict[str, Any],
+    rounds: Rounds,
+    coefficients: dict[Any, float | Tensor],
+) -> None:
     """One parameter on one rank, whose exchange is exact."""
     if not group["non_freeze"] and int(state.get("step", 0)) >= rounds.freeze:
-        ratio = _ratio(state[NORM], float(param.float().norm()), group)
+        ratio = coefficients[param] = _ratio(state[NORM], float(param.float().norm()), group)
         step_alone(state, param, grad, group | {"lr": group["lr"] * ratio}, rounds)
         return
     ratios: list[_Recorded] = []
     step_by_rule(_recording(rules.LAMB, ratios), state, param, grad, group)
+    coefficients[param] = ratios[-1][0]
     state[NORM] = _averaged(state.get(NORM, 0.0), ratios[-1], group)
 
 
@@ -126,10 +141,14 @@ class OneBitLambSteps(OneBitSteps):
         self.ratios: list[_Recorded] = []  # of the tensors of the unit that was stepped last
         self.norms: dict[tuple[Unit, int], float] = {}  # n of this rank's tensors, by their number in the unit
         super().__init__(inner, units, _recording(rule, self.ratios), *others, **options)
+        self.coefficients: dict[Any, float | Tensor] = {}
+        cast(OneBitLamb, inner).coefficients = self.coefficients
 
     def drop(self, unit: Unit) -> None:
         super().drop(unit)
         self.norms = {place: value for place, value in self.norms.items() if place[0] is not unit}
+        for place in [place for place in self.coefficients if place[0] is unit]:
+            del self.coefficients[place]
 
     def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         self.ratios.clear()
@@ -137,13 +156,15 @@ class OneBitLambSteps(OneBitSteps):
         if unit not in self._late:
             stepped = (piece for piece in self.pieces([unit]) if piece.param.requires_grad and piece.stop > piece.start)
             for piece, ratio in zip(stepped, self.ratios, strict=True):
+                self.coefficients[unit, piece.i] = ratio[0]
                 before = self.norms.get((unit, piece.i), 0.0)
                 self.norms[unit, piece.i] = _averaged(before, ratio, self._options[piece.group])
 
     def group_of(self, piece: UpdatePiece) -> Mapping[str, Any]:
         group = super().group_of(piece)
-        master = piece.unit.master.whole()[piece.start : piece.stop]
-        return {**group, "lr": group["lr"] * _ratio(self.norms.get((piece.unit, piece.i), 0.0), float(master.norm()), group)}
+        norm = float(piece.unit.master.whole()[piece.start : piece.stop].norm())
+        ratio = self.coefficients[piece.unit, piece.i] = _ratio(self.norms.get((piece.unit, piece.i), 0.0), norm, group)
+        return {**group, "lr": group["lr"] * ratio}
 
     def scalars(self, piece: UpdatePiece) -> dict[str, Any]:
         return super().scalars(piece) | {NORM: self.norms.get((piece.unit, piece.i), 0.0)}  # 0: none yet

@@ -111,11 +111,12 @@ class RandomLTDScheduler:
 class TokenDrop:
     """Random-LTD of one model: its schedule, its layers, and the clock that draws follow."""
 
-    def __init__(self, config: Mapping[str, Any], seed: int) -> None:
-        self.scheduler, self.seed = RandomLTDScheduler(config), seed
+    def __init__(self, config: Mapping[str, Any], seed: int, scheduler: RandomLTDScheduler | None = None) -> None:
+        self.scheduler, self.seed = scheduler or RandomLTDScheduler(config), seed
         self.numbers = sorted(config["random_ltd_layer_id"])
         self.mask_name, self.token_dim = config["model_mask_name"], 0 if config["hidden_state_order"] == "seq_batch_dim" else 1
-        self.clock: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)  # step, backwards in it, index in the batch axis
+        # step, backwards in it, index in the batch axis; None: the scheduler is stepped elsewhere, and torch's generator draws
+        self.clock: Callable[[], tuple[int, int, int]] | None = None
         self.wrappers: list[tuple[nn.Module, Around]] = []
 
     def wrap(self, layers: list[nn.Module], found: str) -> None:
@@ -145,6 +146,14 @@ class TokenDrop:
             unwrap(layer, around)
         self.wrappers = []
 
+    def _begin(self, number: int) -> torch.Generator | None:
+        """Take the step's number of tokens; returns what draws those of layer `number`."""
+        if self.clock is None:
+            return None
+        step, backwards, index = self.clock()
+        self.scheduler.update_seq(step)
+        return generator_of(self.seed, step, backwards, number, index)
+
     def _around(self, number: int) -> Around:
         """What runs around the calls of layer `number`."""
 
@@ -157,12 +166,10 @@ class TokenDrop:
                     f"random_ltd: the first argument of {type(layer).__name__} must be hidden states of three dimensions"
                 )
             self._check_mask(layer, args, kwargs)
-            step, backwards, index = self.clock()
-            self.scheduler.update_seq(step)
+            generator = self._begin(number)
             whole, kept = x.shape[self.token_dim], self.scheduler.current
             if kept >= whole:
                 return run(*args, **kwargs)
-            generator = generator_of(self.seed, step, backwards, number, index)
             rows = x.shape[1 - self.token_dim]
             others = [*args[1:], *(value for key, value in kwargs.items() if key != "cache_position")]
             is_shared = any(_has_only_tokens(value, whole) for value in _tensors(others))
@@ -190,10 +197,35 @@ class TokenDrop:
                 )
 
 
-def draw(rows: int, whole: int, kept: int, generator: torch.Generator, device: torch.device) -> Tensor:
+def draw(rows: int, whole: int, kept: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """`kept` of `whole` tokens for each of the rows, ascending: int64 [rows, kept]."""
     scores = torch.rand(rows, whole, generator=generator)
     return scores.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values.to(device, non_blocking=True)
+
+
+class RandomLayerTokenDrop(nn.Module):
+    """A layer of which a script that has no engine, or steps the schedule itself, drops tokens; `init_config` begins that.
+
+    Tokens are drawn by torch's generator of the CPU, anew for each layer and call.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.random_ltd_layer = layer
+        self.random_ltd_scheduler: RandomLTDScheduler | None = None
+        self._around: Around | None = None
+
+    def init_config(self, config: Mapping[str, Any], scheduler: RandomLTDScheduler, random_ltd_layer_id: int) -> None:
+        """config: the block `random_ltd`, of which `model_mask_name` and `hidden_state_order` count."""
+        options = {"model_mask_name": None, "hidden_state_order": "batch_seq_dim", **config}
+        self.random_ltd_scheduler = scheduler
+        self._around = TokenDrop({**options, "random_ltd_layer_id": [random_ltd_layer_id]}, 0, scheduler)._around(
+            random_ltd_layer_id
+        )
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        layer = self.random_ltd_layer
+        return layer(hidden_states, **kwargs) if self._around is None else self._around(layer, layer, hidden_states, **kwargs)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -1,0 +1,420 @@
+"""Compression of single modules and tensors by DeepSpeed's names: `deepspeed.compression.helper` and `.basic_layer`,
+`deepspeed.runtime.quantize` and `.weight_quantizer`. The config's blocks (docs/COMPRESSION.md) do the same for a whole model.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.compat.sequence import exchange_of
+from slipstream.compat.utils import logger
+from slipstream.compression import LinearLayer_Compress, init_compression
+from slipstream.compression.compress import BLOCK, HEAD, SPARSE, TECHNIQUES, WEIGHT, own_clock, read_block
+from slipstream.compression.layers import Compressed, can_compress, compress
+from slipstream.compression.quantize import quantized
+from slipstream.config.compression import CompressionTraining
+from slipstream.parallel.exchange import Exchange, enter, gather_from, leave, scatter_to
+
+# -- deepspeed.compression.helper --
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The attribute at a path such as "encoder.layer.0"."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set the attribute at a path."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def is_module_compressible(module: nn.Module, mpu: Any = None) -> bool:
+    return can_compress(module) or _sliced_kind(module, mpu) is not None
+
+
+def module_replacement(
+    model: nn.Module, module_name: str, compression_technique: Mapping[str, Mapping[str, Any]] | None = None, mpu: Any = None
+) -> None:
+    """Make a module a compressed one, which keeps its parameters, and switch techniques on in it.
+
+    compression_technique: {technique: the values of its shared_parameters and of a group's params, in one}. mpu: whose
+    ColumnParallelLinear and RowParallelLinear are compressed, too. Raises ValueError for another module, or values out of range.
+    """
+    module = recursive_getattr(model, module_name)
+    sliced = _sliced_kind(module, mpu)
+    if sliced is not None:
+        recursive_setattr(model, module_name, sliced.of(mpu, module))
+        module = recursive_getattr(model, module_name)
+        module.set_up(own_clock(model))
+    if not can_compress(module):
+        raise ValueError(f"{module_name} is a {type(module).__name__}, and only Linear, Conv2d, Embedding and BatchNorm2d compress")
+    compress(module, own_clock(model))
+    enabled = {name: values for name, values in (compression_technique or {}).items() if values["enabled"]}
+    if enabled:
+        init_compression(model, {BLOCK: {name: _block(name, values, module_name) for name, values in enabled.items()}})
+
+
+def _block(technique: str, values: Mapping[str, Any], module_name: str) -> dict[str, Any]:
+    """A technique's block of the config, for one module."""
+    if technique not in TECHNIQUES:
+        raise ValueError(f"{technique!r} is no technique of {BLOCK}: {', '.join(TECHNIQUES)}")
+    part = type(getattr(CompressionTraining(), technique))
+    group = get_args(part.model_fields["different_groups"].annotation)[1]
+    params = {*type(group().params).model_fields} & {*values}
+    shared = {name: value for name, value in values.items() if name not in params}
+    if isinstance(shared.get("fp16_mixed_quantize"), bool):
+        ratio = {"quantize_change_ratio": shared.pop("quantize_change_ratio")} if "quantize_change_ratio" in shared else {}
+        shared["fp16_mixed_quantize"] = {"enabled": shared["fp16_mixed_quantize"], **ratio}
+    own = {"params": {name: values[name] for name in params}, "modules": [f"^{re.escape(module_name)}$"]}
+    return {"shared_parameters": shared, "different_groups": {module_name: own}}
+
+
+def fix_compression(
+    model: nn.Module,
+    module_name: str,
+    compression_technique: Mapping[str, Mapping[str, Any]],
+    mask: Tensor | None = None,
+    dim_reduction: bool = False,
+) -> Tensor | None:
+    """Make the result of the first technique that is enabled the module's own parameters. Returns what it keeps, bool, if related
+    modules are to lose the rest.
+
+    dim_reduction: the module loses rows, heads or channels in place of setting them to zero. mask: of another module, whose
+    counterparts this one loses: inputs for rows and channels, outputs for heads.
+    """
+    layer = recursive_getattr(model, module_name)
+    for technique, values in compression_technique.items():
+        if not values.get("enabled") and mask is None:
+            continue
+        if mask is not None:
+            keep = layer.keep_outputs if technique == HEAD or isinstance(layer, nn.BatchNorm2d) else layer.keep_inputs
+            keep(_widened(mask, layer.weight.shape[0]) if technique == HEAD else mask.view(-1))
+            return mask if technique == HEAD else None
+        found: Tensor | None = layer.fix(TECHNIQUES[technique])
+        if found is None or technique in (WEIGHT, SPARSE):
+            return None
+        if dim_reduction and technique == HEAD:
+            layer.keep_inputs(_widened(found, layer.weight.shape[1]))
+        elif dim_reduction:
+            layer.keep_outputs(found)
+        return found
+    return None
+
+
+def _widened(heads: Tensor, count: int) -> Tensor:
+    return heads.reshape(-1).repeat_interleave(count // heads.numel())
+
+
+# -- deepspeed.compression.basic_layer: Megatron's layers, of which each rank has a part --
+
+
+class _Parallel(LinearLayer_Compress):
+    """A compressed linear layer of which each rank of an mpu's model-parallel group has a part."""
+
+    names: tuple[str, ...]  # of options, beside `bias`
+    mpu: Any
+
+    @classmethod
+    def of(cls, mpu: Any, module: Any) -> _Parallel:
+        """A compressed layer of an mpu's own layer, with its parameters."""
+        bias = getattr(module, "bias", None)
+        options = {name: getattr(module, name) for name in cls.names}
+        with torch.device("meta"):
+            made = cls(mpu, module.input_size, module.output_size, bias=bias is not None, **options)
+        made.weight = module.weight
+        made.register_parameter("bias", bias)
+        return made
+
+    def _build(self, mpu: Any, sizes: tuple[int, int], bias: bool, cut: int, **options: bool) -> None:
+        ranks = mpu.get_model_parallel_world_size()
+        if sizes[cut] % ranks:
+            raise ValueError(f"{type(self).__name__}: {ranks} model-parallel ranks do not divide {sizes[cut]} features")
+        own = [size // ranks if i == cut else size for i, size in enumerate(sizes)]
+        LinearLayer_Compress.__init__(self, *own, bias=bias)
+        self.mpu, (self.input_size, self.output_size) = mpu, sizes
+        vars(self).update(options)
+
+    @functools.cached_property
+    def _exchange(self) -> Exchange:
+        return exchange_of(self.mpu.get_model_parallel_group(), self.weight.device)
+
+    def _product(self, x: Tensor, with_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """The product with the compressed weight, and the bias that it has not added."""
+        if self.activation_bits and self.is_on("activation"):
+            x = self.compressed_input(x)
+        used = self.compressed()
+        bias = used.get("bias")
+        return nn.functional.linear(x, used["weight"], bias if with_bias else None), None if with_bias else bias
+
+
+class ColumnParallelLinear_Compress(_Parallel):
+    """Megatron's ColumnParallelLinear: a rank has a part of the outputs. Returns (output, bias), bias None if it has been added."""
+
+    names = ("gather_output", "skip_bias_add")
+
+    def __init__(
+        self,
+        mpu: Any,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        skip_bias_add: bool = False,
+    ) -> None:
+        self._build(mpu, (input_size, output_size), bias, 1, gather_output=gather_output, skip_bias_add=skip_bias_add)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        options, exchange = vars(self), self._exchange
+        y, bias = self._product(enter(input_, exchange), not options["skip_bias_add"])
+        return gather_from(y, exchange, y.dim() - 1) if options["gather_output"] else y, bias
+
+
+class RowParallelLinear_Compress(_Parallel):
+    """Megatron's RowParallelLinear: a rank has a part of the inputs. Returns (output, bias), bias None if it has been added."""
+
+    names = ("input_is_parallel", "skip_bias_add")
+
+    def __init__(
+        self,
+        mpu: Any,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        skip_bias_add: bool = False,
+    ) -> None:
+        self._build(mpu, (input_size, output_size), bias, 0, input_is_parallel=input_is_parallel, skip_bias_add=skip_bias_add)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        options, exchange = vars(self), self._exchange
+        own = input_ if options["input_is_parallel"] else scatter_to(input_, exchange, input_.dim() - 1)
+        y, bias = self._product(own, False)
+        y = leave(y, exchange)
+        return (y, bias) if options["skip_bias_add"] or bias is None else (y + bias, None)
+
+
+def _sliced_kind(module: nn.Module, mpu: Any) -> type[_Parallel] | None:
+    if isinstance(module, Compressed):
+        return None
+    kinds: Iterable[type[_Parallel]] = (ColumnParallelLinear_Compress, RowParallelLinear_Compress)
+    theirs = ((kind, getattr(mpu, kind.__name__.removesuffix("_Compress"), None)) for kind in kinds)
+    return next((kind for kind, own in theirs if own is not None and isinstance(module, own)), None)
+
+
+# -- deepspeed.runtime.quantize --
+
+
+class Quantizer:
+    """MoQ's steps over parameters of a script's own, which have `start_bits`, `target_bits` and `q_period` as attributes.
+
+    Each `quantize` is a step: a parameter whose period has passed loses a bit, its period doubles, and its values are rounded in
+    place. q_type: "symmetric" (or 0) or "asymmetric"; q_rounding: "nearest" (or 0) or "stochastic". q_mixed_fp16: after a change,
+    the exact values fade out by `q_change_ratio` a step. use_quantizer_kernel: the formulas are the same, of 3 bits and more.
+    """
+
+    def __init__(
+        self,
+        q_groups: int = 1,
+        q_mixed_fp16: bool = False,
+        q_change_ratio: float = 0.01,
+        q_type: str | int = 0,
+        q_rounding: str | int = 0,
+        q_verbose: bool = False,
+        q_eigenvalue: bool = False,
+        use_quantizer_kernel: bool = False,
+        layer_num: int = 0,
+    ) -> None:
+        self.q_groups, self.q_mixed_fp16, self.q_change_ratio = q_groups, q_mixed_fp16, q_change_ratio
+        self.q_type, self.q_rounding, self.q_verbose, self.q_eigenvalue = q_type, q_rounding, q_verbose, q_eigenvalue
+        self.use_quantizer_kernel, self.layer_num = use_quantizer_kernel, layer_num
+        self.qsteps, self.quantize_real_ratio = 0, 1.0
+        self._seen: list[Any] = []
+
+    def any_precision_switch(self) -> bool:
+        """Whether a parameter loses a bit in the next step; True before the first one."""
+        ahead = self.qsteps + 1
+        return not self._seen or any(p.start_bits != p.target_bits and ahead >= p.q_period for p in self._seen)
+
+    def step(self) -> None:
+        self.qsteps += 1
+
+    def update_fp16_ratio(self) -> None:
+        if self.q_mixed_fp16:
+            self.quantize_real_ratio = max(0.0, self.quantize_real_ratio - self.q_change_ratio)
+
+    @torch.no_grad()
+    def quantize(
+        self,
+        parameter_group: Sequence[Sequence[Any]],
+        overflow: bool,
+        eigenvalue_enabled: bool,
+        block_eigenvalue: Mapping[int, tuple[float, int]] | None = None,
+    ) -> None:
+        """A step over groups of parameters; those of one dimension or without `start_bits` stay. A step that overflowed does not
+        count, unless eigenvalues are measured. block_eigenvalue: what `Eigenvalue.compute_eigenvalue` returns."""
+        if overflow and not eigenvalue_enabled:
+            return
+        self.step()
+        self.update_fp16_ratio()
+        self._seen = [p for group in parameter_group for p in group if p.dim() > 1 and getattr(p, "start_bits", None)]
+        for p in self._seen:
+            eigenvalue, layer = (block_eigenvalue or {}).get(id(p), (0.0, 0))
+            p.data.copy_(self.compute_quantization(p, layer, 1 + math.floor(4 * eigenvalue)))
+
+    def compute_quantization(self, input: Any, index: int = 0, factor: int = 1) -> Tensor:
+        """The parameter's rounded values in this step; counts its schedule. Raises ValueError for bits below the target's."""
+        if input.start_bits != input.target_bits and self.qsteps >= input.q_period:
+            self.quantize_real_ratio = 1.0
+            input.q_period *= 2 * factor
+            input.start_bits -= 1
+            if self.q_verbose:
+                state = (input.start_bits, self.qsteps, input.q_period, index)
+                logger.info("quantization: %d bits at step %d, period %d, layer %d", *state)
+        least = 3 if self.use_quantizer_kernel else 1
+        if input.start_bits < max(input.target_bits, least):
+            raise ValueError(f"start_bits ({input.start_bits}) is below target_bits ({input.target_bits}), or the least, {least}")
+        exact = input.detach()
+        value = self.quantize_highbit(exact, input.start_bits)
+        share = self.quantize_real_ratio if self.q_mixed_fp16 else 0.0
+        return share * exact + (1 - share) * value if share else value
+
+    def quantize_highbit(self, inputs: Tensor, num_bits: int) -> Tensor:
+        """Values rounded to so many bits. Raises ValueError for asymmetric or stochastic rounding to 1 or 2."""
+        symmetric, nearest = self.q_type in (0, "symmetric"), self.q_rounding in (0, "nearest", "nearest_neighbor")
+        if num_bits <= 2 and not (symmetric and nearest):
+            raise ValueError(f"{num_bits} bits are symmetric and rounded to the nearest only: q_type {self.q_type!r} is not")
+        return quantized(inputs, num_bits, self.q_groups, "symmetric" if symmetric else "asymmetric", not nearest)
+
+    def quantize_tenary(self, inputs: Tensor) -> Tensor:
+        return quantized(inputs, 2, self.q_groups)
+
+    def quantize_binary(self, inputs: Tensor) -> Tensor:
+        return quantized(inputs, 1, self.q_groups)
+
+
+def quantize_training(blocks: Mapping[str, Any]) -> tuple[Any, ...]:
+    """DeepSpeed's nine values of weight quantization: quantize_weight_in_forward, enabled, quantize_groups, fp16_mixed_quantize,
+    quantize_change_ratio, quantization_type, rounding, quantize_verbose, quantizer_kernel."""
+    shared = read_block(blocks).weight_quantization.shared_parameters
+    first = (shared.quantize_weight_in_forward, shared.enabled, shared.quantize_groups)
+    mixed = (shared.fp16_mixed_quantize.enabled, shared.fp16_mixed_quantize.quantize_change_ratio)
+    return (*first, *mixed, shared.quantization_type, shared.rounding, shared.quantize_verbose, shared.quantizer_kernel)
+
+
+# -- deepspeed.runtime.weight_quantizer --
+
+_SCALES = {  # a part of a Megatron key -> the list of its scales
+    "mlp.dense_4h_to_h.weight": "mlp4hh_scales",
+    "mlp.dense_h_to_4h.weight": "mlph4h_scales",
+    "attention.query_key_value.weight": "qkv_scales",
+    "attention.dense.weight": "dense_scales",
+}
+
+
+class WeightQuantization:
+    """Quantizes weights after training to int8 codes and a scale per group, in a Megatron state dict or in a model's layers.
+
+    A code is round(w 2^bits / (2 max|w| + 1e-5)) of its group. mlp_extra_grouping: matrices of an MLP, by their shape, have twice
+    as many groups. mp_size: of how many slices a matrix is one.
+    """
+
+    def __init__(self, mlp_extra_grouping: bool = True, mp_size: int = 1) -> None:
+        self.mlp_extra_grouping, self.mp_size = mlp_extra_grouping, mp_size
+        self.dense_scales = list[Tensor]()
+        self.qkv_scales, self.mlp4hh_scales, self.mlph4h_scales = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def quantize_data(self, data: Tensor, quantize_bits: int, groups: int, key: str | None = None) -> tuple[Tensor, Tensor]:
+        """(int8 in the shape of data, fp32 [groups, 1]: codes of 1). Raises ValueError if groups do not divide it."""
+        if data.numel() % groups or not 2 <= quantize_bits <= 8:
+            raise ValueError(f"{groups} groups must divide {data.numel()} elements, and bits ({quantize_bits}) be 2 to 8: {key}")
+        flat = data.detach().float().reshape(groups, -1)
+        scale = 2**quantize_bits / (2 * flat.abs().amax(1, keepdim=True) + 1e-5)
+        half = 2 ** (quantize_bits - 1)
+        return (flat * scale).round().clamp(-half, half - 1).to(torch.int8).view(data.shape), scale
+
+    def _has_ratio(self, data: Tensor, ratio: int, count: int = 1) -> bool:
+        rows, columns = data.shape
+        return self.mp_size * count * rows == ratio * columns or self.mp_size * count * columns == ratio * rows
+
+    def is_mlp(self, data: Tensor, merge_count: int = 1) -> bool:
+        return self._has_ratio(data, 4, merge_count)
+
+    def is_qkv(self, data: Tensor) -> bool:
+        return self._has_ratio(data, 3)
+
+    def Quantize(self, value_list: list[Tensor], quantize_bits: int, groups: int, key: str, merge_dim: int = 0) -> list[Tensor]:
+        """Quantize the slices of one matrix, in place of them in the list, and keep their scales by the key."""
+        groups *= 2 if self.mlp_extra_grouping and self.is_mlp(value_list[0], len(value_list)) else 1
+        pairs = [self.quantize_data(data, quantize_bits, groups, key) for data in value_list]
+        value_list[:] = [codes for codes, _ in pairs]
+        name = next((name for part, name in _SCALES.items() if part in key), "dense_scales")
+        getattr(self, name).append(1 / torch.cat([scale for _, scale in pairs], merge_dim).view(1, -1))
+        return value_list
+
+    def merge_layer_scales(self, layer_scales: Sequence[Tensor]) -> Tensor:
+        """Rows of scales as one [1, rows, most columns], with zeros behind shorter ones."""
+        widest = max(scale.shape[-1] for scale in layer_scales)
+        return torch.cat([nn.functional.pad(scale, (0, widest - scale.shape[-1])) for scale in layer_scales])[None]
+
+    def _layers(self) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        return zip(self.qkv_scales, self.dense_scales, self.mlph4h_scales, self.mlp4hh_scales, strict=True)
+
+    def merge_scales(self) -> Tensor:
+        """[layers, 4, columns]: query-key-value, dense, h to 4h, 4h to h."""
+        return torch.cat([self.merge_layer_scales(scales) for scales in self._layers()])
+
+    def merge_scales_split(self, split_count: int) -> list[Tensor]:
+        """`merge_scales` of each of the parts that model-parallel ranks get."""
+        parts = ([scale.view(1, -1).chunk(split_count, 1) for scale in scales] for scales in self._layers())
+        layers = [[self.merge_layer_scales(part) for part in zip(*scales, strict=True)] for scales in parts]
+        return [torch.cat(part) for part in zip(*layers, strict=True)]
+
+    def sd_quantize_megatron(
+        self, sd: MutableMapping[str, Tensor], quantize_bits: int, groups: int
+    ) -> tuple[MutableMapping[str, Tensor], Tensor]:
+        """Quantize the matrices of a Megatron state dict, in place; returns it and their scales."""
+        for key in sd:
+            if any(part in key for part in _SCALES):
+                (sd[key],) = self.Quantize([sd[key]], quantize_bits, groups, key)
+        return sd, self.merge_scales()
+
+    @torch.no_grad()
+    def model_quantize(
+        self,
+        model: nn.Module,
+        quantize_policy: Mapping[type[nn.Module], Callable[[nn.Module], Any]] | None,
+        quantize_bits: int,
+        groups: int,
+    ) -> tuple[nn.Module, Tensor]:
+        """Replace the matrices of a model's layers by their codes, in the layers' own dtype. Returns it and their scales.
+
+        quantize_policy: {class of a layer: a function of it that returns an object whose `attention()` and `mlp()` are tuples with
+        the matrices as [1] and [3], as DeepSpeed's injection policies}. Raises ValueError if no layer is of a class of it.
+        """
+        every = []
+        for layer in model.modules():
+            policy = (quantize_policy or {}).get(type(layer))
+            if policy is None:
+                continue
+            found = policy(layer)
+            scales = []
+            for weight in (found.attention()[1], found.attention()[3], found.mlp()[1], found.mlp()[3]):
+                extra = 2 if self.mlp_extra_grouping and self.is_mlp(weight) else 3 if self.is_qkv(weight) else 1
+                codes, scale = self.quantize_data(weight, quantize_bits, groups * extra)
+                weight.copy_(codes)
+                scales.append(1 / scale.view(1, -1))
+            every.append(self.merge_layer_scales(scales))
+        if not every:
+            raise ValueError(
+                f"model_quantize(): {type(model).__name__} has no layer of a class in quantize_policy, which must be given; "
+                "init_inference(dtype=torch.int8) serves a whole model of transformers in 8 bits"
+            )
+        return model, torch.cat(every)

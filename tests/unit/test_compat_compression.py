@@ -1,0 +1,303 @@
+"""DeepSpeed's names for compression, and the data, of single modules: against formulas, and what the config's blocks do."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream import compression
+from slipstream.compression.quantize import quantized
+from slipstream.data.sampler import CurriculumOrder, CurriculumPlace
+from slipstream.optim import OneBitLamb
+from slipstream.train.random_ltd import RandomLTDScheduler
+from tests import toy
+from tests.unit.test_compat import deepspeed, make, step  # noqa: F401 (fixtures)
+from tests.unit.test_compression import Net, block, technique
+from tests.unit.test_curriculum_data import VALUES, metric
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
+
+
+def load(module: str) -> Any:
+    return importlib.import_module(f"deepspeed.{module}")
+
+
+def test_one_module_is_compressed_as_by_the_config() -> None:
+    helper, names = load("compression.helper"), ("first", "second")
+    by_config, by_name, x = Net(), Net(), torch.randn(5, 8)
+    shared, params = {"quantize_groups": 4, "schedule_offset": 0}, {"start_bits": 6, "target_bits": 4, "quantization_period": 2}
+    compression.init_compression(by_config, block(weight_quantization=technique(shared, list(names), **params)))
+    flat = {"enabled": True, "fp16_mixed_quantize": False, "quantize_change_ratio": 0.1, **shared, **params}
+    for name in names:
+        helper.module_replacement(by_name, name, {"weight_quantization": flat, "row_pruning": {"enabled": False}})
+    assert isinstance(helper.recursive_getattr(by_name, "first"), compression.LinearLayer_Compress)
+    for _ in range(4):
+        assert torch.equal(by_name(x), by_config(x)) and not torch.equal(by_name(x), Net()(x))
+        for net in (by_name, by_config):
+            compression.compression_scheduler(net).step()
+    for name in names:
+        assert helper.fix_compression(by_name, name, {"weight_quantization": flat}) is None
+    compression.redundancy_clean(by_config, block(weight_quantization=technique(shared, list(names), **params)))
+    assert torch.equal(by_name.first.weight, by_config.first.weight)
+    helper.recursive_setattr(by_name, "head", nn.Identity())
+    assert isinstance(by_name.head, nn.Identity)
+    with pytest.raises(ValueError, match="first is a Tanh"):
+        helper.module_replacement(nn.ModuleDict({"first": nn.Tanh()}), "first")
+    with pytest.raises(ValueError, match="'rows' is no technique"):
+        helper.module_replacement(Net(), "first", {"rows": {"enabled": True}})
+
+
+def test_rows_that_are_fixed_leave_the_next_layer() -> None:
+    helper, net, x = load("compression.helper"), Net(), torch.randn(5, 8)
+    rows = {"row_pruning": {"enabled": True, "schedule_offset": 0, "method": "l1", "dense_ratio": 0.25}}
+    helper.module_replacement(net, "first", rows)
+    helper.module_replacement(net, "second")
+    masked = net(x)
+    mask = helper.fix_compression(net, "first", rows, dim_reduction=True)
+    assert mask.sum() == 4 and helper.fix_compression(net, "second", rows, mask=mask, dim_reduction=True) is None
+    assert net.first.weight.shape == (4, 8) and net.second.weight.shape == (16, 4)
+    torch.testing.assert_close(net(x), masked)
+
+
+def test_heads_that_are_fixed_leave_what_makes_them() -> None:
+    helper = load("compression.helper")
+    attention = nn.ModuleDict({"value": nn.Linear(8, 8), "output": nn.Linear(8, 8)})
+    heads = {"head_pruning": {"enabled": True, "schedule_offset": 0, "num_heads": 4, "dense_ratio": 0.5}}
+    helper.module_replacement(attention, "output", heads)
+    helper.module_replacement(attention, "value")
+    x = torch.randn(3, 8)
+    masked = attention["output"](attention["value"](x))
+    mask = helper.fix_compression(attention, "output", heads, dim_reduction=True)
+    helper.fix_compression(attention, "value", heads, mask=mask, dim_reduction=True)
+    assert attention["output"].weight.shape == (8, 4) and attention["value"].weight.shape == (4, 8)
+    torch.testing.assert_close(attention["output"](attention["value"](x)), masked)
+
+
+def test_layers_and_quantizers_are_made_by_their_classes() -> None:
+    basic = load("compression.basic_layer")
+    layer = basic.LinearLayer_Compress(8, 4, bias=False)
+    assert torch.equal(layer(x := torch.randn(2, 8)), x @ layer.weight.t())
+    act = basic.QuantAct(act_range_momentum=0.5, quant_mode="asymmetric")
+    first, second = torch.tensor([-1.0, 0.3, 3.0]), torch.tensor([-3.0, 0.1, 1.0])
+    act(first, 4)
+    x = second.clone().requires_grad_()
+    act(x, 4).sum().backward()
+    assert act.x_min_max.tolist() == [-2.0, 2.0] and torch.equal(x.grad, torch.ones(3))
+    act.eval()
+    assert act(torch.tensor([9.0]), 4, None, None).item() == pytest.approx(-2 + 15 * 0.25) and act.x_min_max.tolist() == [-2.0, 2.0]
+    with pytest.raises(ValueError, match="quant_mode"):
+        basic.QuantAct(quant_mode="served")
+
+
+class OneRank:
+    """An mpu of one rank."""
+
+    class ColumnParallelLinear(nn.Linear):
+        gather_output, skip_bias_add, input_size, output_size = True, True, 8, 4
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
+def test_layers_of_an_mpu_are_replaced() -> None:
+    model = nn.ModuleDict({"up": OneRank.ColumnParallelLinear(8, 4)})
+    plain = copy.deepcopy(model["up"])
+    flat = {"enabled": True, "quantize_groups": 4, "start_bits": 4, "target_bits": 4}
+    helper, mpu = load("compression.helper"), OneRank()
+    assert helper.is_module_compressible(model["up"], mpu)
+    helper.module_replacement(model, "up", {"weight_quantization": flat}, mpu)
+    assert type(model["up"]) is load("compression.basic_layer").ColumnParallelLinear_Compress
+    assert torch.equal(model["up"].weight, plain.weight) and torch.equal(model["up"].bias, plain.bias)
+    assert torch.equal(model["up"].compressed()["weight"], quantized(plain.weight, 4, 4))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_moq_over_parameters_of_a_script(mixed: bool) -> None:
+    quantizer = load("runtime.quantize").Quantizer(2, mixed, 0.25, "asymmetric", "nearest", layer_num=1)
+    torch.manual_seed(0)
+    p, vector = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8))
+    p.start_bits, p.target_bits, p.q_period = 8, 6, 2
+    assert quantizer.any_precision_switch()
+    bits, period, ratio = 8, 2, 1.0
+    for steps in range(1, 14):
+        exact = torch.randn(4, 8)
+        p.data.copy_(exact)
+        quantizer.quantize([[p, vector]], overflow=False, eigenvalue_enabled=True, block_eigenvalue={id(p): (0.25, 3)})
+        ratio = max(0.0, ratio - 0.25) if mixed else 0.0
+        if bits > 6 and steps >= period:
+            bits, period, ratio = bits - 1, 2 * period * 2, 1.0 if mixed else 0.0
+        assert (p.start_bits, p.q_period) == (bits, period)
+        torch.testing.assert_close(p.data, ratio * exact + (1 - ratio) * quantized(exact, bits, 2, "asymmetric"))
+        assert quantizer.any_precision_switch() == (bits > 6 and steps + 1 >= period)
+    before = p.detach().clone()
+    quantizer.quantize([[p]], overflow=True, eigenvalue_enabled=False)
+    assert torch.equal(p, before) and quantizer.qsteps == 13
+    p.start_bits = p.target_bits = 2
+    with pytest.raises(ValueError, match="2 bits are symmetric"):
+        quantizer.quantize([[p]], False, False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.dense, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+
+class Policy:
+    def __init__(self, layer: Block) -> None:
+        self.layer = layer
+
+    def attention(self) -> tuple[Any, ...]:
+        return None, self.layer.qkv.weight, None, self.layer.dense.weight
+
+    def mlp(self) -> tuple[Any, ...]:
+        return None, self.layer.up.weight, None, self.layer.down.weight
+
+
+def test_weights_are_quantized_after_training() -> None:
+    made, blocks = load("runtime.weight_quantizer").WeightQuantization(), [Block(), Block()]
+    keys = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    sd: dict[str, Tensor] = {}
+    for i, each in enumerate(blocks):
+        sd |= {f"{i}.{key}.weight": layer.weight for key, layer in zip(keys, each.children(), strict=True)}
+        sd[f"{i}.norm"] = torch.ones(8)
+    exact = dict(sd)
+    codes, scales = made.sd_quantize_megatron(sd, 8, 2)
+    assert scales.shape == (2, 4, 4) and codes["0.norm"] is exact["0.norm"]  # matrices of the MLP have 4 groups
+    for i in range(2):
+        for row, key in enumerate(f"{i}.{key}.weight" for key in keys):
+            groups = 4 if "mlp" in key else 2
+            values = codes[key].view(groups, -1) * scales[i, row, :groups, None]
+            assert codes[key].dtype is torch.int8 and not scales[i, row, groups:].any()
+            assert (values - exact[key].view(groups, -1)).abs().max() <= 1.01 * scales[
+                i, row
+            ].max()  # the largest has no code of its own
+    parts = made.merge_scales_split(2)
+    assert torch.equal(parts[1][:, 0, 0], scales[:, 0, 1]) and parts[0].shape == (2, 4, 2)
+    model = nn.Sequential(*copy.deepcopy(blocks))
+    _, again = load("runtime.weight_quantizer").WeightQuantization().model_quantize(model, {Block: Policy}, 8, 2)
+    assert torch.equal(model[1].dense.weight, codes["1.attention.dense.weight"].float()) and again.shape == (2, 4, 6)
+    with pytest.raises(ValueError, match="no layer of a class in quantize_policy"):
+        made.model_quantize(model, None, 8, 2)
+    with pytest.raises(ValueError, match="5 groups must divide"):
+        made.quantize_data(blocks[0].dense.weight, 8, 5)
+
+
+def sampler(metrics: dict[str, Any], rank: int, world: int, micro: int, **more: Any) -> Any:
+    curriculum = {"enabled": bool(metrics), "curriculum_metrics": metrics}
+    config = {"seed": 3, "data_sampling": {"num_epochs": 2, "curriculum_learning": curriculum}}
+    return load("runtime.data_pipeline.data_sampling.data_sampler").DeepSpeedDataSampler(
+        config, len(VALUES), micro, rank, world, None, 8 // (micro * world), rank, **more
+    )
+
+
+def test_a_sampler_of_samples_that_are_easy_enough(tmp_path: Path) -> None:
+    metrics = {"rarity": metric(tmp_path, VALUES)}
+    two = [sampler(metrics, rank, 2, 2) for rank in range(2)]
+    drawn = [a + b for a, b in zip(*two, strict=True)]
+    assert len(two[0]) == 2 * 44 == 4 * len(drawn) and [*map(len, drawn)] == [4] * 22
+    flat = [sample for batch in drawn for sample in batch]
+    for at in range(0, len(flat), 8):
+        assert max(VALUES[sample] for sample in flat[at : at + 8]) <= min(10, 2 + at // 8 + 1)
+    one, half = sampler(metrics, 0, 1, 4), sampler(metrics, 0, 1, 4)
+    for _, batch in zip(range(5), half, strict=False):
+        assert len(batch) == 4
+    assert half.consumed_samples == 16 and half.curriculum_step == 3 and half.current_difficulties == {"rarity": 5}
+    resumed = [sampler(metrics, rank, 2, 2) for rank in range(2)]
+    for each in resumed:
+        each.load_state_dict(half.state_dict())
+    assert [a + b for a, b in zip(*resumed, strict=True)] == [*one][4:]
+    with pytest.raises(ValueError, match="no metric 'rarity' of schedule_type 'custom'"):
+        one.set_custom_curriculum_learning_schedule({"rarity": lambda step: 3})
+    with pytest.raises(ValueError, match="over 44 samples"):
+        one.load_state_dict({"length": 3})
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        sampler(metrics, 2, 2, 2)
+
+
+def test_a_sampler_without_a_curriculum_draws_all() -> None:
+    batches = [*sampler({}, 0, 1, 8, drop_last=False)]
+    first, last = [sample for batch in batches[:5] for sample in batch], batches[-1]
+    assert len(set(first)) == 40 and len(last) == 8 and sum(map(len, batches)) == 88
+    order, place = CurriculumOrder({}, 44, 3, 8), CurriculumPlace()
+    assert batches[0] == order.draw(place, 8)[0].tolist()
+
+
+class Mixing(nn.Module):
+    """A layer whose output tells which tokens it has seen: each is increased by one; the mask is kept for the test."""
+
+    seen: Any = None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
+        self.seen = x.shape[1], mask
+        return x + 1, None
+
+
+def test_a_layer_of_a_script_drops_tokens() -> None:
+    drop = load("runtime.data_pipeline.data_routing.basic_layer").RandomLayerTokenDrop(Mixing())
+    x, mask = torch.zeros(2, 12, 4), torch.arange(144.0).view(1, 1, 12, 12).expand(2, -1, -1, -1)
+    assert torch.equal(drop(x, mask=mask)[0], x + 1)  # before init_config
+    schedule = {"min_value": 4, "max_value": 12, "schedule_type": "fixed_linear"}
+    steps = {"schedule_config": {"require_steps": 4, "seq_per_step": 4}}
+    config = {"total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [1], "model_mask_name": "mask"}
+    config |= {"random_ltd_schedule": schedule | steps, "hidden_state_order": "batch_seq_dim", "model_type": "decoder"}
+    scheduler = RandomLTDScheduler(config)
+    drop.init_config(config, scheduler, 1)
+    outputs = [drop(x, mask=mask)[0] for _ in range(2)]
+    for out in outputs:
+        assert torch.equal(out.sum((1, 2)), torch.full((2,), 16.0)) and set(out.unique().tolist()) == {0.0, 1.0}
+    assert not torch.equal(*outputs)
+    length, seen = drop.random_ltd_layer.seen
+    kept = outputs[1][0, :, 0].nonzero().view(-1)
+    assert length == 4 and torch.equal(seen[0, 0], mask[0, 0][kept][:, kept])
+    scheduler.update_seq(4)
+    assert torch.equal(drop(x, mask=mask)[0], x + 1)
+    scheduler.set_current_seq(4)
+    assert torch.equal(drop.eval()(x, mask=mask)[0], x + 1)
+    assert [*drop.state_dict()] == [*Mixing().state_dict()]
+
+
+def test_an_engine_tells_its_compression(deepspeed: Any) -> None:  # noqa: F811
+    curved = {"enabled": False, "max_iter": 7, "layer_name": "blocks"}
+    weights = {"shared_parameters": {"enabled": True, "rounding": "stochastic"}, "different_groups": {"a": {"modules": ["head"]}}}
+    engine = make(deepspeed, 1, eigenvalue=curved, compression_training={"weight_quantization": weights})
+    assert (engine.eigenvalue_max_iter(), engine.eigenvalue_layer_name(), engine.eigenvalue_tol()) == (7, "blocks", 1e-2)
+    assert not engine.eigenvalue_enabled()
+    assert engine.quantize_training() == (False, True, 1, False, 0.001, "symmetric", "stochastic", False, False)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_a_one_bit_optimizer_tells_its_phase(deepspeed: Any, kind: str) -> None:  # noqa: F811
+    freeze = {"var_freeze_step": 2, "local_step_clipper": 1} if kind == "ZeroOneAdam" else {"freeze_step": 2}
+    engine = make(deepspeed, 1, optimizer={"type": kind, "params": {"lr": 1e-3, **freeze}})
+    inner, key = engine.optimizer.optimizer, "lamb_freeze_key" if kind == "OneBitLamb" else "adam_freeze_key"
+    found = []
+    for number in range(3):
+        found.append((getattr(inner, key), getattr(engine.optimizer, key), bool(inner.worker_errors)))
+        step(engine, number)
+    assert [pair[:2] for pair in found] == [(False, False), (False, False), (True, True)] and engine.optimizer.freeze_step == 2
+    assert hasattr(engine.optimizer, "get_lamb_coeffs") == (kind == "OneBitLamb")
+    if kind == "OneBitLamb":
+        ratios = engine.optimizer.get_lamb_coeffs()
+        assert len(ratios) == len([*engine.module.parameters()]) and all(0.01 <= ratio <= 10 for ratio in ratios)
+    engine.destroy()
+
+
+def test_trust_ratios_without_an_engine() -> None:
+    model = toy.seeded(toy.Lm)
+    optimizer = OneBitLamb(model.parameters(), lr=1e-2, weight_decay=0.0, freeze_step=5)
+    model(toy.tokens(0, 0)).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    ratios = optimizer.get_lamb_coeffs()
+    assert not optimizer.lamb_freeze_key and optimizer.worker_errors == [] == optimizer.server_errors
+    for ratio, old, p in zip(ratios, before, model.parameters(), strict=True):
+        if old.any():  # the first update of Adam is the sign of the gradient, times the ratio
+            assert (p - old).abs().max().item() == pytest.approx(1e-2 * ratio, rel=1e-3)
