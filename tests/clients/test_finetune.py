@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import slipstream
 from tests.clients.conftest import needs
 
 pytestmark = needs("accelerate", "transformers", "peft")
@@ -38,6 +39,14 @@ def test_a_model_learns_and_says_so(version: str, base: Path, tmp_path: Path) ->
     assert "torchao" not in done.stderr.lower() and "FutureWarning" not in done.stderr, done.stderr
     losses = {name: float(loss) for name, loss in re.findall(r"^(before|lora|full): loss ([\d.]+) on held-out", done.stdout, re.M)}
     assert losses["full"] < losses["before"] and losses["lora"] < losses["before"], done.stdout
+    scored = []
+    for model, adapter in ((out / "lora-merged", None), (base, "lora")):
+        options = {"dtype": "fp32", "device": "cpu", "threads": 1}
+        with slipstream.init_inference(model, adapters={"lora": out / "lora"} if adapter else None, **options) as engine:
+            ask = {"max_new_tokens": 1, "prompt_logprobs": 0}
+            scores = engine.generate("What is it?", adapter=adapter, **ask).prompt_logprobs
+            scored.append([one.logprob for one in scores[1:]])
+    assert scored[0] == pytest.approx(scored[1], abs=1e-4), "PEFT's merged model answers as its adapter beside the base"
 
 
 @pytest.mark.parametrize("word", ["ranks on this host", "step 10"])

@@ -121,6 +121,7 @@ class FakeEngine:
 
     model_name = "fake/model"
     max_context = 4096
+    adapters: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = {}
     tokenizer = FakeTokenizer()
 
@@ -149,6 +150,7 @@ class FakeEngine:
         priority: int,
         salt: str,
         tenant: str,
+        adapter: str,
         sink: Callable[[Any], None],
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
@@ -169,6 +171,12 @@ class FakeEngine:
             self.submitted.append((params, n, priority))
             self.running.append(handle)
         return handle
+
+    def load_adapter(self, name: str, folder: Any, *, replace: bool) -> None:
+        raise ValueError("this fake loads none")
+
+    def unload_adapter(self, name: str) -> None:
+        raise ValueError("this fake has none")
 
     def cancel(self, handle: Handle) -> None:
         with self.lock:

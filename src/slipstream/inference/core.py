@@ -105,6 +105,7 @@ class Request:
     priority: int = 0  # lower goes first
     salt: str = ""  # prefixes are shared only between requests of one salt
     tenant: str = ""  # whose share of the engine it uses: an API key
+    adapter: Any = None  # what the runner adds to the model for it (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock
     seed: int = 0  # params.seed, or a random one
     siblings: list[Request] = field(default_factory=list)  # the other n - 1 of this prompt; they start when it is computed

@@ -114,6 +114,7 @@ class EmbeddingEngine:
 
     sampling: Mapping[str, Any] = {}
     end_ids: frozenset[int] = frozenset()
+    adapters: tuple[str, ...] = ()
 
     def __init__(
         self, forward: Forward, tokenizer: Tokenizer | None, pooling: Pooling, *, vocab_size: int, model_name: str
@@ -217,6 +218,12 @@ class EmbeddingEngine:
 
     def submit(self, prompt: Any, params: SamplingParams, **more: Any) -> Any:
         raise ValueError(f"{self.model_name} embeds texts and does not generate: call embed(), or POST /v1/embeddings")
+
+    def load_adapter(self, name: str, folder: Any, *, replace: bool = False) -> None:
+        raise ValueError(f"{self.model_name} embeds texts, and adapters are of models that generate")
+
+    def unload_adapter(self, name: str) -> None:
+        raise ValueError(f"there is no adapter {name!r:.100}")
 
     def cancel(self, handle: Any) -> None:
         raise AssertionError("nothing is submitted")

@@ -175,12 +175,15 @@ class Engine:
         sampling: Mapping[str, Any] | None = None,
         unavailable: str = "",
         expert_use: Callable[[], Use] = Use,
+        open_adapter: Callable[[str, str | os.PathLike[str]], Any] | str = "this runner has none",
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> None:
         """Without a tokenizer, prompts are token ids and outputs have no text. The options not listed are the scheduler's.
 
         end_ids    the model's end tokens; the tokenizer's are added
         sampling   the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
         expert_use the counts of `expert_store`, for `stats`
+        open_adapter   reads an adapter, (name, folder) -> `Request.adapter`, or says why it cannot; `adapters` are loaded now
         unavailable    if not empty, every request is rejected with this text until a `paused` block succeeds
         """
         self.runner, self.tokenizer, self._expert_use = runner, tokenizer, expert_use
@@ -206,13 +209,15 @@ class Engine:
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
-        self._failures = 0  # consecutive failed batches
-        self._proven = 0  # a token of the last batch that was computed
+        self._failures = self._proven = 0  # consecutive failed batches; a token of the last batch that was computed
         self._unavailable = unavailable  # why it cannot serve; "" if it can
         self._pause = threading.Lock()  # one pause at a time
+        self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
         self._meters = Meters()
         self._ids = itertools.count()
         self._thread: threading.Thread | None = None
+        for name, folder in (adapters or {}).items():
+            self.load_adapter(name, folder)
 
     # ---- public; any thread may call these
 
@@ -250,16 +255,17 @@ class Engine:
         priority: int = 0,
         salt: str = "",
         tenant: str = "",
+        adapter: str = "",
     ) -> Handle:
-        """Queue a prompt for `n` answers and return at once. Lower `priority` goes first. Requests share the prefix cache only with
-        requests of the same `salt`, and requests of different `tenant` share the engine evenly.
+        """Queue a prompt for `n` answers of the model, or of one of `adapters`, and return at once. Lower `priority` goes first.
+        Only requests of the same `salt` and `adapter` share the prefix cache; those of different `tenant` share the engine evenly.
 
-        Raises ValueError if the request can never be served, QueueFullError if the queue is full, ClosedError if the engine is
-        closed, dead or without weights."""
+        Raises ValueError if the request can never be served, QueueFullError if the queue is full, ClosedError if none is."""
         ids = self.encode(prompt)
         self._check(ids, params, n)
         with self._lock:
             self._check_open()
+            used, salt = self._adapter(adapter, salt)
             self._scheduler.check(len(ids), tenant)  # before the schema is compiled and n answers allocated; `add` checks again
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos or params.constrained:  # after complete JSON the grammar allows only an end token
@@ -276,6 +282,7 @@ class Engine:
                 priority=priority,
                 salt=salt,
                 tenant=tenant,
+                adapter=used,
                 arrival=now,
                 seed=seed + index,
             )
@@ -298,6 +305,43 @@ class Engine:
             self._sequences |= {sequence.request: sequence for sequence in handle.sequences}
             self._work.notify_all()
         return handle
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return tuple(self._adapters)
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str], *, replace: bool = False) -> None:
+        """Load a PEFT adapter, for requests that name it. With `replace`, of a loaded one's name: running requests keep the old.
+
+        Raises ValueError if the folder holds no adapter of this model, if the name is taken, or if this engine has none."""
+        if isinstance(self._open_adapter, str):
+            raise ValueError(f"adapters cannot be loaded: {self._open_adapter}")
+        if not name or not name.isprintable() or name == self.model_name:
+            raise ValueError(f"an adapter cannot be named {name!r:.100}: it needs a name of its own, other than the model's")
+        taken = f"an adapter {name!r} is loaded already; unload it first, or load with replace (load_inplace)"
+        if name in self._adapters and not replace:
+            raise ValueError(taken)
+        opened = self._open_adapter(name, folder)
+        with self._lock:
+            if name in self._adapters and not replace:
+                raise ValueError(taken)
+            self._adapters[name] = opened
+
+    def unload_adapter(self, name: str) -> None:
+        """Running requests keep it until they end. Raises ValueError if there is no such adapter."""
+        with self._lock:
+            self._adapter(name, "")
+            self._adapters.pop(name, None)
+
+    def _adapter(self, name: str, salt: str) -> tuple[Any, str]:
+        """The adapter of a request, and the salt of its prefixes. Call with the lock."""
+        if not name:
+            return None, salt
+        if name not in self._adapters:
+            loaded = ", ".join(sorted(self._adapters)) or "none"
+            raise ValueError(f"there is no adapter {name!r:.100}; loaded: {loaded}")
+        return self._adapters[name], f"{self._adapters[name].key}\0{salt}"
 
     def cancel(self, handle: Handle) -> None:
         """Cancel the unfinished sequences of `handle` before the next forward; the sink receives Finish.CANCELLED."""

@@ -16,6 +16,7 @@ import difflib
 import inspect
 import json
 import operator
+import os
 import queue
 import sys
 import threading
@@ -257,10 +258,30 @@ class InferenceEngine:
             raise TypeError(f'messages is {messages!r:.200}; give a list of messages: [{{"role": "user", "content": "Hello"}}]')
         return self.tokenizer.encode(self.tokenizer.chat(messages, **variables), special=False)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return self.engine.adapters
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str], *, replace: bool = False) -> None:
+        """Load a PEFT adapter for `generate(adapter=name)`, while requests run. See `Engine.load_adapter`."""
+        self.engine.load_adapter(name, folder, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Running requests keep it until they end. Raises ValueError if there is no such adapter."""
+        self.engine.unload_adapter(name)
+
     def generate(
-        self, prompts: Any = None, params: SamplingParams | None = None, *, stream: bool = False, n: int = 1, **settings: Any
+        self,
+        prompts: Any = None,
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        n: int = 1,
+        adapter: str | None = None,
+        **settings: Any,
     ) -> Any:
-        """Generate answers to `prompts`, all in one batch.
+        """Generate answers to `prompts`, all in one batch. `adapter`: the name of a loaded one; None: the model alone.
 
         | prompts | returns | with stream=True |
         |---|---|---|
@@ -272,17 +293,17 @@ class InferenceEngine:
         consumer, cancels the unfinished answers.
         """
         if isinstance(prompts, torch.Tensor) or "input_ids" in settings or "inputs" in settings:
-            return self._generate_tensor(prompts, params, stream, n, settings)
+            return self._generate_tensor(prompts, params, stream, n, adapter, settings)
         params, n = _sampling(params, n, settings)
         batch, single = _as_list(prompts)
-        deltas = self._deltas(batch, params, n)
+        deltas = self._deltas(batch, params, n, adapter)
         if stream:
             return deltas
         completions = _assemble(deltas, len(batch), n, params)
         return completions[0] if single and n == 1 else completions
 
     async def agenerate(
-        self, prompts: Any, params: SamplingParams | None = None, *, n: int = 1, **settings: Any
+        self, prompts: Any, params: SamplingParams | None = None, *, n: int = 1, adapter: str | None = None, **settings: Any
     ) -> AsyncIterator[Delta]:
         """`generate(stream=True)` for asyncio. Tokenizing and compiling a schema do not block the event loop."""
         params, n = _sampling(params, n, settings)
@@ -297,7 +318,7 @@ class InferenceEngine:
             submitted.exception()  # retrieved, so that asyncio does not log it
             feed.cancel()
 
-        feed = await asyncio.to_thread(_Feed, self.engine, batch, params, n, send)
+        feed = await asyncio.to_thread(_Feed, self.engine, batch, params, n, send, adapter)
         submitting: asyncio.Future[None] | None = None
         try:
             while not feed.over:
@@ -314,10 +335,12 @@ class InferenceEngine:
             else:
                 submitting.add_done_callback(abandon)
 
-    def _deltas(self, batch: Sequence[str | TokenIds], params: SamplingParams, n: int) -> Generator[Delta]:
+    def _deltas(
+        self, batch: Sequence[str | TokenIds], params: SamplingParams, n: int, adapter: str | None = None
+    ) -> Generator[Delta]:
         """Submit the prompts before returning, so that invalid requests raise here."""
         outputs: queue.SimpleQueue[tuple[int, Output]] = queue.SimpleQueue()
-        feed = _Feed(self.engine, batch, params, n, lambda *item: outputs.put(item))
+        feed = _Feed(self.engine, batch, params, n, lambda *item: outputs.put(item), adapter)
 
         def follow() -> Generator[Delta]:
             owner = self  # keeps the engine open: a collected InferenceEngine closes it
@@ -339,7 +362,7 @@ class InferenceEngine:
         return deltas
 
     def _generate_tensor(
-        self, ids: Tensor | None, params: SamplingParams | None, stream: bool, n: int, settings: dict[str, Any]
+        self, ids: Tensor | None, params: SamplingParams | None, stream: bool, n: int, adapter: str | None, settings: dict[str, Any]
     ) -> Any:
         """transformers' convention: rows of token ids in, rows of prompt and answer out, padded on the right."""
         tensors = [ids, settings.pop("input_ids", None), settings.pop("inputs", None)]
@@ -351,7 +374,7 @@ class InferenceEngine:
         mask = torch.ones_like(rows) if mask is None else mask.reshape(rows.shape)
         batch = [row[row_mask.bool()].tolist() for row, row_mask in zip(rows, mask, strict=True)]
         params, n = _sampling(params, n, settings)
-        deltas = self._deltas(batch, params, n)
+        deltas = self._deltas(batch, params, n, adapter)
         if stream:
             return deltas
         answers = [torch.tensor(one.token_ids, dtype=ids.dtype) for one in _assemble(deltas, len(batch), n, params)]
@@ -365,9 +388,15 @@ class _Feed:
     """Submits prompts to the engine: as many as its queue accepts, the rest as answers end."""
 
     def __init__(
-        self, engine: Engine, batch: Sequence[str | TokenIds], params: SamplingParams, n: int, send: Callable[[int, Output], object]
+        self,
+        engine: Engine,
+        batch: Sequence[str | TokenIds],
+        params: SamplingParams,
+        n: int,
+        send: Callable[[int, Output], object],
+        adapter: str | None = None,
     ) -> None:
-        self.engine, self.params, self.n, self.send = engine, params, n, send
+        self.engine, self.params, self.n, self.send, self.adapter = engine, params, n, send, adapter or ""
         self.pending = deque((number, engine.encode(prompt)) for number, prompt in enumerate(batch))
         self.handles: list[Handle] = []
         self.live = 0  # unfinished answers
@@ -392,7 +421,9 @@ class _Feed:
         while self.can_submit:
             number, ids = self.pending[0]
             try:
-                self.handles.append(self.engine.submit(ids, self.params, n=self.n, sink=partial(self.send, number)))
+                self.handles.append(
+                    self.engine.submit(ids, self.params, n=self.n, sink=partial(self.send, number), adapter=self.adapter)
+                )
             except QueueFullError:
                 self.queue_free = False
                 break

@@ -24,12 +24,13 @@ import torch
 
 from slipstream.extras import MODELS, MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, precision, recommended, trained
+from slipstream.inference.adapters import Opener, opener
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine, check_int, suggestion
 from slipstream.inference.gguf_file import open_gguf, read_gguf
-from slipstream.inference.load import is_config, load
+from slipstream.inference.load import LoadedModel, is_config, load
 from slipstream.inference.models import is_encoder
 from slipstream.inference.native import MAX_THREADS, NativeDecoder
 from slipstream.inference.ranks import ServingRanks
@@ -94,6 +95,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
     "token_interval": ((int, float), "a number of seconds"),
     "prefix_caching": ((bool,), "True or False"),
+    "adapters": ((Mapping,), "a dictionary: name -> folder"),
     "model_name": ((str,), "a text"),
 }
 _NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
@@ -102,6 +104,7 @@ _ONCE = "transformers' modules are quantized once, when the model is opened; ope
 _BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
 _SPLIT = "its experts are split over processes; open it again from the new weights"
 _EMBEDS = "encoders take no new weights yet; open it again from the new ones"
+_ADAPTERS = "they need the native kernels of one process on a CPU, and here it is {}; merge one into the model, and serve that"
 _FOLLOWS = "rank {} computes for rank 0, which answers: call it there, `if engine.leads:`"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
 # Names of options in transformers, DeepSpeed and DeepSpeed-MII.
@@ -128,6 +131,7 @@ def init_inference(
     token_interval: float | None = None,
     num_draft: int | None = None,
     prefix_caching: bool | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     model_name: str | None = None,
     **deepspeed: Any,
 ) -> InferenceEngine:
@@ -159,6 +163,8 @@ def init_inference(
             forward, by the durations of the last forwards. Default: only token_budget limits them.
         num_draft: draft tokens per forward, from prompt lookup (0); the output is the same.
         prefix_caching: reuse the KV cache of common prompt prefixes (True).
+        adapters: PEFT adapters by name: folders with adapter_config.json, as PEFT and `make finetune` write them. A request names
+            one, or none; requests with different ones share a batch. On a CPU with native kernels only (docs/SERVING.md).
         model_name: the name that clients of a server use; default: the last part of its path.
         deepspeed: DeepSpeed's other arguments. moe={"ep_size": 2, "tp_size": 1} is honored; those that ask for an unsupported
             feature raise; the others have no effect.
@@ -212,6 +218,7 @@ class _Ready(NamedTuple):
     ends: tuple[int, ...]
     metadata: Mapping[str, Any]  # of a GGUF file
     embeds: int = 0  # the size of an encoder's vocabulary
+    open_adapter: Opener | str = _ADAPTERS.format("transformers' code runs this model")
 
 
 def _open_here(
@@ -259,6 +266,7 @@ def _open_here(
         sampling=_sampling(source, served.metadata),
         unavailable=_NOT_YET if is_config(source) else _FOLLOWS.format(ranks.index) if ranks and ranks.index else "",
         expert_use=served.forward.expert_use,
+        open_adapter=served.open_adapter,
         **loop,
     )
     runner = served.forward.runner
@@ -303,16 +311,25 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
         (_SHARED, place.type == "cuda" and isinstance(source, torch.nn.Module)),
     )
     fixed = next((why for why, holds in reasons if holds), None)
+    forward = open_forward(loaded.config, loaded.weights, place, loaded.dtype, sizes)
     weights = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
     return _Ready(
-        forward=open_forward(loaded.config, loaded.weights, place, loaded.dtype, sizes),
+        forward=forward,
         target=fixed or Target.decoder(loaded.config, loaded.weights),
         kind="blocks" if blocks else loaded.opening.kind,
         weights=weights + (f" ({loaded.opening.why})" if loaded.opening.why else ""),
         ends=loaded.config.end_ids,
         metadata=loaded.gguf,
         embeds=embeds,
+        open_adapter=_opener(loaded, forward, ranks),
     )
+
+
+def _opener(loaded: LoadedModel, forward: Opened, ranks: ServingRanks | None) -> Opener | str:
+    """Opens adapters, or why they are not served."""
+    if ranks is None and isinstance(forward.runner, NativeDecoder):
+        return opener(loaded.config, loaded.dtype)
+    return _ADAPTERS.format("experts over processes" if ranks else forward.forward)
 
 
 def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:

@@ -216,7 +216,7 @@ def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
     for name in names:
         if not (path / name).is_file():
             raise ValueError(f"{path} lacks {name}, which its index names")
-        with _opened(path / name) as file:
+        with opened(path / name) as file:
             for key in file.keys():  # noqa: SIM118 (not a mapping)
                 readers[key] = partial(_tensor, path / name, key)
                 if keep:
@@ -225,17 +225,17 @@ def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
 
 
 def _tensor(file: Path, key: str) -> Tensor:
-    with _opened(file) as opened:
-        return opened.get_tensor(key)
+    with opened(file) as one:
+        return one.get_tensor(key)
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
+        with safe_open(file, framework="pt") as file_opened:
+            yield file_opened
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is damaged or cut off: {error}") from None
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NORMS, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
 from slipstream.inference.expert_store import LINE, ExpertStore
@@ -104,7 +105,8 @@ _NUMBERS = ("ids", "first_row", "start", "tables", "table_at", "logit_rows")
 class _Batch(ctypes.Structure):
     _fields_ = (
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
-        *((name, _pointer) for name in (*_NUMBERS, "types")),
+        *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
+        ("low_size", _long),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales", "totals", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
@@ -281,6 +283,7 @@ class NativeDecoder:
         if ranks is not None:
             self._shared = ranks.share(*(self._widths.pop(name)[0] for name in ("expert_act", "expert_out")))
         self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
+        self._low = torch.empty(0)
         self._rows, self._batch, self._logits = 0, _Batch(), np.empty((0, self.vocab_size), np.float32)
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
@@ -641,6 +644,21 @@ class NativeDecoder:
         self._run(ids, first_row, array("i", [0]) * len(texts), tables, table_at[:-1], rows, types=kinds)
         return self._scratch["normed"][: len(ids) * self.config.hidden_size].view(len(ids), -1).clone()
 
+    def _adapters(self, batch: Batch) -> array[int] | None:
+        """The address of each row's adapter, or 0; None if no row has one."""
+        used = [chunk.request.adapter for chunk in batch.chunks if chunk.request.adapter is not None]
+        if not used:
+            return None
+        rank = max(adapter.rank for adapter in used)
+        if self._low.numel() < (numel := batch.num_tokens * len(ROLES) * rank):
+            self._low = torch.empty(numel)
+        self._batch.low, self._batch.low_size = self._low.data_ptr(), rank
+        rows = array("Q")
+        for chunk in batch.chunks:
+            adapter = chunk.request.adapter
+            rows.extend([0 if adapter is None else adapter.address] * chunk.num_tokens)
+        return rows
+
     def _run_rows(self, x: Tensor, numbers: Sequence[Iterable[int]]) -> None:
         """`numbers`: `_NUMBERS` without the ids. Row i of `x` is used as the embedding of token i."""
         x = x.contiguous()
@@ -667,7 +685,8 @@ class NativeDecoder:
             logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
         numbers = (ids, first_row, start, tables, table_at, logit_rows)
         if self.ranks is None:
-            self._run(*numbers)
+            self._allocate(len(ids), len(logit_rows))
+            self._run(*numbers, adapters=self._adapters(batch))
         else:
             self._allocate(len(ids), len(logit_rows))  # an error after the others have begun would be final
             with self.ranks.forward(batch.copies, numbers[:-1]):
@@ -679,8 +698,8 @@ class NativeDecoder:
         self.copy(copies)
         self._run(*numbers, array("i"))
 
-    def _run(self, *numbers: array[int], types: array[int] | None = None) -> None:
-        """Run one forward, with the values of `_NUMBERS`, and types of tokens (None: all 0)."""
+    def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
+        """Run one forward, with the values of `_NUMBERS`, types of tokens (None: all 0) and `_adapters`."""
         ids, _, start, _, _, logit_rows = numbers
         self._allocate(len(ids), len(logit_rows))
         record = self._batch
@@ -688,6 +707,7 @@ class NativeDecoder:
         for name, values in zip(_NUMBERS, numbers, strict=True):
             setattr(record, name, values.buffer_info()[0])
         record.types = None if types is None else types.buffer_info()[0]
+        record.adapters = None if adapters is None else adapters.buffer_info()[0]
         failure = self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record))
         if failure == -2 and self.ranks is not None:
             raise self.ranks.error()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import json
 import os
 import re
 import sys
@@ -289,6 +290,15 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _adapter(text: str) -> tuple[str, str]:
+    """An adapter's name and folder, in vLLM's two forms."""
+    try:
+        value = json.loads(text) if text.startswith("{") else dict(zip(("name", "path"), text.split("=", 1), strict=True))
+        return str(value["name"]), str(value["path"])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=FOLDER nor JSON with name and path") from None
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the options of the engine."""
     parser.add_argument("model", type=_model, metavar="MODEL", help=_MODELS)
@@ -357,6 +367,9 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--tls-key", metavar="FILE", help="the certificate's key, if it is in another file")
     add("--access-log", action="store_true", help="write a line for each response to stderr")
     add("--otlp-traces", metavar="URL", help="send a span of each request to this collector of OpenTelemetry (the extra otlp)")
+    lora = "PEFT adapters: NAME=FOLDER, or JSON with name and path; requests name them as their model"
+    add("--lora-modules", type=_adapter, action="extend", nargs="+", default=[], metavar="NAME=FOLDER", help=lora)
+    add("--lora-root", metavar="FOLDER", help="let clients load and unload the adapters below this folder")
     add("--share-prefixes", action="store_true", help="share cached prefixes between API keys; timing then leaks prompts")
     add("--max-body-bytes", type=_bytes, default=4 << 20, metavar="SIZE", help="maximum request body; default 4M")
     add("--max-output-tokens", type=_positive, metavar="N", help="limit of max_tokens; default: the context")

@@ -132,6 +132,7 @@ def serve(options: argparse.Namespace) -> int:
                 access_log=options.access_log,
                 otlp_traces=options.otlp_traces,
                 share_prefixes=options.share_prefixes,
+                lora_root=options.lora_root,
                 max_body_bytes=options.max_body_bytes,
                 max_output_tokens=options.max_output_tokens,
                 request_timeout_s=options.request_timeout,
@@ -197,6 +198,10 @@ def _engine(options: argparse.Namespace) -> InferenceEngine:
 
     started = time.perf_counter()
     arguments = {name: value for name in _LOADING if (value := getattr(options, name, None)) is not None}
+    if modules := getattr(options, "lora_modules", None):
+        if len(adapters := dict(modules)) < len(modules):
+            raise ValueError(f"--lora-modules has a name twice: {', '.join(name for name, _ in modules)}")
+        arguments["adapters"] = adapters
     engine = slipstream.init_inference(options.model, **arguments)
     _note(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s")
     return engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,11 +21,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
-from slipstream.inference.server import chat, completions, embeddings, responses, status, tokens
+from slipstream.inference.server import adapters, chat, completions, embeddings, responses, status, tokens
 from slipstream.inference.server.backend import ServedEngine
 from slipstream.inference.server.bodies import (
     ChatBody,
     CompletionBody,
+    DeletedBody,
     EmbeddingsBody,
     HealthBody,
     LoadBody,
@@ -53,9 +55,16 @@ _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     ("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, EmbeddingsBody),
     ("/v1/rerank", embeddings.rerank, embeddings.RerankRequest, RerankBody),
     ("/v1/score", embeddings.score, embeddings.ScoreRequest, ScoreBody),
+    ("/v1/load_lora_adapter", adapters.load, adapters.LoadAdapterRequest, ModelBody),
+    ("/v1/unload_lora_adapter", adapters.unload, adapters.UnloadAdapterRequest, DeletedBody),
     ("/tokenize", tokens.tokenize, tokens.TokenizeRequest, TokensBody),
     ("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, TextBody),
 )
+_CORS: dict[str, Any] = {
+    "allow_methods": ("GET", "POST"),
+    "allow_headers": ("*",),
+    "expose_headers": ("x-request-id", "x-slipstream-ignored"),
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody, "description": text}
     for code, text in {
@@ -81,6 +90,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     share_prefixes: bool = False,
     strict_fields: bool = False,
+    lora_root: str | None = None,
     max_body_bytes: int = 4 << 20,
     max_output_tokens: int | None = None,
     request_timeout_s: float = 600.0,
@@ -92,9 +102,9 @@ def create_app(
     `app.state.traffic.draining = True` rejects new generations; `app.state.deadlines.stop()` ends the running ones with an error.
     `priority_keys` are keys whose requests may set `priority`, which has no effect with other keys. Pages of `cors_origins` ("*":
     all) may send requests. `share_prefixes` shares the prefix cache between API keys. `strict_fields` refuses fields without
-    effect. `max_output_tokens` limits max_tokens. The timeouts limit generation (`request_timeout_s`), receiving the body
-    (`body_timeout_s`) and compiling a JSON schema (`schema_timeout_s`). Raises ValueError if keys are not a sequence of non-empty
-    ones, or if the engine has no tokenizer.
+    effect. Clients may load adapters below `lora_root` (None: they may not). `max_output_tokens` limits max_tokens. The timeouts
+    limit generation (`request_timeout_s`), receiving the body (`body_timeout_s`) and compiling a JSON schema (`schema_timeout_s`).
+    Raises ValueError if keys are not a sequence of non-empty ones, or if the engine has no tokenizer.
     """
     for name, keys in (("api_keys", api_keys), ("priority_keys", priority_keys)):
         if isinstance(keys, str) or not all(keys):
@@ -119,16 +129,14 @@ def create_app(
         model=_model(engine),
         share_prefixes=share_prefixes,
         strict_fields=strict_fields,
+        lora_root=None if lora_root is None else Path(lora_root).resolve(),
     )
     # No /docs: FastAPI's pages load scripts from a CDN.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, responses={code: _ERRORS[code] for code in (401, 500)})
     app.state.traffic, app.state.deadlines = server.traffic, server.deadlines
     app.add_middleware(AdmissionGate, api_keys=api_keys, priority_keys=priority_keys, traffic=server.traffic)
     if cors_origins:  # outside the gate: a browser asks without a key whether it may send one
-        exposed = ("x-request-id", "x-slipstream-ignored")
-        app.add_middleware(
-            CORSMiddleware, allow_origins=cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=exposed
-        )
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, **_CORS)
     _add_routes(app, server)
     _add_errors(app)
     app.openapi = partial(_document, app, bool(api_keys or priority_keys))  # type: ignore[method-assign] # FastAPI's documented way

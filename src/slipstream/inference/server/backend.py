@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -55,6 +56,11 @@ class ServedEngine(Protocol):
     @property
     def model_name(self) -> str: ...
     @property
+    def adapters(self) -> Sequence[str]:
+        """The names of the adapters that requests may use."""
+        ...
+
+    @property
     def max_context(self) -> int: ...
     @property
     def sampling(self) -> Mapping[str, Any]:
@@ -79,16 +85,23 @@ class ServedEngine(Protocol):
         priority: int,
         salt: str,
         tenant: str,
+        adapter: str,
         sink: Callable[[Output], None],
     ) -> Any:
         """Queue a request and return its handle, without waiting for a forward.
 
-        The engine's thread calls `sink` with one `Output` at a time; if `sink` raises, the request is cancelled. Requests with
-        different `salt` share no blocks of the prefix cache, and those of different `tenant` share the engine evenly. Raises
+        The engine's thread calls `sink` with one `Output` at a time; if `sink` raises, the request is cancelled. Only
+        requests of the same `salt` and `adapter` share the prefix cache, and tenants share the engine evenly. Raises
         ValueError for an invalid request, QueueFullError if the queue is full, and RuntimeError if the engine accepts no more
         requests.
         """
         ...
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str], *, replace: bool) -> None:
+        """Raises ValueError, with a message for the client, as `unload_adapter` does."""
+        ...
+
+    def unload_adapter(self, name: str) -> None: ...
 
     def cancel(self, handle: Any) -> None:
         """End the request's unfinished sequences."""

@@ -114,6 +114,13 @@ class ModelBody(TypedDict):
     owned_by: str
     max_model_len: int
     sampling: dict[str, float]  # defaults of chats
+    parent: NotRequired[str]  # of an adapter: the model
+
+
+class DeletedBody(TypedDict):
+    id: str
+    object: Literal["model"]
+    deleted: bool
 
 
 class ModelList(TypedDict):

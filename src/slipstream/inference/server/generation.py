@@ -49,6 +49,7 @@ class Work:
     priority: int
     salt: str
     tenant: str = ""
+    adapter: str = ""  # its name; "": the model alone
 
 
 class Deadlines:
@@ -120,7 +121,8 @@ async def running(engine: ServedEngine, work: Work, receive: Receive, compiling:
             if not over:
                 loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
 
-        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, salt=work.salt, tenant=work.tenant, sink=sink)
+        whose = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter}
+        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, **whose)
 
     def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
         """Submit in a worker thread. The caller must shield the future, else a cancellation loses the handle."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -76,6 +77,7 @@ class Serving:
     model: ModelBody
     share_prefixes: bool
     strict_fields: bool  # fields without effect are refused
+    lora_root: Path | None = None  # of the adapters that clients may load; None: they may not
     logged: set[str] = field(default_factory=set)  # fields without effect that are in the log
 
     async def answer(self, request: Request, prepare: Callable[[Serving, bytes, Caller], Prepared]) -> Response:
@@ -139,6 +141,7 @@ class Serving:
             priority=(request.priority or 0) if caller.prioritizes else 0,
             salt=f"{caller.salt}:{request.cache_salt or ''}",
             tenant=caller.tenant,
+            adapter=request.model if request.model in self.engine.adapters else "",
         )
         return Prepared(request, work, form, names)
 
@@ -164,9 +167,14 @@ class Serving:
         return response
 
     def check_model(self, name: str) -> None:
-        if name != self.engine.model_name:
-            message = f"the model {name[:200]!r} does not exist; this server serves {self.engine.model_name!r}"
+        served = (self.engine.model_name, *self.engine.adapters)
+        if name not in served:
+            message = f"the model {name[:200]!r} does not exist; this server serves {', '.join(map(repr, served))}"[:1000]
             raise RequestError(message, status=404, param="model", code="model_not_found")
+
+    def described(self, name: str) -> ModelBody:
+        """The model, or its adapter of that name."""
+        return self.model if name == self.engine.model_name else {**self.model, "id": name, "parent": self.engine.model_name}
 
     def check_number(self, prompts: int, n: int) -> None:
         if prompts * n > MAX_SEQUENCES:

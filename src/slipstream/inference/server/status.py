@@ -17,12 +17,14 @@ from slipstream.inference.server.state import Serving
 
 
 async def models(server: Serving, request: Request) -> Response:
-    return JSON({"object": "list", "data": [server.model]})
+    return JSON(
+        {"object": "list", "data": [server.described(name) for name in (server.engine.model_name, *server.engine.adapters)]}
+    )
 
 
 async def one_model(server: Serving, request: Request) -> Response:
     server.check_model(request.path_params["name"])
-    return JSON(server.model)
+    return JSON(server.described(request.path_params["name"]))
 
 
 async def health(server: Serving, request: Request) -> Response:

@@ -172,7 +172,7 @@ static int prepare(struct team *team, const struct decoder *model)
         if (model->layers[i].experts && model->layers[i].experts->widest > widest)
             widest = model->layers[i].experts->widest;
     const size_t bytes = (size_t)widest * 4 * PANEL * sizeof(float); /* four widened panels; a tile of queries is smaller */
-    const int stages = model->num_layers * 6 + 1;
+    const int stages = model->num_layers * 10 + 1;
     if (bytes > team->scratch_bytes) {
         for (int i = 0; i < team->size; ++i) {
             free(team->scratch[i]);

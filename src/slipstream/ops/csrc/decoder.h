@@ -76,6 +76,18 @@ struct norm {
     const float *weight, *bias;
 };
 
+/* The products of a layer that an adapter may add to. */
+enum low_place { LOW_Q, LOW_K, LOW_V, LOW_OUT, LOW_GATE, LOW_UP, LOW_DOWN, LOW_PLACES };
+
+/* What an adapter adds to a product: B (scale A x). inference/adapters.py fills it. */
+struct low_rank {
+    const void *a; /* [rank][num_features] */
+    const void *b; /* [panel][rank][PANEL] */
+    int64_t num_features;
+    float scale;
+    int32_t rank, type; /* 0: it adds nothing; WEIGHT_F32 or WEIGHT_BF16 */
+};
+
 struct layer {
     struct norm input_norm, mlp_norm; /* of the inputs of attention and MLP; in parallel, one without a norm has the other's input */
     struct norm attn_post_norm, mlp_post_norm; /* of their outputs; with RESIDUAL_AFTER of the sums of these and the residual */
@@ -132,6 +144,9 @@ struct batch {
     const int32_t *table_at;  /* [num_sequences] index in tables of a sequence's first block */
     const int32_t *logit_rows; /* [num_logits] */
     const int32_t *types;      /* [num_rows] token types; NULL: all 0 */
+    const struct low_rank *const *adapters; /* [num_rows] of each row's adapter [num_layers][LOW_PLACES], or NULL; NULL: no row has one */
+    float *low;       /* [num_rows][LOW_PLACES][low_size] scratch: scale A x */
+    int64_t low_size; /* the largest rank of these adapters */
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
     int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is int8 or int4 */

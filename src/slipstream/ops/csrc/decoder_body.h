@@ -31,17 +31,54 @@ TARGET static struct coded code_rows(const struct batch *batch, const float *x, 
     return coded_at(batch, 0, size);
 }
 
+/* Compute scale A x for the rows that have adapters, before these products; ends with a barrier. */
+TARGET static void shrink(const struct product *jobs, int num_jobs, struct worker *worker)
+{
+    const struct batch *batch = jobs->low.batch;
+    if (!batch)
+        return;
+    const struct product *of[LOW_PLACES];
+    int at[LOW_PLACES], num = 0;
+    for (int a = 0; a < num_jobs; ++a)
+        for (int i = 0; i <= (jobs[a].epilogue == GATED); ++i, ++num) {
+            of[num] = &jobs[a];
+            at[num] = jobs[a].low.at + i;
+        }
+    const int stage = worker->stage++;
+    const int64_t parts = (batch->low_size + PANEL - 1) / PANEL, total = num * parts * batch->num_rows;
+    for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
+        const int64_t row = item % batch->num_rows, a = item / batch->num_rows / parts, first = item / batch->num_rows % parts * PANEL;
+        const struct low_rank *term = batch->adapters[row] ? batch->adapters[row] + at[a] : 0;
+        for (int64_t r = first; term && r < term->rank && r < first + PANEL; r += DOTS) {
+            const int64_t step = term->num_features * weight_size(term->type);
+            const float *x = of[a]->x + row * of[a]->x_stride;
+            const char *w[DOTS];
+            float out[DOTS];
+            for (int j = 0; j < DOTS; ++j)
+                w[j] = (const char *)term->a + (r + j < term->rank ? r + j : term->rank - 1) * step;
+            if (term->type == WEIGHT_BF16)
+                dots(WEIGHT_BF16, w, x, term->num_features, out);
+            else
+                dots(WEIGHT_F32, w, x, term->num_features, out);
+            for (int j = 0; j < DOTS && r + j < term->rank; ++j)
+                low_row(batch, row, at[a])[r + j] = term->scale * out[j];
+        }
+    }
+    meet(worker);
+}
+
 /* x += W y, or x += norm(W y) after a barrier if the layer has a norm there; with RESIDUAL_AFTER, x = norm(x + W y). */
 TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
-                            const struct norm *post_norm, struct worker *worker)
+                            struct low_terms low, const struct norm *post_norm, struct worker *worker)
 {
     const int apart = post_norm->weight && model->residual != RESIDUAL_AFTER;
     struct product job = {.w = w, .x = y, .y = apart ? batch->normed : batch->x, .x_stride = size, .y_stride = model->hidden_size,
-                          .num_rows = batch->num_rows, .epilogue = apart ? STORE : ADD, .scale = model->residual_scale};
+                          .num_rows = batch->num_rows, .epilogue = apart ? STORE : ADD, .scale = model->residual_scale, .low = low};
     if (wants(w)) {
         job.coded = code_rows(batch, y, size, wants(w), worker);
         meet(worker);
     }
+    shrink(&job, 1, worker);
     multiply(&job, 1, worker);
 }
 
@@ -56,32 +93,20 @@ TARGET static void settle(const struct decoder *model, const struct batch *batch
 
 /* ---- experts ---- */
 
-#define SCORED 4 /* experts whose scores are computed together, in four streams */
-
 /* scores = W normed, in dot products of 16 lanes: as panels, few experts would be work for one thread. */
 TARGET static void score_experts(const struct experts *experts, const struct batch *batch, int64_t hidden, struct worker *worker)
 {
     const int stage = worker->stage++;
-    const int64_t parts = (experts->num + SCORED - 1) / SCORED, total = batch->num_rows * parts, whole = hidden / 16 * 16;
+    const int64_t parts = (experts->num + DOTS - 1) / DOTS, total = batch->num_rows * parts;
     for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
-        const int64_t row = item / parts, first = item % parts * SCORED;
-        const float *x = batch->normed + row * hidden, *w[SCORED];
-        float lanes[1 + SCORED][16] = {{0}};
-        vec sums[SCORED];
-        for (int j = 0; j < SCORED; ++j) {
-            w[j] = experts->router + (first + j < experts->num ? first + j : experts->num - 1) * hidden;
-            sums[j] = vec_zero();
-            memcpy(lanes[1 + j], w[j] + whole, (size_t)(hidden - whole) * sizeof(float));
-        }
-        memcpy(lanes[0], x + whole, (size_t)(hidden - whole) * sizeof(float));
-        for (int64_t d = 0; d < whole; d += 16)
-            for (int j = 0; j < SCORED; ++j) {
-                fetch((const char *)(w[j] + d) + FETCH_AHEAD);
-                sums[j] = vec_fma(load_f32(x + d), load_f32(w[j] + d), sums[j]);
-            }
-        for (int j = 0; j < SCORED && first + j < experts->num; ++j)
-            batch->routing.scores[row * experts->num + first + j] =
-                lanes_sum(vec_fma(load_f32(lanes[0]), load_f32(lanes[1 + j]), sums[j]));
+        const int64_t row = item / parts, first = item % parts * DOTS;
+        const char *w[DOTS];
+        float scores[DOTS];
+        for (int j = 0; j < DOTS; ++j)
+            w[j] = (const char *)(experts->router + (first + j < experts->num ? first + j : experts->num - 1) * hidden);
+        dots(WEIGHT_F32, w, batch->normed + row * hidden, hidden, scores);
+        for (int j = 0; j < DOTS && first + j < experts->num; ++j)
+            batch->routing.scores[row * experts->num + first + j] = scores[j];
     }
 }
 
@@ -280,17 +305,19 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         struct product qkv[4];
         struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
                                 .y_stride = model->intermediate_size, .num_rows = batch->num_rows,
-                                .epilogue = model->plain ? ACTIVATED : GATED, .activation = model->activation};
+                                .epilogue = model->plain ? ACTIVATED : GATED, .activation = model->activation,
+                                .low = low_of(batch, index, model->plain ? LOW_UP : LOW_GATE)};
         const int parallel = model->residual == RESIDUAL_PARALLEL, joined = parallel && !layer->mlp_norm.weight;
         norm_rows(model, batch->normed, batch->x, &layer->input_norm, worker, 0);
         const int wanted = wants(w[0]) | wants(w[1]) | wants(w[2]) | (joined ? wants(gated.w) : 0);
         const struct coded coded = code_rows(batch, batch->normed, hidden, wanted, worker);
         for (int i = 0; i < 3; ++i)
             qkv[i] = (struct product){.w = w[i], .x = batch->normed, .coded = coded, .y = y[i], .x_stride = hidden, .y_stride = width,
-                                      .num_rows = batch->num_rows};
+                                      .num_rows = batch->num_rows, .low = low_of(batch, index, LOW_Q + i)};
         gated.coded = coded;
         qkv[3] = gated;
         meet(worker);
+        shrink(qkv, 3 + joined, worker);
         multiply(qkv, 3 + joined, worker);
         expect((const struct matrix *const[]){&layer->out}, 1, batch->num_rows, worker);
         meet(worker);
@@ -298,6 +325,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             norm_rows(model, batch->normed, batch->x, &layer->mlp_norm, worker, 0);
             gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
             meet(worker);
+            shrink(&gated, 1, worker);
             multiply(&gated, 1, worker);
         }
         if (model->qk_norm_whole) {
@@ -319,7 +347,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         }
         attention(model, layer, batch, worker);
         meet(worker);
-        residual(model, batch, &layer->out, batch->attended, q_width, &layer->attn_post_norm, worker);
+        residual(model, batch, &layer->out, batch->attended, q_width, low_of(batch, index, LOW_OUT), &layer->attn_post_norm, worker);
         if (!layer->experts)
             expect((const struct matrix *const[]){parallel ? &layer->down : &layer->gate_up}, 1, batch->num_rows, worker);
         settle(model, batch, &layer->attn_post_norm, worker);
@@ -332,11 +360,13 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             }
             gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
             meet(worker);
+            shrink(&gated, 1, worker);
             multiply(&gated, 1, worker);
             expect((const struct matrix *const[]){&layer->down}, 1, batch->num_rows, worker);
             meet(worker);
         }
-        residual(model, batch, &layer->down, batch->act, model->intermediate_size, &layer->mlp_post_norm, worker);
+        residual(model, batch, &layer->down, batch->act, model->intermediate_size, low_of(batch, index, LOW_DOWN), &layer->mlp_post_norm,
+                 worker);
         expect_next(model, index, batch, worker);
         settle(model, batch, &layer->mlp_post_norm, worker);
     }

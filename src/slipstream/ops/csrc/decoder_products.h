@@ -2,17 +2,9 @@
 #ifndef SLIPSTREAM_DECODER_PRODUCTS_H
 #define SLIPSTREAM_DECODER_PRODUCTS_H
 
-#include "decoder_lanes.h"
+#include "decoder_adapters.h"
 
-#define FETCH_AHEAD 1024     /* bytes per panel: about 50 ns of a core's share of memory bandwidth */
 #define FETCH_WAITING 131072 /* bytes: the most that a thread prefetches of its next matrix while it waits */
-
-INLINE vec load_weight(int type, const char *p)
-{
-    return type == WEIGHT_BF16 ? load_bf16(p) : type == WEIGHT_F16 ? load_f16(p) : load_f32(p);
-}
-
-INLINE int64_t weight_size(int type) { return type == WEIGHT_F32 ? 4 : 2; }
 
 /* ---- layout of a matrix ---- */
 
@@ -44,8 +36,6 @@ INLINE int64_t num_strips(const struct matrix *w, int64_t rows)
 /* Adjacent panels are read as parallel streams. Returns the distance of each stream's next read from `at` bytes into its panel; at
  * the end of a panel the next read is past the other panels of its tile. */
 INLINE int64_t ahead_of(int64_t at, int64_t gap, int num) { return at + FETCH_AHEAD + (at + FETCH_AHEAD < gap ? 0 : (num - 1) * gap); }
-
-INLINE void fetch(const char *p) { __builtin_prefetch(p, 0, 3); }
 
 /* ---- numbers ---- */
 
@@ -347,6 +337,7 @@ struct product {
     enum epilogue epilogue;
     int activation;
     float scale; /* of the sums; 0: none */
+    struct low_terms low;
 };
 
 INLINE vec activate(int activation, vec x)
@@ -385,6 +376,8 @@ INLINE void put(float *to, vec a, int64_t width)
 TARGET static void finish_tile(const struct product *job, int64_t panel, int panels, int row, int rows, float sums[][ROWS][PANEL])
 {
     const struct matrix *w = job->w;
+    if (job->low.batch)
+        add_low_rank(&job->low, job->epilogue == GATED, panel, panels, row, rows, sums);
     for (int j = 0; j < panels; ++j)
         for (int i = 0; i < rows; ++i) {
             float *y = job->y + (row + i) * job->y_stride;
