@@ -8,6 +8,7 @@ from slipstream.compression.compress import (
     redundancy_clean,
     student_initialization,
 )
+from slipstream.compression.export import export
 from slipstream.compression.layers import (
     BNLayer_Compress,
     Compressed,
@@ -39,6 +40,7 @@ __all__ = [
     "TopKBinarizer",
     "compression_scheduler",
     "convert_conv1d_to_linear",
+    "export",
     "fake_quantize",
     "init_compression",
     "kd_loss",

@@ -16,7 +16,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from slipstream.compression.layers import Compressed, can_compress, compress, release
+from slipstream.compression.layers import Compressed, LinearLayer_Compress, can_compress, compress, release
+from slipstream.compression.quantize import served
 from slipstream.compression.schedule import Bits, Clock
 from slipstream.config.compression import CompressionTraining, PruningGroup, QuantizeTraining, WeightQuantization
 
@@ -41,6 +42,10 @@ class LayerGroup(NamedTuple):
     @property
     def where(self) -> str:
         return f"{BLOCK}.{self.technique}.different_groups.{self.name}"
+
+    def is_served(self) -> bool:
+        """Whether it rounds weights to grids of the inference engine."""
+        return self.technique == WEIGHT and self.shared.quantization_type == "served"
 
     def layers(self, model: nn.Module) -> list[str]:
         """Names of the layers that the patterns match. Raises ValueError for a pattern without one."""
@@ -233,9 +238,22 @@ def redundancy_clean(model: nn.Module, deepspeed_config: str | Path | Mapping[st
     """Make the results of compression the model's own parameters: weights on their grid, and without the rows, heads and channels
     that were masked, where `related_modules` names what they go with. Quantized inputs stay. In place; returns the model.
     """
-    for group in groups_of(read_block(deepspeed_config)):
+    return clean(model, deepspeed_config, {})
+
+
+def clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], codes: dict[str, Tensor]) -> nn.Module:
+    """As `redundancy_clean`. codes: gets those of matrices on the grid of int4, by their names and `.q`, `.scale`, `.low`."""
+    # grids of rows and of groups of columns are those of what is left, as in the forward
+    for group in sorted(groups_of(read_block(deepspeed_config)), key=LayerGroup.is_served):
         names = group.layers(model)
         layers = [layer for layer in map(model.get_submodule, names) if isinstance(layer, Compressed)]
+        if group.is_served():
+            for name in names:
+                layer = model.get_submodule(name)
+                if isinstance(layer, LinearLayer_Compress) and group.params.target_bits == 4:
+                    codes |= zip(
+                        (f"{name}.weight.{part}" for part in ("q", "scale", "low")), served(layer.weight.detach(), 4), strict=True
+                    )
         masks = [layer.fix(TECHNIQUES[group.technique]) for layer in layers]
         if group.related is not None and group.technique != SPARSE:
             for i, patterns in enumerate(group.related):
@@ -265,6 +283,7 @@ def _drop(
             kept = mask.repeat_interleave(layer.weight.shape[1] // len(mask))
             layer.keep_inputs(kept)
             for other in others:
+                _check_heads(group, model, other, len(kept))
                 _compressed(model, other).keep_outputs(kept)
                 _fewer_heads(model, other, mask)
             continue
@@ -275,6 +294,16 @@ def _drop(
                 module.keep_outputs(mask)  # type: ignore[operator]
             else:
                 module.keep_inputs(mask)
+
+
+def _check_heads(group: LayerGroup, model: nn.Module, name: str, count: int) -> None:
+    """Raise ValueError if a related layer has not an output for each input of the projection, as keys of grouped queries."""
+    outputs = model.get_submodule(name).get_parameter("weight").shape[0]
+    if outputs != count:
+        raise ValueError(
+            f"{group.where}.related_modules: {name} has {outputs} outputs, and the heads have {count}: several share a key, "
+            "which cannot go with one of them; drop related_modules, and heads become zeros"
+        )
 
 
 def _dealt(chosen: list[tuple[str, Tensor | None]], related: list[str]) -> list[list[str]]:

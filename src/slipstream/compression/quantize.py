@@ -103,12 +103,16 @@ def _ternary(flat: Tensor) -> Tensor:
 
 
 def _served(w: Tensor, bits: int) -> Tensor:
+    codes = served(w, bits)
+    return (ops.dequantize_int8 if bits == 8 else ops.dequantize_int4)(*codes).view_as(w).to(w.dtype)
+
+
+def served(w: Tensor, bits: int) -> tuple[Tensor, ...]:
+    """The codes of w, rows by columns, as the inference engine has them: int8 and scale, or uint8, scale and low."""
+    if bits not in (8, 4):
+        raise ValueError(f'quantization_type "served" has 8 or 4 bits, as the inference engine, not {bits}')
     rows = w.reshape(len(w), -1)
-    if bits == 8:
-        return ops.dequantize_int8(*ops.quantize_int8(rows)).view_as(w).to(w.dtype)
-    if bits == 4:
-        return ops.dequantize_int4(*ops.quantize_int4(rows, SERVED_GROUP)).view_as(w).to(w.dtype)
-    raise ValueError(f'quantization_type "served" has 8 or 4 bits, as the inference engine, not {bits}')
+    return ops.quantize_int8(rows) if bits == 8 else ops.quantize_int4(rows, SERVED_GROUP)
 
 
 class _Quantizer:

@@ -152,6 +152,9 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, dict) and all(key.isdecimal() and _TOKEN.holds(token) for key, token in value.items())
 
 
+CODES = "slipstream_codes.safetensors"  # weights of a model's folder in codes, by compression.export for init_inference
+
+
 def check_folder(folder: Path) -> None:
     """Validate the files of the folder that exist."""
     for name, read in _FILES.items():

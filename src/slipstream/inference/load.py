@@ -22,7 +22,7 @@ from slipstream.config import huggingface
 from slipstream.inference.config import ExpertsPart, Rope, TransformerConfig
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
-from slipstream.inference.models import MisfitError, from_hf, from_state, outline
+from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, outline, shape_of
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.trained import find
@@ -193,7 +193,32 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
         config = replace(config, has_head=False)
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     weights = _safetensors(path, keep=opening.kind not in QUANTIZED)
-    return _build(config, weights, opening, group, _stored(weights))
+    stored = _stored(weights)
+    if opening.kind == "int4" and (path / huggingface.CODES).is_file():
+        weights = _with_codes(path / huggingface.CODES, weights, group, head_name(config))
+    return _build(config, weights, opening, group, stored)
+
+
+def _with_codes(file: Path, weights: Mapping[str, Matrix], group: int, head: str) -> Mapping[str, Matrix]:
+    """The weights, some as codes of int4 that they were trained with (`compression.export`), if their groups have this size."""
+    with _opened(file) as opened:
+        names = {key.removesuffix(".q") for key in opened.keys() if key.endswith(".q")} & {*weights} - {head}  # noqa: SIM118
+        shapes = {name: [opened.get_slice(f"{name}.{part}").get_shape()[1] for part in ("q", "scale")] for name in names}
+    readers: dict[str, Callable[[], Matrix]] = {name: partial(weights.__getitem__, name) for name in weights}
+    coded = [name for name, (half, groups) in shapes.items() if groups * group == 2 * half]
+    return _LazyState(readers | {name: partial(_coded, file, name, weights) for name in coded})
+
+
+def _coded(file: Path, name: str, weights: Mapping[str, Matrix]) -> Matrix:
+    """A weight's codes. Raises ValueError if they are of another weight than the folder's."""
+    with _opened(file) as opened:
+        m = Int4(*(opened.get_tensor(f"{name}.{part}") for part in ("q", "scale", "low")))
+    weight = weights[name]
+    if isinstance(weight, Tensor) and shape_of(m) == tuple(weight.shape):
+        values = dequantize(m)
+        if torch.allclose(values, weight.float(), rtol=torch.finfo(weight.dtype).eps, atol=1e-6 * float(values.abs().max())):
+            return m
+    raise ValueError(f"{file} has codes of another {name} than the model's: delete the file, or export the model anew")
 
 
 def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
