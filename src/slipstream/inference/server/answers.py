@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Logprob, Output, Usage
-from slipstream.inference.server.backend import ServedTokenizer
 from slipstream.inference.server.bodies import (
     ChatChoice,
     ChatLogprobs,
@@ -29,6 +28,7 @@ from slipstream.inference.server.bodies import (
 from slipstream.inference.server.calls import CallFinder, CallForm, Functions, Thoughts
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
+from slipstream.inference.text import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class ChoicesFormat(Format):
     def __init__(
         self,
         model: str,
-        tokenizer: ServedTokenizer,
+        tokenizer: Tokenizer,
         *,
         width: int = 1,
         logprobs: bool,
@@ -182,7 +182,7 @@ class Echo(NamedTuple):
 class CompletionFormat(ChoicesFormat):
     prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: ServedTokenizer, *, echo: Echo | None = None, kept: int = 0, **shared: Any) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, *, echo: Echo | None = None, kept: int = 0, **shared: Any) -> None:
         """`kept`: choices of each prompt that a response has, the likeliest (0: all)."""
         super().__init__(model, tokenizer, **shared)
         self.echo = echo
@@ -267,7 +267,7 @@ class ChatFormat(ChoicesFormat):
     def __init__(
         self,
         model: str,
-        tokenizer: ServedTokenizer,
+        tokenizer: Tokenizer,
         *,
         forced: Sequence[str],
         named: bool,

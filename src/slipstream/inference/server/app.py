@@ -21,8 +21,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
+from slipstream.inference.embedding import EmbeddingEngine
+from slipstream.inference.engine import Engine
 from slipstream.inference.server import adapters, chat, completions, embeddings, responses, status, tokens
-from slipstream.inference.server.backend import ServedEngine
 from slipstream.inference.server.bodies import (
     ChatBody,
     CompletionBody,
@@ -83,7 +84,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    engine: ServedEngine,
+    engine: Engine | EmbeddingEngine,
     *,
     api_keys: Sequence[str] = (),
     priority_keys: Sequence[str] = (),
@@ -143,7 +144,7 @@ def create_app(
     return app
 
 
-def _model(engine: ServedEngine) -> ModelBody:
+def _model(engine: Engine | EmbeddingEngine) -> ModelBody:
     return {
         "id": engine.model_name,
         "object": "model",

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.inference.server.answers import ChatFormat, Thinking
-from slipstream.inference.server.backend import ServedTokenizer
 from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
@@ -29,7 +28,7 @@ from slipstream.inference.server.requests import (
     wrong,
 )
 from slipstream.inference.server.state import Caller, Prepared, Serving
-from slipstream.inference.text import MARKS
+from slipstream.inference.text import MARKS, Tokenizer
 
 
 async def answer(server: Serving, request: Request) -> Response:
@@ -341,7 +340,7 @@ def _marked(content: Any, mark: str) -> Any:
     return content + mark if isinstance(content, str) else [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]
 
 
-def _thinking(tokenizer: ServedTokenizer, prompt: str) -> Thinking | None:
+def _thinking(tokenizer: Tokenizer, prompt: str) -> Thinking | None:
     """The marks around reasoning in the model's output, if its chat template has any; `begun`: after this prompt it reasons."""
     for opening, closing in MARKS:
         if closing in tokenizer.template:

@@ -17,8 +17,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from slipstream.inference.embedding import EmbeddingEngine
+from slipstream.inference.engine import Engine
 from slipstream.inference.server.app import create_app
-from slipstream.inference.server.backend import ServedEngine
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import access, refusal
 from slipstream.inference.server.generation import Deadlines
@@ -42,7 +43,12 @@ class _Server(uvicorn.Server):
     """Keeps listening while it drains, so that new requests get a 503 with Retry-After instead of a refused connection."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: ServedEngine, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
+        self,
+        config: uvicorn.Config,
+        engine: Engine | EmbeddingEngine,
+        traffic: Traffic,
+        deadlines: Deadlines,
+        drain_timeout_s: float,
     ) -> None:
         super().__init__(config)
         self.scheme = "https" if config.is_ssl else "http"
@@ -134,7 +140,7 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
 
 
 def serve(
-    engine: ServedEngine,
+    engine: Engine | EmbeddingEngine,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,

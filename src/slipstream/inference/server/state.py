@@ -12,15 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.inference.core import SamplingParams
+from slipstream.inference.embedding import EmbeddingEngine
+from slipstream.inference.engine import Engine
 from slipstream.inference.server.answers import Format
-from slipstream.inference.server.backend import ServedEngine, ServedTokenizer
 from slipstream.inference.server.bodies import ModelBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
 from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, shown, without_effect
-from slipstream.inference.text import TooLongError
+from slipstream.inference.text import Tokenizer, TooLongError
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    engine: ServedEngine
-    tokenizer: ServedTokenizer
+    engine: Engine | EmbeddingEngine
+    tokenizer: Tokenizer
     limits: Limits
     traffic: Traffic
     deadlines: Deadlines
