@@ -395,7 +395,7 @@ class GroupExchange(Exchange):
             return self._added(self._start_gather(flat, [flat.numel()] * self.size), flat.numel())
         numels = even_shares(flat.numel(), self.size)
         share = self._reduce_scatter(flat, list(itertools.accumulate(numels, initial=0)))
-        return Pending(lambda: self._gather(share.wait(), numels))
+        return share.then(lambda own: self._gather(own, numels))
 
     def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Pending[Tensor]:
         numels = [stop - start for start, stop in itertools.pairwise(cuts)]
@@ -408,38 +408,30 @@ class GroupExchange(Exchange):
     def _added(self, moving: Pending[Tensor], numel: int) -> Pending[Tensor]:
         """The sum of the rows, of `numel` elements, that are on their way from all ranks."""
 
-        def finish() -> Tensor:
-            rows = moving.wait().view(self.size, numel)
+        def add(received: Tensor) -> Tensor:
+            rows = received.view(self.size, numel)
             out = rows.new_empty(numel)
             if numel:
                 _add(out, rows.unbind())
             return out
 
-        return Pending(finish)
+        return moving.then(add)
 
     def _gather(self, flat: Tensor, numels: Sequence[int]) -> Tensor:
         return self._start_gather(flat, numels).wait()
 
     def _start_gather(self, flat: Tensor, numels: Sequence[int]) -> Pending[Tensor]:
         out = flat.new_empty(sum(numels))
-        moving = self.comm.gather_into(out, flat, list(itertools.accumulate(numels, initial=0)))
-
-        def finish() -> Tensor:
-            moving.wait()
-            return out
-
-        return Pending(finish)
+        return self.comm.gather_into(out, flat, list(itertools.accumulate(numels, initial=0))).then(lambda _: out)
 
     def _start_all_to_all(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending[Tensor]:
         out = flat.new_empty(sum(receive))
-        started = self.comm.all_to_all(out, flat, receive, send)
 
-        def finish() -> Tensor:
-            started.wait()
+        def arrived(_: None) -> Tensor:
             assert flat.numel() == sum(send)  # and `flat` lived until here
             return out
 
-        return Pending(finish)
+        return self.comm.all_to_all(out, flat, receive, send).then(arrived)
 
 
 def _of_work(work: Any, out: Tensor) -> Pending[Tensor]:

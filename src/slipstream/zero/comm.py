@@ -30,6 +30,7 @@ from slipstream.world.mesh import Axis
 from slipstream.world.watch import Ledger, PeerError, Watch
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _SLICE = timedelta(seconds=0.25)  # how long a wait sleeps between checks for failed peers
 
@@ -63,6 +64,10 @@ class Pending(Generic[T]):
             self.result, self.finish = self.finish(), None
         return self.result  # type: ignore[return-value]
 
+    def then(self, use: Callable[[T], U]) -> Pending[U]:
+        """The operation with a function of its result."""
+        return Pending(lambda: use(self.wait()))
+
 
 class Comm(ABC):
     """Collectives on flat buffers over one axis. One caller per rank; the launch order is the same on all ranks."""
@@ -94,11 +99,11 @@ class Comm(ABC):
         The tensors are valid inside of `use` only. The buffer may be written again once `reusable(buffer)` has returned.
         """
 
-    @abstractmethod
     def swap_some(
         self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
     ) -> Pending[T]:
         """As `swap`, of the first `lengths[i]` elements of each span i; `use` may get more than those."""
+        return self.swap(buffer, cuts, use, operation)
 
     @abstractmethod
     def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
@@ -191,11 +196,6 @@ class LocalComm(Comm):
 
     def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         return Pending(None, use([buffer.tensor[: cuts[-1]]]))
-
-    def swap_some(
-        self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
-    ) -> Pending[T]:
-        return self.swap(buffer, cuts, use, operation)
 
     def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         return self.swap(buffer, cuts, use)
@@ -351,14 +351,8 @@ class ProcessGroupComm(Comm):
         full, numel = buffer.tensor[: cuts[-1]], cuts[self.index + 1] - cuts[self.index]
         item, received = full.element_size(), self._receiver(full.new_empty(numel * self.size))
         number = self._launch(operation, full.nbytes, full.nbytes - numel * item)
-        work: Any = dist.all_to_all_single(
-            _bytes(received),
-            _bytes(self._sender(full)),
-            [numel * item] * self.size,
-            [(b - a) * item for a, b in itertools.pairwise(cuts)],
-            group=self.group,
-            async_op=True,
-        )
+        lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
+        work = self._all_to_all(received, self._sender(full), [numel * item] * self.size, lengths)
 
         def finish() -> T:
             self._finish(work, operation, number)
@@ -381,19 +375,10 @@ class ProcessGroupComm(Comm):
         counts = torch.tensor(lengths, device="cpu" if self.on_host else self.device)
         known = torch.empty_like(counts)
         number = self._launch(f"lengths of {operation}", counts.nbytes)
-        work: Any = dist.all_to_all_single(
-            _bytes(known), _bytes(counts), [8] * self.size, [8] * self.size, group=self.group, async_op=True
-        )
-        self._finish(work, operation, number)
+        self._finish(self._all_to_all(known, counts, [8] * self.size, [8] * self.size), operation, number)
         sizes = known.tolist()
         received = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
-        moving = self.all_to_all(received, sent, sizes, lengths)
-
-        def finish() -> T:
-            moving.wait()
-            return use(list(received.split(sizes)))
-
-        return Pending(finish)
+        return self.all_to_all(received, sent, sizes, lengths).then(lambda _: use(list(received.split(sizes))))
 
     def reusable(self, buffer: Buffer) -> None:
         pass  # the wait for the all-to-all includes the send
@@ -410,33 +395,26 @@ class ProcessGroupComm(Comm):
         if len(set(lengths)) == 1:
             work: Any = _all_gather_single(_bytes(received), sent, self.group)
         else:
-            work = dist.all_to_all_single(
-                _bytes(received), sent.repeat(self.size), lengths, [sent.numel()] * self.size, group=self.group, async_op=True
-            )
-
-        def finish() -> None:
-            self._finish(work, "all-gather", number)
-            if received is not full:
-                full.copy_(received)
-
-        return Pending(finish)
+            work = self._all_to_all(received, sent.repeat(self.size), lengths, [sent.numel()] * self.size)
+        return self._landing(work, "all-gather", number, received, full)
 
     def all_to_all(self, out: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int]) -> Pending[None]:
         """Send `send[r]` elements of `sent` to each rank, and fill `out` with `receive[r]` from each, in rank order."""
         item = sent.element_size()
         number = self._launch("all-to-all", 0, (sum(send) - send[self.index]) * item)  # sizes may differ between ranks
         received = self._receiver(out)
-        work: Any = dist.all_to_all_single(
-            _bytes(received),
-            _bytes(self._sender(sent)),
-            [n * item for n in receive],
-            [n * item for n in send],
-            group=self.group,
-            async_op=True,
-        )
+        work = self._all_to_all(received, self._sender(sent), [n * item for n in receive], [n * item for n in send])
+        return self._landing(work, "all-to-all", number, received, out)
+
+    def _all_to_all(self, out: Tensor, sent: Tensor, receive: list[int], send: list[int]) -> Any:
+        """Launch an all-to-all of so many bytes."""
+        return dist.all_to_all_single(_bytes(out), _bytes(sent), receive, send, group=self.group, async_op=True)
+
+    def _landing(self, work: Any, operation: str, number: int, received: Tensor, out: Tensor) -> Pending[None]:
+        """An operation that receives into `out`, or into memory on the host that is then copied there."""
 
         def finish() -> None:
-            self._finish(work, "all-to-all", number)
+            self._finish(work, operation, number)
             if received is not out:
                 out.copy_(received)
 
@@ -469,9 +447,7 @@ class ProcessGroupComm(Comm):
         moved = self._sender(tensor)
         number = self._launch("broadcast", tensor.nbytes, tensor.nbytes * (self.index == 0))
         work: Any = dist.broadcast(_bytes(moved), src=self.axis.ranks[0], group=self.group, async_op=True)
-        self._finish(work, "broadcast", number)
-        if moved is not tensor:
-            tensor.copy_(moved)
+        self._landing(work, "broadcast", number, moved, tensor).wait()
 
     def close(self) -> None:
         pass

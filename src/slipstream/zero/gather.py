@@ -63,13 +63,11 @@ class CodedGather:
         if shard.dtype is not torch.uint8:
             own = torch.empty(coded[index + 1] - coded[index], dtype=torch.uint8, device=full.device)
             encode(shard, own, _BITS)
-        gathered = self.over.gather_into(codes, own, coded)
 
-        def finish() -> None:
-            gathered.wait()
+        def decode(_: None) -> None:
             sum_coded(full[: cuts[-1]], [codes], _BITS)
 
-        return Pending(finish)
+        return self.over.gather_into(codes, own, coded).then(decode)
 
     def changed(self) -> None:
         self.over.changed()
@@ -109,14 +107,12 @@ class GroupGather:
         if self.held:
             return self.group.gather_rows(full, kept, rows)
         self.group.reusable(kept)
-        crossing = self.across.gather_into(kept.tensor, shard, self.kept_cuts(cuts))
 
-        def finish() -> None:
-            crossing.wait()
+        def gather(_: None) -> None:
             self.held = True
             self.group.gather_rows(full, kept, rows).wait()
 
-        return Pending(finish)
+        return self.across.gather_into(kept.tensor, shard, self.kept_cuts(cuts)).then(gather)
 
     def changed(self) -> None:
         self.held = False

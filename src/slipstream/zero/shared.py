@@ -199,11 +199,6 @@ class SharedComm(Comm):
 
         return Pending(finish)
 
-    def swap_some(
-        self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
-    ) -> Pending[T]:
-        return self.swap(buffer, cuts, use, operation)  # nothing moves
-
     def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
         posted = self.post(buffer)
 

@@ -383,13 +383,7 @@ class Unit:
             self.comms.dp.publish(self.memory.common)
         elif self.placement.optim and (full := self.memory.full) is not None:  # replicated weights
             dp = self.comms.dp
-            published = dp.all_gather(full, self.cuts)
-
-            def finish() -> None:
-                published.wait()
-                dp.reusable(full)  # the user may write the weights right after the step
-
-            return Pending(finish)
+            return dp.all_gather(full, self.cuts).then(lambda _: dp.reusable(full))  # the user may write the weights after the step
         return Pending(None)
 
     def begin_update(self) -> None:
@@ -416,13 +410,11 @@ class Unit:
         if before is not None:  # else the update has failed
             encode(own.float() - before.float(), sent, bits)
             own.copy_(before)
-        published = dp.gather_into(codes, sent, coded)
 
-        def finish() -> None:
-            published.wait()
+        def add(_: None) -> None:
             sum_coded(full.tensor[: self.cuts[-1]], [codes], bits, accumulate=True)
 
-        return Pending(finish)
+        return dp.gather_into(codes, sent, coded).then(add)
 
     def forget_gradients(self) -> None:
         """Drop everything accumulated since the last step."""
