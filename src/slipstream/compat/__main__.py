@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from slipstream.compat.constants import TABLES
 from slipstream.compat.names import ALIASES, DIFFERS, MISSING, MISSING_METHODS, REFUSED_THERE, SERVED
+from slipstream.config.__main__ import markdown
 
 
 def tables() -> str:
@@ -21,10 +22,10 @@ def tables() -> str:
     methods = ((_names(f"engine.{name}" for name in names), why) for why, names in _by_reason(MISSING_METHODS))
     return "\n\n".join(
         [
-            _table("Served", ("module", "names"), served),
-            _table("Constants (a constant exists even where its feature is missing)", ("module", "how many"), constants),
-            _table("The same under another path", ("module", "is"), also),
-            _table("Missing: using one says why", ("name", "why, and what to do"), [*missing, *methods]),
+            markdown("Served", ("module", "names"), served),
+            markdown("Constants (a constant exists even where its feature is missing)", ("module", "how many"), constants),
+            markdown("The same under another path", ("module", "is"), also),
+            markdown("Missing: using one says why", ("name", "why, and what to do"), [*missing, *methods]),
         ]
     )
 
@@ -32,8 +33,8 @@ def tables() -> str:
 def differences() -> str:
     return "\n\n".join(
         [
-            _table("What behaves differently", ("name", "how"), ((f"`{name}`", how) for name, how in DIFFERS.items())),
-            _table("What DeepSpeed refuses", ("call or config", "here"), REFUSED_THERE.items()),
+            markdown("What behaves differently", ("name", "how"), ((f"`{name}`", how) for name, how in DIFFERS.items())),
+            markdown("What DeepSpeed refuses", ("call or config", "here"), REFUSED_THERE.items()),
         ]
     )
 
@@ -47,11 +48,6 @@ def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
-
-
-def _table(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
-    lines = [f"### {title}", "", f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

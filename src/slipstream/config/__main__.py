@@ -28,9 +28,9 @@ def tables() -> str:
     }
     return "\n\n".join(
         [
-            _table("Honored", ("block", "keys"), ((block, _names(names)) for block, names in blocks.items())),
-            _table("Without effect (logged once)", ("keys", "why"), ((_names(names), why) for why, names in reasons.items())),
-            _table(
+            markdown("Honored", ("block", "keys"), ((block, _names(names)) for block, names in blocks.items())),
+            markdown("Without effect (logged once)", ("keys", "why"), ((_names(names), why) for why, names in reasons.items())),
+            markdown(
                 "Refused if they enable a feature that is not built",
                 ("keys", "feature and alternative"),
                 ((_names(names), why) for why, names in refused.items()),
@@ -43,7 +43,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _table(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+def markdown(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
     lines = [f"### {title}", "", f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)]
     return "\n".join(lines)
 

@@ -114,12 +114,7 @@ def _runs(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
 
 @functools.cache
 def _native() -> Callable[..., int] | None:
-    library = build.load().kernels
-    if library is None:
-        return None
-    function = library.slipstream_sparse
-    function.restype, function.argtypes = ctypes.c_int, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    return function
+    return build.function("slipstream_sparse", ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 # The kernels as operators of torch, so that `torch.compile` takes them as they are. A layout is its three arrays of `_Tiles`.

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LIBRARY = "libslipstream_ops.so"
 KERNELS = ("kernels_avx512.c", "kernels_avx2.c", "kernels_portable.c", "dispatch.c", "processor.c", "words.c", "disk.c", "crc32.c")
@@ -136,6 +136,15 @@ def kernels() -> ctypes.CDLL:
     if library.kernels is None:
         raise RuntimeError(f"there are no native kernels: {library.reason}")
     return library.kernels
+
+
+def function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of the library with the types of its result and arguments; None without a library."""
+    library = load().kernels
+    found = None if library is None else getattr(library, name)
+    if found is not None:
+        found.restype, found.argtypes = result, arguments
+    return found
 
 
 def _build_now(cached: Path, compiler: list[str]) -> Library:

@@ -47,7 +47,5 @@ def _native() -> Callable[..., None] | None:
     library = build.load().kernels
     if library is None or not library.slipstream_has_crc32():
         return None
-    function = library.slipstream_crc32
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    return function
+    pointer, long = ctypes.c_void_p, ctypes.c_int64
+    return build.function("slipstream_crc32", None, pointer, ctypes.c_uint32, pointer, pointer, long, long)

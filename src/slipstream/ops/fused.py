@@ -52,12 +52,7 @@ class _FusedArrays(ctypes.Structure):
 
 @functools.cache
 def _native() -> Callable[..., None] | None:
-    library = build.load().kernels
-    if library is None:
-        return None
-    function: Any = library.slipstream_fused
-    function.restype, function.argtypes = None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    return function
+    return build.function("slipstream_fused", None, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 def _is_native(x: Tensor) -> bool:

@@ -30,17 +30,13 @@ class _Grid(ctypes.Structure):
 
 
 @functools.cache
-def _native() -> Any:
-    library = build.load().kernels
-    for name in ("slipstream_ends", "slipstream_on_grid") if library is not None else ():
-        function = getattr(library, name)
-        function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    return library
+def _native(name: str = "slipstream_ends") -> Any:
+    return build.function(name, None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 def _run(name: str, w: Tensor, groups: int, **values: Any) -> None:
     grid = _Grid(w=w.data_ptr(), group=w.numel() // groups, piece=_PIECE, dtype=cpu.DTYPES[w.dtype], **values)
-    function, items = getattr(_native(), name), groups * _pieces(w, groups)
+    function, items = _native(name), groups * _pieces(w, groups)
     least = max(1, cpu.THREAD_NUMEL * items // w.numel())
     cpu.in_threads(
         lambda begin, end: function(ctypes.addressof(grid), begin, end), items, torch.get_num_threads(), least=least, multiple=1

@@ -307,10 +307,7 @@ class TorchSteps(ShardedSteps):
             return leaf
         whole = _through(cuts, leaf)
         state = self.inner.state.pop(leaf, {})
-        self.inner.state[whole] = {
-            name: _through(cuts, value) if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape else value
-            for name, value in state.items()
-        }
+        self.inner.state[whole] = {**state, **{name: _through(cuts, value) for name, value in _per_element(state, leaf).items()}}
         return whole
 
     def _keep_part(self, piece: UpdatePiece, whole: Tensor) -> None:
@@ -325,10 +322,8 @@ class TorchSteps(ShardedSteps):
             return value
 
         leaf.copy_(own(whole))
-        self.inner.state[leaf] = {
-            name: own(value) if isinstance(value, Tensor) and value.shape == whole.shape else value
-            for name, value in self.inner.state.pop(whole, {}).items()
-        }
+        state = self.inner.state.pop(whole, {})
+        self.inner.state[leaf] = state | {name: own(value) for name, value in _per_element(state, whole).items()}
 
     def _cast_states(self, leaves: Sequence[Tensor], dtype: torch.dtype | None) -> None:
         """Convert per-element states to `dtype`, or to their master's dtype if None. A no-op if states are kept in fp32."""
@@ -336,9 +331,7 @@ class TorchSteps(ShardedSteps):
             return
         for leaf in leaves:
             state = self.inner.state.get(leaf, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape:
-                    state[name] = value.to(dtype or leaf.dtype)
+            state |= {name: value.to(dtype or leaf.dtype) for name, value in _per_element(state, leaf).items()}
 
     def memory(self) -> Iterator[Tensor | Store]:
         values = (value for state in self.inner.state.values() for value in state.values())
@@ -348,12 +341,7 @@ class TorchSteps(ShardedSteps):
         return self.inner.state.get(self._leaf(piece), {})
 
     def states(self, piece: UpdatePiece) -> dict[str, Tensor | Section]:
-        shape = self._leaf(piece).shape
-        return {
-            name: value.view(-1)
-            for name, value in self._state(piece).items()
-            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
-        }
+        return {name: value.view(-1) for name, value in _per_element(self._state(piece), self._leaf(piece)).items()}
 
     def make_states(self, piece: UpdatePiece, dtypes: Mapping[str, torch.dtype]) -> Callable[[], None]:
         leaf = self._leaf(piece)
@@ -374,6 +362,13 @@ class TorchSteps(ShardedSteps):
 
     def load_scalars(self, piece: UpdatePiece, values: dict[str, Any]) -> None:
         self.inner.state[self._leaf(piece)].update(values)
+
+
+def _per_element(state: Mapping[str, Any], like: Tensor) -> dict[str, Tensor]:
+    """The states of a tensor's elements."""
+    return {
+        name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0 and value.shape == like.shape
+    }
 
 
 _PARAMS = {"params", "param_names"}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.zero.hooks import tensors_in
+
 TIMINGS = 5  # of a layer; the fastest counts
 
 
@@ -101,7 +103,7 @@ def num_trainable(layer: Any) -> int:
 def seconds_of(layers: Sequence[Any], example: Any) -> list[float]:
     """The time of each layer's forward and backward. Each is built for its own measurement only; tied layers are built anew."""
     x, seconds = example, []
-    device = next((t.device for t in _tensors(example)), torch.device("cpu"))
+    device = next((t.device for t in tensors_in(example)), torch.device("cpu"))
     for spec in layers:
         with torch.random.fork_rng(devices=[]):
             layer: Any = spec
@@ -115,9 +117,9 @@ def seconds_of(layers: Sequence[Any], example: Any) -> list[float]:
                 _finish(device)
                 start = time.perf_counter()
                 output = layer(inputs)
-                roots = [t for t in _tensors(output) if t.requires_grad]
+                roots = [t for t in tensors_in(output) if t.requires_grad]
                 params = [p for p in layer.parameters() if p.requires_grad] if isinstance(layer, nn.Module) else []
-                wanted = [*params, *(t for t in _tensors(inputs) if t.requires_grad)]
+                wanted = [*params, *(t for t in tensors_in(inputs) if t.requires_grad)]
                 if roots and wanted:
                     torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)
                 _finish(device)
@@ -130,13 +132,6 @@ def seconds_of(layers: Sequence[Any], example: Any) -> list[float]:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _leaves(value: Any) -> Any:

@@ -5,7 +5,7 @@ A change replaces classes of modules in place, so that the names of parameters, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -80,12 +80,7 @@ def _observe(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
         (plan.memory_breakdown, memory.tell_phases),
     )
     chosen = [connect for wanted, connect in rows if wanted]
-
-    def connect_all(engine: Engine) -> None:
-        for connect in chosen:
-            connect(engine)
-
-    return connect_all if chosen else None
+    return _all(chosen) if chosen else None
 
 
 CHANGES: tuple[Change, ...] = (
@@ -104,8 +99,10 @@ CHANGES: tuple[Change, ...] = (
 
 def change_model(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
     """Apply every change. Returns what connects them to the engine once it is built."""
-    connections = [connect for change in CHANGES if (connect := change(model, plan)) is not None]
+    return _all([connect for change in CHANGES if (connect := change(model, plan)) is not None])
 
+
+def _all(connections: Sequence[Callable[[Engine], None]]) -> Callable[[Engine], None]:
     def connect_all(engine: Engine) -> None:
         for connect in connections:
             connect(engine)
