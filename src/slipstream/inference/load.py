@@ -201,9 +201,9 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
 
 def _with_codes(file: Path, weights: Mapping[str, Matrix], group: int, head: str) -> Mapping[str, Matrix]:
     """The weights, some as codes of int4 that they were trained with (`compression.export`), if their groups have this size."""
-    with _opened(file) as opened:
-        names = {key.removesuffix(".q") for key in opened.keys() if key.endswith(".q")} & {*weights} - {head}  # noqa: SIM118
-        shapes = {name: [opened.get_slice(f"{name}.{part}").get_shape()[1] for part in ("q", "scale")] for name in names}
+    with opened(file) as codes:
+        names = {key.removesuffix(".q") for key in codes.keys() if key.endswith(".q")} & {*weights} - {head}  # noqa: SIM118
+        shapes = {name: [codes.get_slice(f"{name}.{part}").get_shape()[1] for part in ("q", "scale")] for name in names}
     readers: dict[str, Callable[[], Matrix]] = {name: partial(weights.__getitem__, name) for name in weights}
     coded = [name for name, (half, groups) in shapes.items() if groups * group == 2 * half]
     return _LazyState(readers | {name: partial(_coded, file, name, weights) for name in coded})
@@ -211,8 +211,8 @@ def _with_codes(file: Path, weights: Mapping[str, Matrix], group: int, head: str
 
 def _coded(file: Path, name: str, weights: Mapping[str, Matrix]) -> Matrix:
     """A weight's codes. Raises ValueError if they are of another weight than the folder's."""
-    with _opened(file) as opened:
-        m = Int4(*(opened.get_tensor(f"{name}.{part}") for part in ("q", "scale", "low")))
+    with opened(file) as codes:
+        m = Int4(*(codes.get_tensor(f"{name}.{part}") for part in ("q", "scale", "low")))
     weight = weights[name]
     if isinstance(weight, Tensor) and shape_of(m) == tuple(weight.shape):
         values = dequantize(m)
