@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.ops.triton import attention, linear, rows
+from slipstream.ops.triton import attention, flat, linear, rows
 
 BF16, FP32, INT = "*bf16", "*fp32", "*i32"
 _ATTEND = {"CAP": 0.0, "WINDOW": 64, "KV_HEADS": 8, "GROUP": 4, "PADDED": 4, "DIM": 64, "BLOCK_DIM": 64, "BLOCK_SIZE": 16}
@@ -29,12 +29,28 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (attention._combine, {"out": BF16}, _HEADS | {"WINDOW": 64, "BLOCK_DIM": 64}),
     (rows._add_norm, {"out": BF16}, {"PLANES": 4, "BLOCK": 2048}),
     (rows._place, dict.fromkeys(("q", "keys", "values"), BF16), _HEADS | {"PLANES": 4, "KV_HEADS": 8, "HALF": 32, "BLOCK": 64}),
+    (
+        flat._step,
+        dict.fromkeys(("grad", "out"), BF16),
+        {
+            "RULE": 0,
+            **dict.fromkeys(("FROM", "UPDATE_FROM", "FIRST", "NESTEROV"), False),
+            "KEEPS": False,
+            "L2": False,
+            "BLOCK": 1024,
+            "num_warps": 4,
+        },
+    ),
+    (flat._reduce, {"out": BF16, "source": BF16, "squares": "*fp64"}, {"ACCUMULATE": True, "BLOCK": 1024, "num_warps": 4}),
     (rows._gate, {"out": BF16}, {"ACTIVATION": "gelu", "PLANES": 1, "BLOCK": 1024}),
 ]
 _INTEGERS = {"positions", "slots", "tables", "tile_row", "tile_length", "tile_table"}
 
 
 def type_of(name: str, kernel: Any, types: dict[str, str]) -> str:
+    if kernel in (flat._step, flat._reduce):
+        arrays = ("master", "grad", "first", "second", "out", "source", "squares")
+        return types.get(name, FP32) if name in arrays else "i32" if name == "num_elements" else "fp32"
     if name == "eps" or (name == "scale" and kernel is attention._attend):
         return "fp32"
     is_int = name.startswith("num_") or name.endswith("_stride") or name == "size"

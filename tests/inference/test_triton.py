@@ -3,6 +3,7 @@
 On a CPU they run in Triton's interpreter (tests/conftest.py switches it on), on a GPU compiled.
 """
 
+import itertools
 import json
 import os
 import random
@@ -33,7 +34,8 @@ from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import _map_weights
 from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves
-from slipstream.ops.triton import attention, rows
+from slipstream.ops import optim
+from slipstream.ops.triton import attention, flat, rows
 from slipstream.ops.triton.linear import linear, num_slices
 from slipstream.ops.triton.tiles import num_ranges
 from tests.inference.test_native import Requests
@@ -190,6 +192,77 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(actual[20:21])
 
 
+# -- a training step's flat arrays
+
+RULES: dict[str, dict[str, Any]] = {
+    "adamw": {
+        "step": 3,
+        "lr": 1e-2,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decoupled": True,
+        "bias_correction": True,
+    },
+    "adam": {
+        "step": 3,
+        "lr": 1e-2,
+        "beta1": 0.4,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decoupled": False,
+        "bias_correction": False,
+    },
+    "lion": {"lr": 1e-2, "beta1": 0.9, "beta2": 0.3, "weight_decay": 0.1},
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": True, "first": False},
+    "plain sgd": {"lr": 1e-2, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": True},
+    "adagrad": {"step": 2, "lr": 1e-2, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.1},
+}
+
+
+# The interpreter cuts bf16 off.
+@pytest.mark.parametrize("half", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RULES)
+def test_updates_have_the_bits_of_the_kernels_for_cpus(name: str, half: torch.dtype) -> None:
+    """Masters in fp32 and in half, states in fp32 and in half, with weights to write and without. 2,100: two blocks and a bit."""
+    kind = {"adam": "adamw", "plain sgd": "sgd"}.get(name, name)
+    for master_type, state_type, writes in ((torch.float32, torch.float32, True), (half, half, False), (torch.float32, half, True)):
+        master, grad = torch.randn(2100).to(master_type), torch.randn(2100).to(half)
+        m = None if name in ("adagrad", "plain sgd") else torch.randn(2100).to(state_type)
+        v = torch.rand(2100).to(state_type) if kind in ("adamw", "adagrad") else None
+        arrays = [master, grad, m, v, torch.zeros(2100, dtype=half) if writes else None]
+        own = [None if array is None else array.to(DEVICE, copy=True) for array in arrays]
+        options = RULES[name] | {"scale": 0.5}
+
+        def run(values: list[Any], options: dict[str, Any] = options) -> None:
+            states = values[2:4] if kind == "adamw" else values[3:4] if kind == "adagrad" else values[2:3]
+            getattr(optim, kind)(*values[:2], *states, values[4], **options)
+
+        with pytest.MonkeyPatch.context() as patch:  # the call of the public operation, as it would be for a GPU
+            caught: list[Any] = []
+            patch.setattr(optim.optim_reference, "step", lambda *args: caught.append(args) or (0.0, 0.0))
+            patch.setattr(optim.cpu, "_kernels", lambda: None)
+            patch.setattr(optim.gpu, "kernels", lambda *_: None)
+            run(own)
+        rule, *values, c, flags, _ = caught[0]
+        flat.step(rule, *values, c, flags)
+        run(arrays)
+        for one, other in zip(own, arrays, strict=True):
+            assert (one is other is None) or torch.equal(one.cpu(), other), f"{master_type} {state_type}"
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_reduction_has_the_bits_of_torch(accumulate: bool) -> None:
+    for source_type, out_type in itertools.product((torch.float32, torch.float16), repeat=2):
+        source, out = noise(5000, dtype=source_type), noise(5000, dtype=out_type)
+        wide = source.float() * 0.3
+        expected = (wide + out.float() if accumulate else wide).to(out_type)
+        square = flat.reduce_into(out, source, 0.3, accumulate)
+        assert torch.equal(out, expected) and square.item() == pytest.approx(expected.double().square().sum().item(), rel=1e-12)
+
+
 @pytest.mark.slow
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """Products by wgmma alone, whatever the rows, and nothing contracted: batch invariance rests on it. No GPU is needed."""
@@ -202,7 +275,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     )
     assert not done.returncode, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 10
+    assert len(kernels) == 12
     for kernel in kernels:
         assert kernel["wgmma"] == (kernel["kernel"] in ("_linear", "_attend")), kernel
         assert not kernel["mma"] and not kernel["fused"] and kernel["shared"] <= 99 << 10, kernel

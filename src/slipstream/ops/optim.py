@@ -15,7 +15,7 @@ from typing import Any, NotRequired, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from slipstream.ops import cpu, optim_reference
+from slipstream.ops import cpu, gpu, optim_reference
 from slipstream.ops.cpu import DTYPES, STREAM_BYTES, THREAD_NUMEL, WIDTHS
 from slipstream.ops.optim_reference import (
     CODED,
@@ -265,6 +265,10 @@ def _step(
         flags |= STOCHASTIC
         offset, keys = rounding.offset, rounding.keys()
     kernels = cpu._kernels()
+    flat = gpu.kernels(*arrays) if not on_cpu and rounding is None else None
+    if flat is not None and rule in flat.RULES:
+        flat.step(rule, *arrays, c, flags)
+        return 0.0, 0.0
     if kernels is None or not on_cpu:
         return optim_reference.step(rule, master, grad, first, second, out, c, flags, rounding)
     if out is not None and out.data_ptr() % 64 == 0 and numel * WIDTHS[packed[-1]] >= STREAM_BYTES:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.ops import Partial
+from slipstream.ops import Partial, gpu
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Ledger, PeerError, Watch
 
@@ -169,6 +169,9 @@ def reduce_into(out: Tensor, sources: Sequence[Tensor], alpha: float, accumulate
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, out.dtype), torch.float32)
     if out.device.type == "cpu" and wide is torch.float32:
         return ops.sum_ranks(out, sources, alpha=alpha, accumulate=accumulate)
+    if len(sources) == 1 and (flat := gpu.kernels(out, sources[0])) is not None:
+        square = flat.reduce_into(out, sources[0], alpha, accumulate)
+        return Partial(square, torch.isfinite(square))
     total = sources[0].to(wide)
     for source in sources[1:]:
         total = total + source.to(wide)

@@ -100,15 +100,20 @@ class UnitWindow:
         return grad if kept is None else kept if grad is None else kept + grad
 
     def pack(self, flat: Tensor) -> None:
-        """Move the unreduced gradients, or zeros, into `flat`, the buffer of their reduction."""
+        """Move the unreduced gradients, or zeros, into `flat`, the buffer of their reduction: on a GPU in one launch."""
+        views: list[Tensor] = []
+        grads: list[Tensor] = []
         for i, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             view = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
             grad = self.unreduced(i)
             if grad is None:
                 view.zero_()
             else:
-                view.copy_(grad)
+                views.append(view)
+                grads.append(grad)
                 drop_grad(param)
+        if views:
+            torch._foreach_copy_(views, grads)
         self._sums.clear()
         for start, stop in self._gaps:
             flat[start:stop].zero_()
