@@ -1,4 +1,7 @@
-"""The leg `cuda`, for one GPU: `train` GPTs in a slice of it with states in host memory, and `serve` a Llama.
+"""The leg `cuda`, for one GPU: `resident` steps, `train` GPTs in a slice of it with states in host memory, and `serve` a Llama.
+
+`resident`: 760 million parameters, 8 sequences of 1,024, bf16 weights, fp32 masters, AdamW, clipping; everything on the device.
+Peers: a plain loop (fused AdamW, grouped clipping), FSDP2, DeepSpeed. Ten steps a round; the median of each.
 
 `train`: 1.3 and 3 billion parameters in 16 GiB, sequence 2,048, recomputed blocks, bf16, 1 and 8 micro-batches a step.
 Contenders run in fresh processes, one after the other in each round; `set_per_process_memory_fraction` limits them to the
@@ -10,7 +13,7 @@ generated token: the time of a long answer less that of a short one, so that nei
 reading each weight once per forward at the rate at which this GPU copies memory (bytes read and written). Needs triton and
 transformers.
 
-Has not run on a GPU yet. Without one, `--quick` runs `train` with a toy on the CPU, where nothing is offloaded.
+Without a GPU, `--quick` runs `train` with a toy on the CPU, where nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ ZERO: dict[str, dict[str, Any]] = {
     "deepspeed:2": {"stage": 2, "offload_optimizer": HOST},
     "deepspeed:3": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
 }
+MIDDLE = Workload(name="760M", width=1536, depth=24, heads=16, vocab=32768, batch=8, length=1024)
+LOOPS = ("plain", "fsdp2", "slipstream:1", "slipstream:3", "deepspeed:1", "deepspeed:3")  # of `resident`
 RESIDENT = "resident: torch, fused AdamW, the whole device"
 TIMED = 3  # steps in a row
 
@@ -81,9 +86,69 @@ def recomputing(model: GPT, reentrant: bool = False) -> GPT:
     return model
 
 
-def build(system: str, work: Workload, micros: int, batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
+def plain_loop(work: Workload, batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
+    with batch[0].device:
+        model = GPT(work).bfloat16()
+    params: list[Tensor] = list(model.parameters())
+    masters = [param.detach().float().requires_grad_() for param in params]
+    optimizer = torch.optim.AdamW(masters, **{**ADAMW, "betas": tuple(ADAMW["betas"])}, fused=True)
+
+    def step() -> float:
+        loss = model(*batch)
+        loss.backward()
+        for master, param in zip(masters, params, strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        nn.utils.clip_grad_norm_(masters, CLIPPING, foreach=True)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        return float(loss)
+
+    return step
+
+
+def fsdp2_loop(work: Workload, batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group("nccl")
+    with batch[0].device:
+        model = GPT(work)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in (*model.blocks, model):
+        fully_shard(block, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), **{**ADAMW, "betas": tuple(ADAMW["betas"])}, fused=True)
+
+    def step() -> float:
+        loss = model(*batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def engine_step(library: Any, model: GPT, config: dict[str, Any], micros: int, batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
+    library.init_distributed()
+    engine = library.initialize(model=model, config=config | {"steps_per_print": 2**31}, model_parameters=model.parameters())[0]
+
+    def step() -> float:
+        for _ in range(micros):
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+        return float(loss)
+
+    return step
+
+
+def build(system: str, work: Workload, micros: int, batch: tuple[Tensor, Tensor], offloaded: bool = True) -> Callable[[], float]:
     """A function that makes a step and returns its last loss."""
     kind, device = system.split(":")[0], batch[0].device
+    if system in ("plain", "fsdp2"):
+        return (plain_loop if system == "plain" else fsdp2_loop)(work, batch)
     if kind == "torch":
         with device:
             plain = recomputing(GPT(work))
@@ -106,37 +171,26 @@ def build(system: str, work: Workload, micros: int, batch: tuple[Tensor, Tensor]
         "gradient_clipping": CLIPPING,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": ZERO[system],
+        "zero_optimization": ZERO[system] if offloaded else {"stage": int(system[-1])},
     }
-    engine: Any
-    if kind == "slipstream":
-        import slipstream
-
-        with slipstream.zero.Init():
+    library: Any = __import__(kind)
+    if not offloaded:
+        with device:
             model = GPT(work)
-        engine = slipstream.initialize(model=model, config=config | {"slipstream": {"activations": "recompute"}})[0]
+    elif kind == "slipstream":
+        with library.zero.Init():
+            model = GPT(work)
+        config |= {"slipstream": {"activations": "recompute"}}
     else:
-        import deepspeed
-
-        deepspeed.init_distributed(verbose=False)
-        config |= {"steps_per_print": 2**31}
+        library.init_distributed(verbose=False)
         torch.set_default_dtype(torch.bfloat16)
-        with deepspeed.zero.Init(config_dict_or_path=config, enabled=system == "deepspeed:3"):
+        with library.zero.Init(config_dict_or_path=config, enabled=system == "deepspeed:3"):
             model = recomputing(GPT(work), reentrant=True)
         torch.set_default_dtype(torch.float32)
-        engine = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
-
-    def step() -> float:
-        for _ in range(micros):
-            loss = engine(*batch)
-            engine.backward(loss)
-            engine.step()
-        return float(loss)
-
-    return step
+    return engine_step(library, model, config, micros, batch)
 
 
-def contend(channel: Channel, system: str, work: dict[str, Any], micros: int, nbytes: int) -> None:
+def contend(channel: Channel, system: str, work: dict[str, Any], micros: int, nbytes: int, offloaded: bool = True) -> None:
     """`nbytes`: the limit of device memory, or 0."""
     sizes, cuda = Workload(**work), torch.cuda.is_available()
     if cuda and nbytes:
@@ -144,19 +198,52 @@ def contend(channel: Channel, system: str, work: dict[str, Any], micros: int, nb
     torch.manual_seed(0)
     tokens, targets = build_batch(sizes, 0)
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    step = build(system, sizes, micros, (tokens.to(device), targets.to(device)))
+    step = build(system, sizes, micros, (tokens.to(device), targets.to(device)), offloaded)
 
     def steps(count: int) -> dict[str, Any]:
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        losses = [step() for _ in range(count)]
+        losses, ends = [], [start]
+        for _ in range(count):
+            losses.append(step())  # reads the loss, so the step has ended
+            ends.append(time.perf_counter())
         if cuda:
             torch.cuda.synchronize()
+        median = statistics.median(stop - begin for begin, stop in itertools.pairwise(ends))
         peak = torch.cuda.max_memory_reserved() if cuda else 0
-        return {"seconds": (time.perf_counter() - start) / count, "peak": peak, "losses": losses}
+        return {"seconds": (time.perf_counter() - start) / count, "median": median, "peak": peak, "losses": losses}
 
     channel.serve({"steps": steps})
+
+
+# -- resident --
+
+
+def resident(options: Options, rounds: int) -> str:
+    systems = [name for name in LOOPS if not name.startswith("deepspeed") or options.peers.exists()]
+    took: dict[str, list[float]] = {name: [] for name in systems}
+    last: dict[str, dict[str, Any]] = {}
+    for name in [name for _ in range(rounds) for name in systems]:
+        arguments = {"system": name, "work": asdict(MIDDLE), "micros": 1, "nbytes": 0, "offloaded": False}
+        python = options.peers if name.startswith("deepspeed") else None
+        with Worker("benchmarks.cuda:contend", arguments, name=name, python=python, env=rank_env(0, 1, free_port())) as worker:
+            worker.ready()
+            worker.call("steps", count=4)
+            last[name] = worker.call("steps", count=10)
+        took[name].append(last[name]["median"])
+        print(f"{name}: {1e3 * took[name][-1]:.1f} ms a step", flush=True)
+    rows = [
+        [
+            name,
+            Spread.of([1e3 * each for each in took[name]]).show(),
+            Spread.ratio(took[name], took["plain"]).show(2),
+            f"{last[name]['peak'] / 2**30:.1f}",
+            f"{last[name]['losses'][-1]:.3f}",
+        ]
+        for name in systems
+    ]
+    return table(["contender", "step, ms", "over a plain loop", "device, GiB", "last loss"], rows)
 
 
 # -- train --
@@ -260,6 +347,7 @@ def serve(rounds: int) -> str:
                 ids = torch.randint(1, LLAMA_1B["vocab_size"], (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
                 ours, peer = per_token(partial(own, serving, ids), rounds), per_token(partial(reference, ids.cuda()), rounds)
                 share = weight_bytes / rate / ours
+                print(f"{dtype}, batch {batch}: {1e3 * ours:.3f} ms a token, transformers {1e3 * peer:.3f}", flush=True)
                 rows.append([dtype, str(batch), f"{1e3 * ours:.3f}", f"{share:.2f}", f"{1e3 * peer:.3f}", f"{peer / ours:.1f}"])
     head = ["our weights", "batch", "ms per token", "of bf16's limit", "transformers, bf16, ms", "faster than transformers"]
     text = f"Copies at {rate / 1e12:.2f} TB/s (read and written); {weight_bytes / 1e9:.2f} GB of weights in bf16."
@@ -273,8 +361,10 @@ def run(options: Options) -> str:
                 "the leg `cuda` needs a CUDA device, and torch finds none here; with --quick, a toy trains on the CPU"
             )
         return "\n\n".join(("A toy on the CPU.", train(options, (TOY,), 1)))
-    parts, rounds = options.only or ("train", "serve"), options.num_rounds(3)
+    parts, rounds = options.only or ("resident", "train", "serve"), options.num_rounds(3)
     text = [f"{torch.cuda.get_device_name()}; `train` has {SLICE >> 30} GiB of it."]
+    if "resident" in parts:
+        text.append(resident(options, rounds))
     if "train" in parts:
         text.append(train(options, MODELS, rounds))
     if "serve" in parts:

@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.budget import Budget
 from tests.cases import EVERYTHING
+from tests.on_gpu import tensors_of_tests
 from tests.pool import pool
 from tests.ranks import SpawnRanks
 from tests.skips import Skips
@@ -72,3 +73,9 @@ def spawn_ranks(tmp_path: Path) -> Iterator[SpawnRanks]:
     spawn = SpawnRanks(tmp_path)
     yield spawn
     spawn.close()
+
+
+@pytest.fixture(autouse=True)
+def _tensors_on_gpu() -> Iterator[None]:
+    with tensors_of_tests():
+        yield

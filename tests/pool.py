@@ -39,6 +39,7 @@ import pytest
 
 from tests.budget import add_workers
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report
+from tests.on_gpu import ON_GPU
 
 MAX_WORLD = 4
 GRACE_S = 0.3  # after the first failure, for the other ranks to report their own failures
@@ -62,7 +63,8 @@ def single_threaded(environ: Mapping[str, str]) -> dict[str, str]:
     clean = {key: value for key, value in environ.items() if key not in RANK_VARIABLES}
     loopback = "lo" if sys.platform == "linux" else "lo0"
     return clean | {
-        "CUDA_VISIBLE_DEVICES": "",  # tests/gpu tests CUDA
+        "CUDA_VISIBLE_DEVICES": ON_GPU and environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other way to look for a GPU starts CUDA, which no fork survives
         "OMP_NUM_THREADS": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,

@@ -43,6 +43,7 @@ from _pytest.config import apply_warning_filters
 
 from tests.budget import spent_here
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
+from tests.on_gpu import tensors_of_tests
 
 # Imported once for all workers, because most tests import them: together seven processor seconds.
 # Hypothesis warns if it is first imported after a plugin's objects were frozen: it then cannot see their referrers.
@@ -148,7 +149,7 @@ def _run(job: Job) -> tuple[Report, dict[str, Any]]:
         args, kwargs = pickle.loads(job.arguments)
         _join(job)
         before = _ambient()
-        with _interruptible():
+        with _interruptible(), tensors_of_tests():
             value = pickle.dumps(function(*args, **kwargs))
     except pytest.skip.Exception as skip:
         status, text = "skipped", str(skip)

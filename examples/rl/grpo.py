@@ -14,6 +14,7 @@ The task, so that it needs no data: count upwards from the prompt's last token, 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
 from typing import Any
@@ -85,6 +86,9 @@ def main() -> None:
     parser.add_argument("--kl", type=float, default=0.01, help="how much it costs to leave the first model")
     options = parser.parse_args()
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # a server and a trainer on a GPU differ in rounding; on the CPU they have the same bits
+    )
     slipstream.init_distributed()
     policy, first = small_model(), small_model().requires_grad_(False)
     server = slipstream.init_inference(policy.config, dtype="fp32", device="cpu", kv_cache_bytes="16M", max_running=64)

@@ -36,7 +36,8 @@ class SparseTensor:
         return "deepspeed.SparseTensor"
 
     def to_coo_tensor(self) -> Tensor:
-        return torch.sparse_coo_tensor(self.indices.unsqueeze(0), self.values, self.dense_size, check_invariants=True)
+        with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.11 warns of the argument check_invariants=True
+            return torch.sparse_coo_tensor(self.indices.unsqueeze(0), self.values, self.dense_size)
 
     def to_dense(self) -> Tensor:
         return self.values.new_zeros(self.dense_size).index_add_(0, self.indices, self.values)

@@ -358,6 +358,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "zero_optimization.zero_quantized_gradients, or communication_data_type to int8 or int4",
     ),
     Refusal(
+        lambda c: c.zero.transport == "shared" and c.on_cuda,
+        '"slipstream": {{"transport": "shared"}} is the memory that CPU ranks of a host share, and these ranks train on GPUs; use '
+        '"auto", which takes NCCL',
+    ),
+    Refusal(
         lambda c: c.zero.transport == "shared" and c.offload.param == "nvme" and c.on_cpu,
         '"slipstream": {{"transport": "shared"}} keeps all weights in memory, but offload_param puts them on disk; use "auto"',
     ),

@@ -353,5 +353,6 @@ def connect_mail(axis: Axis, device: torch.device, transport: str, watch: Watch,
     comm = connect_axis(axis, device, transport, watch)
     if isinstance(comm, SharedComm):
         return SharedMail(comm, routes, slots)
-    between_gpus = device.type == "cuda" and transport != "gloo" and dist.is_nccl_available()
+    # NCCL refuses two ranks on one device: such ranks meet by gloo (world/join.py), and so does their mail
+    between_gpus = device.type == "cuda" and transport != "gloo" and "nccl" in str(dist.get_backend())
     return (PairMail if between_gpus else GroupMail)(axis, device, watch, routes)

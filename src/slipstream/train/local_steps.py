@@ -93,13 +93,14 @@ class LocalSteps:
         """Exchange the differences and step the anchors. Collective over all replicas."""
         self.since, self.rounds = 0, self.rounds + 1
         self.states.settle()
+        device = self.states.device  # of the exchange; states may rest elsewhere
         reduction, mu, finite = self._reduction(), self.plan.momentum, self._find_finite()
         alpha, is_in = 1 / int(finite.sum()), bool(finite[self.comm.index])
         for unit, outer in self._outer.items():
-            anchor = outer.anchor.whole()
-            difference = anchor - unit.master.whole().float() if is_in else torch.zeros_like(anchor)
+            anchor = outer.anchor.whole().to(device)
+            difference = anchor - unit.master.whole().to(device).float() if is_in else torch.zeros_like(anchor)
             mean = self._mean(reduction, outer, difference, alpha)
-            momentum = outer.momentum.whole() * mu + mean
+            momentum = outer.momentum.whole().to(device) * mu + mean
             outer.momentum.put(0, momentum)
             outer.anchor.put(0, anchor - (mean + momentum * mu) * self.plan.lr)
             copy_store(unit.master, outer.anchor)

@@ -382,7 +382,7 @@ class Pipe:
         self._announce(action)
         outputs = Engine.forward(engine, inputs, batch, chunk=action.chunk)
         if sent is None:
-            outputs = self.module.loss(engine.precision.leave(outputs), batch)
+            outputs = self.module.loss(engine.precision.leave(outputs), engine.precision.widen(batch))
             if not isinstance(outputs, Tensor) or outputs.numel() != 1:
                 raise ValueError(f"the last stage's loss must be a scalar tensor, not {_describe(outputs)}: pass loss_fn=")
             losses.append(outputs.detach())

@@ -117,6 +117,10 @@ class _Scale(torch.autograd.Function):
         return (grad.float() * ctx.factor()).to(ctx.dtype), None
 
 
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.float16 else tensor
+
+
 class Precision:
     """Casts and scales one engine's inputs, outputs and gradients, as its plan says.
 
@@ -155,9 +159,12 @@ class Precision:
     def leave(self, value: Any) -> Any:
         return map_tensors(value, self._output) if self.scales else value
 
+    def widen(self, value: Any) -> Any:
+        """What a loss compares with outputs that left: fp16 becomes fp32, too. CUDA's mse_loss of both has no backward."""
+        return map_tensors(value, _widened) if self.scales else value
+
     def _output(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype is torch.float16:
-            tensor = tensor.float()
+        tensor = _widened(tensor)
         return _Scale.apply(tensor, lambda: self.scaler.scale) if self._is_scaled(tensor) else tensor
 
     @staticmethod

@@ -71,7 +71,7 @@ def mark_kinds(model: nn.Module, plan: Plan, inner: torch.optim.Optimizer | None
 
 
 def build_optimizer(
-    named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+    named: Resolved | None, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, *, on_host: bool
 ) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     """The torch optimizer that holds the groups (`optimizer`, or the config's), and the native rule that steps it, if any."""
     params = list(model_parameters) if model_parameters is not None else None
@@ -81,12 +81,12 @@ def build_optimizer(
     if isinstance(optimizer, str):
         raise ValueError(f'optimizer={optimizer!r}: a name goes into the config: {{"optimizer": {{"type": {optimizer!r}}}}}')
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _checked(optimizer, model, rule_of(optimizer))
+        return _checked(optimizer, model, rule_of(optimizer, on_host=on_host))
     if optimizer is not None:
         made = optimizer(wanted)
         if not isinstance(made, torch.optim.Optimizer):
             raise ValueError(f"the callable optimizer= returned a {type(made).__name__}, not a torch.optim.Optimizer")
-        return _checked(made, model, rule_of(made))
+        return _checked(made, model, rule_of(made, on_host=on_host))
     if named is None or not wanted:
         return None, None
     groups: Any = wanted
@@ -95,7 +95,7 @@ def build_optimizer(
         groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
         groups = muon_groups(model.named_parameters(remove_duplicate=False), groups)
     built = named.build(groups)
-    return _checked(built, model, rule_of(built) if named.native else None)
+    return _checked(built, model, rule_of(built, on_host=on_host) if named.native else None)
 
 
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:
@@ -147,7 +147,7 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     compiled.check(plan.compile)
     model = torch.nn.Linear(1, 1)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
-    inner, rule = build_optimizer(named, model, None, None)
+    inner, rule = build_optimizer(named, model, None, None, on_host=plan.offload.optimizer != "none")
     if inner is not None:
         fit.refuse(plan, inner, rule)
     if plan.scheduler is not None and None in plan.scheduler.params.values():  # the training loop sets steps and rate

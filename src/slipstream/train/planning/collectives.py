@@ -48,11 +48,14 @@ class Rate(NamedTuple):
 def _of_torch(numel: int, rank: int, world: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     whole, other = torch.zeros(numel, device=device), torch.empty(numel, device=device)
     shard = torch.zeros(numel // world, device=device)
-    neighbors = [dist.P2POp(dist.isend, whole, (rank + 1) % world), dist.P2POp(dist.irecv, other, (rank - 1) % world)]
+    is_staged = device.type == "cuda" and "nccl" not in str(dist.get_backend())  # gloo sends no memory of a GPU, and aborts
 
     def send_recv() -> None:
-        for work in dist.batch_isend_irecv(neighbors):
+        sent, received = (whole.cpu(), other.cpu()) if is_staged else (whole, other)
+        ways = [dist.P2POp(dist.isend, sent, (rank + 1) % world), dist.P2POp(dist.irecv, received, (rank - 1) % world)]
+        for work in dist.batch_isend_irecv(ways):
             work.wait()
+        other.copy_(received)
 
     return {
         "all_reduce": lambda: dist.all_reduce(whole),

@@ -1,0 +1,63 @@
+"""The pool's tests on a GPU: SLIPSTREAM_TESTS_ON_GPU=1 python -m pytest tests/dist, in worker processes that share one device.
+
+Engines then choose CUDA as they do for a user. The tests were written for the CPU; so that they need not ask for a device, tensors
+that the *tests* create go to the GPU after they were filled on the CPU, hence with the same numbers, and a CPU tensor that meets
+one of the GPU in a test's own arithmetic is copied there. Calls from inside Slipstream are left alone. What cannot hold there (the
+shared-memory transport, native CPU kernels, bytes of the process) fails or is deselected by hand: this is a search for defects of
+the CUDA paths, and not a suite that is expected to be green.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+ON_GPU = os.environ.get("SLIPSTREAM_TESTS_ON_GPU", "")  # a device's name, usually "cuda"
+_TORCH, _TESTS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+
+
+def tensors_of_tests() -> contextlib.AbstractContextManager[Any]:
+    """A context, of one thread, in which tensors of tests go to the GPU; without ON_GPU, one that does nothing."""
+    return _OnGpu() if ON_GPU else contextlib.nullcontext()
+
+
+def _of_a_test() -> bool:
+    """Whether the innermost caller outside torch is a file of the tests."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name != __file__ and not name.startswith(_TORCH):
+            return name.startswith(_TESTS)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _OnGpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _of_a_test():
+            return func(*args, **kwargs)
+        if func in _device_constructors():
+            if kwargs.get("device") is not None or kwargs.get("out") is not None or kwargs.get("pin_memory"):
+                return func(*args, **kwargs)
+            needs_grad = kwargs.pop("requires_grad", False)
+            made = func(*args, **(kwargs | {"device": "cpu"})).to(ON_GPU)
+            return made.requires_grad_() if needs_grad else made
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if len({x.device.type for x in tensors if x.dim()}) == 2 and any(x.is_cuda for x in tensors):
+            args = tuple(_moved(x) for x in args)
+            kwargs = {key: _moved(x) for key, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _moved(value: Any) -> Any:
+    return value.to(ON_GPU) if type(value) is Tensor and value.device.type == "cpu" else value
