@@ -27,19 +27,16 @@ from slipstream.compat.compression import quantize_training
 from slipstream.compat.handles import carries_scale, serve_optimizer
 from slipstream.compat.names import CONFIG_GETTERS, MISSING_METHODS
 from slipstream.compat.schedules import serve_schedule, with_known_warmup
-from slipstream.compat.timers import StepLines, SynchronizedWallClockTimer, ThroughputTimer, Timer
+from slipstream.compat.timers import StepLines, Timer
 from slipstream.compat.weights import ZERO_TO_FP32, consolidated, write_weights
 from slipstream.config import arguments, keys
 from slipstream.config.plan import Plan
 from slipstream.data.sampler import CurriculumLoader
-from slipstream.data.schedules import CurriculumScheduler
 from slipstream.observe.monitors import Monitors
-from slipstream.observe.profile import FlopsProfiler
 from slipstream.train import pipeline
 from slipstream.train.deepspeed_names import RENAMED
 from slipstream.train.engine import Engine
 from slipstream.train.initialize import read_together
-from slipstream.train.layer_drop import ProgressiveLayerDrop
 from slipstream.train.loaders import build_loader
 from slipstream.train.random_ltd import RandomLTDScheduler, token_drop_of
 from slipstream.train.window import UnusedParameterError
@@ -68,6 +65,11 @@ def _of(read: Callable[[Plan], T]) -> Callable[[Any], T]:
 def _attribute(path: str) -> Callable[[Any], Any]:
     """Return a method that returns an attribute of the engine: DeepSpeed has methods for these."""
     return lambda self: attrgetter(path)(self)
+
+
+def _resource(name: str) -> Any:
+    """A property: what the states hold under a name, or None."""
+    return property(lambda self: self.states[0].resources.get(name))
 
 
 class DeepSpeedEngine(Engine):
@@ -217,10 +219,12 @@ class DeepSpeedEngine(Engine):
     def is_iterable_style_dataset(self, obj: Any) -> bool:
         return isinstance(obj, torch.utils.data.IterableDataset)
 
-    @property
-    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
-        """The schedule of `curriculum_learning`, if the config enables it; `set_custom_get_difficulty` sets a custom one."""
-        return self.states[0].resources.get("curriculum")
+    # None without the block in the config; the profiler and the monitors are rank 0's
+    curriculum_scheduler_legacy = _resource("curriculum")  # its `set_custom_get_difficulty` sets a custom schedule
+    flops_profiler = _resource("flops profiler")
+    progressive_layer_drop = _resource("layer drop")
+    timers = property(_attribute("lines.timers"))  # of `wall_clock_breakdown`; without it there are none
+    tput_timer = property(_attribute("lines.speed"))
 
     @property
     def random_ltd_scheduler(self) -> RandomLTDScheduler:
@@ -247,33 +251,14 @@ class DeepSpeedEngine(Engine):
             )
         return self.training_dataloader
 
-    @property
-    def timers(self) -> SynchronizedWallClockTimer:
-        """The timers of `wall_clock_breakdown`; without it there are none."""
-        return self.lines.timers
-
     def get_wall_clock_timers(self) -> dict[str, Timer]:
         """The timers by name: fwd, bwd, bwd_inner, bwd_allreduce and step, and with _microstep; each line resets its own."""
         return self.lines.timers.get_timers()
 
     @property
-    def tput_timer(self) -> ThroughputTimer:
-        return self.lines.speed
-
-    @property
-    def flops_profiler(self) -> FlopsProfiler | None:
-        """The profiler of the config, on rank 0."""
-        return self.states[0].resources.get("flops profiler")
-
-    @property
     def monitor(self) -> Monitors:
         """Takes `write_events([(tag, value, samples)])` of the script; without an enabled block it writes nothing."""
         return self.states[0].resources.get("monitors") or Monitors({})
-
-    @property
-    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
-        """The schedule, if the config enables it."""
-        return self.states[0].resources.get("layer drop")
 
     def get_pld_theta(self) -> float | None:
         drop = self.progressive_layer_drop

@@ -51,17 +51,12 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
     def scale_if_loss(self, value: Any) -> Any:
         return self.engine.scale(value) if maybe_loss_for_backward(value) else value
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.engine.precision.scaler.dynamic
-
-    @property
-    def cur_scale(self) -> float:
-        return self.engine.precision.loss_scale
-
-    @property
-    def cur_iter(self) -> int:
-        return self.engine.global_steps
+    dynamic_loss_scale = property(attrgetter("engine.precision.scaler.dynamic"))
+    cur_scale = property(attrgetter("engine.precision.loss_scale"))
+    cur_iter = property(attrgetter("engine.global_steps"))
+    clip_grad = property(attrgetter("engine.plan.gradient_clipping"))
+    dtype = property(attrgetter("engine.plan.precision.param_dtype"))  # of the weights in the forward
+    is_gradient_accumulation_boundary = property(attrgetter("engine.at_boundary"))
 
     @property
     def loss_scale_config(self) -> LossScaleConfig:
@@ -77,19 +72,6 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
         )
 
     loss_scaler = loss_scale_config
-
-    @property
-    def clip_grad(self) -> float:
-        return self.engine.plan.gradient_clipping
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights in the forward."""
-        return self.engine.plan.precision.param_dtype
-
-    @property
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.engine.at_boundary
 
     def get_lr(self) -> Any:
         return self.param_groups[0]["lr"]

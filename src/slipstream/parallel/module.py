@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from slipstream.activations.recompute import checkpoint
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec, partition
-from slipstream.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from slipstream.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology, value_of
 
 
 class PipelineError(Exception):
@@ -252,17 +252,7 @@ class PipelineModule(nn.Module):
     def _grid(self, grid: PipelineParallelGrid) -> None:
         self._own_grid = grid
 
-    def topology(self) -> ProcessTopology:
-        return self._topo
-
-    def mpu(self) -> PipelineParallelGrid:
-        return self._grid
-
-    def num_pipeline_stages(self) -> int:
-        return self.num_ranks
-
-    def partitions(self) -> list[int]:
-        return self.parts
+    topology, mpu, num_pipeline_stages, partitions = map(value_of, ("_topo", "_grid", "num_ranks", "parts"))
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline rank that has a layer."""

@@ -122,7 +122,7 @@ def check_places(topology: ProcessTopology, mesh: Any) -> None:
         )
 
 
-def _value(name: str) -> Callable[[Any], Any]:
+def value_of(name: str) -> Callable[[Any], Any]:
     """A method that returns an attribute."""
     return lambda self: getattr(self, name)
 
@@ -190,23 +190,23 @@ class PipelineParallelGrid:
         """The rank of a stage with this rank's other coordinates, or the given ones."""
         return self.ranks[self._topo.get_rank(**(self._own | {"pipe": stage_id} | coord))]
 
-    topology = _value("_topo")
-    get_global_rank = _value("global_rank")
-    get_stage_id = _value("stage_id")
-    get_pipe_parallel_rank = _value("stage_id")
-    get_pipe_parallel_world_size = _value("pipe_parallel_size")
-    get_pipe_parallel_group = _value("pp_proc_group")  # of one pipeline's stages
-    get_data_parallel_id = _value("data_parallel_id")
-    get_data_parallel_rank = _value("data_parallel_id")
-    get_data_parallel_world_size = _value("data_parallel_size")
-    get_data_parallel_group = _value("dp_proc_group")  # of the ranks that hold the same parameters
-    get_data_parallel_group_ranks = _value("dp_group")
-    get_model_parallel_rank = _value("ds_model_rank")  # in the group of one replica of the model: all its stages and slices
-    get_model_parallel_world_size = _value("ds_model_world_size")
-    get_model_parallel_group = _value("ds_model_proc_group")
-    get_slice_parallel_rank = _value("slice_parallel_id")  # among the ranks that share each layer of a stage
-    get_slice_parallel_world_size = _value("slice_parallel_size")
-    get_slice_parallel_group = _value("slice_proc_group")
+    topology = value_of("_topo")
+    get_global_rank = value_of("global_rank")
+    get_stage_id = value_of("stage_id")
+    get_pipe_parallel_rank = value_of("stage_id")
+    get_pipe_parallel_world_size = value_of("pipe_parallel_size")
+    get_pipe_parallel_group = value_of("pp_proc_group")  # of one pipeline's stages
+    get_data_parallel_id = value_of("data_parallel_id")
+    get_data_parallel_rank = value_of("data_parallel_id")
+    get_data_parallel_world_size = value_of("data_parallel_size")
+    get_data_parallel_group = value_of("dp_proc_group")  # of the ranks that hold the same parameters
+    get_data_parallel_group_ranks = value_of("dp_group")
+    get_model_parallel_rank = value_of("ds_model_rank")  # in the group of one replica of the model: all its stages and slices
+    get_model_parallel_world_size = value_of("ds_model_world_size")
+    get_model_parallel_group = value_of("ds_model_proc_group")
+    get_slice_parallel_rank = value_of("slice_parallel_id")  # among the ranks that share each layer of a stage
+    get_slice_parallel_world_size = value_of("slice_parallel_size")
+    get_slice_parallel_group = value_of("slice_proc_group")
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_group = get_pipe_parallel_group
