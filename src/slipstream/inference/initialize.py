@@ -101,7 +101,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 _NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
 _ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
-_BLOCKS = "a .gguf file's 4-bit blocks have another form; open it with dtype=, or open a Hugging Face folder"
+_BLOCKS = "the 4-bit blocks of its file have another form; open it with dtype=, or open the unquantized model"
 _SPLIT = "its experts are split over processes; open it again from the new weights"
 _EMBEDS = "encoders take no new weights yet; open it again from the new ones"
 _ADAPTERS = "they need the native kernels of one process on a CPU, and here it is {}; merge one into the model, and serve that"

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from slipstream.config import huggingface
 from slipstream.inference.config import ExpertsPart, Rope, TransformerConfig
-from slipstream.inference.families import UnsupportedModel
+from slipstream.inference.families import FAMILIES, UnsupportedModel
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, outline, shape_of
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
+from slipstream.inference.quantized_files import METHODS, restored
 from slipstream.inference.trained import find
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 
@@ -188,10 +189,16 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has neither config.json nor metadata.json: it is no Hugging Face folder and no checkpoint")
     huggingface.check_folder(path)  # transformers never sees an invalid file
-    config = from_hf(huggingface.read_config(path / "config.json"))
+    values = huggingface.read_config(path / "config.json")
+    quantization = values.get("quantization_config") or {}
+    if quantization.get("quant_method") in METHODS:
+        values = {**values, "quantization_config": None}
+    config = from_hf(values)
     if (path / "modules.json").is_file():  # of sentence-transformers: a decoder that embeds
         config = replace(config, has_head=False)
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
+    if quantization:
+        return _quantized(path, config, values, quantization, opening, group)
     weights = _safetensors(path, keep=opening.kind not in QUANTIZED)
     stored = _stored(weights)
     if opening.kind == "int4" and (path / huggingface.CODES).is_file():
@@ -219,6 +226,20 @@ def _coded(file: Path, name: str, weights: Mapping[str, Matrix]) -> Matrix:
         if torch.allclose(values, weight.float(), rtol=torch.finfo(weight.dtype).eps, atol=1e-6 * float(values.abs().max())):
             return m
     raise ValueError(f"{file} has codes of another {name} than the model's: delete the file, or export the model anew")
+
+
+def _quantized(
+    path: Path, config: TransformerConfig, values: Mapping[str, Any], quantization: Mapping[str, Any], opening: Opening, group: int
+) -> LoadedModel:
+    """A folder whose weights another tool has quantized."""
+    if FAMILIES[config.family].transposed:
+        raise UnsupportedModel(f"quantized weights of {config.family} models, which are stored transposed, are not read")
+    stored = FLOATS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
+    dtype = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, stored)
+    state: Any = _safetensors(path, keep=False)
+    readers, kind = restored(state, quantization, keep=opening.kind in ("stored", "int4"), dtype=dtype)
+    opening = opening._replace(why=f"from {quantization['quant_method']}" + (f": {kind}" if kind else ""))
+    return _build(config, _LazyState(readers), opening, group, stored)
 
 
 def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:

@@ -33,6 +33,7 @@ _ELSEWHERE = {  # an option of vLLM or transformers -> ours
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--gpu-memory-utilization": "--kv-cache-bytes",
     "--speculative-config": "--num-draft",
+    "--enable-lora": "--lora-modules",
     "--quantization": "--dtype",
     "--max-new-tokens": "--max-tokens",
 }

@@ -1,0 +1,193 @@
+"""Weights that other tools have quantized, in safetensors: GPTQ, AWQ, compressed-tensors and fp8.
+
+`restored` maps a file's names to the model's: the parts of a matrix (`q_proj.qweight`, `.qzeros`, `.scales`) form `q_proj.weight`.
+4-bit codes are kept as `Int4`, w = q * scale + low with low = -zero * scale, and int8 ones as `Int8`, both exactly. Other matrices
+become tensors: fp8 with its scales multiplied in, and codes whose order of groups (`g_idx`, act-order) `Int4` cannot express.
+
+Layouts: a *word* is an int32 of 8 codes, the first in the lowest 4 bits, so its 4 bytes are those of `Int4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.inference.families import UnsupportedModel
+from slipstream.inference.quantize import dequantize, unpack
+from slipstream.inference.weights import Int4, Int8, Matrix
+
+__all__ = ["METHODS", "Restored", "restored"]
+
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the code in a word of each of 8 neighboring columns
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Parts that belong to a matrix or to activations, beside the one that a method is recognized by.
+_PARTS = (
+    *("qzeros", "scales", "g_idx", "bits", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
+)
+
+
+class Restored(NamedTuple):
+    readers: Mapping[str, Callable[[], Matrix]]  # by the model's names
+    kind: str  # for the description; "" if all matrices are kept as they are
+
+
+class _Codes(NamedTuple):
+    """A matrix in 4 bits."""
+
+    packed: Tensor  # as `Int4.q`
+    scale: Tensor  # [out, groups]
+    zero: Tensor  # likewise, whole numbers
+    group_of: Tensor | None  # [in]; None: in order
+
+
+def restored(state: Mapping[str, Tensor], quantization: Mapping[str, Any], *, keep: bool, dtype: torch.dtype) -> Restored:
+    """Readers of the model's weights. `state`: those of the file, each read at access. `keep`: 4-bit and int8 matrices stay so if
+    that is exact; else, and where it is not, they are tensors of `dtype`.
+
+    Raises UnsupportedModel for a method or layout that is not read."""
+    _check(quantization)
+    by_method: dict[str, Callable[[Mapping[str, Tensor], str], _Codes]] = {
+        "gptq": partial(_gptq, less=quantization.get("checkpoint_format") != "gptq_v2"),
+        "awq": _awq,
+    }
+    read = by_method.get(quantization["quant_method"], _compressed)
+    readers: dict[str, Callable[[], Matrix]] = {}
+    turned = fp8 = False
+    for name in state:
+        module, _, part = name.rpartition(".")
+        if part in ("qweight", "weight_packed"):
+            order = next((state[key] for key in (f"{module}.g_idx", f"{module}.weight_g_idx") if key in state), None)
+            turned |= order is not None and not _in_order(order)
+            readers[f"{module}.weight"] = partial(_matrix, read, state, module, keep, dtype)
+        elif part == "weight" and any(f"{module}.{scale}" in state for scale in ("weight_scale", "weight_scale_inv")):
+            fp8 = fp8 or state[name].dtype in _FP8
+            readers[name] = partial(_scaled, state, module, _block(quantization), keep, dtype)
+        elif part not in _PARTS:
+            readers[name] = partial(state.__getitem__, name)
+    kinds = ["fp8 weights multiplied by their scales"] * fp8 + ["groups out of order (act-order), dequantized"] * turned
+    return Restored(readers, ", ".join(kinds))
+
+
+def _check(quantization: Mapping[str, Any]) -> None:
+    method = quantization.get("quant_method")
+    groups = [dict(group.get("weights") or {}) for group in (quantization.get("config_groups") or {}).values()]
+    by_method: dict[str, list[tuple[str, Any, tuple[Any, ...]]]] = {
+        "gptq": [
+            ("bits", quantization.get("bits"), (4,)),
+            ("checkpoint_format", quantization.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2")),
+            ("is_marlin_format", quantization.get("is_marlin_format"), (None, False)),
+        ],
+        "awq": [
+            ("bits", quantization.get("bits", quantization.get("w_bit")), (4,)),
+            ("version", str(quantization.get("version", "gemm")).lower(), ("gemm",)),
+        ],
+        "compressed-tensors": [
+            *(("num_bits", (group.get("type"), group.get("num_bits")), (("int", 4), ("int", 8), ("float", 8))) for group in groups),
+            ("format", quantization.get("format"), ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")),
+            ("sparsity_config", (quantization.get("sparsity_config") or {}).get("format", "dense"), ("dense",)),
+            ("transform_config", quantization.get("transform_config") or None, (None,)),
+        ],
+        "fp8": [],
+    }
+    for name, value, read in by_method.get(str(method), [("quant_method", method, METHODS)]):
+        if value not in read:
+            values = ", ".join(map(str, read))
+            raise UnsupportedModel(f"weights quantized by {method}, with {name} {value!r:.100}, are not read; read is {values}")
+
+
+def _in_order(group_of: Tensor) -> bool:
+    """Whether groups are of one size, one after the other."""
+    size = int((group_of == group_of[0]).sum())
+    return bool(group_of.equal(torch.arange(len(group_of), dtype=group_of.dtype) // size))
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """int32 [..., words] -> uint8 [..., words * 8]."""
+    return unpack(words.contiguous().view(torch.uint8).flatten(0, -2)).view(*words.shape[:-1], -1)
+
+
+def _zeros(words: Tensor | None, scale: Tensor) -> Tensor:
+    """[groups, out / 8] -> [out, groups]; without any, codes are symmetric."""
+    return torch.full_like(scale, 8.0) if words is None else _nibbles(words).T.float()
+
+
+def _ordered(group_of: Tensor | None) -> Tensor | None:
+    return None if group_of is None or _in_order(group_of) else group_of.long()
+
+
+def _gptq(state: Mapping[str, Tensor], module: str, less: bool) -> _Codes:
+    """qweight [in / 8, out], words along in; qzeros [groups, out / 8], each a zero, `less` 1 in the first format."""
+    words, scale = state[f"{module}.qweight"], state[f"{module}.scales"].float().T
+    packed = words.view(torch.uint8).view(*words.shape, 4).transpose(0, 1).reshape(words.shape[1], -1)
+    zero = _zeros(state[f"{module}.qzeros"], scale) + less
+    return _Codes(packed, scale, zero, _ordered(state.get(f"{module}.g_idx")))
+
+
+def _awq(state: Mapping[str, Tensor], module: str) -> _Codes:
+    """qweight [in, out / 8] and qzeros [groups, out / 8], words along out, whose codes are in the order of `_AWQ_PLACES`."""
+
+    def columns(words: Tensor) -> Tensor:
+        return _nibbles(words).unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)].flatten(1)
+
+    codes = columns(state[f"{module}.qweight"]).T
+    zero = columns(state[f"{module}.qzeros"]).T.float()
+    return _Codes(codes[:, ::2] | codes[:, 1::2] << 4, state[f"{module}.scales"].float().T, zero, None)
+
+
+def _compressed(state: Mapping[str, Tensor], module: str) -> _Codes:
+    """weight_packed [out, in / 8], words along in; weight_zero_point [out / 8, groups], words along out."""
+    out, features = state[f"{module}.weight_shape"].tolist()
+    words, scale = state[f"{module}.weight_packed"], state[f"{module}.weight_scale"].float()
+    if words.shape[1] * 8 < features or words.shape[1] * 4 >= features:
+        raise UnsupportedModel(f"{module}.weight_packed has {list(words.shape)} words of {[out, features]} codes; read are 4 bits")
+    points = state.get(f"{module}.weight_zero_point")
+    zero = _zeros(None if points is None else points.T, scale)[:out]
+    return _Codes(
+        words.contiguous().view(torch.uint8)[:, : features // 2], scale, zero, _ordered(state.get(f"{module}.weight_g_idx"))
+    )
+
+
+def _matrix(
+    read: Callable[[Mapping[str, Tensor], str], _Codes], state: Mapping[str, Tensor], module: str, keep: bool, dtype: torch.dtype
+) -> Matrix:
+    packed, scale, zero, group_of = read(state, module)
+    features = 2 * packed.shape[1]
+    if group_of is not None:
+        return ((unpack(packed) - zero[:, group_of]) * scale[:, group_of]).to(dtype)
+    codes = Int4(*(part.contiguous() for part in (packed, scale, -zero * scale)))
+    whole = features % scale.shape[1] == 0 and (features // scale.shape[1]) % 32 == 0  # as the kernels need it
+    return codes if keep and whole else dequantize(codes).to(dtype)
+
+
+def _block(quantization: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale of fp8, where these are blocks."""
+    groups = (group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values())
+    sizes = [quantization.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
+    rows, columns = next((size for size in sizes if size), (128, 128))
+    return rows, columns
+
+
+def _scaled(state: Mapping[str, Tensor], module: str, block: tuple[int, int], keep: bool, dtype: torch.dtype) -> Matrix:
+    """fp8 or int8 codes, and a scale for all, for each row, or for each block."""
+    weight = state[f"{module}.weight"]
+    scale = next(state[name].float() for name in (f"{module}.weight_scale_inv", f"{module}.weight_scale") if name in state)
+    out, features = weight.shape
+    if scale.numel() in (1, out) and scale.shape != (-(-out // block[0]), -(-features // block[1])):
+        scale = scale.view(-1, 1)
+    elif scale.shape == (-(-out // block[0]), -(-features // block[1])):
+        scale = scale.repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :features]
+    else:
+        raise UnsupportedModel(
+            f"{module} has {list(scale.shape)} scales of {[out, features]} weights; read is one, or one per row or block"
+        )
+    if weight.dtype == torch.int8 and keep and scale.shape[1] == 1 and f"{module}.weight_zero_point" not in state:
+        return Int8(weight, scale.flatten().expand(out).contiguous())
+    if weight.dtype == torch.int8 and f"{module}.weight_zero_point" in state:
+        raise UnsupportedModel(f"{module} has int8 weights with zero points; read are symmetric ones")
+    return (weight.float() * scale).to(dtype)
