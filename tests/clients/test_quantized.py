@@ -1,4 +1,4 @@
-"""Quantized bases under adapters: quantized_script.py. The same bits at stages 0, 2 and 3 and on disk."""
+"""Quantized bases under adapters: quantized_script.py, the same bits at stages 0, 2 and 3 and on disk. QAT: qat_script.py."""
 
 import pytest
 
@@ -30,3 +30,8 @@ def test_peft_added_by_surgery(run_clients: Run, kind: str) -> None:
 @needs("transformers", "peft", "torchao")
 def test_peft_on_torchao(run_clients: Run) -> None:
     run_clients("quantized_script", "train", "torchao")
+
+
+@needs("torchao")
+def test_models_that_torchao_prepared_train_as_in_plain_torch(run_clients: Run) -> None:
+    run_clients("qat_script", "trains")
