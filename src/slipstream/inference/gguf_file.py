@@ -1,8 +1,9 @@
 """Reads GGUF files: metadata and tensors, memory-mapped, with every size checked before use.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package is not used to read, because it needs seconds
-for a vocabulary; it only dequantizes the rare kinds of blocks. A Q4 block is 32 numbers with one scale (and, Q4_1, one minimum).
-That is exactly a group of `Int4`, so it is kept as it is stored.
+for a vocabulary; it only dequantizes the rare kinds of blocks. A Q4 block is 32 numbers with one scale (and, Q4_1, one minimum); a
+block of Q4_K is 8 of these, whose scales and minima are 6-bit numbers times two of the block's. They are exactly groups of
+`Int4`, so they are kept.
 
 `load` uses this for the Llama family; `open_gguf` makes a live transformers model of every other that transformers supports.
 """
@@ -27,9 +28,9 @@ from slipstream.inference.weights import Int4, Matrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_F32, _F16, _Q4_0, _Q4_1, _Q8_0, _BF16 = 0, 1, 2, 3, 8, 30
+_F32, _F16, _Q4_0, _Q4_1, _Q8_0, _Q4_K, _BF16 = 0, 1, 2, 3, 8, 12, 30
 _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
-_BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34)}  # numbers and bytes per block
+_BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34), _Q4_K: (256, 144)}  # numbers and bytes per block
 _RESTORED = {  # metadata that transformers ignores, and the field of its configurations
     "context_length": "n_positions",
     "attention.sliding_window": "sliding_window",
@@ -146,7 +147,7 @@ def is_block(stored: GgufTensor) -> bool:
 
 def is_block4(stored: GgufTensor) -> bool:
     """Whether `matrix` can keep it as Int4."""
-    return stored.kind in (_Q4_0, _Q4_1) and len(stored.shape) == 2
+    return stored.kind in _UNPACK and len(stored.shape) == 2
 
 
 def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[Tensor], Tensor]]:
@@ -165,8 +166,11 @@ def matrix(path: Path, name: str, stored: GgufTensor, *, keep: bool, dtype: torc
     kind, shape, data = stored
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).view(shape).to(dtype)
-    if kind in (_Q4_0, _Q4_1):
-        q4 = _int4(kind, shape, data)
+    if kind in _UNPACK:
+        groups = shape[-1] // 32
+        parts = (part.reshape(math.prod(shape[:-1]), -1) for part in _UNPACK[kind](data.numpy()))
+        q4 = Int4(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
+        assert q4.scale.shape[1] == groups, "a group is 32 numbers"
         return q4 if keep and is_block4(stored) else dequantize(q4).view(shape).to(dtype)
     if kind == _Q8_0:
         out = torch.empty(math.prod(shape) // 32, 32, dtype=dtype)
@@ -176,21 +180,48 @@ def matrix(path: Path, name: str, stored: GgufTensor, *, keep: bool, dtype: torc
     return _rare(path, name, kind)[1](data.view(math.prod(shape[:-1]), -1)).view(shape).to(dtype)
 
 
-def _int4(kind: int, shape: tuple[int, ...], data: Tensor) -> Int4:
-    """Byte j of a block holds numbers j (low nibble) and j + 16 (high); Q4_0 is (q - 8) * scale, Q4_1 q * scale + low."""
-    head = 2 if kind == _Q4_0 else 4
-    blocks = data.view(-1, head + 16).numpy()  # numpy: one thread, and its shifts are vectorized
-    halves = np.ascontiguousarray(blocks[:, :head]).view(np.float16).astype(np.float32)
-    scale = halves[:, 0]
-    low = -8 * scale if kind == _Q4_0 else halves[:, 1]
-    # A byte of Int4 holds two neighbors; here these are the low or the high nibbles of two neighboring bytes.
-    pairs = np.ascontiguousarray(blocks[:, head:]).view("<u2")
-    q = np.empty((len(blocks), 16), dtype=np.uint8)
-    q[:, :8] = (pairs & 0x0F) | (pairs >> 4) & 0xF0
-    q[:, 8:] = (pairs >> 4) & 0x0F | (pairs >> 8) & 0xF0
-    rows, groups = math.prod(shape[:-1]), shape[-1] // 32
-    parts = q.reshape(rows, -1), scale.reshape(rows, groups), low.reshape(rows, groups)
-    return Int4(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
+def _packed(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes [..., n], number j in the low half of byte j and number j + n in the high one -> both halves as `Int4.q` [..., n / 2]:
+    a byte holds two neighbors, which are the low or the high nibbles of two neighboring bytes here."""
+    pairs = np.ascontiguousarray(data).view("<u2")
+    low = (pairs & 0x0F) | (pairs >> 4) & 0xF0
+    high = (pairs >> 4) & 0x0F | (pairs >> 8) & 0xF0
+    return low.astype(np.uint8), high.astype(np.uint8)
+
+
+def _halves(blocks: np.ndarray, num: int) -> np.ndarray:
+    """The fp16 numbers at the start of each block, in fp32 [blocks, num]."""
+    return np.ascontiguousarray(blocks[:, : 2 * num]).view(np.float16).astype(np.float32)
+
+
+def _q4_0(data: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(q - 8) * scale"""
+    blocks = data.reshape(-1, 18)
+    scale = _halves(blocks, 1)
+    return np.concatenate(_packed(blocks[:, 2:]), 1), scale, -8 * scale
+
+
+def _q4_1(data: np.ndarray) -> tuple[np.ndarray, ...]:
+    """q * scale + low"""
+    blocks = data.reshape(-1, 20)
+    halves = _halves(blocks, 2)
+    return np.concatenate(_packed(blocks[:, 4:]), 1), halves[:, :1], halves[:, 1:]
+
+
+def _q4_k(data: np.ndarray) -> tuple[np.ndarray, ...]:
+    """d * scale_g * q - d_min * min_g of 8 groups g. Of 12 bytes, the first 4 hold the 6 bits of scales 0 to 3, the next 4 those of
+    the minima, the last 4 the lower 4 bits of the other scales and minima; their upper 2 are above the first 8 bytes' 6."""
+    blocks = data.reshape(-1, 144)
+    first, second, third = (blocks[:, 4 + i : 8 + i] for i in (0, 4, 8))
+    scales = np.concatenate((first & 63, third & 15 | (first >> 6) << 4), 1)
+    minima = np.concatenate((second & 63, third >> 4 | (second >> 6) << 4), 1)
+    d = _halves(blocks, 2)
+    q = np.stack(_packed(blocks[:, 16:].reshape(-1, 4, 32)), 2)  # [blocks, pairs of groups, 2, 16]
+    return q, d[:, :1] * scales, -(d[:, 1:] * minima)
+
+
+# Kinds that are `Int4`: the file's bytes -> q, scale and low, of all groups of 32 numbers in order.
+_UNPACK: dict[int, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {_Q4_0: _q4_0, _Q4_1: _q4_1, _Q4_K: _q4_k}
 
 
 # -- Through transformers --------------------------------------------------------------------------------------------------
