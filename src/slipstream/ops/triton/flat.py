@@ -27,13 +27,12 @@ def _lerp(m, g, rate, FROM: tl.constexpr):
     return (m - g) * rate + g if FROM else m + (g - m) * rate  # FROM: start from the gradient, whose weight is larger
 
 
-# fmt: off
 @triton.jit
 def _step(  # KEEPS: keep is 1; FROM to NESTEROV: the flags of optim_reference
     master, grad, first, second, out, num_elements, scale, keep, l2, rate, update_rate, beta, rest, correction2, eps, lr,
     RULE: tl.constexpr, FROM: tl.constexpr, UPDATE_FROM: tl.constexpr, FIRST: tl.constexpr, NESTEROV: tl.constexpr,
     KEEPS: tl.constexpr, L2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: on
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num_elements
     p = tl.load(master + at, mask=mask, other=0.0).to(tl.float32)
