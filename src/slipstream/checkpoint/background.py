@@ -110,7 +110,7 @@ class AsyncSave:
 
     def __init__(self, pending: PendingSave, patience_s: float) -> None:
         self.path, self._pending, self._writer = pending.path, pending, pending.writer
-        self._is_first = pending.ranks.rank == 0
+        self._is_first = pending.ranks.index == 0
         self._patience_s = patience_s
         self._failure: BaseException | None = None
         self._untidy: BaseException | None = None

@@ -36,9 +36,9 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.index = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        if self.rank < 0:
+        if self.index < 0:
             raise ValueError("checkpoint: this rank is not a member of `group`")
 
     def first(self, value: T) -> T:
@@ -54,16 +54,16 @@ class Ranks:
         outcome, error = _attempt(work)
         outcomes: list[Any] = [outcome] if self.group is None else [None] * self.size
         if self.group is not None:
-            target = outcomes if self.rank == 0 else None
+            target = outcomes if self.index == 0 else None
             dist.gather_object(outcome, target, dst=dist.get_global_rank(self.group, 0), group=self.group)
         failed = self.first({rank: each.text for rank, each in enumerate(outcomes) if isinstance(each, _Failed)})
         if failed:
             raise self.failure(step, failed, error)
-        return outcomes if self.rank == 0 else []
+        return outcomes if self.index == 0 else []
 
     def decide(self, step: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0; every rank returns its result or raises its failure."""
-        outcome, error = _attempt(work) if self.rank == 0 else (None, None)
+        outcome, error = _attempt(work) if self.index == 0 else (None, None)
         result: Any = self.first(outcome)
         if isinstance(result, _Failed):
             raise self.failure(step, {0: result.text}, error)

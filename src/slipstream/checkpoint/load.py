@@ -86,13 +86,13 @@ def retry_if_replaced(
     """
     ranks, parent = Ranks(group), Path(directory)
     for _ in range(_TRIES):
-        before = state_of(parent, tag) if ranks.rank == 0 else None
+        before = state_of(parent, tag) if ranks.index == 0 else None
         try:
             return work()
         except CheckpointError as error:
             if group is not None and not error.on_all_ranks:  # the other ranks did not fail here
                 raise
-            if not ranks.first(ranks.rank == 0 and state_of(parent, tag) != before):
+            if not ranks.first(ranks.index == 0 and state_of(parent, tag) != before):
                 raise
             logger.info("%s was replaced while it was read; reading it again", parent if tag is None else parent / tag)
             last = error
@@ -195,7 +195,7 @@ def _load(
     ranks.decide(step, lambda: _check_complete(path, document, save_ids))
 
     current = one_axis(ranks.size) if mesh is None else mesh
-    is_same_mesh, there = dict(document.mesh) == dict(current), counterpart(document.mesh, current, ranks.rank)
+    is_same_mesh, there = dict(document.mesh) == dict(current), counterpart(document.mesh, current, ranks.index)
     shared = _stand_ins(document, "$shared/", "cpu")
     own = _stand_ins(document, f"$rank/{there.rank}/", "cpu")
     with closing(BoxReader(path, document)) as files:
@@ -263,7 +263,7 @@ def _verify_records(ranks: Ranks, step: str, files: BoxReader, names: Iterable[s
             heapq.heappush(loads, (nbytes + record.nbytes, rank))
         return shares
 
-    share = ranks.decide(step, divide)[ranks.rank]
+    share = ranks.decide(step, divide)[ranks.index]
 
     def verify() -> None:
         for record in sorted(share, key=lambda each: (each.file, each.at)):

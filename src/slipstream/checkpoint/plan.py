@@ -91,7 +91,7 @@ def own_shares(ranks: Ranks, step: str, tensors: Mapping[str, FlatSlice | Tensor
 
     extents_by_rank = ranks.gather(step, extents)
     writers = ranks.decide(step, lambda: choose_writers(extents_by_rank))
-    return [share for share in shares if writers.get((share.name, share.box), ranks.rank) == ranks.rank]
+    return [share for share in shares if writers.get((share.name, share.box), ranks.index) == ranks.index]
 
 
 def choose_writers(extents_by_rank: Sequence[Mapping[str, Extent]]) -> dict[tuple[str, Box], int]:

@@ -170,7 +170,7 @@ def write(
         ranks.gather(step, lambda: _fill(draft, places, tensors, shares, stream))
         ranks.decide(step, lambda: _finish(draft, target, texts, places, tensors, single))
     finally:
-        if ranks.rank == 0:
+        if ranks.index == 0:
             shutil.rmtree(draft, ignore_errors=True)
             unlock(lock)
 

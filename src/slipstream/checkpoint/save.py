@@ -146,9 +146,9 @@ def _begin(
             raise CheckpointError(f"keep={keep} must be at least 1: the new checkpoint is kept")
         for name, tensor in tensors.items():
             check_entry(name, tensor)
-        skeleton, values = encode(dict(per_rank), "per_rank", f"$rank/{ranks.rank}")
+        skeleton, values = encode(dict(per_rank), "per_rank", f"$rank/{ranks.index}")
         state.update(values)
-        if ranks.rank == 0:
+        if ranks.index == 0:
             shared_skeleton, values = encode(dict(shared), "shared", "$shared")
             state.update(values)
         return tag, skeleton
@@ -163,7 +163,7 @@ def _begin(
 
     try:
         tag, folder = ranks.decide(step, begin)
-        writer = Writer(parent / folder, ranks.rank, staging)
+        writer = Writer(parent / folder, ranks.index, staging)
         shares = own_shares(ranks, step, state)
         writer.collect(ranks.gather(step, lambda: writer.write(shares)))
     except BaseException:

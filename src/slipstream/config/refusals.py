@@ -373,6 +373,19 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 
+# Of `engine.surgery()`; the case is the engine's `States`.
+SURGERY: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.plan.local_steps.every,
+        "engine.surgery() is not built with slipstream.local_steps: change the model before initialize()",
+    ),
+    Refusal(
+        lambda c: c.mesh.pp.size > 1 and (c.plan.pipeline.schedule == "zero_bubble" or getattr(c.model, "is_v", False)),
+        "engine.surgery() is not built for schedule {c.plan.pipeline.schedule!r} of {c.model.__class__.__name__}, in which "
+        'gradients of weights wait: use slipstream.pipeline.schedule "1f1b" and a PipelineModule',
+    ),
+)
+
 NO_EFFECT: tuple[Refusal, ...] = (
     Refusal(lambda c: c.offload.optimizer == "cpu" and c.on_cpu, f"{_OPTIMIZER} (cpu) has no effect here: {_ON_HOST}"),
     Refusal(lambda c: c.offload.param == "cpu" and c.on_cpu, f"{_PARAM} (cpu) has no effect here: {_ON_HOST}"),

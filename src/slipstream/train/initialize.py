@@ -356,7 +356,7 @@ def _weights(model: nn.Module, mesh: Mesh) -> Reader | None:
     ranks, step = Ranks(mesh.world.group), "slipstream.zero.load: nothing was loaded"
     prints = ranks.gather(step, open_files)
     ranks.decide(step, lambda: check_same(prints))
-    if ranks.rank == 0 and files[0].left_out:
+    if ranks.index == 0 and files[0].left_out:
         logger.warning("slipstream.zero.load: %s", files[0].left_out)
     return files[0]
 

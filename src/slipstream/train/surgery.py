@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.config.refusals import SURGERY, matching
 from slipstream.optim import muon_groups
 from slipstream.parallel.adapters import slice_adapters, whole_features
 from slipstream.train import schedules
@@ -74,13 +75,10 @@ class Surgery:
 
     def begin(self) -> None:
         """Prepare the model for changes. Raises RuntimeError on every rank if one is in the middle of a window, and ValueError for
-        a schedule in which weights' gradients wait."""
+        a plan with which the model cannot change."""
         states = self.states
-        if states.mesh.pp.size > 1 and (states.plan.pipeline.schedule == "zero_bubble" or getattr(states.model, "is_v", False)):
-            raise ValueError(
-                f"engine.surgery() is not built for schedule {states.plan.pipeline.schedule!r} of {type(states.model).__name__}, "
-                'in which gradients of weights wait: use slipstream.pipeline.schedule "1f1b" and a PipelineModule'
-            )
+        for text in matching(SURGERY, states):
+            raise ValueError(text)
         whys = gather_objects(states.hooks.under_way(), states.mesh.world)
         if why := next(filter(None, whys), ""):
             raise RuntimeError(f"engine.surgery() {why}: call it between engine.step() and the next forward")

@@ -464,12 +464,12 @@ def _allow(seconds: float, group: Any) -> None:
             group._get_backend(device)._set_default_timeout(needed)
 
 
-def broadcast_from(tensor: Tensor, axis: Axis, rank: int) -> None:
-    """Overwrite `tensor` with that of the axis' `rank`-th rank, through its process group."""
-    if not 0 <= rank < axis.size:
-        raise ValueError(f"modifier_rank is {rank}, but the data-parallel ranks are 0..{axis.size - 1}")
+def broadcast_from(tensor: Tensor, axis: Axis, index: int) -> None:
+    """Overwrite `tensor` with that of the rank at this place on the axis, through its process group."""
+    if not 0 <= index < axis.size:
+        raise ValueError(f"modifier_rank is {index}, but the data-parallel ranks are 0..{axis.size - 1}")
     if tensor.numel():
-        dist.broadcast(_bytes(tensor), src=axis.ranks[rank], group=axis.group)
+        dist.broadcast(_bytes(tensor), src=axis.ranks[index], group=axis.group)
 
 
 def sum_over(tensor: Tensor, axis: Axis) -> None:
