@@ -64,6 +64,17 @@ class ModuleProfile:
         return row | {"forward_seconds": self.seconds}
 
 
+def _total(what: str, unit: str = "") -> Callable[..., Any]:
+    """A method that returns a figure of the whole model, as a number or as text."""
+
+    def total(self: FlopsProfiler, as_string: bool = False) -> Any:
+        model = self.rows()[0]
+        value = getattr(model.work if what in ("forward", "backward") else model, what)
+        return _text(value, unit) if as_string else value
+
+    return total
+
+
 class FlopsProfiler:
     """Profiles the forwards of a model between `start_profile` and `stop_profile`, and their backwards. DeepSpeed's methods.
 
@@ -211,30 +222,11 @@ class FlopsProfiler:
                 container.seconds += row.seconds
         return list(rows.values())
 
-    def get_total_flops(self, as_string: bool = False) -> Any:
-        """FLOP of the forward."""
-        return self._total("forward", "", as_string)
-
-    def get_total_backward_flops(self, as_string: bool = False) -> Any:
-        """FLOP of the backward, with what it computes again; 0 without gradients."""
-        return self._total("backward", "", as_string)
-
-    def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiply-accumulates of the forward."""
-        return self._total("macs", "MACs", as_string)
-
-    def get_total_params(self, as_string: bool = False) -> Any:
-        """Parameters of this rank's model, in whole sizes."""
-        return self._total("params", "", as_string)
-
-    def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds of the forward."""
-        return self._total("seconds", "s", as_string)
-
-    def _total(self, what: str, unit: str, as_string: bool) -> Any:
-        model = self.rows()[0]
-        value = getattr(model.work if what in ("forward", "backward") else model, what)
-        return _text(value, unit) if as_string else value
+    get_total_flops = _total("forward")  # of the forward
+    get_total_backward_flops = _total("backward")  # with what it computes again; 0 without gradients
+    get_total_macs = _total("macs", "MACs")  # of the forward
+    get_total_params = _total("params")  # of this rank's model, in whole sizes
+    get_total_duration = _total("seconds", "s")  # of the forward
 
     def as_dict(self) -> dict[str, Any]:
         """The profile as JSON values: FLOP, seconds, and FLOP per second of this rank."""

@@ -47,14 +47,11 @@ class CodedGather:
 
     over: Gather
     exact: bool = False
+    index: int = field(init=False)
+    size: int = field(init=False)
 
-    @property
-    def index(self) -> int:
-        return self.over.index
-
-    @property
-    def size(self) -> int:
-        return self.over.size
+    def __post_init__(self) -> None:
+        self.index, self.size = self.over.index, self.over.size
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         coded, index = wire_cuts(cuts, _BITS), self.index
@@ -86,15 +83,12 @@ class GroupGather:
     across: Comm  # the ranks with this rank's place in each group
     kept: Buffer = field(init=False)  # of `group`: the spans one after another; allocated with the unit
     held: bool = False  # whether `kept` has the current weights
+    index: int = field(init=False)
+    size: int = field(init=False)
     exact = True
 
-    @property
-    def index(self) -> int:
-        return self.dp.index
-
-    @property
-    def size(self) -> int:
-        return self.dp.size
+    def __post_init__(self) -> None:
+        self.index, self.size = self.dp.index, self.dp.size
 
     def kept_cuts(self, cuts: Cuts) -> list[int]:
         """The bounds in `kept` of the ranks' spans."""

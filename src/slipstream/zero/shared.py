@@ -284,15 +284,12 @@ class SharedShard:
 
     comm: SharedComm
     shard: Buffer = field(init=False)  # allocated with the unit
+    index: int = field(init=False)
+    size: int = field(init=False)
     exact = True
 
-    @property
-    def index(self) -> int:
-        return self.comm.index
-
-    @property
-    def size(self) -> int:
-        return self.comm.size
+    def __post_init__(self) -> None:
+        self.index, self.size = self.comm.index, self.comm.size
 
     def gather_into(self, full: Tensor, shard: Tensor, cuts: Cuts) -> Pending[None]:
         self.comm.await_published(self.shard)
