@@ -14,7 +14,7 @@ from slipstream.compression.quantize import quantized
 from slipstream.compression.schedule import Bits
 from tests import toy
 from tests.pool import distributed
-from tests.unit.test_compression import MOQ, Curved, curved, hessian_shares, losses_of
+from tests.unit.test_compression import MOQ, Curved, curved, hessian_shares, losses_of, snipped
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -137,3 +137,23 @@ def test_a_one_bit_optimizer_tells_what_its_signs_lost() -> None:
     dist.all_gather_object(sizes, [each.numel() for each in servers])
     assert [sum(pair) for pair in zip(*sizes, strict=True)] == [each.numel() for each in workers]
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_scores_of_all_ranks_prune_alike_at_every_stage() -> None:
+    masks = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        options = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        engine, *_ = slipstream.initialize(model=model, config=options | snipped(["0"]) | {"zero_optimization": {"stage": stage}})
+        for step in range(6):
+            engine.backward(
+                engine(torch.randn(2, 8, generator=torch.Generator().manual_seed(9 * step + dist.get_rank()))).square().mean()
+            )
+            engine.step()
+        masks.append(engine.module[0].get_buffer("sparse_mask").clone())
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, masks[-1])
+        assert torch.equal(*every) and torch.equal(masks[-1], masks[0]) and masks[-1].float().mean() == 0.25
+        engine.destroy()

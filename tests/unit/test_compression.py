@@ -612,3 +612,58 @@ def test_what_the_second_order_needs_is_said() -> None:
     }.items():
         with pytest.raises(ValueError, match=problem):
             curved(config, 0, torch.randn(5, 4))
+
+
+def snipped(modules: list[str], pattern: str = "2x4", **shared: Any) -> dict[str, Any]:
+    options = {"method": "snip_momentum", "schedule_offset": 1, "schedule_offset_end": 5, "schedule_offset_stride": 2}
+    return block(sparse_pruning=technique({**options, "block_pattern": pattern, **shared}, modules, dense_ratio=0.25))
+
+
+@pytest.mark.parametrize("pattern", ["2x4", "4x1", "2:4"])
+def test_weights_are_pruned_by_scores_of_training(pattern: str) -> None:
+    """Masks of averages of |weight x gradient|, in blocks; more go as the steps go on, and cleaning makes them zeros."""
+    net = Net()
+    compression.init_compression(net, config := snipped(["second"], pattern))
+    scheduler, layer = compression.compression_scheduler(net), net.second
+    scores, mask, kept = torch.zeros(16, 16), torch.ones(16, 16), []
+    for step in range(7):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+        hidden = torch.relu(net.first(x)).detach()
+        out = nn.functional.linear(hidden, layer.weight.detach() * mask, layer.bias.detach())
+        net.zero_grad()
+        loss = net(x).square().sum()
+        loss.backward()
+        head = torch.autograd.grad(net.head(torch.relu(out.requires_grad_())).square().sum(), out)[0]
+        if step >= 1:
+            assert (layer.weight.grad[mask == 0] == 0).all()
+            scores = 0.9 * scores + (layer.weight.detach() * mask * (head.t() @ hidden)).abs()
+        scheduler.step()
+        if step + 1 in (3, 5):
+            if pattern == "2:4":
+                mask = (scores.view(-1, 4).argsort(1).argsort(1) >= 2).float().view(16, 16)
+            else:
+                rows, columns = map(int, pattern.split("x"))
+                blocks = scores.view(16 // rows, rows, 16 // columns, columns).mean((1, 3))
+                best = top_mask(blocks, 0.25 ** ((step + 1 - 1) / 4)).float()
+                mask = best.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        assert torch.equal(layer.mask_of("sparse"), mask)
+        kept.append(mask.mean().item())
+        with torch.no_grad():
+            layer.weight.sub_(0.01 * layer.weight.grad)
+    assert kept == ([1, 1, 0.5, 0.5, 0.5, 0.5, 0.5] if pattern == "2:4" else [1, 1, 0.5, 0.5, 0.25, 0.25, 0.25])
+    before, masked = layer.weight.detach() * mask, net(x).detach()
+    compression.redundancy_clean(net, config)
+    assert type(net.second) is nn.Linear and [*net.second.state_dict()] == ["weight", "bias"]
+    assert torch.equal(net.second.weight, before) and torch.equal(net(x), masked)
+
+
+def test_scores_that_cannot_prune_are_refused() -> None:
+    for options, message in (
+        ({"schedule_offset_end": None}, r"needs schedule_offset_end \(None\) above schedule_offset \(1\)"),
+        ({"schedule_offset_stride": 0}, r"a schedule_offset_stride \(0\) of at least 1"),
+        ({"pattern": "4by1"}, r"block_pattern \('4by1'\) must be NxM"),
+        ({"pattern": "4:4"}, "fewer than all"),
+        ({"pattern": "3x1"}, r"block_pattern 3x1 does not divide a weight of shape \(16, 16\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compression.init_compression(Net(), snipped(["second"], **options))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.compression.layers import Compressed, LinearLayer_Compress, can_compress, compress, release
 from slipstream.compression.quantize import served
-from slipstream.compression.schedule import Bits, Clock
+from slipstream.compression.schedule import Bits, Clock, Snip
 from slipstream.config.compression import CompressionTraining, PruningGroup, QuantizeTraining, WeightQuantization
 
 BLOCK = "compression_training"
@@ -180,16 +180,56 @@ def _enabler(group: LayerGroup) -> Callable[[Compressed], None]:
         _one_of(group, "range_calibration", calibration, ("dynamic", "static"))
         return lambda layer: layer.enable_activation_quantization(bits, kind, calibration, offset)
     share, method = group.params.dense_ratio, shared.method
-    _one_of(group, "method", method, ("topk",) if group.technique == HEAD else ("l1", "topk"))
+    methods = {HEAD: ("topk",), SPARSE: ("l1", "topk", "snip_momentum")}.get(group.technique, ("l1", "topk"))
+    _one_of(group, "method", method, methods)
     if not share:
         raise ValueError(f"{group.where}: dense_ratio ({share}) must be above 0: it is the share that is kept")
     if group.technique == HEAD:
         if not shared.num_heads:
             raise ValueError(f"{BLOCK}.{HEAD}.shared_parameters needs num_heads")
         return lambda layer: layer.enable_head_pruning(share, shared.num_heads, offset)
+    if method == "snip_momentum":
+        snip = _snip(group)
+        return lambda layer: layer.enable_snip(snip)
     if group.technique == SPARSE:
         return lambda layer: layer.enable_sparse_pruning(share, method, offset)
     return lambda layer: layer.enable_row_pruning(share, method, offset)
+
+
+def _snip(group: LayerGroup) -> Snip:
+    shared = group.shared
+    found = re.fullmatch(r"(\d+)([x:])(\d+)", shared.block_pattern)
+    rows, columns = (int(found[1]), int(found[3])) if found else (0, 0)
+    of_row = found is not None and found[2] == ":"
+    if not rows or not columns or (of_row and rows >= columns):
+        raise ValueError(
+            f"{group.where}: block_pattern ({shared.block_pattern!r}) must be NxM, blocks of N outputs and M inputs, or N:M: N of "
+            "M neighbors go, fewer than all"
+        )
+    if not shared.schedule_offset_stride or (shared.schedule_offset_end or 0) <= shared.schedule_offset:
+        raise ValueError(
+            f"{group.where}: snip_momentum needs schedule_offset_end ({shared.schedule_offset_end}) above schedule_offset "
+            f"({shared.schedule_offset}), and a schedule_offset_stride ({shared.schedule_offset_stride}) of at least 1"
+        )
+    return Snip(
+        share=group.params.dense_ratio,
+        offset=shared.schedule_offset,
+        end=shared.schedule_offset_end,
+        stride=shared.schedule_offset_stride,
+        rows=rows,
+        columns=columns,
+        of_row=of_row,
+    )
+
+
+def prune_again(model: nn.Module, step: int, mean: Callable[[list[Tensor]], list[Tensor]] = list) -> None:
+    """Take the masks of `snip_momentum` anew, if it is the step for it. mean: of scores over ranks. Collective."""
+    layers = [module for module in model.modules() if isinstance(module, Compressed) and module.snip is not None]
+    due = [(layer, layer.snip, share) for layer in layers if layer.snip and (share := layer.snip.share_at(step)) is not None]
+    if due:
+        scores = mean([layer.get_buffer("sparse_momentum") for layer, _, _ in due])
+        for (layer, snip, share), each in zip(due, scores, strict=True):
+            layer.keep_best(snip, each, share)
 
 
 def _weights(group: LayerGroup) -> Callable[[Compressed], None]:
@@ -390,7 +430,7 @@ class compression_scheduler:
         clock = clock_of(model)
         if clock is None:
             raise ValueError(f"{type(model).__name__} is not compressed: call init_compression first")
-        self.clock = clock
+        self.clock, self.model = clock, _inner(model)
 
     @property
     def training_steps(self) -> int:
@@ -399,6 +439,7 @@ class compression_scheduler:
     def step(self, step_zero_check: bool = False) -> None:
         """Count an optimizer step. step_zero_check: the first one has not been made yet."""
         self.clock.step += not step_zero_check
+        prune_again(self.model, self.clock.step)
 
 
 def kd_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.compression.quantize import (
     Kind,
+    ScoredWeight,
     TopKBinarizer,
     fake_quantize,
     in_moving_range,
@@ -20,7 +21,7 @@ from slipstream.compression.quantize import (
     through,
     top_mask,
 )
-from slipstream.compression.schedule import Bits, Clock, Scheduled
+from slipstream.compression.schedule import Bits, Clock, Scheduled, Snip
 
 Method = Literal["l1", "topk"]
 _MOMENTUM = 0.95  # of the range of activations
@@ -34,6 +35,7 @@ class Compressed(nn.Module):
     clock: Clock
     scheduled: Scheduled | None = None  # of the weight's bits
     activation_bits = 0  # 0: not quantized
+    snip: Snip | None = None  # how the mask of single weights follows their scores
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,6 +96,27 @@ class Compressed(nn.Module):
         """Keep this share of the weights."""
         self._prune("sparse", self.weight.abs(), self.weight.shape, share, method, offset)
 
+    def enable_snip(self, snip: Snip) -> None:
+        """Prune by scores of training. Raises ValueError if the blocks do not divide the weight."""
+        rows, columns = self.weight.shape[0], self.weight[0].numel()
+        if columns % snip.columns or (rows % snip.rows and not snip.of_row):
+            raise ValueError(f"block_pattern {snip.pattern} does not divide a weight of shape {tuple(self.weight.shape)}")
+        self._begin("sparse", snip.offset, snip.share)
+        self.snip = snip
+        self.register_buffer("sparse_mask", torch.ones_like(self.weight, dtype=torch.bool))
+        self.register_buffer("sparse_momentum", torch.zeros_like(self.weight, dtype=torch.float32))
+
+    def keep_best(self, snip: Snip, scores: Tensor, share: float) -> None:
+        """Take the mask anew: this share of the blocks, or so many of each of a row's neighbors as the pattern says."""
+        flat = scores.flatten(1)
+        if snip.of_row:
+            kept = flat.view(-1, snip.columns).topk(snip.columns - snip.rows, 1).indices
+            mask = torch.zeros_like(flat, dtype=torch.bool).view(-1, snip.columns).scatter_(1, kept, True)
+        else:
+            best = top_mask(flat.unflatten(1, (-1, snip.columns)).unflatten(0, (-1, snip.rows)).mean((1, 3)), share)
+            mask = best.repeat_interleave(snip.rows, 0).repeat_interleave(snip.columns, 1)
+        self.get_buffer("sparse_mask").copy_(mask.view(self.weight.shape))
+
     def enable_row_pruning(self, share: float, method: Method = "l1", offset: int = 0) -> None:
         """Keep this share of the outputs."""
         norms = self.weight.detach().flatten(1).abs().sum(1)
@@ -133,7 +156,8 @@ class Compressed(nn.Module):
         bias: Tensor | None = self._parameters.get("bias")
         ones = (1,) * (weight.dim() - 1)
         if self.is_on("sparse"):
-            weight = weight * self.mask_of("sparse")
+            mask, scores = self.mask_of("sparse"), self._buffers.get("sparse_momentum")
+            weight = weight * mask if scores is None or not self.training else ScoredWeight.apply(weight, mask, scores)
         if self.is_on("row"):
             rows = self.mask_of("row")
             weight, bias = weight * rows.view(-1, *ones), None if bias is None else bias * rows
@@ -194,7 +218,8 @@ class Compressed(nn.Module):
                 else:
                     self.weight.mul_(mask if technique == "sparse" else mask.repeat_interleave(self.weight.shape[1] // len(mask)))
                 self._parameters.pop(f"{technique}_scores", None)
-                self._buffers.pop(f"{technique}_mask", None)
+                for name in (f"{technique}_mask", "sparse_momentum" if technique == "sparse" else ""):
+                    self._buffers.pop(name, None)
         if technique != "activation":
             self._since.pop(technique, None)
         return mask
@@ -278,6 +303,6 @@ def release(module: Compressed) -> None:
     if module._since:
         return
     base = next(kind for kind, compressed in KINDS.items() if isinstance(module, compressed))
-    for name in ("clock", "_since", "_kinds", "scheduled"):
+    for name in ("clock", "_since", "_kinds", "scheduled", "snip"):
         vars(module).pop(name, None)
     module.__class__ = vars(type(module)).get("own_class", base)

@@ -22,6 +22,7 @@ from slipstream import ops
 from slipstream.ops.grid import group_ends, on_grid
 
 Kind = Literal["symmetric", "asymmetric", "served"]
+SNIP_MOMENTUM = 0.9
 SERVED_GROUP = 32  # columns of a group in int4, the engine's default
 
 
@@ -197,6 +198,24 @@ class TopKBinarizer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class ScoredWeight(torch.autograd.Function):
+    """The weight times its mask. The backward adds to the scores: score = 0.9 score + |weight x mask x gradient|."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, mask: Tensor, scores: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, mask)
+        ctx.scores = scores
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weight, mask = ctx.saved_tensors
+        grad = grad * mask
+        with torch.no_grad():
+            ctx.scores.mul_(SNIP_MOMENTUM).add_((weight * grad).abs())
         return grad, None, None
 
 

@@ -41,6 +41,32 @@ class Bits:
         return self.start - len(made), max(0.0, 1.0 - self.mixed * since) if self.mixed else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snip:
+    """When masks are taken anew by scores of training, and the share of weights that they keep: share ** (how far to the end).
+
+    rows, columns: of a block that is kept or goes as one; of_row: in each `columns` neighbors of a row, `rows` of them go (N:M).
+    """
+
+    share: float
+    offset: int
+    end: int
+    stride: int = 1
+    rows: int = 4
+    columns: int = 1
+    of_row: bool = False
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.rows}{':' if self.of_row else 'x'}{self.columns}"
+
+    def share_at(self, step: int) -> float | None:
+        """The share that masks of this step keep; None: they stay."""
+        if not self.offset < step <= self.end or ((step - self.offset) % self.stride and step != self.end):
+            return None
+        return float(self.share ** ((step - self.offset) / (self.end - self.offset)))
+
+
 @dataclass(slots=True, eq=False)
 class Scheduled:
     """A weight's schedule, and where it stands."""

@@ -28,9 +28,9 @@ class Eigenvalue(Block):
 
 
 _WEIGHTS, _INPUTS, _PRUNED = "test_bits_fall_with_the_steps", "test_inputs_are_quantized", "test_masked_and_cleaned"
+_SNIPPED = "test_weights_are_pruned_by_scores_of_training"
 _OLDER, _TAUGHT = "test_the_older_block_is_weight_quantization", "test_a_student_takes_layers"
 _PATTERNS = 'Patterns that are searched in the names of layers; "*": all.'
-_ONLY_SNIP = "only the method snip_momentum reads it, which is not built"
 _KERNEL = "there is one implementation"
 _QUIET = "the schedule is a function of the step"
 
@@ -133,11 +133,19 @@ class ActivationQuantization(Block):
 
 class SparsePruningShared(Block):
     enabled: bool = honored(False, "Mask single weights.", _PRUNED)
-    method: str = honored("l1", "l1: the largest weights of the beginning; topk: learned scores.", _PRUNED)
+    method: str = honored(
+        "l1",
+        "l1: the largest weights of the beginning; topk: learned scores; snip_momentum: means of |weight x gradient|.",
+        _PRUNED,
+    )
     schedule_offset: Size = honored(1000, "The step at which it begins.", _PRUNED)
-    schedule_offset_end: Size | None = no_effect(None, _ONLY_SNIP)
-    schedule_offset_stride: Size = no_effect(1, _ONLY_SNIP)
-    block_pattern: str = no_effect("4x1", _ONLY_SNIP)
+    schedule_offset_end: Size | None = honored(None, "The step at which dense_ratio is reached (snip_momentum).", _SNIPPED)
+    schedule_offset_stride: Size = honored(1, "Steps between two choices of what is kept (snip_momentum).", _SNIPPED)
+    block_pattern: str = honored(
+        "4x1",
+        "NxM: blocks of N outputs and M inputs; N:M: N of M neighbors go, whatever dense_ratio says (snip_momentum).",
+        _SNIPPED,
+    )
     dense_ratio: Fraction = honored(0.1, "Share that is kept, where different_groups does not say.", _PRUNED)
     excluded_modules: Names = honored([], "Patterns of layers that are not pruned.", _PRUNED)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.compression.eigenvalue import Eigenvalue
+from slipstream.compression.eigenvalue import Eigenvalue, Mean
 from slipstream.compression.layers import Compressed
 from slipstream.zero.hooks import Hooks
 
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     from slipstream.train.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+
+def mean_over(engine: Engine) -> Mean:
+    """The mean of tensors over the ranks that compute the same model from other data, or parts of it. Collective."""
+    states, ranks = engine.states[0], engine.mesh.dense.both
+
+    def mean(parts: list[Tensor]) -> list[Tensor]:
+        if ranks.size == 1:
+            return parts
+        total = states.exchange(ranks).sum(torch.cat([part.reshape(-1) for part in parts])) / ranks.size
+        return [each.view_as(part) for each, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
+
+    return mean
 
 
 class SecondOrder:
@@ -79,14 +92,7 @@ class SecondOrder:
         if not self.is_due(engine):
             return
         states, after = engine.states[0], engine.global_steps + 1
-        ranks = engine.mesh.dense.both
-
-        def mean(parts: list[Tensor]) -> list[Tensor]:
-            if ranks.size == 1:
-                return parts
-            total = states.exchange(ranks).sum(torch.cat([part.reshape(-1) for part in parts])) / ranks.size
-            return [each.view_as(part) for each, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
-
+        mean = mean_over(engine)
         with states.hooks.aside(), sdpa_kernel([SDPBackend.MATH]):
             shares = self.eigenvalue.shares(loss, self.blocks, mean)
         for share, layers in zip(shares, self.layers, strict=True):
