@@ -22,6 +22,7 @@ class Options:
     only: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("bf16", "fp32")
     rounds: int | None = None
+    before: Path | None = None  # a checkout of Slipstream to compare steps with
 
     def num_rounds(self, usual: int) -> int:
         return self.rounds or (1 if self.quick else usual)

@@ -8,13 +8,15 @@ Two contenders are compared by their ratios to the floor. A contender whose firs
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks import systems
-from benchmarks.legs import Options
+from benchmarks.legs import ROOT, Options
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import Ranks, Seat
 from benchmarks.report import Spread, table, verdict, verdicts
@@ -65,8 +67,18 @@ class Series:
         return [ours / floor for ours, floor in zip(self.seconds, self.floor, strict=True)]
 
 
-def start(system: str, work: Workload, dtype: str, world: int, peers: Peers | None = None, seat: Seat | None = None) -> Ranks:
-    """The ranks of a contender, ready to make steps. Raises Failed."""
+def start(
+    system: str,
+    work: Workload,
+    dtype: str,
+    world: int,
+    peers: Peers | None = None,
+    seat: Seat | None = None,
+    before: Path | None = None,
+) -> Ranks:
+    """The ranks of a contender, ready to make steps; one that ends in ":before" imports Slipstream from that checkout. Raises
+    Failed."""
+    path = {"PYTHONPATH": f"{before}/src{os.pathsep}{ROOT}"} if system.endswith(":before") else {}
     venv = peers if peers is not None and systems.needs_peers(system) else None
     return Ranks(
         "benchmarks.systems:train",
@@ -74,7 +86,7 @@ def start(system: str, work: Workload, dtype: str, world: int, peers: Peers | No
         world,
         name=system,
         python=venv.python if venv else None,
-        env=(venv.env() if venv else {}) | systems.environment(system),
+        env=(venv.env() if venv else {}) | systems.environment(system) | path,
         seat=seat,
     )
 
@@ -89,7 +101,7 @@ def _losses(turn: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def measure(
-    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int
+    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int, before: Path | None = None
 ) -> tuple[dict[str, Series], float]:
     """Every contender's turns, and the floor's loss."""
     series = {name: Series() for name in contenders}
@@ -102,7 +114,7 @@ def measure(
                     continue
                 losses = []
                 try:
-                    with start(name, work, dtype, WORLD, peers) as ranks:
+                    with start(name, work, dtype, WORLD, peers, before=before) as ranks:
                         for at in range(turns):
                             before = floor.call("steps", count=TURN)
                             own = ranks.call("steps", count=TURN)
@@ -191,6 +203,7 @@ def targets(series: dict[str, Series], over_floor: float) -> list[list[str]]:
         judge(f"stage {stage} over the floor", ours, "floor", over_floor)
         judge(f"stage {stage}, faster than DeepSpeed", deepspeed, ours, 1.7, True)
         judge(f"stage {stage}, faster than {systems.LABELS.get(fsdp2, '')}", fsdp2, ours, 1.4, True)
+        judge(f"stage {stage}, over the checkout before", ours, f"{ours}:before", 1.02)
         judge(f"stage {stage}, gloo, faster than DeepSpeed", deepspeed, f"{ours}:gloo", 1.2, True)
         judge(f"stage {stage}, without native kernels, over the floor", f"{ours}:torch", "floor", 1.4)
     return rows
@@ -204,8 +217,10 @@ def run(options: Options, *, workload: str, contenders: str, dtype: str) -> str:
         return chosen and (peers.python is not None or not systems.needs_peers(name))
 
     names = [name for name in (QUICK if options.quick else CONTENDERS[contenders]) if wanted(name)]
+    if options.before is not None:
+        names += [f"{name}:before" for name in OURS if name in names]
     turns, rounds = QUICK_TURNS if options.quick else TURNS, options.num_rounds(1)
-    series, loss = measure(work, dtype, names, peers, rounds=rounds, turns=turns)
+    series, loss = measure(work, dtype, names, peers, rounds=rounds, turns=turns, before=options.before)
     void_where_losses_differ(series, loss, dtype)
     what = f"{work.describe()}, {dtype}, {WORLD} ranks, {rounds} x {turns - 1} turns. {peers}; one thread per rank."
     rows = targets(series, OVER_FLOOR[workload])

@@ -82,7 +82,12 @@ COMPRESSED_LABELS = {
 def label(system: str) -> str:
     kind, *rest = system.split(":")
     if kind == "slipstream":
-        how = {"gloo": ", gloo", "torch": ", without native kernels", "again": ", again"} | COMPRESSED_LABELS
+        how = {
+            "gloo": ", gloo",
+            "torch": ", without native kernels",
+            "again": ", again",
+            "before": ", the checkout before",
+        } | COMPRESSED_LABELS
         return f"Slipstream, stage {rest[0]}" + "".join(how[part] for part in rest[1:])
     if kind == "deepspeed":
         return f"DeepSpeed, ZeRO-{rest[0]}" + (f", {rest[1]}" if rest[1:] else "")
