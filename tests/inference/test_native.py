@@ -16,7 +16,7 @@ from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder, why_not
 from slipstream.inference.quantize import quantize, to_int4, to_int8, unpack
-from slipstream.inference.weights import DecoderWeights
+from slipstream.inference.weights import DecoderWeights, Int8, leaves, put
 from slipstream.ops import build, cpu
 from tests.inference.test_models import CASES, model_of
 from tests.inference.twins import SIZES, VOCAB, check_against_generate, tiny
@@ -55,11 +55,18 @@ def test_every_instruction_set(isa: str) -> None:
         assert cpu.use_isa(used)
 
 
+def in_groups(w: torch.Tensor) -> Int8:
+    """A scale per 32 inputs, in fp16, as blocks of Q8_0."""
+    groups = w.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1) / 127).half().float()
+    return Int8((groups / scale[..., None]).round().clamp(-128, 127).to(torch.int8).flatten(1), scale)
+
+
 def weights_of(kind: str, family: str = "Llama", group: int = 32, **more: Any) -> tuple[Any, DecoderWeights]:
     """A model whose shapes are no multiples of a tile: 3 heads for each key-value head, 96 features, odd vocabulary, and an
     odd number of inner features where no group has to divide it. What `group` does not divide is int8."""
     sizes = {**SIZES, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 113}
-    inner = 160 if kind in ("int8", "int4", "q4_0") else 161
+    inner = 160 if kind in ("int8", "int4", "q4_0", "q8_0") else 161
     model = tiny(family, **sizes | {"intermediate_size": inner, "max_position_embeddings": 256} | more)
     config = from_hf(model.config.to_dict())
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(kind, torch.bfloat16)
@@ -67,6 +74,10 @@ def weights_of(kind: str, family: str = "Llama", group: int = 32, **more: Any) -
     weights = from_state(config, state)
     if kind in ("int8", "int4", "q4_0"):
         weights = quantize(weights, kind if kind == "int8" else "int4", group)
+    if kind == "q8_0":
+        for role, m in list(leaves(weights)):
+            if role.rpartition(".")[2] in ("q", "k", "v", "out", "gate", "up", "down", "head") and m.shape[1] % 32 == 0:  # type: ignore[union-attr]
+                put(weights, role, in_groups(m))  # type: ignore[arg-type]
     if kind == "q4_0":  # as in GGUF files: no offsets of their own, which are not stored then
         matrices = [(layer, name) for layer in weights.layers for name in ("q", "k", "v", "out")]
         matrices += [(layer.mlp, name) for layer in weights.layers for name in ("gate", "up", "down")]
@@ -178,6 +189,7 @@ def test_wider_registers_change_no_bits(isa: str, kind: str, family: str) -> Non
         ("float16", torch.bfloat16),
         ("int8", torch.bfloat16),
         ("int4", torch.float32),
+        ("q8_0", torch.bfloat16),
     ],
 )
 def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str) -> None:
@@ -210,7 +222,8 @@ def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "group"), [("bfloat16", 32), ("float16", 32), ("int8", 32), ("int4", 32), ("int4", 64), ("int4", 128), ("q4_0", 32)]
+    ("kind", "group"),
+    [("bfloat16", 32), ("float16", 32), ("int8", 32), ("int4", 32), ("int4", 64), ("int4", 128), ("q4_0", 32), ("q8_0", 32)],
 )
 def test_every_weight_type_as_the_torch_decoder(kind: str, group: int) -> None:
     """Token by token. Activations are rounded to 8 bits, or to bf16 by AVX-512's products: a tie changes all that follows."""

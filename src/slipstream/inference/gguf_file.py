@@ -3,7 +3,7 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package is not used to read, because it needs seconds
 for a vocabulary; it only dequantizes the rare kinds of blocks. A Q4 block is 32 numbers with one scale (and, Q4_1, one minimum); a
 block of Q4_K is 8 of these, whose scales and minima are 6-bit numbers times two of the block's. They are exactly groups of
-`Int4`, so they are kept.
+`Int4`, so they are kept. A block of Q8_0 is a group of `Int8`.
 
 `load` uses this for the Llama family; `open_gguf` makes a live transformers model of every other that transformers supports.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from slipstream.extras import needs
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.quantize import dequantize
-from slipstream.inference.weights import Int4, Matrix
+from slipstream.inference.weights import Int4, Int8, Matrix
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -161,8 +161,10 @@ def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[
         raise ValueError(f"{path}: {name} has ggml type {kind}, which the gguf package does not support") from None
 
 
-def matrix(path: Path, name: str, stored: GgufTensor, *, keep: bool, dtype: torch.dtype = torch.float32) -> Matrix:
-    """The tensor in `dtype`. With `keep`, a matrix of Q4 blocks is returned as Int4."""
+def matrix(
+    path: Path, name: str, stored: GgufTensor, *, keep: bool, keep8: bool = False, dtype: torch.dtype = torch.float32
+) -> Matrix:
+    """The tensor in `dtype`. With `keep`, a matrix of Q4 blocks is returned as Int4; with `keep8` one of Q8_0 as Int8 in groups."""
     kind, shape, data = stored
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).view(shape).to(dtype)
@@ -172,6 +174,10 @@ def matrix(path: Path, name: str, stored: GgufTensor, *, keep: bool, dtype: torc
         q4 = Int4(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
         assert q4.scale.shape[1] == groups, "a group is 32 numbers"
         return q4 if keep and is_block4(stored) else dequantize(q4).view(shape).to(dtype)
+    if kind == _Q8_0 and keep8 and len(shape) == 2:
+        blocks = data.view(-1, 34)
+        scale = blocks[:, :2].contiguous().view(torch.float16).float()
+        return Int8(blocks[:, 2:].contiguous().view(torch.int8).view(shape), scale.view(shape[0], -1))
     if kind == _Q8_0:
         out = torch.empty(math.prod(shape) // 32, 32, dtype=dtype)
         for part, blocks in zip(out.split(_AT_ONCE), data.view(-1, 34).split(_AT_ONCE), strict=True):

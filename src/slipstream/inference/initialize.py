@@ -38,7 +38,7 @@ from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, 
 from slipstream.inference.scheduler import MAX_RUNNING, budget_of
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
-from slipstream.inference.weights import Int4
+from slipstream.inference.weights import Int4, leaves
 from slipstream.world.watch import PeerLostError
 
 __all__ = ["init_inference", "pipeline"]
@@ -101,7 +101,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 _NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
 _ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
-_BLOCKS = "the 4-bit blocks of its file have another form; open it with dtype=, or open the unquantized model"
+_BLOCKS = "the blocks of its file have another form; open it with dtype=, or open the unquantized model"
 _SPLIT = "its experts are split over processes; open it again from the new weights"
 _EMBEDS = "encoders take no new weights yet; open it again from the new ones"
 _ADAPTERS = "they need the native kernels of one process on a CPU, and here it is {}; merge one into the model, and serve that"
@@ -303,16 +303,16 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
         return _serve_by_transformers(source, kind, place, group, sizes)
     embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
     open_forward = open_encoder if embeds else open_decoder
-    blocks = loaded.opening.kind == "stored" and any(isinstance(layer.q, Int4) for layer in loaded.weights.layers)
+    blocks = _blocks(loaded) if loaded.opening.kind == "stored" else ""
     reasons = (
         (_SPLIT, ranks is not None),
         (_ON_DISK, sizes.expert_nbytes is not None),
-        (_BLOCKS, blocks),
+        (_BLOCKS, bool(blocks)),
         (_SHARED, place.type == "cuda" and isinstance(source, torch.nn.Module)),
     )
     fixed = next((why for why, holds in reasons if holds), None)
     forward = open_forward(loaded.config, loaded.weights, place, loaded.dtype, sizes)
-    weights = "4-bit blocks as stored, else " * blocks + _weights_text(loaded.opening.kind, loaded.dtype)
+    weights = blocks + _weights_text(loaded.opening.kind, loaded.dtype)
     return _Ready(
         forward=forward,
         target=fixed or Target.decoder(loaded.config, loaded.weights),
@@ -323,6 +323,12 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
         embeds=embeds,
         open_adapter=_opener(loaded, forward, ranks),
     )
+
+
+def _blocks(loaded: LoadedModel) -> str:
+    """The description's words for matrices that are as quantized as in their file."""
+    bits = {4 if isinstance(m, Int4) else 8 for _, m in leaves(loaded.weights) if not isinstance(m, torch.Tensor)}
+    return f"{' and '.join(f'{one}-bit' for one in sorted(bits))} blocks as stored, else " if bits else ""
 
 
 def _opener(loaded: LoadedModel, forward: Opened, ranks: ServingRanks | None) -> Opener | str:
@@ -348,7 +354,7 @@ def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: i
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
     """Creates the model for `InferenceEngine.module`, or why there is none. `kind`: of `precision.DTYPES`, or "blocks"."""
     if kind in (*precision.QUANTIZED, "blocks"):
-        form = "4-bit blocks" if kind == "blocks" else kind
+        form = "the blocks of their file" if kind == "blocks" else kind
         return f"its weights are kept in {form}, for generating only; open the model with dtype bf16, fp16 or fp32"
     if is_config(source):
         return "it was opened from a configuration; open the model or its folder"

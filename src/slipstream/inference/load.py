@@ -49,10 +49,10 @@ def load(
 ) -> LoadedModel:
     """Read a model and move its weights to `device`.
 
-    dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: 4-bit
-    blocks unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a file's 4-bit blocks are kept
-    for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which follow the rule of
-    `precision`. group_size: weights per scale in int4. part: of the experts; others are not read.
+    dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: blocks of
+    Q4 and, on CPUs, Q8_0 unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a file's 4-bit
+    blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which
+    follow the rule of `precision`. group_size: weights per scale in int4. part: of the experts; others are not read.
     """
     loaded = _read(source, parse_dtype(dtype), group_size, torch.device(device), part)
     kind = loaded.opening.kind
@@ -319,7 +319,9 @@ def _gguf(path: Path, kind: str, group: int, device: torch.device) -> LoadedMode
     llama = file.metadata["general.architecture"] == "llama"
 
     def read(name: str, stored: GgufTensor) -> Matrix:
-        m = matrix(path, name, stored, keep=keep and name not in ("token_embd.weight", "output.weight"), dtype=wide)
+        kept = keep and name not in ("token_embd.weight", "output.weight")
+        on_cpu = opening.kind == "stored" and device.type == "cpu"  # the kernels of other devices have no int8 in groups
+        m = matrix(path, name, stored, keep=kept, keep8=kept and on_cpu, dtype=wide)
         part = name.split(".")[-2]
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part) if llama else None
         return m if heads is None else _unpermute(m, heads)

@@ -38,7 +38,7 @@ MAX_THREADS = 64
 _MAX_EXPERTS = 512  # including the shared one
 CODES = 32  # features per scale of activations that are rounded to 8 bits
 _TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_INT8, _INT4 = 3, 4
+_INT8, _INT4, _INT8_GROUPS = 3, 4, 5
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _RESIDUALS = ("before", "after", "parallel")
 
@@ -201,7 +201,8 @@ def _tables(matrix: Matrix) -> dict[str, _Table]:
         case Int8():
             features = matrix.q.shape[1]
             padding = (features + -features % CODES) // 4 - -(-features // 4)
-            return {"data": _Table(matrix.q, 4, padding), "scale": _Table(matrix.scale.float(), 4)}
+            scale = _Table(matrix.scale.half(), 2) if matrix.scale.dim() == 2 else _Table(matrix.scale.float(), 4)
+            return {"data": _Table(matrix.q, 4, padding), "scale": scale}
         case _:
             word = 2 if matrix.dtype == torch.float16 else 4  # two features of bf16
             return {"data": _Table(matrix.detach(), word)}
@@ -340,6 +341,8 @@ class NativeDecoder:
             packed.type, packed.group = _INT4, features // first.scale.shape[1]
         elif isinstance(first, Int8):
             packed.type, packed.num_features = _INT8, features + -features % CODES
+            if first.scale.dim() == 2:
+                packed.type, packed.group = _INT8_GROUPS, features // first.scale.shape[1]
         else:
             packed.type = _TYPES[first.dtype]
         tables = [_tables(part) for part in parts]

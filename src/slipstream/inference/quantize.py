@@ -40,6 +40,8 @@ def dequantize(m: Matrix) -> Tensor:
     """A quantized matrix in fp32; a tensor is returned unchanged."""
     match m:
         case Int8():
+            if m.scale.dim() == 2:
+                return (m.q.unflatten(1, (m.scale.shape[1], -1)) * m.scale[..., None]).flatten(1)
             return ops.dequantize_int8(*m)
         case Int4():
             return ops.dequantize_int4(*m)

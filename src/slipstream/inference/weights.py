@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Int8(NamedTuple):
-    """Weight-only, symmetric per output channel: w = q * scale[:, None]."""
+    """Weight-only, symmetric per output channel, or in groups along the input: w = q * scale."""
 
     q: Tensor  # int8 [out, in]
-    scale: Tensor  # fp32 [out]
+    scale: Tensor  # fp32 [out], or [out, in / group]
 
 
 class Int4(NamedTuple):

@@ -18,7 +18,7 @@
 #define MAX_EXPERTS 512
 #define MAX_THREADS 64
 
-enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4 };
+enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4, WEIGHT_INT8_GROUPS = 5 };
 enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU = 2, ACTIVATION_RELU = 3 };
 enum residual { RESIDUAL_BEFORE = 0, RESIDUAL_AFTER = 1, RESIDUAL_PARALLEL = 2 };
 
@@ -26,11 +26,11 @@ enum residual { RESIDUAL_BEFORE = 0, RESIDUAL_AFTER = 1, RESIDUAL_PARALLEL = 2 }
 struct matrix {
     const void *data; /* [panel][k][PANEL]; bf16: [panel][k / 2][PANEL][2], padded with a zero if k is odd; int8:
                          [panel][k / 4][PANEL][4]; int4: [panel][k / 8][PANEL][4] bytes, the first four k in the low halves */
-    const void *scale; /* int8: fp32 [panel][PANEL]; int4: fp16 [panel][k / group][PANEL] */
+    const void *scale; /* int8: fp32 [panel][PANEL]; int4, and int8 in groups: fp16 [panel][k / group][PANEL] */
     const void *low;   /* int4: fp16 as scale; w = q * scale + low. NULL: low is -8 * scale everywhere */
     const float *bias; /* fp32 [padded columns], or NULL */
     int64_t num_columns, num_features; /* int8, int4: features are padded with zeros to a multiple of CODES */
-    int32_t type, group;               /* int4: a multiple of CODES */
+    int32_t type, group;               /* int4, and int8 in groups: a multiple of CODES */
 };
 
 /* Experts in a file, of which the most recently used are in memory. inference/expert_store.py fills it. */

@@ -15,7 +15,8 @@ INLINE int64_t panel_bytes(const struct matrix *w)
     const int64_t size = w->num_features * PANEL;
     switch (w->type) {
     case WEIGHT_INT4: return size / 2;
-    case WEIGHT_INT8: return size;
+    case WEIGHT_INT8:
+    case WEIGHT_INT8_GROUPS: return size;
     case WEIGHT_F16: return size * 2;
     case WEIGHT_BF16: return (w->num_features + 1) / 2 * PANEL * 4;
     default: return size * 4;
@@ -147,8 +148,8 @@ TARGET static void widen(const struct matrix *w, int64_t panel, float *to)
 
 /* ---- quantized matrices: exact integer products per group of CODES features ----
  *
- * x is quantized to 8 bits with a scale per row and group, as in llama.cpp; w is int8 with a scale per column, or int4 with a scale
- * and an offset per column and group. If the processor has instructions for them, bf16 products work the same way: x is rounded to
+ * x is quantized to 8 bits with a scale per row and group, as in llama.cpp; w is int8 with a scale per column, or per column and
+ * group, or int4 with a scale and an offset per column and group. If the processor has instructions for them, bf16 products work the same way: x is rounded to
  * bf16, as torch does. */
 
 /* Rows of x in the products' input type. */
@@ -165,7 +166,7 @@ enum { WANTS_CODES = 1, WANTS_HALVES = 2 };
 
 INLINE int wants(const struct matrix *w)
 {
-    if (w->type == WEIGHT_INT8 || w->type == WEIGHT_INT4)
+    if (w->type == WEIGHT_INT8 || w->type == WEIGHT_INT4 || w->type == WEIGHT_INT8_GROUPS)
         return WANTS_CODES;
     return DOTS_BF16 && w->type == WEIGHT_BF16 ? WANTS_HALVES : 0;
 }
@@ -223,7 +224,7 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
 {
     const char *const first = panel_of(w, panel);
     const int64_t gap = panel_bytes(w), groups = w->num_features / CODES;
-    const int64_t per_scale = type == WEIGHT_INT4 ? w->group / CODES : 1, num_scales = groups / per_scale;
+    const int64_t per_scale = type == WEIGHT_INT8 ? 1 : w->group / CODES, num_scales = groups / per_scale;
     const int features = type == WEIGHT_INT4 ? 8 : 4; /* per 64 bytes */
     vec total[ROWS * 2];
     for (int a = 0; a < rows * num; ++a)
@@ -232,9 +233,9 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
         ivec sums[ROWS * 2];
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j < num; ++j)
-                sums[i * num + j] = ivec_set(type == WEIGHT_INT8 ? -INT8_OFFSET * x->totals[(row + i) * x->groups + g] : 0);
+                sums[i * num + j] = ivec_set(type == WEIGHT_INT4 ? 0 : -INT8_OFFSET * x->totals[(row + i) * x->groups + g]);
         int64_t at = g * (CODES / features) * 64, ahead = ahead_of(at, gap, num);
-        for (int j = 0; j < num && type == WEIGHT_INT4; ++j) { /* those of the next tile, because a panel has few */
+        for (int j = 0; j < num && type != WEIGHT_INT8; ++j) { /* those of the next tile, because a panel has few */
             const int64_t next = ((panel + j + num) * num_scales + g / per_scale) * PANEL * 2;
             fetch((const char *)w->scale + next);
             if (w->low)
@@ -261,6 +262,10 @@ INLINE void code_tile(const int type, const int rows, const int num, const struc
                 }
                 const int64_t of_group = ((panel + j) * num_scales + g / per_scale) * PANEL * 2;
                 const vec scale = load_f16((const char *)w->scale + of_group);
+                if (type == WEIGHT_INT8_GROUPS) {
+                    *sum = vec_fma(vec_mul(ivec_to_vec(sums[i * num + j]), vec_set(x->scales[of])), scale, *sum);
+                    continue;
+                }
                 *sum = vec_fma(vec_mul(pairs_to_vec(sums[i * num + j]), vec_set(x->scales[of])), scale, *sum);
                 *sum = w->low ? vec_fma(vec_set(x->sums[of]), load_f16((const char *)w->low + of_group), *sum)
                               : vec_fma(vec_set(-8.0f * x->sums[of]), scale, *sum);
@@ -289,6 +294,8 @@ TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int pan
 {
     if (w->type == WEIGHT_INT4)
         FOR_ROWS(CODE_TILES, rows, WEIGHT_INT4)
+    else if (w->type == WEIGHT_INT8_GROUPS)
+        FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8_GROUPS)
     else
         FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8)
 }
