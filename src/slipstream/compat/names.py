@@ -25,10 +25,13 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.handles": "DeepSpeedOptimizer",
         "slipstream.compat.utils": "OnDevice log_dist logger",
         "slipstream.compat.versions": "git_branch git_hash",
-        "slipstream": "InferenceEngine add_config_arguments init_inference",
+        "slipstream.compat.inference": "InferenceEngine init_inference",
+        "slipstream": "add_config_arguments",
         "slipstream.parallel.slicing": "tp_model_init",
         "slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer",
     },
+    "deepspeed.inference.engine": {"slipstream.compat.inference": "InferenceEngine"},
+    "deepspeed.inference.config": {"slipstream.compat.inference": "DeepSpeedInferenceConfig"},
     "deepspeed.ops.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "deepspeed.ops.transformer.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "deepspeed.module_inject": {"slipstream.fused": "replace_transformer_layer"},
@@ -320,8 +323,11 @@ BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
 DIFFERS: Mapping[str, str] = {
     "deepspeed.initialize": "an unknown config key is an error that suggests the nearest known key; at the top level, if no known "
     "key is near, it is a warning. `mesh_param` raises ValueError",
-    "deepspeed.init_inference": "returns Slipstream's InferenceEngine, for transformers' decoders on one device. `generate` "
-    "runs Slipstream's kernels. A call with tensors runs the model's own forward, without a graph",
+    "deepspeed.init_inference": "keeps the module's dtype where `dtype` is not given, and computes without a graph. "
+    "`replace_with_kernel_inject` gives encoders native kernels on CPUs, after a comparison with the module's outputs; hidden "
+    "states of padding are 0. Greedy `generate` of decoders runs Slipstream's engine, which keeps a copy of the weights; others "
+    "are transformers' own. `mp_size` above 1 needs a sliced module "
+    "and its `mpu`. A pickle in `checkpoint` is read, not run",
     "deepspeed.DeepSpeedConfigError": "is ValueError. Batch sizes that disagree raise it instead of AssertionError",
     "deepspeed.DeepSpeedConfig": "is read-only; `engine.plan` has the engine's settings. Batch sizes that disagree raise an error "
     "that is both ValueError and AssertionError",
@@ -391,7 +397,7 @@ _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
 _ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
-_SERVING = "DeepSpeed's serving engine; slipstream.init_inference and `slipstream serve` serve models"
+_SERVING = "the inside of DeepSpeed's inference engines; slipstream.init_inference and `slipstream serve` serve models"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
 _ELASTIC = "the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:MAX` is the agent"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
@@ -400,7 +406,7 @@ _INSIDE = "DeepSpeed's internals (flat groups, experts, hooks); engine.explain()
 _ESTIMATE = "memory estimates; `slipstream plan` and engine.explain() report the bytes, including activations"
 _TRANSFORMER = "the inference kernels of DeepSpeed; init_inference has its own"
 _HYBRID = "the hybrid engine; generation under torch.no_grad() works at every stage"
-_INJECTION = "kernel injection; init_inference uses the model as it is"
+_INJECTION = "kernel injection; init_inference(replace_with_kernel_inject=True) chooses the kernels"
 _TUNING = "autotuning runs outside the script: `deepspeed --autotuning`, or `slipstream tune`"
 
 # module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}

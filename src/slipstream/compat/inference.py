@@ -1,0 +1,268 @@
+"""DeepSpeed's inference engine: the user's own module, with faster parts. `deepspeed.init_inference` returns an `InferenceEngine`.
+
+    engine = deepspeed.init_inference(model, dtype=torch.bfloat16, replace_with_kernel_inject=True)
+    engine(**inputs).logits, engine.generate(**inputs, max_new_tokens=20), engine.module
+
+The module is changed in place, as by DeepSpeed: its dtype, and with int8 its linear layers. `kernels` has the native forwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.compat import kernels, slices
+from slipstream.inference.generate import suggestion
+from slipstream.inference.precision import parse_dtype
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["DeepSpeedInferenceConfig", "InferenceEngine", "init_inference"]
+
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ALIASES = {
+    "kernel_inject": "replace_with_kernel_inject",
+    "injection_dict": "injection_policy",
+    "max_tokens": "max_out_tokens",
+    "tp": "tensor_parallel",
+    "mp_size": "tensor_parallel",
+}
+_ONE_DEVICE = (
+    "this engine is of one device: tensor parallelism is not built for it, except for a module whose own slices `mpu` counts"
+)
+_EXPERTS = "experts are not spread over ranks here; slipstream.init_inference(ep_size=...) serves mixtures over processes"
+# Options of features that are missing: the values that ask for nothing, and why.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "ep_size": ((1,), _EXPERTS),
+    "ep_group": ((None,), _EXPERTS),
+    "ep_mp_group": ((None,), _EXPERTS),
+    "moe": ((None, False, {}), _EXPERTS),
+    "quant": ((None, False, {}), "dtype=torch.int8 quantizes the weights"),
+    "zero": ((None, False, {}, 0), "weights are not streamed from host or disk"),
+    "keep_module_on_host": ((False,), "the module is on its own device"),
+}
+_NO_EFFECT = {
+    **dict.fromkeys(("replace_method", "enable_cuda_graph", "use_triton", "triton_autotune"), "the fastest forward is chosen"),
+    **dict.fromkeys(("injection_policy_tuple", "triangular_masking", "moe_experts", "moe_type"), "the module's own layers say it"),
+    "return_tuple": "outputs are the module's",
+    "training_mp_size": "the checkpoint's files say it",
+}
+_SIZES = ("ep_size", "enabled", "stage")  # the keys of a block that hold the requested value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedInferenceConfig:
+    """The options of `init_inference`, by DeepSpeed's names. Raises ValueError for those that are not built.
+
+    dtype: of weights and outputs; int8 packs the linear layers. None: as they are.
+    replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same.
+    injection_policy: {class of a block: names of its linear layers}, checked against the module.
+    checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device (set_empty_params).
+    mpu: of a module that is a slice of its own, of the size tensor_parallel or mp_size; the checkpoint is cut for it.
+    save_mp_checkpoint_path: a folder that gets the weights, and a description that `checkpoint` takes.
+    max_out_tokens: prompts of `generate` may be as long. min_out_tokens: new tokens at least.
+
+    The others have no effect, which is logged, or are refused.
+    """
+
+    dtype: Any = None
+    replace_with_kernel_inject: bool = False
+    injection_policy: Mapping[Any, Any] | None = None
+    injection_policy_tuple: tuple[str, ...] | None = None
+    max_out_tokens: int | None = None
+    min_out_tokens: int = 0
+    replace_method: str = "auto"
+    enable_cuda_graph: bool = False
+    use_triton: bool = False
+    triton_autotune: bool = False
+    triangular_masking: bool = True
+    training_mp_size: int = 1
+    return_tuple: bool = True
+    moe_experts: Any = None
+    moe_type: str = "standard"
+    tensor_parallel: Any = None
+    mpu: Any = None
+    checkpoint: Any = None
+    base_dir: str = ""
+    save_mp_checkpoint_path: str | None = None
+    set_empty_params: bool = False
+    ep_size: int = 1
+    ep_group: Any = None
+    ep_mp_group: Any = None
+    moe: Any = None
+    quant: Any = None
+    zero: Any = None
+    keep_module_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (off, why) in _REFUSED.items():
+            value = getattr(self, name)
+            block = value if isinstance(value, Mapping) else {}
+            if next((block[key] for key in _SIZES if key in block), value) not in (*off, False):
+                raise ValueError(f"{name} is {value!r:.200}: {why}")
+        if (self.tensor_parallel or self.place[1]) != self.place[1]:
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel!r}, and slices are {self.place[1]}: {_ONE_DEVICE}")
+
+    @classmethod
+    def of(cls, config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
+        """From a dictionary or the path of a JSON file, and keywords. Raises ValueError for unknown or contradictory options."""
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, str | os.PathLike):
+            config = json.loads(Path(config).read_text())
+        options: dict[str, Any] = {}
+        names = [field.name for field in fields(cls)]
+        for source in (config or {}, given):
+            for word, value in source.items():
+                name = _ALIASES.get(word, word)
+                if name == "tensor_parallel" and isinstance(value, Mapping):
+                    value = value.get("tp_size", 1) if value.get("enabled", True) else 1
+                if name not in names:
+                    raise ValueError(f"init_inference has no option {word!r}; {suggestion(word, [*names, *_ALIASES])}")
+                if name in options and options[name] != value:
+                    raise ValueError(f"{name} is given twice, as {options[name]!r:.200} and as {value!r:.200}")
+                options[name] = value
+        for name, why in _NO_EFFECT.items():
+            if name in options:
+                logger.warning("init_inference: %s has no effect here: %s", name, why)
+        return cls(**options)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which slice the module is, and of how many."""
+        if self.mpu is None:
+            return 0, 1
+        return self.mpu.get_model_parallel_rank(), self.mpu.get_model_parallel_world_size()
+
+    @property
+    def kind(self) -> str | None:
+        """The requested dtype: int8, or a name of a float dtype; None: as the weights are."""
+        if self.dtype is None:
+            return None
+        kind = ""
+        with suppress(ValueError):
+            kind = parse_dtype(getattr(self.dtype, "value", self.dtype))  # of DeepSpeed's DtypeEnum
+        if kind not in (*_FLOATS, "int8"):
+            raise ValueError(f"dtype is {self.dtype!r}; it must be float32, bfloat16, float16 or int8")
+        return kind
+
+
+class InferenceEngine(nn.Module):
+    """A module that computes what the module in it computes. Attributes that it lacks are the module's: config, device, dtype."""
+
+    module: nn.Module
+
+    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig | Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model is {model!r:.200}: deepspeed.init_inference takes a module; slipstream.init_inference opens folders"
+            )
+        self._config = DeepSpeedInferenceConfig.of(config, {})
+        _check_policy(model, self._config)
+        self._model_times: list[float] = []
+        self.model_profile_enabled = False
+        kind = self._config.kind
+        if self._config.checkpoint is not None:
+            slices.load_checkpoint(model, self._config.checkpoint, self._config.base_dir, *self._config.place)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError(f"the {type(model).__name__} is on the meta device, without values; give a checkpoint")
+        if self._config.save_mp_checkpoint_path is not None:
+            slices.save_checkpoint(model, self._config.save_mp_checkpoint_path)
+        self.module = model if kind in (None, "int8") else model.to(_FLOATS[str(kind)])
+        self.module.eval()
+        inject = self._config.replace_with_kernel_inject or kind == "int8"
+        encoder = kernels.Encoder.of(self.module, kind) if inject else None
+        self._decoder = kernels.Decoder(self.module, kind)
+        if kind == "int8":
+            kernels.pack(self.module)
+        if encoder is not None:
+            encoder.install(self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules["module"], name)
+
+    @torch.no_grad()
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs, as it returns them, without a graph."""
+        return self.module(*inputs, **kwargs)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """transformers' `generate`: token ids [prompts, tokens] -> [prompts, tokens and answers], or what its settings ask for.
+
+        Slipstream's engine computes greedy answers of models that it knows; the module's own generate all others. Raises
+        RuntimeError for a prompt of more than max_out_tokens.
+        """
+        limit, ids = self._config.max_out_tokens, kwargs.get("input_ids", inputs)
+        if limit is not None and isinstance(ids, Tensor) and ids.shape[-1] > limit:
+            raise RuntimeError(f"the prompt has {ids.shape[-1]} tokens and max_out_tokens is {limit}; raise it in init_inference")
+        if self._config.min_out_tokens:
+            kwargs.setdefault("min_new_tokens", self._config.min_out_tokens)
+        times = self._model_times if self.model_profile_enabled else None
+        answers = self._decoder.generate(ids, generation_config, kwargs, times)
+        if answers is not None:
+            return answers
+        return self.module.generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[operator]
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Time every forward from now on, see `model_times`. On a GPU the device is waited for, whatever `use_cuda_events` says."""
+        if not self.model_profile_enabled:
+            started: list[float] = []
+            self.module.register_forward_pre_hook(lambda *_: started.append(self._now()))
+            self.module.register_forward_hook(lambda *_: self._model_times.append((self._now() - started.pop()) * 1e3))
+        self.model_profile_enabled = True
+
+    def _now(self) -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def model_times(self) -> list[float]:
+        """Milliseconds of each forward (in `generate`: of each token of the first answer) since the last call."""
+        assert self.model_profile_enabled, "model profiling is not enabled: call profile_model_time()"
+        times, self._model_times[:] = list(self._model_times), []
+        return times
+
+
+def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
+    """Wrap a module for inference, as DeepSpeed's function of this name.
+
+    config: a dictionary, the path of a JSON file, or a `DeepSpeedInferenceConfig`, which lists the options. kwargs: the same
+    options as keywords. Raises ValueError for options that are unknown, contradictory or not built.
+    """
+    return InferenceEngine(model, DeepSpeedInferenceConfig.of(config, kwargs))
+
+
+def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
+    """Raise ValueError for a policy that names a block or layer which the model does not have."""
+    for kind, names in (config.injection_policy or {}).items():
+        if not isinstance(kind, type):
+            raise ValueError(f"injection_policy has the key {kind!r}; keys are classes of modules")
+        blocks = [module for module in model.modules() if isinstance(module, kind)]
+        if not blocks:
+            raise ValueError(f"injection_policy: {type(model).__name__} has no {kind.__name__}")
+        inside = set(_linear_names(blocks))
+        for name in (names,) if isinstance(names, str) else names if isinstance(names, tuple | list) else ():
+            if not any(one == name or one.endswith(f".{name}") for one in inside):
+                raise ValueError(f"injection_policy: {kind.__name__} has no {name!r}; {suggestion(name, inside)}")
+
+
+def _linear_names(blocks: list[nn.Module]) -> Iterator[str]:
+    for block in blocks:
+        yield from (name for name, module in block.named_modules() if getattr(module, "weight", None) is not None)

@@ -1,0 +1,281 @@
+"""Native forwards inside a module of transformers: `Encoder`, whose base model computes its hidden states by them, `Decoder`, which
+generates by Slipstream's engine, and `pack`, which replaces linear layers by int8 ones.
+
+Each is used only where it gives the module's results: an encoder is compared with the module's own forward when it is opened, and
+calls that ask for anything else (hidden states of all layers, embeddings as inputs, beams, sampling) run the module's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.inference import generic, init_inference
+from slipstream.inference.core import SamplingParams
+from slipstream.inference.embedding import ROWS
+from slipstream.inference.families import UnsupportedModel
+from slipstream.inference.generate import InferenceEngine
+from slipstream.inference.load import load
+from slipstream.inference.models import from_hf, is_encoder
+from slipstream.inference.native import NativeDecoder, why_not
+from slipstream.inference.runner import Sizes, open_encoder
+
+logger = logging.getLogger(__name__)
+
+_NEAR = {"int8": 0.1, "float32": 1e-3}  # relative difference of hidden states from the module's; other dtypes: _ROUNDED
+_ROUNDED = 0.05
+_OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}
+
+
+def pack(model: Any) -> None:
+    """Replace a transformers model's linear layers by int8 ones, in place. Raises ValueError for other modules."""
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
+        raise ValueError(f"dtype=torch.int8 needs a model of transformers, and this is {type(model).__name__}; use a float dtype")
+    generic.quantize_model(model, "int8", model.dtype)
+
+
+class Encoder:
+    """The native forward of an encoder: token ids to the last hidden states."""
+
+    def __init__(self, runner: NativeDecoder, parameters: list[nn.Parameter], num_types: int, pad: int | None) -> None:
+        self._runner, self._parameters, self._num_types, self._pad = runner, parameters, num_types, pad
+        self._versions = self._now()
+        self._running = threading.Lock()
+
+    @classmethod
+    def of(cls, model: Any, kind: str | None) -> Encoder | None:
+        """`kind`: the dtype's name; None: as the weights are. None if the kernels cannot compute this model."""
+        config = getattr(model, "config", None)
+        if not is_encoder(getattr(config, "model_type", None)) or next(model.parameters()).device.type != "cpu":
+            return None
+        stored = str(model.dtype).removeprefix("torch.")
+        try:
+            loaded = load(model, dtype=kind or "stored")
+        except (UnsupportedModel, ValueError) as error:
+            logger.warning("replace_with_kernel_inject: the module's own forward is used: %s", error)
+            return None
+        runner = open_encoder(
+            loaded.config, loaded.weights, torch.device("cpu"), loaded.dtype, Sizes(None, 1, None, torch.get_num_threads())
+        ).runner
+        if not isinstance(runner, NativeDecoder):
+            return None
+        frozen = kind == "int8"  # the module's own layers are replaced, too
+        parameters = [] if frozen else list(model.base_model.parameters())
+        encoder = cls(runner, parameters, loaded.config.num_token_types, getattr(config, "pad_token_id", None))
+        difference = encoder._difference(model.base_model, loaded.config.vocab_size)
+        if difference > _NEAR.get(kind or stored, _ROUNDED):
+            logger.warning("replace_with_kernel_inject: the kernels differ by %.2g: the module's own forward is used", difference)
+            return None
+        return encoder
+
+    @torch.no_grad()
+    def _difference(self, base: Any, vocab_size: int) -> float:
+        """From the module's own hidden states, of two texts of different lengths."""
+        ids = (torch.arange(24).view(2, 12) * 7 + 5) % vocab_size
+        ids[ids == self._pad] = (1 + (self._pad or 0)) % vocab_size
+        mask = torch.ones_like(ids)
+        mask[1, 7:] = 0
+        if self._pad is not None:
+            ids[1, 7:] = self._pad
+        own = base(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        ours = self.hidden(ids, mask, None)
+        if ours is None:
+            return float("inf")
+        kept = mask.bool()
+        return float((ours[kept] - own[kept]).norm() / own[kept].norm())
+
+    def _now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def hidden(self, ids: Tensor, mask: Tensor | None, types: Tensor | None) -> Tensor | None:
+        """Token ids, mask and types [texts, tokens] -> fp32 [texts, tokens, hidden], 0 where the mask is; None for others."""
+        if self._versions != self._now() or any(
+            one is not None and (one.shape != ids.shape or one.dim() != 2 or one.device.type != "cpu") for one in (ids, mask, types)
+        ):
+            return None
+        kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        if not self._fits(ids, kept) or (types is not None and not self._num_types):
+            return None
+        lengths, rows = kept.sum(1).tolist(), [one.tolist() for one in (ids, types) if one is not None]
+        parts, step = [], max(1, ROWS // ids.shape[1])
+        with self._running:
+            for first in range(0, len(ids), step):
+                some = range(first, min(first + step, len(ids)))
+                parts.append(self._runner.hidden(*([row[i][: lengths[i]] for i in some] for row in rows)))
+        out = torch.zeros(*ids.shape, parts[0].shape[1])
+        out[kept] = torch.cat(parts)
+        return out
+
+    def _fits(self, ids: Tensor, kept: Tensor) -> bool:
+        """Whether each text's tokens come first and its padding after it, with no padding token among them."""
+        if not ids.numel() or ids.shape[1] > self._runner.max_context:
+            return False
+        lengths = kept.sum(1)
+        first = torch.arange(ids.shape[1]) < lengths[:, None]
+        padding = self._pad is not None and bool(((ids == self._pad) & kept).any())
+        return first.equal(kept) and bool(lengths.min()) and not padding
+
+    def install(self, model: Any) -> None:
+        """Let the model's base model compute by this forward wherever it can."""
+        base = model.base_model
+        own = base.forward
+
+        @functools.wraps(own)
+        def forward(
+            input_ids: Tensor | None = None, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None, **more: Any
+        ) -> Any:
+            plain = all(value is None or (name in _OUTPUTS and value == _OUTPUTS[name]) for name, value in more.items())
+            asked = any(getattr(base.config, name, None) for name in ("output_attentions", "output_hidden_states"))
+            hidden = None
+            if plain and not asked and input_ids is not None and not torch.is_grad_enabled() and not base.training:
+                hidden = self.hidden(input_ids, attention_mask, token_type_ids)
+            if hidden is None:
+                types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+                return own(input_ids=input_ids, attention_mask=attention_mask, **types, **more)
+            return _output(base, hidden.to(base.dtype))
+
+        base.forward = forward
+
+
+def _output(base: Any, hidden: Tensor) -> Any:
+    """The output of a base model: its hidden states, and what its pooler makes of them."""
+    from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPoolingAndCrossAttentions
+
+    if not hasattr(base, "pooler"):
+        output: Any = BaseModelOutput(last_hidden_state=hidden)
+    else:
+        pooled = None if base.pooler is None else base.pooler(hidden)
+        output = BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
+    return output if getattr(base.config, "return_dict", True) else output.to_tuple()
+
+
+# -- Decoders --------------------------------------------------------------------------------------------------------------
+
+# Settings of GenerationConfig that do not change greedy decoding, and those that do not with this value. With any other one that
+# is not off (False, 0, empty), the module's own code runs.
+_ANY = {
+    *"""transformers_version bos_token_id temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff length_penalty
+    early_stopping num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
+    target_lookbehind disable_compile use_cache""".split()  # noqa: SIM905 (a list of words)
+}
+_NEUTRAL = dict.fromkeys(
+    ("num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty", "encoder_repetition_penalty"), 1
+)
+_READ = ("max_new_tokens", "max_length", "min_new_tokens", "eos_token_id", "pad_token_id")
+
+
+class _Task(NamedTuple):
+    """What the engine computes for a call of `generate`."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    pad: int
+
+
+class Decoder:
+    """Answers of a transformers decoder by Slipstream's engine, which is opened at first use, and again for changed weights."""
+
+    def __init__(self, model: Any, kind: str | None) -> None:
+        self._model, self._kind = model, kind
+        self._engine: InferenceEngine | None = None
+        self._versions: list[int] = []
+        self._parameters: list[nn.Parameter] = []
+        self._known = self._is_known()
+        self._opening = threading.Lock()
+        if kind == "int8" and self._known:  # while the weights are floats
+            self._opened()
+
+    def _is_known(self) -> bool:
+        model = self._model
+        if not hasattr(model, "can_generate") or not model.can_generate() or next(model.parameters()).device.type != "cpu":
+            return False
+        try:
+            return why_not(from_hf(model.config.to_dict())) is None
+        except (UnsupportedModel, ValueError):
+            return False
+
+    def _opened(self) -> InferenceEngine | None:
+        """The engine; None if these weights run only in the module."""
+        with self._opening:
+            versions = [] if self._kind == "int8" else [parameter._version for parameter in self._parameters]
+            if self._engine is None or versions != self._versions:
+                if self._engine is not None:
+                    self._engine.close()
+                self._engine = init_inference(self._model, dtype=self._kind or "stored", device="cpu")
+                self._parameters = [] if self._kind == "int8" else list(self._model.parameters())
+                self._versions = [parameter._version for parameter in self._parameters]
+            self._known = isinstance(self._engine.engine.runner, NativeDecoder)
+            return self._engine if self._known else None
+
+    def generate(self, ids: Any, generation_config: Any, settings: Mapping[str, Any], times: list[float] | None) -> Tensor | None:
+        """Token ids [prompts, tokens and answers]; None for a call that the module's own `generate` has to answer.
+
+        times: gets the milliseconds of each token of the first answer.
+        """
+        task = self._task(ids, generation_config, settings) if self._known else None
+        engine = None if task is None else self._opened()
+        if task is None or engine is None or engine.engine.max_context < max(map(len, task.prompts)) + task.params.max_tokens:
+            return None
+        answers: list[list[int]] = [[] for _ in task.prompts]
+        before = time.perf_counter()
+        for delta in engine.generate(task.prompts, task.params, stream=True):
+            answers[delta.prompt].extend(delta.token_ids)
+            if times is not None and delta.prompt == 0 and delta.token_ids:
+                now = time.perf_counter()
+                times += [(now - before) * 1e3 / len(delta.token_ids)] * len(delta.token_ids)
+                before = now
+        longest = max(map(len, answers))
+        padded = torch.tensor([answer + [task.pad] * (longest - len(answer)) for answer in answers], dtype=ids.dtype)
+        return torch.cat([ids, padded.to(ids.device)], 1)
+
+    def _task(self, ids: Any, generation_config: Any, settings: Mapping[str, Any]) -> _Task | None:
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+            return None
+        asked = _asked(generation_config, settings)
+        merged = _greedy(self._model.generation_config.to_dict(), asked)
+        limits = [name for name in ("max_new_tokens", "max_length") if asked.get(name) is not None]
+        if merged is None or not limits:  # without a limit, transformers' default follows the prompt
+            return None
+        most = asked[limits[0]] - (ids.shape[1] if limits[0] == "max_length" else 0)
+        ends = merged.get("eos_token_id", [])
+        ends = [ends] if isinstance(ends, int) else ends
+        prompts = _prompts(ids, settings.get("attention_mask"), merged.get("pad_token_id"))
+        least = merged.get("min_new_tokens", 0)
+        if not isinstance(ends, list) or prompts is None or not max(least, 1) <= most:
+            return None
+        params = SamplingParams(max_tokens=most, min_tokens=least, temperature=0.0, stop_token_ids=tuple(ends), ignore_eos=True)
+        return _Task(prompts, params, merged.get("pad_token_id", ends[0] if ends else 0))
+
+
+def _asked(generation_config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a call gives, and those of its GenerationConfig."""
+    given = {} if generation_config is None else generation_config.to_dict()
+    asked = {name: value for name, value in given.items() if value is not None}
+    return asked | {name: value for name, value in settings.items() if name not in ("input_ids", "attention_mask")}
+
+
+def _greedy(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The settings of a call; None if they ask for more than greedy decoding."""
+    if any(value is None and defaults.get(name) is not None for name, value in asked.items()):
+        return None  # a default that is switched off
+    merged = {name: value for name, value in {**defaults, **asked}.items() if value is not None}
+    others = {name: value for name, value in merged.items() if name not in _ANY and name not in _READ and name[0] != "_"}
+    return None if any(value and value != _NEUTRAL.get(name) for name, value in others.items()) else merged
+
+
+def _prompts(ids: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]] | None:
+    """Each row's tokens without its padding."""
+    if mask is None:
+        if pad is not None and bool((ids == pad).any()):
+            return None  # transformers derives the mask
+        return ids.tolist()
+    if mask.shape != ids.shape or not bool(mask.sum(1).min()):
+        return None
+    return [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
