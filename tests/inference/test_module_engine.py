@@ -137,6 +137,9 @@ def test_encoders_by_kernels(family: str, head: str) -> None:
     for more in (ragged(left=True), {**inputs, "output_hidden_states": True}):
         assert engine(**more)[0].equal(reference(**more)[0])
     assert calls
+    words = torch.ones(1, 4, dtype=torch.int64)
+    more_words = (words, words, None if family in ("DistilBert", "ModernBert") else 1 - words, None)
+    torch.testing.assert_close(engine(*more_words)[0], reference(*more_words)[0], rtol=1e-3, atol=1e-3)
     with torch.no_grad():  # changed weights are seen
         for one in (model, reference):
             one.get_input_embeddings().weight.mul_(2)

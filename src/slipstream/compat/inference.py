@@ -64,7 +64,7 @@ _SIZES = ("ep_size", "enabled", "stage")  # the keys of a block that hold the re
 class DeepSpeedInferenceConfig:
     """The options of `init_inference`, by DeepSpeed's names. Raises ValueError for those that are not built.
 
-    dtype: of weights and outputs; int8 packs the linear layers. None: as they are.
+    dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's. None: as they are.
     replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same.
     injection_policy: {class of a block: names of its linear layers}, checked against the module.
     checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device (set_empty_params).
@@ -185,7 +185,7 @@ class InferenceEngine(nn.Module):
         encoder = kernels.Encoder.of(self.module, kind) if inject else None
         self._decoder = kernels.Decoder(self.module, kind)
         if kind == "int8":
-            kernels.pack(self.module)
+            kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
         if encoder is not None:
             encoder.install(self.module)
 

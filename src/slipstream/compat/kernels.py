@@ -8,6 +8,7 @@ calls that ask for anything else (hidden states of all layers, embeddings as inp
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -126,22 +127,23 @@ class Encoder:
         """Let the model's base model compute by this forward wherever it can."""
         base = model.base_model
         own = base.forward
+        names = list(inspect.signature(own).parameters)
 
         @functools.wraps(own)
-        def forward(
-            input_ids: Tensor | None = None, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None, **more: Any
-        ) -> Any:
-            plain = all(value is None or (name in _OUTPUTS and value == _OUTPUTS[name]) for name, value in more.items())
-            asked = any(getattr(base.config, name, None) for name in ("output_attentions", "output_hidden_states"))
-            hidden = None
-            if plain and not asked and input_ids is not None and not torch.is_grad_enabled() and not base.training:
-                hidden = self.hidden(input_ids, attention_mask, token_type_ids)
-            if hidden is None:
-                types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-                return own(input_ids=input_ids, attention_mask=attention_mask, **types, **more)
-            return _output(base, hidden.to(base.dtype))
+        def forward(*args: Any, **more: Any) -> Any:
+            asked = {**dict(zip(names, args, strict=False)), **more}
+            hidden = None if torch.is_grad_enabled() or base.training else self._asked(base.config, **asked)
+            return own(*args, **more) if hidden is None else _output(base, hidden.to(base.dtype))
 
         base.forward = forward
+
+    def _asked(
+        self, config: Any, *, input_ids: Any = None, attention_mask: Any = None, token_type_ids: Any = None, **more: Any
+    ) -> Tensor | None:
+        """The hidden states that a call asks for; None if it asks for anything else."""
+        plain = all(value is None or (name in _OUTPUTS and value == _OUTPUTS[name]) for name, value in more.items())
+        beside = any(getattr(config, name, None) for name in ("output_attentions", "output_hidden_states"))
+        return self.hidden(input_ids, attention_mask, token_type_ids) if plain and not beside and input_ids is not None else None
 
 
 def _output(base: Any, hidden: Tensor) -> Any:
