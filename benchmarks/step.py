@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import systems
-from benchmarks.legs import ROOT, Options
+from benchmarks.legs import Options
 from benchmarks.peers import Peers, prepare
 from benchmarks.ranks import Ranks, Seat
 from benchmarks.report import Spread, table, verdict, verdicts
-from benchmarks.worker import Failed
+from benchmarks.worker import ROOT, Failed
 from benchmarks.workloads import WORKLOADS, Workload
 
 WORLD = 2
@@ -101,7 +101,7 @@ def _losses(turn: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def measure(
-    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int, before: Path | None = None
+    work: Workload, dtype: str, contenders: Sequence[str], peers: Peers, *, rounds: int, turns: int, checkout: Path | None = None
 ) -> tuple[dict[str, Series], float]:
     """Every contender's turns, and the floor's loss."""
     series = {name: Series() for name in contenders}
@@ -114,7 +114,7 @@ def measure(
                     continue
                 losses = []
                 try:
-                    with start(name, work, dtype, WORLD, peers, before=before) as ranks:
+                    with start(name, work, dtype, WORLD, peers, before=checkout) as ranks:
                         for at in range(turns):
                             before = floor.call("steps", count=TURN)
                             own = ranks.call("steps", count=TURN)
@@ -220,7 +220,7 @@ def run(options: Options, *, workload: str, contenders: str, dtype: str) -> str:
     if options.before is not None:
         names += [f"{name}:before" for name in OURS if name in names]
     turns, rounds = QUICK_TURNS if options.quick else TURNS, options.num_rounds(1)
-    series, loss = measure(work, dtype, names, peers, rounds=rounds, turns=turns, before=options.before)
+    series, loss = measure(work, dtype, names, peers, rounds=rounds, turns=turns, checkout=options.before)
     void_where_losses_differ(series, loss, dtype)
     what = f"{work.describe()}, {dtype}, {WORLD} ranks, {rounds} x {turns - 1} turns. {peers}; one thread per rank."
     rows = targets(series, OVER_FLOOR[workload])
