@@ -392,3 +392,51 @@ def test_dropout_trains_and_rests() -> None:
     assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
     layer.eval()
     assert torch.equal(run(1), run(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("reduction", "smoothing"), [("mean", 0.0), ("sum", 0.0), ("mean", 0.1)])
+def test_the_loss_of_logits(dtype: torch.dtype, reduction: Any, smoothing: float) -> None:
+    """As torch's in fp32, value and gradient, over several tiles and with rows that do not count."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(700, 1001)).to(dtype).requires_grad_()
+    twin = logits.detach().float().requires_grad_()
+    target = torch.randint(1001, (700,)).masked_fill(torch.rand(700) < 0.2, -100)
+    loss = fused.cross_entropy(logits, target, reduction=reduction, label_smoothing=smoothing)
+    expected = F.cross_entropy(twin, target, reduction=reduction, label_smoothing=smoothing)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert logits.grad is not None and twin.grad is not None
+    torch.testing.assert_close(
+        logits.grad.float(), twin.grad.to(dtype).float(), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6
+    )
+    assert not logits.grad[target == -100].any()
+
+
+def test_the_loss_keeps_a_number_for_each_row() -> None:
+    kept: list[int] = []
+    logits = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes if tensor.data_ptr() != logits.data_ptr() else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fused.cross_entropy(logits, torch.arange(64))
+    assert sum(kept) < 64 * 1000 / 10
+    with pytest.raises(ValueError, match=r"target \(3,\)"):
+        fused.cross_entropy(logits, torch.arange(3))
+    with pytest.raises(ValueError, match=r"label_smoothing 2.0"):
+        fused.cross_entropy(logits, torch.arange(64), label_smoothing=2.0)
+
+
+def test_a_fused_decoder_has_the_loss_of_transformers() -> None:
+    plain, model = built("LlamaForCausalLM"), fuse_layers(built("LlamaForCausalLM"))
+    assert model.loss_function is not plain.loss_function and model.loss_function.__name__ == "ForCausalLMLoss"
+    ids = torch.arange(24).view(2, 12)
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    more: dict[str, Any]
+    for more in ({}, {"num_items_in_batch": 7}):
+        losses = [each(input_ids=ids, labels=labels, **more).loss for each in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)

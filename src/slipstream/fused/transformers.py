@@ -230,7 +230,26 @@ def fuse_layers(model: nn.Module, *, attention: bool = True) -> nn.Module:
         module.__class__ = _class(type(module), mixin)
     if attention:
         _use_dense_attention(model)
+    if getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
+        setattr(model, "loss_function", ForCausalLMLoss)  # noqa: B010 (a property of transformers')
     return model
+
+
+def ForCausalLMLoss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' loss of this name, by which it is known, without copies of the logits [B, S, V] in fp32."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target, kind = shift_labels.reshape(-1).to(logits.device), "mean" if num_items_in_batch is None else "sum"
+    loss = fused.cross_entropy(logits.reshape(-1, vocab_size), target, ignore_index=ignore_index, reduction=kind)  # type: ignore[arg-type]
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def _use_dense_attention(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ add_norm    sum = dropout(x + bias) + residual, and its LayerNorm or RMSNorm
 activation  GELU, SiLU or ReLU of x + bias, times a second input if the MLP is gated
 mlp         two (gated: three) products with the activation between; the backward computes the activation again
 rotary      rotary positions of queries and keys
+cross_entropy  the loss of logits, without copies of them in fp32 (torch, in tiles, on every device)
 
 CPU tensors of fp32, bf16 and fp16 go to native kernels (`csrc/fused_body.h`), others to the same functions in torch. Arithmetic is
 fp32, and each result is rounded once. Weights of norms and biases may have another dtype than the activations.
@@ -498,3 +499,65 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         flat = flat.contiguous()
     out: Tensor = _Rotary.apply(flat, *tables)
     return out.view(x.shape)
+
+
+# -- cross-entropy --
+
+_TILE = 1 << 18  # logits that are widened to fp32 at once: they stay in the caches
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy(logits.float(), target, ...)`, an fp32 scalar, that keeps a number for each row in place of fp32 logits.
+
+    logits: [N, V], fp32, bf16 or fp16; target: [N], classes or `ignore_index`. The backward computes the probabilities again, tile
+    by tile, and writes the gradient in the logits' dtype. Raises ValueError for other shapes, or a label_smoothing outside [0, 1].
+    """
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or not 0 <= label_smoothing <= 1 or reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"cross_entropy: logits {tuple(logits.shape)}, target {tuple(target.shape)}, label_smoothing {label_smoothing}, "
+            f"reduction {reduction!r}; they must be [N, V], [N], 0 to 1, and mean or sum"
+        )
+    counted = target != ignore_index
+    loss: Tensor = _RowLoss.apply(logits, torch.where(counted, target, 0), counted, label_smoothing)
+    return loss / counted.sum() if reduction == "mean" else loss
+
+
+class _RowLoss(torch.autograd.Function):
+    """The sum over counted rows of (1 - s)(log-sum-exp - the target's logit) + s (log-sum-exp - the mean logit)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, smoothing: float) -> Tensor:
+        ends, losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+        for rows, end, loss, wanted in _tiles(logits, ends, losses, target):
+            wide = rows.float()
+            torch.logsumexp(wide, 1, out=end)
+            chosen = wide.gather(1, wanted[:, None])[:, 0]
+            torch.sub(end, torch.lerp(chosen, wide.mean(1), smoothing) if smoothing else chosen, out=loss)
+        ctx.save_for_backward(logits, target, counted, ends)
+        ctx.smoothing = smoothing
+        return torch.where(counted, losses, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, target, counted, ends = ctx.saved_tensors
+        out, scale, smoothing = torch.empty_like(logits), grad * counted, ctx.smoothing
+        for rows, end, into, wanted, by in _tiles(logits, ends, out, target, scale):
+            share = rows.float().sub_(end[:, None]).exp_()
+            if smoothing:
+                share.sub_(smoothing / rows.shape[1])
+            share.scatter_add_(1, wanted[:, None], share.new_full((len(rows), 1), smoothing - 1))
+            into.copy_(share.mul_(by[:, None]))
+        return out, None, None, None
+
+
+def _tiles(logits: Tensor, *others: Tensor) -> Any:
+    """Rows of logits with those of others."""
+    rows = max(1, _TILE // max(1, logits.shape[1]))
+    return zip(*(each.split(rows) for each in (logits, *others)), strict=True)
