@@ -22,8 +22,8 @@ LANES = (os.cpu_count() or 1) + 1  # a distributed test waits for its slowest ra
 
 def again(mark: str, environment: dict[str, str]) -> int:
     """The exit code of the failed tests alone, after a failed run."""
-    tests = list(json.loads(FAILURES.read_text()))
-    if len(tests) > AGAIN:
+    tests = list(json.loads(FAILURES.read_text())) if FAILURES.exists() else []
+    if not 0 < len(tests) <= AGAIN:  # 0: no test failed, but a skip or the budget did
         return FAILED
     code = subprocess.run([sys.executable, "-m", "pytest", "-m", mark, *tests], env=environment).returncode
     if code == 0:

