@@ -14,6 +14,9 @@ _PATTERNS = (
 
 _ELASTIC_ERRORS = "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"
 
+_RAGGED = "DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine"
+_STATE_MANAGER = "AllocationMode DSStateManagerConfig MemoryConfig"
+
 # module of DeepSpeed -> {module of Slipstream: names in it}
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
@@ -71,6 +74,16 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.config.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
     },
     "deepspeed.elasticity.config": {"slipstream.config.elastic": _ELASTIC_ERRORS},
+    "deepspeed.inference": {"slipstream.compat.ragged": _RAGGED},
+    "deepspeed.inference.v2": {"slipstream.compat.ragged": _RAGGED},
+    "deepspeed.inference.v2.engine_v2": {"slipstream.compat.ragged": "InferenceEngineV2"},
+    "deepspeed.inference.v2.engine_factory": {"slipstream.compat.ragged": "build_hf_engine"},
+    "deepspeed.inference.v2.config_v2": {
+        "slipstream.compat.ragged": "DeepSpeedTPConfig QuantizationConfig RaggedInferenceEngineConfig"
+    },
+    "deepspeed.inference.v2.scheduling_utils": {"slipstream.compat.ragged": "SchedulingError SchedulingResult"},
+    "deepspeed.inference.v2.ragged": {"slipstream.compat.ragged": _STATE_MANAGER},
+    "deepspeed.inference.v2.ragged.manager_configs": {"slipstream.compat.ragged": _STATE_MANAGER},
     "deepspeed.compression": {"slipstream.compression": "init_compression redundancy_clean"},
     "deepspeed.compression.compress": {"slipstream.compression": "init_compression redundancy_clean student_initialization"},
     "deepspeed.compression.helper": {
@@ -340,6 +353,9 @@ DIFFERS: Mapping[str, str] = {
     "get_accelerator().current_device": "on a CPU returns the device; DeepSpeed returns LOCAL_RANK, which torch does not accept",
     "deepspeed.zero.Init": "a sharded parameter keeps its shape and reads as NaN. Shards stay in host memory until `initialize`. "
     "`zero_quantized_weights` and `zero_quantized_nontrainable_weights` have no effect: the config's keys decide",
+    "deepspeed.inference.v2.InferenceEngineV2": "blocks have 16 tokens. It serves all decoders, on a CPU, too; prompts that begin "
+    "alike share keys and values. `get_remaining_block_capacity` is what is left of the last block, not what is used of it; a "
+    "sequence above the context gives SequenceTokenLimitExceeded; `quantization_mode` is int8 or int4",
     "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3. Without `modifier_rank` a changed parameter "
     "always raises, with or without `enable_sanity_checks`, also after a write to `.data`",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
@@ -397,7 +413,8 @@ _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order
 _LOOP = "a full accumulation window in one call, which DeepSpeed has for pipelines only; loop over engine(batch)"
 _SEQUENCE = "the inside of DeepSpeed's sequence parallelism; docs/PARALLELISM.md has what is served"
 _ONE_BIT = "the inside of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"
-_SERVING = "the inside of DeepSpeed's inference engines; slipstream.init_inference and `slipstream serve` serve models"
+_SERVING = "the inside of DeepSpeed's serving engines; init_inference, build_hf_engine and `slipstream serve` serve models"
+_FLATTENED = "DeepSpeed's flattened weights; build_hf_engine opens the model's own folder"
 _BUILDERS = "DeepSpeed's op builders; Slipstream's kernels are built when it is installed"
 _ELASTIC = "the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:MAX` is the agent"
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
@@ -443,7 +460,9 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.transformer": {"*": _TRANSFORMER},
     "deepspeed.ops.op_builder": {"*": _BUILDERS},
     "deepspeed.ops.aio": {"*": "the asynchronous file handle; offload_optimizer and offload_param use the disk"},
-    "deepspeed.inference": {"*": _SERVING},
+    "deepspeed.inference": {"build_engine_from_ds_checkpoint": _FLATTENED, "*": _SERVING},
+    "deepspeed.inference.v2": {"build_engine_from_ds_checkpoint": _FLATTENED},
+    "deepspeed.inference.v2.engine_factory": {"build_engine_from_ds_checkpoint": _FLATTENED},
     "deepspeed.module_inject": {"*": _INJECTION},
     "deepspeed.elasticity": {"*": _ELASTIC},
     "deepspeed.linear": {"*": "DeepSpeed's quantized LoRA layers; use PEFT"},

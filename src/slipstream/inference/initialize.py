@@ -25,6 +25,7 @@ import torch
 from slipstream.extras import MODELS, MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, precision, recommended, trained
 from slipstream.inference.adapters import Opener, opener
+from slipstream.inference.core import Runner
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
 from slipstream.inference.families import UnsupportedModel
@@ -193,6 +194,21 @@ def _options(given: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, 
 def pipeline(model: Any, **settings: Any) -> InferenceEngine:
     """DeepSpeed-MII's form: `pipe = pipeline(path); pipe(["Hello"], max_new_tokens=20)`. `settings`: those of `init_inference`."""
     return init_inference(model, **settings)
+
+
+def open_runner(
+    model: Any, sizes: Sizes, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
+) -> Runner:
+    """Load a decoder and choose its forward, without a loop, for a caller that composes the batches itself. Raises as
+    `init_inference`, and ValueError for what has no weights or no head."""
+    place, threads = _place(device, sizes.threads, None)
+    source = _source(model)
+    if is_config(source):
+        raise ValueError(f"a {type(source).__name__} has no weights; give the model or its folder")
+    served = _serve(source, precision.parse_dtype(dtype), place, GROUP_SIZES[0], sizes._replace(threads=threads))
+    if served.embeds:
+        raise ValueError(f"{model} has no head, so it computes no logits; slipstream.init_inference embeds texts with it")
+    return served.forward.runner
 
 
 def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, **options: Any) -> InferenceEngine:

@@ -41,6 +41,8 @@ class Sizes(NamedTuple):
     threads: int | None = None  # of the native forward
     expert_nbytes: int | None = None  # memory for experts, see `expert_store`
     ranks: ServingRanks | None = None  # the processes of the parts of the experts
+    num_blocks: int | None = None  # of the cache; None: as many as kv_cache_bytes hold
+    spare_bytes: int | None = None  # memory that the cache leaves free; None: a share
 
 
 class Opened(NamedTuple):
@@ -50,10 +52,10 @@ class Opened(NamedTuple):
 
 
 def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, available: int) -> int:
-    """As many blocks as `max_running` contexts need, within kv_cache_bytes or `available`. Raises ValueError if 2 do not fit."""
+    """`sizes.num_blocks`, or as many as `max_running` contexts need in kv_cache_bytes or `available`. Raises ValueError below 2."""
     block_bytes = bytes_per_block(shapes, BLOCK_SIZE, dtype)
     limit = available if sizes.kv_cache_bytes is None else sizes.kv_cache_bytes
-    blocks = min(limit // block_bytes, sizes.max_running * -(-context // BLOCK_SIZE))
+    blocks = sizes.num_blocks or min(limit // block_bytes, sizes.max_running * -(-context // BLOCK_SIZE))
     if blocks < 2:
         raise ValueError(
             f"{limit:,} bytes for keys and values hold {blocks} blocks of {BLOCK_SIZE} tokens, {block_bytes:,} bytes each; "
@@ -142,10 +144,11 @@ def _context(limit: int, sizes: Sizes) -> int:
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
-    if device.type == "cuda":
-        available = int(free_memory(device) * _SHARE["cuda"])
-    else:
-        available = min(int(free_memory(device) * _SHARE["cpu"]), _MAX_ON_CPU)
+    available = int(free_memory(device) * _SHARE[device.type])
+    if sizes.spare_bytes is not None:
+        available = max(0, free_memory(device) - sizes.spare_bytes)
+    elif device.type == "cpu":
+        available = min(available, _MAX_ON_CPU)
     return num_blocks(shapes, dtype, sizes, context, available)
 
 
