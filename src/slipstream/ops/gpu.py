@@ -3,16 +3,25 @@
 import functools
 import importlib
 import importlib.util
+import logging
 from types import ModuleType
 
 from torch import Tensor
 
 from slipstream.ops.cpu import DTYPES
 
+logger = logging.getLogger(__name__)
+
 
 @functools.cache
 def _flat() -> ModuleType | None:
-    return importlib.import_module("slipstream.ops.triton.flat") if importlib.util.find_spec("triton") is not None else None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.import_module("slipstream.ops.triton.flat")
+    except (ImportError, OSError, AttributeError) as error:  # a triton of another torch, or without its C library
+        logger.warning("the installed triton cannot be used (%s); torch's operations compute the optimizer and reductions", error)
+        return None
 
 
 def kernels(*arrays: object) -> ModuleType | None:

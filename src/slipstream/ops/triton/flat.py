@@ -85,34 +85,35 @@ def step(
 ) -> None:
     """As `optim_reference.step`, for the rules of RULES, states that are tensors, and rounding to nearest."""
     numel = master.numel()
-    _step[(-(-numel // _BLOCK),)](
-        master,
-        grad,
-        first,
-        second,
-        out,
-        numel,
-        c.scale,
-        c.keep,
-        c.l2,
-        c.rate,
-        c.update_rate,
-        c.beta,
-        c.rest,
-        c.correction2,
-        c.eps,
-        c.lr,
-        RULE=int(rule),
-        FROM=bool(flags & FROM_GRAD),
-        UPDATE_FROM=bool(flags & UPDATE_FROM_GRAD),
-        FIRST=bool(flags & FIRST_STEP),
-        NESTEROV=bool(flags & _NESTEROV),
-        KEEPS=c.keep == 1.0,
-        L2=c.l2 != 0.0 and rule is not KernelRule.LION,
-        BLOCK=_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(master):  # a launch goes to the current device, which need not be the tensors'
+        _step[(-(-numel // _BLOCK),)](
+            master,
+            grad,
+            first,
+            second,
+            out,
+            numel,
+            c.scale,
+            c.keep,
+            c.l2,
+            c.rate,
+            c.update_rate,
+            c.beta,
+            c.rest,
+            c.correction2,
+            c.eps,
+            c.lr,
+            RULE=int(rule),
+            FROM=bool(flags & FROM_GRAD),
+            UPDATE_FROM=bool(flags & UPDATE_FROM_GRAD),
+            FIRST=bool(flags & FIRST_STEP),
+            NESTEROV=bool(flags & _NESTEROV),
+            KEEPS=c.keep == 1.0,
+            L2=c.l2 != 0.0 and rule is not KernelRule.LION,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
 
 
 @triton.jit
@@ -136,7 +137,8 @@ def reduce_into(out: Tensor, source: Tensor, alpha: float, accumulate: bool) -> 
     numel = out.numel()
     programs = min(_PROGRAMS, -(-numel // _BLOCK))
     squares = torch.empty(programs, dtype=torch.float64, device=out.device)
-    _reduce[(programs,)](
-        out, source, squares, numel, alpha, ACCUMULATE=accumulate, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
-    )
+    with torch.cuda.device_of(out):
+        _reduce[(programs,)](
+            out, source, squares, numel, alpha, ACCUMULATE=accumulate, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False
+        )
     return squares.sum()

@@ -1,0 +1,32 @@
+"""When Triton's kernels compute a training step's passes."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.ops import gpu
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    gpu._flat.cache_clear()
+    yield
+    gpu._flat.cache_clear()
+
+
+def test_a_triton_that_does_not_import_is_told_once_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('made for another torch')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton" or name == "slipstream.ops.triton.flat"]:
+        monkeypatch.delitem(sys.modules, name)
+    with caplog.at_level(logging.WARNING):
+        assert gpu.kernels() is None and gpu.kernels() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "the installed triton cannot be used (made for another torch); torch's operations compute the optimizer and reductions"
+    ]
