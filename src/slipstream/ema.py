@@ -57,7 +57,7 @@ class Ema:
             raise ValueError(f"Ema(decay={decay!r}): decay must be >= 0 and < 1; 0.999 averages over about 1000 steps")
         if not engine.single.steps.has_optimizer:
             raise ValueError("Ema: this engine has no optimizer, so its weights do not change; pass one to initialize()")
-        if entries.average_of(engine.single) is not None:
+        if engine.single.average is not None:
             raise ValueError("Ema: this engine has one already; use that, or drop the last reference to it first")
         engine.gate.check("ema")
         self.engine, self.decay, self.warmup = engine, decay, warmup
@@ -66,7 +66,7 @@ class Ema:
         self._kept: dict[Unit, Store] = {}
         engine.single.settle()
         self._follow()
-        engine.single.average = weakref.ref(self)
+        engine.single.average_ref = weakref.ref(self)
 
     def _follow(self) -> None:
         """Start averages of units that are trainable now and were not before, from their current masters."""

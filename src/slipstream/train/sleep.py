@@ -6,28 +6,26 @@ optimizer  masters and optimizer states
 weights    parameters; accessing one while it is moved away raises an error that names it
 gradients  gradient buffers, with their contents in the middle of a window, and transfer buffers
 
-States that are already offloaded stay where they are. A tensor keeps its identity: its storage is resized to zero and back.
+States that are already offloaded stay where they are.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.ops.disk import Disk, DiskError
+from slipstream.ops.disk import DiskError
+from slipstream.train.asleep import Asleep
 from slipstream.train.gate import Obstacle
-from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.placement import Tier
-from slipstream.zero.shared import free_pages
-from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Space, Store, range_nbytes
+from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Store
 
 KINDS = ("optimizer", "weights", "gradients")
 
@@ -98,76 +96,6 @@ def wake(states: States) -> None:
             raise DiskError(errno.EIO, lost)
 
 
-class Asleep:
-    """The states that an engine's sleep moved away, and their copies."""
-
-    def __init__(self, kinds: Iterable[str], device: torch.device, folder: Path | None) -> None:
-        self.kinds = frozenset(kinds)
-        self.device, self.folder = device, folder
-        self._space: Space | None = None
-        self._gone: list[tuple[Tensor, int, Store | Tensor | None]] = []
-
-    def take(self, tensors: list[tuple[Tensor, bool]]) -> int:
-        """Copy the tensors away (each with whether to keep its contents); returns their bytes. `empty` then frees their memory."""
-        if self.folder is not None:
-            nbytes = sum(range_nbytes(tensor.numel(), tensor.element_size()) for tensor, counts in tensors if counts)
-            self._space = Space(partial(Disk, str(self.folder)), max(nbytes, 1))
-        for tensor, counts in tensors:
-            self._gone.append((tensor, tensor.untyped_storage().nbytes(), self._save(tensor) if counts else None))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return sum(tensor.nbytes for tensor, _, _ in self._gone)
-
-    def empty(self) -> None:
-        """Free the memory, once all ranks have saved; each rank frees its own part of shared memory."""
-        for tensor, _, _ in self._gone:
-            if tensor.untyped_storage().resizable():
-                tensor.untyped_storage().resize_(0)
-            else:
-                free_pages(tensor)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def bring_back(self) -> str:
-        """Restore all tensors; returns the first disk error, "" for none. All memory is allocated again either way."""
-        error = ""
-        for tensor, nbytes, saved in self._gone:
-            if tensor.untyped_storage().resizable():
-                tensor.untyped_storage().resize_(nbytes)
-            if isinstance(saved, Store):
-                try:
-                    for start, stop in _pieces(saved.numel):
-                        tensor[start:stop].copy_(saved.get(start, stop))
-                except DiskError as failed:
-                    error = error or str(failed)
-            elif saved is not None:
-                tensor.copy_(saved, non_blocking=True)
-            else:
-                tensor.zero_()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.close()
-        return error
-
-    def close(self) -> None:
-        if self._space is not None:
-            self._space.close()
-        self._gone, self._space = [], None
-
-    def _save(self, tensor: Tensor) -> Store | Tensor:
-        if self._space is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        store = self._space.store(tensor.numel(), tensor.dtype)
-        for start, stop in _pieces(tensor.numel()):
-            store.put(start, tensor[start:stop].cpu())
-        return store
-
-
-def _pieces(numel: int, most: int = 1 << 22) -> Iterator[tuple[int, int]]:
-    for start in range(0, numel, most):
-        yield start, min(start + most, numel)
-
-
 def memory_of(states: States, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:
     """This rank's device memory of these kinds of state, each part once: (1D tensor, whether to keep its contents)."""
     tensors: dict[tuple[int, int], tuple[Tensor, bool]] = {}
@@ -189,8 +117,7 @@ def _optimizer(states: States, add: Any) -> None:
             add(_whole(unit.master))
     for state in states.steps.memory():
         add(state if isinstance(state, Tensor) else _whole(state))
-    average = entries.average_of(states)
-    for store in average.stores() if average is not None else ():
+    for store in states.average.stores() if states.average is not None else ():
         add(_whole(store))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -75,34 +75,6 @@ class Loop(Protocol):
     precision: Precision
 
 
-class Average(Protocol):
-    """The interface of slipstream.ema.Ema that an engine uses."""
-
-    num_updates: int
-
-    def tensors(self) -> dict[str, FlatSlice]:
-        """This rank's ranges of the averages, by their names in a checkpoint."""
-
-    def stores(self) -> Iterable[Store]:
-        """The stores of the averages."""
-
-    def restart(self, names: Collection[str]) -> None:
-        """Restart the averages of these parameters from their current values."""
-
-
-class Outer(Protocol):
-    """The interface of train/local_steps.py that an engine uses."""
-
-    def before(self, method: str) -> None:
-        """Make the replicas' weights equal before a call that reads them. Collective."""
-
-    def tensors(self) -> dict[str, FlatSlice]:
-        """This rank's ranges of the outer optimizer's momentum, by their names in a checkpoint."""
-
-    def restart(self, loaded: Collection[str]) -> None:
-        """Go on from masters that were loaded, and from the momentum under these names."""
-
-
 def saved_tensors(states: States, contents: str, *, exclude_frozen: bool) -> dict[str, FlatSlice | Tensor]:
     """The tensors of a checkpoint with these contents. Collective."""
     states.steps.synchronize(states.units)
@@ -150,12 +122,8 @@ def of_all_stages(own: dict[str, T], mesh: Mesh) -> dict[str, T]:
 
 def average_values(parts: Sequence[States]) -> dict[str, Any] | None:
     """The values of the moving averages that are not tensors; None without averages."""
-    averages = [average for average in map(average_of, parts) if average is not None]
+    averages = [states.average for states in parts if states.average is not None]
     return {"num_updates": averages[0].num_updates} if averages else None
-
-
-def average_of(states: States) -> Average | None:
-    return states.average() if states.average is not None else None
 
 
 def outer(states: States) -> dict[str, FlatSlice | Tensor]:
@@ -165,8 +133,7 @@ def outer(states: States) -> dict[str, FlatSlice | Tensor]:
 
 def averages(states: States) -> dict[str, FlatSlice | Tensor]:
     """The ranges of the moving averages that this rank owns, if any."""
-    average = average_of(states)
-    return dict(average.tensors()) if average is not None else {}
+    return dict(states.average.tensors()) if states.average is not None else {}
 
 
 def aliases(module: torch.nn.Module) -> dict[str, str]:

@@ -200,7 +200,7 @@ def _restart_averages(states: States, metadata: checkpoint.Metadata, loaded: Abs
     """Restart local steps and averages that were not loaded from the loaded weights: the old averages are of other weights."""
     if states.outer is not None:
         states.outer.restart(loaded)
-    average = entries.average_of(states)
+    average = states.average
     names = {name for name in average.tensors().keys() - loaded if not entries.is_excluded(name, exclude)} if average else set()
     if average is not None and names:
         average.restart({name.removeprefix(entries.AVERAGE) for name in names})
@@ -247,7 +247,7 @@ def _take_values(
         _take_scalars(parts, shared["optimizer"], undo, lacking, exclude)
     if scheduler and hasattr(loop.lr_scheduler, "load_state_dict"):
         _take_schedule(loop.lr_scheduler, shared["scheduler"], undo)
-    for average in filter(None, map(entries.average_of, parts) if shared.get("average") is not None else ()):
+    for average in filter(None, (states.average for states in parts) if shared.get("average") is not None else ()):
         undo.append(partial(setattr, average, "num_updates", average.num_updates))
         average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
     ranks, mesh, device = "", parts[0].mesh, parts[0].device
