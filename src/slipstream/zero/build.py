@@ -367,25 +367,30 @@ def unfreeze(unit: Unit, recipe: Recipe, slots: Slots) -> None:
         unit.memory.replica = comms.dp_replicate.allocate([(unit.span[1] - unit.span[0], dtypes.grads)])[0]
     _allocate_feedback(unit.memory, layout, dtypes, recipe, comms, unit.homes.device)
     start_training(unit, dtypes)
-    if recipe.placement.grads or dtypes.wire != dtypes.local:
-        slots.ensure((comms.carrier(dtypes), dtypes.wire), _wire_numel(layout, dtypes, comms.dp))
+    if uses_ring(recipe, dtypes):
+        slots.ensure((comms.carrier(dtypes), dtypes.wire), numel_on_wire(layout.numel, dtypes, comms.dp.size))
 
 
-def _wire_numel(layout: Layout, dtypes: Dtypes, comm: Comm) -> int:
-    """Elements of a buffer that carries a unit's gradients."""
+def uses_ring(recipe: Recipe, dtypes: Dtypes) -> bool:
+    """Whether gradients of a trainable unit pass through a ring of buffers."""
+    return recipe.placement.grads or dtypes.wire != dtypes.local
+
+
+def numel_on_wire(numel: int, dtypes: Dtypes, ranks: int) -> int:
+    """Elements of a buffer that carries the gradients of a unit of `numel` elements between so many ranks."""
     if dtypes.row:
         itemsize = max(dtypes.row_dtype.itemsize, dtypes.local.itemsize)  # of the sums that replicated gradients get back
-        return rows.wire_nbytes(layout.numel, dtypes.row, itemsize, comm.size)
-    return wire_numel(layout.numel, dtypes.wire_bits)
+        return rows.wire_nbytes(numel, dtypes.row, itemsize, ranks)
+    return wire_numel(numel, dtypes.wire_bits)
 
 
 def longest_on_wire(parts: Iterable[tuple[Comms, Layout, Dtypes]], recipe: Recipe) -> dict[RingKey, int]:
     """For each transport and dtype in which gradients pass through a ring, the elements of the largest trainable unit."""
     longest: dict[RingKey, int] = {}
     for comms, layout, dtypes in parts:
-        if recipe.placement.grads or dtypes.wire != dtypes.local:
+        if uses_ring(recipe, dtypes):
             key = comms.carrier(dtypes), dtypes.wire
-            longest[key] = max(longest.get(key, 0), _wire_numel(layout, dtypes, comms.dp))
+            longest[key] = max(longest.get(key, 0), numel_on_wire(layout.numel, dtypes, comms.dp.size))
     return longest
 
 

@@ -41,7 +41,7 @@ from slipstream.zero.unit import State, Unit
 F = TypeVar("F", bound=Callable[..., Any])
 _compiler: Any = torch._C._dynamo.eval_frame
 _NEVER = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)
-_NUM_BUFFERS = 2  # of a ring: one is filled while the other is reduced
+NUM_BUFFERS = 2  # of a ring: one is filled while the other is reduced
 
 
 class Phase(Enum):
@@ -89,7 +89,7 @@ class Slots:
         comm, dtype = key
         ring = self._rings.get(key)
         if ring is None or ring[0].tensor.numel() < numel:
-            self._rings[key] = deque(comm.allocate([(numel, dtype)] * _NUM_BUFFERS))
+            self._rings[key] = deque(comm.allocate([(numel, dtype)] * NUM_BUFFERS))
 
     def __len__(self) -> int:
         return max((len(ring) for ring in self._rings.values()), default=0)

@@ -87,6 +87,7 @@ def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: i
         ranks=unit.comms.dp.size,
         copies=unit.comms.dp_replicate.size,
         dtypes=unit.dtypes,
+        differs=unit.comms.family.differs,
         kind=kind,
     )
 

@@ -25,10 +25,10 @@ from slipstream.ops import wire as wire_codes
 from slipstream.optim.native import Form, cut
 from slipstream.optim.rounds import Round, Rounds
 from slipstream.train.updater import IN_FLIGHT
-from slipstream.zero import rows
-from slipstream.zero.build import Recipe
+from slipstream.world.mesh import Differs
+from slipstream.zero.build import Recipe, numel_on_wire, uses_ring
+from slipstream.zero.hooks import NUM_BUFFERS
 from slipstream.zero.placement import Tier
-from slipstream.zero.reduction import wire_numel
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.lane import Lane
 from slipstream.zero.storage.store import (
@@ -46,7 +46,6 @@ from slipstream.zero.storage.stream import StateChunk
 from slipstream.zero.unit import Dtypes
 
 META = torch.device("meta")
-_GRADIENT_BUFFERS = 2  # of each ring of gradients: one fills while the other is summed (zero/hooks.py: Slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +60,7 @@ class PredictedPart:
     ranks: int  # that share one copy of the states
     copies: int  # of the states (MiCS)
     dtypes: Dtypes
+    differs: Differs  # its family
     kind: str = ""  # of zero.leaves.keep_apart: optimizers that exchange signs reduce its gradients as they are
 
     @property
@@ -75,9 +75,7 @@ class PredictedPart:
     @property
     def wire_nbytes(self) -> int:
         """Bytes of a buffer for the gradients that are reduced."""
-        if self.dtypes.row:
-            return rows.wire_nbytes(self.numel, self.dtypes.row, self.dtypes.row_dtype.itemsize, self.ranks)
-        return wire_numel(self.numel, self.dtypes.wire_bits) * self.dtypes.wire.itemsize
+        return numel_on_wire(self.numel, self.dtypes, self.ranks) * self.dtypes.wire.itemsize
 
     def sent_nbytes(self, numel: int) -> int:
         """Bytes on the wire of so many gradients; of rows: if all of them have values."""
@@ -278,14 +276,14 @@ def idle_memory(counted: Counted) -> tuple[Line, ...]:
     """The memory that is allocated all the time."""
     setting, parts, homes = counted
     totals: Counter[tuple[str, str, Tier]] = Counter()
-    rings: dict[tuple[int, torch.dtype], int] = {}
+    rings: dict[tuple[Differs, torch.dtype], int] = {}
     for part, stored in ((stored.part, stored) for stored in parts):
         for state, what, store in stored.states:
             totals[state, what, Tier.DISK] += _on_disk(store)
             totals[state, what, Tier.DEVICE if type(store) in (MemoryStore, CodedStore) else setting.host] += store.resident_nbytes
         totals["weights", "kept of other groups", Tier.DEVICE] += setting.kept_nbytes(part)
-        if part.trainable and (setting.recipe.placement.grads or part.dtypes.wire != part.dtypes.local):
-            key = part.ranks, part.dtypes.wire  # one ring each, with buffers for the longest part
+        if part.trainable and uses_ring(setting.recipe, part.dtypes):
+            key = part.differs, part.dtypes.wire  # one ring each, with buffers for the longest part
             rings[key] = max(rings.get(key, 0), part.wire_nbytes)
     if Form(dtype=setting.plan.precision.state_dtype).coded:
         scales = sum(-(-setting.owned(stored.part) // 256) * 4 for stored in parts if stored.part.trainable)
@@ -293,7 +291,7 @@ def idle_memory(counted: Counted) -> tuple[Line, ...]:
         totals["optimizer", "scales of 8-bit moments", tier] = setting.num_moments * scales
     chunk = max((chunk.nbytes() for stored in parts for chunk in stored.chunks), default=0) if setting.streams else 0
     to_disk = setting.recipe.tiers.grads(on_host=setting.on_host) is Tier.DISK
-    totals["buffers", "ring of gradients to other ranks", Tier.DEVICE] = _GRADIENT_BUFFERS * sum(rings.values())
+    totals["buffers", "ring of gradients to other ranks", Tier.DEVICE] = NUM_BUFFERS * sum(rings.values())
     totals["buffers", "ring of the optimizer's chunks", setting.host] = setting.plan.offload.num_buffers * chunk
     totals["buffers", f"ring of gradients to the {'disk' if to_disk else 'host'}", Tier.DEVICE] = homes.nbytes
     return tuple(Line(*key, nbytes) for key, nbytes in totals.items() if nbytes)
