@@ -53,11 +53,9 @@ def _encode(value: Any, path: str, depth: int, keep: Callable[[Tensor], str]) ->
     if depth > _DEPTH:
         raise CheckpointError(f"{path[:200]}...: nested deeper than {_DEPTH} levels (a cycle?)")
     kind = type(value)
-    if kind is list:
-        return [_encode(item, f"{path}[{i}]", depth + 1, keep) for i, item in enumerate(value)]
-    if kind is tuple or kind is torch.Size:
+    if kind in _SEQUENCES:
         items = [_encode(item, f"{path}[{i}]", depth + 1, keep) for i, item in enumerate(value)]
-        return {"$tuple" if kind is tuple else "$size": items}
+        return items if kind is list else {_SEQUENCES[kind]: items}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _encode(item, f"{path}[{key!r}]", depth + 1, keep) for key, item in value.items()}
     if kind in _SETS:
@@ -125,6 +123,7 @@ _MAPPINGS: dict[type, str] = {
     Namespace: "$namespace",
 }
 _SETS: dict[type, str] = {set: "$set", frozenset: "$frozenset"}
+_SEQUENCES: dict[type, str] = {list: "", tuple: "$tuple", torch.Size: "$size"}
 
 
 def _is_key(key: Any) -> bool:
@@ -158,23 +157,10 @@ def _decode(skeleton: Any, fetch: Callable[[str], Tensor]) -> Any:
     if len(skeleton) != 1:
         raise CheckpointError(f"an object with the keys {sorted(skeleton)[:4]}")
     ((mark, body),) = skeleton.items()
-    if mark == "$tuple":
-        return tuple(_decode(item, fetch) for item in _list(body))
-    if mark == "$size":
-        return torch.Size([_int(size) for size in _list(body)])
-    if mark in _SETS.values():
-        items = [_decode(item, fetch) for item in _list(body)]
-        if not all(map(_is_key, items)):
-            raise CheckpointError("a set with a value that is no key")
-        return set(items) if mark == "$set" else frozenset(items)
-    if mark in _MAPPINGS.values():
-        return _decode_mapping(mark, _list(body), fetch)
-    if mark == "$float":
-        return struct.unpack(">d", bytes.fromhex(body))[0]
-    if mark == "$bytes":
-        return base64.b64decode(body, validate=True)
-    if mark == "$dtype":
-        return _dtype(body)
+    if mark in _ATOMS:
+        return _ATOMS[mark](body)
+    if mark in _MADE_OF_ITEMS:
+        return _MADE_OF_ITEMS[mark]([_decode(item, fetch) for item in _list(body)])
     if mark == "$tensor":
         return fetch(body)
     if mark == "$scalar" or mark == "$array":
@@ -182,18 +168,28 @@ def _decode(skeleton: Any, fetch: Callable[[str], Tensor]) -> Any:
     raise CheckpointError(f"an object marked {mark!r}")
 
 
-def _decode_mapping(mark: str, pairs: list[Any], fetch: Callable[[str], Tensor]) -> Any:
-    items = []
-    for pair in pairs:
-        key, item = (_decode(part, fetch) for part in _list(pair))
-        if not _is_key(key):
-            raise CheckpointError(f"a key of type {_type_name(key)}")
-        items.append((key, item))
-    if mark == "$ordered":
-        return OrderedDict(items)
-    if mark == "$namespace":
-        return Namespace(**dict(items))
-    return dict(items) if mark == "$dict" else Counter(dict(items))
+def _keys(items: list[Any]) -> list[Any]:
+    for item in items:
+        if not _is_key(item):
+            raise CheckpointError(f"a key of type {_type_name(item)}")
+    return items
+
+
+def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    pairs = [(key, value) for key, value in map(_list, items)]
+    _keys([key for key, _ in pairs])
+    return pairs
+
+
+_MADE_OF_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
+    "$tuple": tuple,
+    "$set": lambda items: set(_keys(items)),
+    "$frozenset": lambda items: frozenset(_keys(items)),
+    "$dict": lambda items: dict(_pairs(items)),
+    "$ordered": lambda items: OrderedDict(_pairs(items)),
+    "$counter": lambda items: Counter(dict(_pairs(items))),
+    "$namespace": lambda items: Namespace(**dict(_pairs(items))),
+}
 
 
 def _decode_numpy(mark: str, body: list[Any], fetch: Callable[[str], Tensor]) -> Any:
@@ -219,6 +215,14 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"a dtype {name!r}")
     return dtype
+
+
+_ATOMS: dict[str, Callable[[Any], Any]] = {
+    "$size": lambda body: torch.Size(map(_int, _list(body))),
+    "$float": lambda body: struct.unpack(">d", bytes.fromhex(body))[0],
+    "$bytes": lambda body: base64.b64decode(body, validate=True),
+    "$dtype": _dtype,
+}
 
 
 def _list(body: Any) -> list[Any]:
