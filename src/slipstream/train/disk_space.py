@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from slipstream.config.plan import OffloadPlan
 from slipstream.ops.disk import Disk, DiskFacts, preflight
-from slipstream.zero.comm import Comm, gather_objects
+from slipstream.zero.comm import Comm, first_said, gather_objects
 from slipstream.zero.placement import Tier, Tiers
 from slipstream.zero.storage.store import PAGE, Needs, Space, Spaces
 
@@ -53,25 +53,23 @@ def open_spaces(plan: OffloadPlan, data: Comm) -> Callable[[Needs], Spaces]:
         by_rank = gather_objects(list(asks.values()), data.axis)
         all_asks = [ask for rank_asks in by_rank for ask in rank_asks]
         spaces: dict[str, Space] = {}
-        facts: dict[str, DiskFacts] = {}
+        facts: dict[tuple[str, str], DiskFacts] = {}  # by host and folder
         error = space_error([ask for ask in all_asks if ask.host == os.uname().nodename])
         try:
             for folder, ask in ({} if error else asks).items():
                 if _is_first(ask, data.axis.index, by_rank):  # the other ranks wait at the next exchange
-                    facts[folder] = preflight(folder, min(_PROBE, ask.nbytes), **tuning)
+                    facts[ask.host, folder] = preflight(folder, min(_PROBE, ask.nbytes), **tuning)
                 spaces[folder] = Space(partial(Disk, folder, **tuning), ask.nbytes)
         except (ValueError, OSError) as failed:
             error = str(failed)
-        answers = gather_objects((error, facts), data.axis)
-        for rank, (why, _) in zip(data.axis.ranks, answers, strict=True):
-            if why:
-                for opened in spaces.values():
-                    opened.close()
-                raise ValueError(f"offload to disk: {why}" + (f" (rank {rank})" if data.size > 1 else ""))
-        if data.index == 0:
-            for rank_asks, (_, measured) in zip(by_rank, answers, strict=True):
-                for folder, disk_facts in measured.items():
-                    _log_disk(folder, disk_facts, [a for a in all_asks if (a.host, a.folder) == (rank_asks[0].host, folder)])
+        if failure := first_said(error, data.axis):
+            for opened in spaces.values():
+                opened.close()
+            rank, why = failure
+            raise ValueError(f"offload to disk: {why}" + (f" (rank {rank})" if data.size > 1 else ""))
+        measured = [item for of_rank in gather_objects(facts, data.axis) for item in of_rank.items()]
+        for place, disk_facts in measured if data.index == 0 else ():
+            _log_disk(place[1], disk_facts, [ask for ask in all_asks if (ask.host, ask.folder) == place])
         param, optimizer = (folder and spaces.get(os.path.realpath(folder)) for folder in (plan.param_path, plan.optimizer_path))
         return Spaces(param or None, optimizer or None)
 

@@ -23,7 +23,7 @@ from slipstream.ops.disk import DiskError
 from slipstream.train.asleep import Asleep
 from slipstream.train.gate import Obstacle
 from slipstream.train.states import States
-from slipstream.zero.comm import gather_objects
+from slipstream.zero.comm import first_said
 from slipstream.zero.placement import Tier
 from slipstream.zero.storage.store import CodedStore, HostStore, MemoryStore, Store
 
@@ -53,11 +53,10 @@ def put(states: States, kinds: tuple[str, ...], folder: str | None) -> int:
         nbytes = asleep.take([(each, counts) for each, counts in memory_of(states, kinds) if folder or not each.is_cpu])
     except (OSError, ValueError, RuntimeError) as failed:
         error = str(failed)
-    errors = {rank: each for rank, each in enumerate(gather_objects(error, states.mesh.world)) if each}
-    if errors:
+    if failure := first_said(error, states.mesh.world):
         asleep.close()
-        rank, first = next(iter(errors.items()))
-        raise RuntimeError(f"engine.sleep(): no states were moved, because rank {rank} failed: {first}")
+        rank, why = failure
+        raise RuntimeError(f"engine.sleep(): no states were moved, because rank {rank} failed: {why}")
     states.asleep = asleep
     states.gate.shut(Obstacle.ASLEEP, f"the engine sleeps ({', '.join(sorted(kinds))} are away); call engine.wake() first")
     if "weights" in kinds:
@@ -80,7 +79,7 @@ def wake(states: States) -> None:
     asleep = states.asleep
     if asleep is None:
         return
-    errors = gather_objects(asleep.bring_back(), states.mesh.world)  # after it, all ranks' parts of shared memory are back
+    failure = first_said(asleep.bring_back(), states.mesh.world)  # after it, all ranks' parts of shared memory are back
     states.hooks.refusal = ""
     for unit in states.units:
         unit.shown.lock_writes(False)
@@ -89,11 +88,11 @@ def wake(states: States) -> None:
             unit.wake_up()
     states.asleep = None
     states.gate.open(Obstacle.ASLEEP)
-    for rank, why in zip(states.mesh.world.ranks, errors, strict=True):
-        if why:
-            lost = f"rank {rank} could not read its sleeping states back from disk: {why}"
-            states.gate.shut(Obstacle.BROKEN, f"{lost}. Repair or replace the disk, and resume from the last checkpoint")
-            raise DiskError(errno.EIO, lost)
+    if failure:
+        rank, why = failure
+        lost = f"rank {rank} could not read its sleeping states back from disk: {why}"
+        states.gate.shut(Obstacle.BROKEN, f"{lost}. Repair or replace the disk, and resume from the last checkpoint")
+        raise DiskError(errno.EIO, lost)
 
 
 def memory_of(states: States, kinds: Iterable[str]) -> list[tuple[Tensor, bool]]:

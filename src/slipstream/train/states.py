@@ -27,7 +27,7 @@ from slipstream.train.updater import Updater
 from slipstream.world.mesh import Axis, Differs, Mesh
 from slipstream.world.watch import Watch
 from slipstream.zero.build import Recipe
-from slipstream.zero.comm import Comm, gather_objects
+from slipstream.zero.comm import Comm, first_said
 from slipstream.zero.hooks import Hooks, Slots
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Needs, Spaces, Store
@@ -146,12 +146,11 @@ class States:
             return
         self.homes.settle()
         failure = failure or self.homes.failure
-        own = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
-        for rank, report in zip(self.mesh.world.ranks, gather_objects(own, self.mesh.world), strict=True):
-            if report is not None:
-                is_disk, why = report
-                reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)
-                raise (DiskError(errno.EIO, reason) if is_disk else RuntimeError(reason)) from failure
+        own = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else ()
+        if first := first_said(own, self.mesh.world):
+            rank, (is_disk, why) = first
+            reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)
+            raise (DiskError(errno.EIO, reason) if is_disk else RuntimeError(reason)) from failure
 
     def _lost(self, part: str, why: str) -> str:
         fix = "repair or replace the disk, then resume" if part.startswith("the disk") else "resume"

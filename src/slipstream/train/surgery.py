@@ -43,7 +43,7 @@ from slipstream.zero.build import (
     longest_on_wire,
     plan_units,
 )
-from slipstream.zero.comm import gather_objects
+from slipstream.zero.comm import first_said, gather_objects
 from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import differs_of, named_leaves, open_up, whole_shape
 from slipstream.zero.materialize import FirstValues
@@ -79,9 +79,8 @@ class Surgery:
         states = self.states
         for text in matching(SURGERY, states):
             raise ValueError(text)
-        whys = gather_objects(states.hooks.under_way(), states.mesh.world)
-        if why := next(filter(None, whys), ""):
-            raise RuntimeError(f"engine.surgery() {why}: call it between engine.step() and the next forward")
+        if first := first_said(states.hooks.under_way(), states.mesh.world):
+            raise RuntimeError(f"engine.surgery() {first[1]}: call it between engine.step() and the next forward")
         for unit in states.units:
             unit.release()
         states.hooks.remove()

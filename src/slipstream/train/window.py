@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.config.plan import Plan
 from slipstream.train.states import States
 from slipstream.world.mesh import Axis
-from slipstream.zero.comm import Pending, gather_objects
+from slipstream.zero.comm import Pending, first_said
 from slipstream.zero.hooks import Phase
 from slipstream.zero.shown import check_writes
 
@@ -99,8 +99,7 @@ def refuse_unused(states: States, landed: AbstractSet[tuple[int, int]]) -> None:
     places = [(unit, i) for unit in states.units if unit.trainable for i, param in enumerate(unit.params) if param.requires_grad]
     unused = next((unit.names[i] for unit, i in places if (unit.index, i) not in landed), "")
     if states.world.exchange(torch.tensor([float(bool(unused))], dtype=torch.float64)).any():
-        names = gather_objects(unused, states.world.axis)
-        rank, name = next((rank, name) for rank, name in zip(states.world.axis.ranks, names, strict=True) if name)
+        rank, name = first_said(unused, states.world.axis) or (0, "")
         raise UnusedParameterError(
             f"parameter {name!r} got no gradient on rank {rank} since the last step, and "
             f"zero_optimization.ignore_unused_parameters is false: use the parameter in the loss, freeze it, or set the key to true"

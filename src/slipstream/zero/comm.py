@@ -478,6 +478,12 @@ def sum_over(tensor: Tensor, axis: Axis) -> None:
         dist.all_reduce(tensor, group=axis.group)
 
 
+def first_said(value: T, axis: Axis) -> tuple[int, T] | None:
+    """The first rank with a `value` that is not empty (an error's text), and its value. None: all are empty. Collective."""
+    said = zip(axis.ranks, gather_objects(value, axis), strict=True)
+    return next(((rank, each) for rank, each in said if each), None)
+
+
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's `value`, in rank order, pickled. For setup and inspection."""
     if axis.group is None:

@@ -440,9 +440,9 @@ class Unit:
             return shard.clone()
         full = torch.zeros(self.layout.numel, dtype=shard.dtype, device=self.homes.device)
         full[slice(*self.span)] = shard.to(full.device)
-        for rank, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
+        for index, (start, stop) in enumerate(itertools.pairwise(self.cuts)):
             if self.comms.dp.size > 1:
-                broadcast_from(full[start:stop], self.comms.dp.axis, rank)
+                broadcast_from(full[start:stop], self.comms.dp.axis, index)
         return full.to(shard.device)
 
 
