@@ -157,6 +157,6 @@ def states(engine: Any) -> dict[str, Tensor]:
     results: dict[str, Tensor] = {}
     for unit in engine.units:
         for i, name in enumerate(unit.names):
-            values = optimizer_state.of_parameter(unit, i, engine.single.steps)
+            values = optimizer_state.of_parameters(unit, [i], engine.single.steps)[i]
             results |= {f"{kind} of {name}": value.clone() for kind, value in values.items()}
     return results

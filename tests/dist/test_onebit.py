@@ -309,7 +309,7 @@ def optimizer_states(engine: Any) -> dict[str, dict[str, Tensor]]:
     gathered = {}
     for unit in engine.units:
         for i, name in enumerate(unit.names):
-            gathered[name] = optimizer_state.of_parameter(unit, i, engine.single.steps)
+            gathered[name] = optimizer_state.of_parameters(unit, [i], engine.single.steps)[i]
     return gathered
 
 

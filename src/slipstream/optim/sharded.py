@@ -22,7 +22,8 @@ from torch import Tensor
 
 from slipstream.optim.rules import Rule, unsupported_option
 from slipstream.optim.wholes import Joint, cuts_over
-from slipstream.zero.storage.store import Section, Store
+from slipstream.zero.comm import gather_objects
+from slipstream.zero.storage.store import Section, Store, read
 from slipstream.zero.storage.stream import Ring, StateChunk
 from slipstream.zero.unit import Unit
 
@@ -59,6 +60,13 @@ class Membership(NamedTuple):
 
     pieces: list[UpdatePiece]  # this rank's non-empty ones, in span order
     groups: list[int | None]  # the group of each of the unit's parameters, on every rank
+
+
+class KnownStates(NamedTuple):
+    """The optimizer state of one parameter."""
+
+    dtypes: dict[str, torch.dtype]  # of per-element states
+    scalars: dict[str, Any]
 
 
 def membership(unit: Unit, group_of: Mapping[int, int]) -> Membership:
@@ -120,6 +128,28 @@ class ShardedSteps(ABC):
     def piece(self, unit: Unit, i: int) -> UpdatePiece | None:
         """This rank's piece of the unit's parameter i, if it owns one."""
         return next((piece for piece in self.pieces([unit]) if piece.i == i), None)
+
+    def known_states(self, unit: Unit) -> dict[str, KnownStates]:
+        """What optimizer state the unit's parameters have on any rank, by name. Collective."""
+        self.expose([unit])
+        own = {}
+        for piece in self.pieces([unit]):
+            dtypes = {state: part.dtype for state, part in self.states(piece).items()}
+            own[piece.name] = KnownStates(dtypes, self.scalars(piece))
+        known: dict[str, KnownStates] = {}
+        for of_rank in gather_objects(own, unit.comms.dp.axis) if unit.placement.optim else [own]:
+            known |= of_rank
+        return known
+
+    def whole_states(self, unit: Unit, known: Mapping[str, KnownStates]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the per-element states of a unit as (name, flat values of the whole unit), one at a time. Collective."""
+        dtypes = {state: dtype for each in known.values() for state, dtype in each.dtypes.items()}
+        for state in sorted(dtypes):
+            shard = torch.zeros(unit.master.numel, dtype=dtypes[state])
+            for piece in self.pieces([unit]):
+                if (part := self.states(piece).get(state)) is not None:
+                    shard[piece.start : piece.stop].copy_(read(part))
+            yield state, unit.unsharded(shard, unit.placement.optim)
 
     def adopt_initial_state(self) -> None:
         """Copy the optimizer's initial state to the states of the units, and forget it."""

@@ -410,7 +410,7 @@ class Engine(nn.Module):
         """
         states, unit, i = self._find(name)
         with self.together("optimizer_state"):
-            return optimizer_state.of_parameter(unit, i, states.steps)
+            return optimizer_state.of_parameters(unit, [i], states.steps)[i]
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Overwrite optimizer states of parameter `name`; "master" also sets the weight. Collective; same values on all ranks."""

@@ -10,14 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.optim.sharded import ShardedSteps, UpdatePiece
-from slipstream.zero.comm import gather_objects
-from slipstream.zero.storage.store import read, write
+from slipstream.optim.sharded import KnownStates, ShardedSteps, UpdatePiece
+from slipstream.zero.storage.store import write
 from slipstream.zero.unit import Unit
 
 
@@ -84,26 +82,14 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
     """Move the optimizer states of an old unit's parameters to the new units that hold them. Collective."""
     if old.grads is None:
         return
-    sharded = old.placement.optim
-    steps.expose([old])
-    held = [(piece, steps.states(piece)) for piece in steps.pieces([old])]
-    own = {piece.name: ({state: part.dtype for state, part in parts.items()}, steps.scalars(piece)) for piece, parts in held}
-    known: dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
-    for each in gather_objects(own, old.comms.dp.axis) if sharded else [own]:
-        known |= each
+    known = steps.known_states(old)
     wanted = list(_wanted(steps, old, units, origins, known))
     for piece, origin in wanted:
         dtypes, scalars = known[old.names[origin.i]]
         if dtypes or scalars:
             steps.make_states(piece, dtypes)
             steps.load_scalars(piece, copy.deepcopy(scalars))
-    for state in sorted({state for dtypes, _ in known.values() for state in dtypes}):
-        dtype = next(dtypes[state] for dtypes, _ in known.values() if state in dtypes)
-        shard = torch.zeros(old.optim_span[1] - old.optim_span[0], dtype=dtype)
-        for piece, parts in held:
-            if state in parts:
-                shard[piece.start : piece.stop].copy_(read(parts[state]))
-        whole = old.unsharded(shard, sharded)
+    for state, whole in steps.whole_states(old, known):
         for piece, origin in wanted:
             part = steps.states(piece).get(state)
             stop = min(piece.offset + piece.stop - piece.start, origin.common)
@@ -112,14 +98,14 @@ def carry_states(steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins:
 
 
 def _wanted(
-    steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], known: Mapping[str, Any]
+    steps: ShardedSteps, old: Unit, units: Iterable[Unit], origins: Mapping[str, Origin], known: Mapping[str, KnownStates]
 ) -> Iterator[tuple[UpdatePiece, Origin]]:
     """This rank's pieces that continue the old unit's. Tensor states that are not per element are dropped if the shape changed."""
     for piece in steps.pieces(units):
         origin = origins.get(piece.name)
         if origin is None or origin.unit is not old or old.names[origin.i] not in known:
             continue
-        scalars = known[old.names[origin.i]][1].values()
+        scalars = known[old.names[origin.i]].scalars.values()
         is_same_shape = old.layout.slots[origin.i].shape == piece.shape
         if is_same_shape or not any(isinstance(value, Tensor) and value.dim() for value in scalars):
             yield piece, origin

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,23 +18,24 @@ from slipstream.optim.sharded import ShardedSteps
 from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.zero import access
-from slipstream.zero.comm import gather_objects
+from slipstream.zero.comm import first_said, gather_objects
 from slipstream.zero.leaves import whole_shape
-from slipstream.zero.storage.store import Section, read, write
+from slipstream.zero.storage.store import Section, write
 from slipstream.zero.unit import Unit
 
 
-def of_parameter(unit: Unit, i: int, steps: ShardedSteps) -> dict[str, Tensor]:
-    """Return parameter i's master and per-element optimizer states, in its shape. Collective."""
-    slot, sharded = unit.layout.slots[i], unit.placement.optim
-    steps.expose([unit])
-    result = {"master": unit.unsharded(unit.master.whole(), sharded)[slice(*slot.span)].view(slot.shape).float()}
-    start = slot.common(unit.optim_span)[1].start
-    local = [(start, name, read(value)) for name, value in (_states(unit, i, steps) or {}).items()]
-    shards = gather_objects(local, unit.comms.dp.axis) if sharded else [local]
-    for offset, name, value in (state for shard in shards for state in shard):
-        whole = result.setdefault(name, torch.zeros(slot.shape, dtype=value.dtype))
-        whole.view(-1)[offset : offset + value.numel()].copy_(value)
+def of_parameters(unit: Unit, indices: Sequence[int], steps: ShardedSteps) -> dict[int, dict[str, Tensor]]:
+    """Return the master and per-element optimizer states of these parameters, in their shapes. Collective."""
+    known, slots = steps.known_states(unit), unit.layout.slots
+    result: dict[int, dict[str, Tensor]] = {i: {} for i in indices}
+
+    def keep(name: str, whole: Tensor, having: Iterable[int]) -> None:
+        for i in having:
+            result[i][name] = whole[slice(*slots[i].span)].view(slots[i].shape).clone()
+
+    keep("master", unit.unsharded(unit.master.whole(), unit.placement.optim).float(), indices)
+    for state, whole in steps.whole_states(unit, known):
+        keep(state, whole, (i for i in indices if unit.names[i] in known and state in known[unit.names[i]].dtypes))
     return result
 
 
@@ -100,8 +101,12 @@ def gather(states: States) -> dict[str, Any]:
     """Gather the complete state_dict: whole states of the parameters of all stages. Collective; all ranks return the same."""
     steps, scalars = states.steps, entries.all_scalars(states)
     by_name: dict[str, dict[str, Any]] = {}
+    by_unit: dict[Unit, list[int]] = {}
     for unit, i in _params(states):
-        tensors = {name: access.whole_of(value, unit, i) for name, value in of_parameter(unit, i, steps).items()}
+        by_unit.setdefault(unit, []).append(i)
+    own = ((unit, i, each) for unit, indices in by_unit.items() for i, each in of_parameters(unit, indices, steps).items())
+    for unit, i, of_part in own:
+        tensors = {name: access.whole_of(value, unit, i) for name, value in of_part.items()}
         master = tensors.pop("master")
         known = scalars.get(unit.names[i], {})
         if known.get("step") == 0 or not (known or tensors):
@@ -133,8 +138,8 @@ def load(states: States, saved: Mapping[str, Any]) -> None:
     params = [(saved["state"].get(numbers[unit.names[i]]), unit, i) for unit, i in _params(states)]
     misfits = (_misfit(steps, values or {}, unit, i) for values, unit, i in params)
     why = next(filter(None, misfits), "") or steps.unsupported_option(saved["param_groups"])
-    if first := next(filter(None, gather_objects(why, states.mesh.pp)), ""):
-        raise ValueError(f"load_state_dict(): {first}")
+    if first := first_said(why, states.mesh.pp):
+        raise ValueError(f"load_state_dict(): {first[1]}")
     for group, values in zip(groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     steps.groups_loaded()
