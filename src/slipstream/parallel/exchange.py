@@ -38,6 +38,7 @@ PIECE_NBYTES = 4 << 20  # of shared memory per buffer; longer messages are sent 
 _CHUNK_NBYTES = 512 << 10  # of the `slices` leg's 1 MiB, two parts cost nothing over loopback, and four 6 % of a step
 _GATHER_NBYTES = 64 << 10  # up to which gloo sums gathered copies: one operation instead of two
 _OPERATIONS = ("sum", "gather", "reduce-scatter", "all-to-all")
+Operation = Callable[[Tensor], Tensor]
 
 
 def without_values(x: Tensor) -> bool:
@@ -459,7 +460,24 @@ def exchange_over(comm: Comm) -> Exchange:
     return LocalExchange(comm.axis, comm.device)
 
 
-# -- autograd: each function's backward runs the dual operation on the same exchange --
+# -- autograd: the backward of each function is the dual operation on the same exchange --
+
+
+class _Dual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operation: Operation, backward: Operation) -> Tensor:
+        ctx.of_gradient = backward
+        return operation(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.of_gradient(grad), None, None
+
+
+def dual(x: Tensor, operation: Operation, backward: Operation) -> Tensor:
+    """`operation(x)`, whose backward calls `backward` with the gradient."""
+    y: Tensor = _Dual.apply(x, operation, backward)
+    return y
 
 
 @eager
@@ -469,7 +487,12 @@ def enter(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence
     dim None: x is whole on all ranks; the backward sums. Else x is this rank's share along `dim`: gathers; the backward
     reduce-scatters. sizes: the lengths of the shares (default: even).
     """
-    return x if exchange.size == 1 else _Enter.apply(x, exchange, dim, sizes)
+    if exchange.size == 1:
+        return x
+    if dim is None:
+        return dual(x, lambda x: x.view_as(x), lambda grad: leave(grad, exchange))
+    shares = sizes or exchange.lengths(x, dim)
+    return dual(x, lambda x: exchange.gather(x, dim, shares), lambda grad: leave(grad, exchange, dim, shares))
 
 
 @eager
@@ -478,25 +501,38 @@ def leave(x: Tensor, exchange: Exchange, dim: int | None = None, sizes: Sequence
 
     dim None: sums; the backward is the identity. Else reduce-scatters along `dim`; the backward gathers.
     """
-    return x if exchange.size == 1 else _Leave.apply(x, exchange, dim, sizes)
+    if exchange.size == 1:
+        return x
+    if dim is None:
+        return dual(x, exchange.sum, lambda grad: enter(grad, exchange))
+    shares = sizes or even_shares(x.shape[dim], exchange.size)
+    return dual(x, lambda x: exchange.reduce_scatter(x, dim, shares), lambda grad: enter(grad, exchange, dim, shares))
 
 
 @eager
 def gather_from(x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Gather along `dim` what all ranks then use alike; the backward keeps this rank's share of the gradient."""
-    return x if exchange.size == 1 else _GatherFrom.apply(x, exchange, dim, sizes)
+    if exchange.size == 1:
+        return x
+    shares = sizes or exchange.lengths(x, dim)
+    return dual(x, lambda x: exchange.gather(x, dim, shares), lambda grad: scatter_to(grad, exchange, dim, shares))
 
 
 @eager
 def scatter_to(x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Keep this rank's share along `dim` of an `x` that is whole on all ranks; the backward gathers the gradient."""
-    return x if exchange.size == 1 else _ScatterTo.apply(x, exchange, dim, sizes)
+    if exchange.size == 1:
+        return x
+    shares = list(sizes or even_shares(x.shape[dim], exchange.size))
+    return dual(x, lambda x: x.split(shares, dim)[exchange.index], lambda grad: gather_from(grad, exchange, dim, shares))
 
 
 @eager
 def swap(rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """All-to-all of rows along dimension 0; the backward is the reverse all-to-all."""
-    return rows if exchange.size == 1 else _Swap.apply(rows, exchange, send, receive)
+    if exchange.size == 1:
+        return rows
+    return dual(rows, lambda rows: exchange.all_to_all(rows, send, receive), lambda grad: swap(grad, exchange, receive, send))
 
 
 class Crossing:
@@ -552,65 +588,3 @@ class _Arrive(torch.autograd.Function):
         crossing = ctx.crossing
         crossing.grads = crossing.exchange.start_all_to_all(grad, crossing.receive, crossing.send)
         return grad.new_zeros(()), None
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
-        if dim is None:
-            ctx.call = exchange, None, None
-            return x.view_as(x)
-        ctx.call = exchange, dim, sizes or exchange.lengths(x, dim)
-        return exchange.gather(x, *ctx.call[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return leave(grad, *ctx.call), None, None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int | None, sizes: Sequence[int] | None) -> Tensor:
-        if dim is None:
-            ctx.call = exchange, None, None
-            return exchange.sum(x)
-        ctx.call = exchange, dim, sizes or even_shares(x.shape[dim], exchange.size)
-        return exchange.reduce_scatter(x, *ctx.call[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return enter(grad, *ctx.call), None, None, None
-
-
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        ctx.call = exchange, dim, sizes or exchange.lengths(x, dim)
-        return exchange.gather(x, *ctx.call[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return scatter_to(grad, *ctx.call), None, None, None
-
-
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        sizes = sizes or even_shares(x.shape[dim], exchange.size)
-        ctx.call = exchange, dim, sizes
-        return x.split(list(sizes), dim)[exchange.index]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_from(grad, *ctx.call), None, None, None
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        ctx.reverse = exchange, receive, send
-        return exchange.all_to_all(rows, send, receive)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return swap(grad, *ctx.reverse), None, None, None

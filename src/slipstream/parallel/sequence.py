@@ -9,12 +9,12 @@ Shapes: b sequences, h query heads, s tokens of one rank, d features per head, P
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.parallel.exchange import Exchange, swap
+from slipstream.parallel.exchange import Exchange, dual, swap
 
 
 class Heads(NamedTuple):
@@ -84,18 +84,6 @@ def sequence_mean(total: Tensor, count: Tensor, exchange: Exchange) -> Tensor:
     The engine averages gradients over data and sequence ranks, while this mean adds over sequence ranks, so that the backward
     multiplies by P. With no counted token at all, the loss is 0.
     """
-    mean: Tensor = _Mean.apply(total, count, exchange)
-    return mean
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, exchange: Exchange) -> Tensor:
-        both = exchange.sum(torch.stack([total.detach(), count.to(total)]))
-        tokens = both[1].clamp(min=1)
-        ctx.factor = exchange.axis.size / tokens
-        return both[0] / tokens
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad * ctx.factor, None, None
+    both = exchange.sum(torch.stack([total.detach(), count.to(total)]))
+    tokens = both[1].clamp(min=1)
+    return dual(total, lambda _: both[0] / tokens, lambda grad: grad * (exchange.axis.size / tokens))
