@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import gather_objects, sum_over
-from slipstream.zero.leaves import Part, Ranges, cuts_of_tensors
+from slipstream.zero.leaves import Part, Ranges, cuts_of_tensors, take
 from slipstream.zero.unit import Unit
 
 Squares = tuple[float | Tensor, float | Tensor]
@@ -47,7 +47,7 @@ class Joint(NamedTuple):
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole."""
-        return torch.cat([whole.narrow(self.part.dim, a, b - a) for a, b in self.ranges[self.axis.index]], self.part.dim)
+        return take(whole, self.part.dim, self.ranges[self.axis.index])
 
 
 def axes_of(unit: Unit, i: int) -> list[tuple[Part, Axis]]:

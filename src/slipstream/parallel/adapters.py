@@ -13,7 +13,7 @@ from slipstream.parallel.slicing import adapters_of, sliced_class
 from slipstream.parallel.tensor import Column, Row
 from slipstream.world.mesh import Split
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.leaves import mark_part, parts_of, whole_shape
+from slipstream.zero.leaves import mark_part, parts_of, take, whole_shape
 from slipstream.zero.wrap import repeated_blocks
 
 
@@ -75,8 +75,7 @@ def _cut(path: str, layer: Any, base: Any, dim: int) -> None:
         )
     for param, along in ((layer.weight, dim), *(((layer.bias, 0),) if layer.bias is not None and dim == 0 else ())):
         first = gather_objects(param.detach().cpu(), base.slices.axis)[0]
-        own = torch.cat([first.narrow(along, start, stop - start) for start, stop in part.ranges], along)
-        param.data = own.to(param.device)
+        param.data = take(first, along, part.ranges).to(param.device)
         mark_part(param, "tp", part.split.size, along, whole=part.numel, ranges=part.ranges)
     kind, how = (Column, {"gathers": base.gathers, "enters": base.enters}) if dim == 0 else (Row, {"splits": base.splits})
     layer.__class__ = sliced_class(type(layer), kind)

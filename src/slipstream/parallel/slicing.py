@@ -20,7 +20,7 @@ from slipstream.parallel.exchange import enter, even_shares, leave
 from slipstream.parallel.sequence import Heads, deal_heads
 from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Vocab
 from slipstream.world.mesh import Axis
-from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, whole_shape
+from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, take, whole_shape
 from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import repeated_blocks
 
@@ -498,8 +498,7 @@ class _Slicing:
         self.done.add(id(param))
         keep_source(param)
         with torch.no_grad():
-            kept = torch.cat([param.data.narrow(dim, a, b - a) for a, b in ranges], dim)
-            param.data = kept
+            param.data = take(param.data, dim, ranges)
         param.grad = None
         different = self.axis.size * length // max(sum(shares), length)  # fewer: several ranks have each key head
         mark_part(param, "tp", different, dim, whole=length, ranges=ranges)

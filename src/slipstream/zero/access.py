@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import broadcast_from, gather_objects, reduce_into
 from slipstream.zero.layout import Slot
-from slipstream.zero.leaves import Part, cuts_of
+from slipstream.zero.leaves import Part, cuts_of, take
 from slipstream.zero.shown import refuse_writes
 from slipstream.zero.storage.store import fill_zero
 from slipstream.zero.unit import State, Unit
@@ -72,8 +72,7 @@ def whole_of(value: Tensor, unit: Unit, i: int) -> Tensor:
 def part_of_whole(whole: Tensor, unit: Unit, i: int) -> Tensor:
     """This rank's part of a whole, as of parameter i."""
     for part in cuts_of(unit.params[i]):
-        ranges = part.ranges_of(unit.comms.family.parts_of(part.split).index)
-        whole = torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in ranges], part.dim)
+        whole = take(whole, part.dim, part.ranges_of(unit.comms.family.parts_of(part.split).index))
     return whole
 
 

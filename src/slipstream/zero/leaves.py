@@ -150,8 +150,13 @@ def part_of(whole: Tensor, param: Tensor) -> Tensor:
     """This rank's part of a whole. The marks must have ranges, as `slice_model` gives them."""
     for part in cuts_of(param):
         assert part.ranges is not None, "a part without ranges"
-        whole = torch.cat([whole.narrow(part.dim, start, stop - start) for start, stop in part.ranges], part.dim)
+        whole = take(whole, part.dim, part.ranges)
     return whole
+
+
+def take(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """The elements of a dimension in these ranges, one range after the other."""
+    return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
 def is_quantized(param: Tensor) -> bool:
