@@ -362,15 +362,12 @@ class Unit:
         local = self.memory.local
         if local is not None:
             buffer.tensor.copy_(local.tensor[slice(*self.span)])
-        self._all_reduce(comm, buffer)
+        cuts = _even_cuts(buffer.tensor.numel(), comm.size)
+        own, copies = buffer.tensor[cuts[comm.index] : cuts[comm.index + 1]], Dense(comm)
+        self.window.reduced(copies.scatter(buffer.tensor, buffer, cuts, own, None, alpha=1.0, accumulate=False).wait())
+        copies.spread(buffer, buffer, cuts, None)
         if local is not None:
             local.tensor[slice(*self.span)].copy_(buffer.tensor)
-
-    def _all_reduce(self, comm: Comm, buffer: Buffer) -> None:
-        cuts = _even_cuts(buffer.tensor.numel(), comm.size)
-        out = buffer.tensor[cuts[comm.index] : cuts[comm.index + 1]]
-        self.window.reduced(comm.reduce_scatter(buffer, cuts, out, alpha=1.0, accumulate=False).wait())
-        comm.all_gather(buffer, cuts).wait()
 
     # -- edge: publish (optimizer shard -> weights shard) --
 
