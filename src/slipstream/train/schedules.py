@@ -371,18 +371,8 @@ def check_steps_alone(scheduler: Any) -> Any:
 
 _torch = torch.optim.lr_scheduler
 _OF_OTHERS = (_torch.SequentialLR, _torch.ChainedScheduler)
-_FROM_RATES = (
-    _torch.LambdaLR,
-    _torch.MultiplicativeLR,
-    _torch.StepLR,
-    _torch.MultiStepLR,
-    _torch.ConstantLR,
-    _torch.LinearLR,
-    _torch.ExponentialLR,
-    _torch.PolynomialLR,
-    _torch.CosineAnnealingLR,
-    _torch.CosineAnnealingWarmRestarts,
-)
+_NAMES = "Lambda Multiplicative Step MultiStep Constant Linear Exponential Polynomial CosineAnnealing"  # and LR
+_FROM_RATES = (*(getattr(_torch, f"{name}LR") for name in _NAMES.split()), _torch.CosineAnnealingWarmRestarts)
 
 
 def add_group(scheduler: Any, rate: float | None) -> Callable[[], None]:

@@ -36,10 +36,8 @@ class Saves:
     def __init__(self, parts: Sequence[States], plan: CheckpointPlan, mesh: Mesh, device: torch.device) -> None:
         self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
         self.auto = Autosave(plan, is_first=mesh.is_first)
-        self.staging: checkpoint.Staging | None = None  # host memory that asynchronous checkpoints are written from
+        self.staging = checkpoint.Staging(pinned=device.type == "cuda")  # host memory that asynchronous saves are written from
         self._in_flight: checkpoint.AsyncSave | None = None
-        if plan.asynchronous:
-            self.staging = checkpoint.Staging(pinned=device.type == "cuda")
 
     def save(
         self,
@@ -96,7 +94,7 @@ class Saves:
         }
         if self.mesh.is_first:
             brief.note_save(f"{directory}/{tag}")
-        if self.staging is not None:
+        if self.plan.asynchronous:
             self._in_flight = checkpoint.save_async(directory, tag, self.staging, **options)
         else:
             checkpoint.save(directory, tag, **options)
@@ -118,7 +116,7 @@ class Saves:
 
         Otherwise the first save stalls: the first use of a page costs more than its copy.
         """
-        if self.staging is None or self.staging.prepared:
+        if not self.plan.asynchronous or self.staging.prepared:
             return
         nbytes, replicated = 0, False
         for states in self.parts:
@@ -134,8 +132,7 @@ class Saves:
     def close(self) -> None:
         """Free the host memory, and give the signals back."""
         self.auto.close()
-        if self.staging is not None:
-            self.staging.close()
+        self.staging.close()
 
     def _warn_of_what_is_left_out(self, directory: str) -> None:
         if not self.mesh.is_first:
