@@ -21,7 +21,7 @@ from slipstream.train import compiled
 from slipstream.train.disk_space import tiers_of
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.zero.build import Recipe
-from slipstream.zero.leaves import forget_kinds, mark_rows
+from slipstream.zero.leaves import forget_kinds, mark_part, mark_rows
 from slipstream.zero.placement import stage_placement
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,8 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     """Build the plan's optimizer and scheduler over a one-layer model; raises ValueError if `initialize` would refuse it."""
     compiled.check(plan.compile)
     model = torch.nn.Linear(1, 1)
+    if plan.mesh.tp > 1:
+        mark_part(model.weight, "tp", plan.mesh.tp)  # some of the model's weights will be parts
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
     inner, rule = build_optimizer(named, model, None, None, on_host=plan.offload.optimizer != "none")
     if inner is not None:
