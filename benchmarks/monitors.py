@@ -68,7 +68,7 @@ def steps(channel: Channel, monitors: str, folder: str) -> None:
     model = models.LanguageModel(models.ModelConfig(vocab_size=VOCAB, **SIZES))
     engine = slipstream.initialize(model=model, config=config | _blocks(monitors, Path(folder)))[0]
     tokens = torch.randint(VOCAB, (BATCH, CONTEXT))
-    after, watched = engine.states[0].after_step, list(engine.states[0].after_step)
+    after, watched = engine.states.after_step, list(engine.states.after_step)
     draws = random.Random(0)
 
     def step(mode: str) -> float:

@@ -59,7 +59,7 @@ def train(channel: Channel, system: str, work: dict[str, Any], micros: int, zero
         losses += [step() for _ in range(count)]
         seconds = (time.perf_counter() - start) / count
         if system == "slipstream":
-            engine.single.updater.finish()
+            engine.states.updater.finish()
         return {"seconds": seconds, "losses": losses}
 
     channel.serve({"steps": steps})

@@ -75,11 +75,11 @@ CASES = (
 def run(case: Case, folder: str) -> None:
     """Print (predicted, measured) bytes a step of memory, reads and writes, as JSON."""
     small = _trained(case, folder, ONE_BLOCK)
-    explain.of_states(small.single, *build_batch(ONE_BLOCK, 0))  # imports
+    explain.of_states(small.states, *build_batch(ONE_BLOCK, 0))  # imports
     small.destroy()
     before = _resident("VmRSS")
     engine, batch = _trained(case, folder, MODEL), build_batch(MODEL, 0)
-    forecast = explain.of_states(engine.single, *batch)
+    forecast = explain.of_states(engine.states, *batch)
     assert forecast.peak is not None
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
@@ -124,6 +124,6 @@ def _resident(name: str) -> int:
 
 def _traffic(engine: Any) -> tuple[int, int]:
     """Bytes that this process has read from and written to disks, after all pending transfers."""
-    engine.single.settle()
+    engine.states.settle()
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["read_bytes"]), int(counts["write_bytes"])

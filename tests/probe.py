@@ -97,41 +97,41 @@ def owner_of(edge: str) -> type:
 
 def pieces(engine: Any, unit: View) -> Any:
     """The parts of a unit's parameters that this rank's optimizer owns."""
-    return engine.single.steps.members[unit._unit].pieces
+    return engine.states.steps.members[unit._unit].pieces
 
 
 def moments(engine: Any, unit: View, piece: Any) -> Any:
     """The moments of a piece, by name."""
-    return engine.single.steps.states(piece)
+    return engine.states.steps.states(piece)
 
 
 def stores(engine: Any, unit: View) -> Any:
     """The stores of a unit's moments, by name."""
-    return engine.single.steps.moments(unit._unit).states
+    return engine.states.steps.moments(unit._unit).states
 
 
 def has_moments(engine: Any, unit: View) -> bool:
-    return unit._unit in engine.single.steps._moments
+    return unit._unit in engine.states.steps._moments
 
 
 def state_nbytes(engine: Any, unit: View) -> int:
     """Bytes of a unit's optimizer states on this rank."""
-    states = engine.single.steps.moments(unit._unit).states.values()
+    states = engine.states.steps.moments(unit._unit).states.values()
     return sum(state.codes.nbytes + state.scales.nbytes if isinstance(state, MomentStore) else state.nbytes for state in states)
 
 
 def chunks(engine: Any) -> int:
     """The number of chunks in one step."""
-    return sum(len(engine.single.steps.chunks(unit)) for unit in engine.units)
+    return sum(len(engine.states.steps.chunks(unit)) for unit in engine.units)
 
 
 def ring(engine: Any) -> Any:
     """The buffers that chunks stream through."""
-    return engine.single.steps.ring
+    return engine.states.steps.ring
 
 
 def updater(engine: Any) -> Any:
-    return engine.single.updater
+    return engine.states.updater
 
 
 # -- other parts --
@@ -139,16 +139,16 @@ def updater(engine: Any) -> Any:
 
 def transport(engine: Any) -> Any:
     """The transport of reductions and agreements over the data ranks."""
-    return engine.single.comms.data
+    return engine.states.comms.data
 
 
 def hooks(engine: Any) -> Any:
-    return engine.single.hooks
+    return engine.states.hooks
 
 
 def homes(engine: Any) -> Any:
     """The files and memory in which the engine stores its states."""
-    return engine.single.homes
+    return engine.states.homes
 
 
 def states(engine: Any) -> dict[str, Tensor]:
@@ -157,6 +157,6 @@ def states(engine: Any) -> dict[str, Tensor]:
     results: dict[str, Tensor] = {}
     for unit in engine.units:
         for i, name in enumerate(unit.names):
-            values = optimizer_state.of_parameters(unit, [i], engine.single.steps)[i]
+            values = optimizer_state.of_parameters(unit, [i], engine.states.steps)[i]
             results |= {f"{kind} of {name}": value.clone() for kind, value in values.items()}
     return results

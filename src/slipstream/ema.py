@@ -55,18 +55,18 @@ class Ema:
     def __init__(self, engine: Engine, decay: float = 0.999, *, warmup: bool = False) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"Ema(decay={decay!r}): decay must be >= 0 and < 1; 0.999 averages over about 1000 steps")
-        if not engine.single.steps.has_optimizer:
+        if not engine.states.steps.has_optimizer:
             raise ValueError("Ema: this engine has no optimizer, so its weights do not change; pass one to initialize()")
-        if engine.single.average is not None:
+        if engine.states.average is not None:
             raise ValueError("Ema: this engine has one already; use that, or drop the last reference to it first")
         engine.gate.check("ema")
         self.engine, self.decay, self.warmup = engine, decay, warmup
         self.num_updates = 0
         self._averages: dict[Unit, Store] = {}
         self._kept: dict[Unit, Store] = {}
-        engine.single.settle()
+        engine.states.settle()
         self._follow()
-        engine.single.average_ref = weakref.ref(self)
+        engine.states.average_ref = weakref.ref(self)
 
     def _follow(self) -> None:
         """Start averages of units that are trainable now and were not before, from their current masters."""
@@ -87,7 +87,7 @@ class Ema:
         self.engine.gate.check("update")
         if not self.engine.step_applied:
             return False
-        self.engine.single.settle()
+        self.engine.states.settle()
         self._follow()
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
         with torch.no_grad():
@@ -114,13 +114,13 @@ class Ema:
             self._swap_masters(back=False)
         reason = "the engine's weights are averages inside `with average.applied():`, which is for evaluation only; leave it first"
         engine.gate.shut(Obstacle.AVERAGED, reason)
-        engine.single.hooks.refusal = reason
+        engine.states.hooks.refusal = reason
         try:
             yield
         finally:
             if Obstacle.DESTROYED not in engine.gate:
                 engine.gate.open(Obstacle.AVERAGED)
-                engine.single.hooks.refusal = ""
+                engine.states.hooks.refusal = ""
                 with engine.together("ema"), torch.no_grad():
                     self._swap_masters(back=True)
 
@@ -139,7 +139,7 @@ class Ema:
                 self._kept[unit] = unit.homes.state(unit.master.numel, unit.master.dtype)
                 copy_store(self._kept[unit], unit.master)
                 copy_store(unit.master, average)
-        spread_weights(self.engine.single)
+        spread_weights(self.engine.states)
 
     # -- saving and loading --
 

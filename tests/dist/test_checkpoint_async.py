@@ -265,7 +265,7 @@ def test_a_changed_model_loads_matching_parameters(tmp_path: Path) -> None:
     assert all(results[name].equal(value) for name, value in moments.items()) and state["head.bias"].equal(head)
     assert engine.global_steps == 1
     assert all(engine.optimizer_state("head.bias")[name].equal(value) for name, value in own.items())
-    for piece in engine.single.steps.pieces():
+    for piece in engine.states.steps.pieces():
         if piece.param.requires_grad:
             assert piece.step == (2 if piece.name.startswith(("head.", "extra.")) else 1), piece.name
     toy.step(engine, toy.tokens(engine.rank, 1))

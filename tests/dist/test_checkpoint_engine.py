@@ -313,7 +313,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 HOSTILE: dict[str, tuple[Callable[[Any], None], str]] = {
     "schedule": (lambda engine: setattr(engine.lr_scheduler, "last_batch_iteration", "x"), "last_batch_iteration is x"),
     "moments' step": (
-        lambda engine: setattr(next(engine.single.steps.pieces(engine.units[1:])), "step", "n"),
+        lambda engine: setattr(next(engine.states.steps.pieces(engine.units[1:])), "step", "n"),
         "blocks.0.*step is n",
     ),
     "group": (lambda engine: engine.optimizer.param_groups[0].update(lr="fast"), "group 0.lr is fast"),
@@ -333,7 +333,7 @@ def test_a_mismatch_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     train(engine, 2)
     for name, (settings, message) in MISFITS.items():
         other = small(**({"scheduler": WARMUP if name != "no optimizer" else None} | settings))
-        if other.single.steps.has_optimizer:
+        if other.states.steps.has_optimizer:
             train(other, 2)
         other.save_checkpoint(str(tmp_path), tag=name)
         other.destroy()

@@ -190,7 +190,7 @@ def test_bytes_of_codes(transport: str) -> None:
             engine.backward(engine(torch.randn(2, 1024).bfloat16()).square().mean())
             engine.step()
         assert counted == [half // 2 + scales, eight]
-        assert 0 <= explain.of_states(engine.single).flow.wire - sum(counted) < 16
+        assert 0 <= explain.of_states(engine.states).flow.wire - sum(counted) < 16
         engine.destroy()
 
 

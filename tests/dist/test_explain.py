@@ -52,7 +52,7 @@ def test_bytes_follow_the_formulas(world_size: int, transport: str) -> None:
             model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
             engine = toy.make(model, stage, transport, dtype=dtype)
             case, batch = f"stage {stage}, {dtype}", torch.zeros(2, 64, dtype=probe.units(engine)[0].dtypes.weights)
-            results = explain.of_states(engine.single, batch)
+            results = explain.of_states(engine.states, batch)
             states = tuple(sum(line.nbytes for line in results.rest if line.what == what) for what in WHAT)
             assert states == formula(stage, weight_bytes, world_size) == resident(engine), case
             assert results.flow.wire == (0 if transport == "shared" else sent(stage, weight_bytes, world_size)), case
@@ -70,7 +70,7 @@ def test_bytes_of_signs_are_those_that_torch_sends(world_size: int, transport: s
         model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
         optimizer = {"type": "OneBitAdam", "params": {"freeze_step": 2}}
         engine = toy.make(model, stage, transport, optimizer=optimizer)
-        forecast, batch = explain.of_states(engine.single), torch.ones(2, 64)
+        forecast, batch = explain.of_states(engine.states), torch.ones(2, 64)
         assert explain.parts_of(engine.module, engine.plan, world_size) == list(forecast.parts)
         for step in range(4):
             with sending() as counted:
@@ -81,7 +81,7 @@ def test_bytes_of_signs_are_those_that_torch_sends(world_size: int, transport: s
             if step != 2:
                 assert 0 <= sum(counted) - moved.wire < 200 * world_size, (stage, step, counted, moved.wire)
         assert "sent, step of signs" in explain.table(forecast)
-        assert f"{explain.size(forecast.later[Round.SIGNS].wire)} per step of signs" in explain.traffic_text([forecast])
+        assert f"{explain.size(forecast.later[Round.SIGNS].wire)} per step of signs" in explain.traffic_text(forecast)
         engine.destroy()
 
 
@@ -92,7 +92,7 @@ def test_bytes_of_local_steps_are_those_that_torch_sends(transport: str) -> None
         model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(BLOCKS)])
         block = {"local_steps": {"every": 3, "exchange": exchange}}
         engine = toy.make(model, stage, transport, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, slipstream=block)
-        forecast, batch = explain.of_states(engine.single), torch.ones(2, 64)
+        forecast, batch = explain.of_states(engine.states), torch.ones(2, 64)
         assert explain.parts_of(engine.module, engine.plan, 2) == list(forecast.parts)
         for step in range(6):
             with sending() as counted:
@@ -101,6 +101,6 @@ def test_bytes_of_local_steps_are_those_that_torch_sends(transport: str) -> None
             moved = predict.round_nbytes(forecast.counted)
             expected = forecast.flow.wire + (moved if step % 3 == 2 else 0)
             assert 0 <= sum(counted) - expected < 200, (stage, step, counted, expected)
-        assert explain.traffic_text([forecast]) == f"each rank sends {explain.size(moved)} every 3 steps"
+        assert explain.traffic_text(forecast) == f"each rank sends {explain.size(moved)} every 3 steps"
         assert forecast.flow.wire == 0 and "sent, every 3 steps" in explain.table(forecast)
         engine.destroy()

@@ -40,14 +40,14 @@ def test_frozen_weights_in_codes(world_size: int, transport: str) -> None:
             with torch.no_grad():
                 losses.append(engine.eval()(toy.tokens(dist.get_rank(), 0)))
             states.append({**engine.state_dict(), "losses": torch.stack(losses)})
-            for unit in engine.single.units:
+            for unit in engine.states.units:
                 assert unit.dtypes.rests == (bool(zero) and not unit.trainable)
                 if unit.dtypes.rests:
                     assert unit.weights.resident_nbytes == wire.nbytes(unit.weights.numel, 8)
-            forecast = explain.of_states(engine.single, toy.tokens(0, 0))
+            forecast = explain.of_states(engine.states, toy.tokens(0, 0))
             assert explain.parts_of(engine.module, engine.plan, world_size) == list(forecast.parts)
             weights = sum(line.nbytes for line in forecast.rest if line.what == "weights")
-            assert weights == sum(unit.weights.resident_nbytes for unit in engine.single.units)
+            assert weights == sum(unit.weights.resident_nbytes for unit in engine.states.units)
             engine.destroy()
         for name, value in states[0].items():
             assert torch.equal(states[1][name], value), (dtype, name)

@@ -107,7 +107,7 @@ def test_bytes_across_groups(transport: str) -> None:
             for _ in range(steps):
                 engine.backward(engine(torch.randn(2, 1024, dtype=torch.bfloat16)).square().mean())
                 engine.step()
-        forecast = explain.of_states(engine.single)
+        forecast = explain.of_states(engine.states)
         assert explain.parts_of(engine.module, engine.plan, 4) == list(forecast.parts)
         kept = [line.nbytes for line in forecast.rest if line.what == "kept of other groups"]
         memory = sum(unit.memory.kept.tensor.nbytes for unit in probe.units(engine) if unit.memory.kept)

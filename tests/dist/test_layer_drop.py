@@ -303,7 +303,7 @@ def test_each_stack_has_a_depth_of_its_own() -> None:
 
     model = Two()
     engine, *_ = slipstream.initialize(model=model, config=config())
-    drop = engine.states[0].resources["layer drop"]
+    drop = engine.states.resources["layer drop"]
     assert [drop.blocks[block] for block in model.others] == [(5, 0.5), (6, 1.0)]
     assert [drop.blocks[block] for block in model.blocks] == [(i, i / 4) for i in range(1, 5)]
     engine.destroy()

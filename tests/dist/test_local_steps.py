@@ -144,9 +144,9 @@ def test_a_checkpoint_ends_a_period(transport: str, tmp_path: Path) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 0, transport, optimizer=ADAMW, slipstream=local())
     for step in range(EVERY + 1):
         toy.step(engine, toy.tokens(dist.get_rank(), step))
-    rounds = engine.single.outer.rounds
+    rounds = engine.states.outer.rounds
     engine.save_checkpoint(str(tmp_path), tag="t")
-    assert engine.single.outer.rounds == rounds + 1 and engine.single.outer.since == 0
+    assert engine.states.outer.rounds == rounds + 1 and engine.states.outer.since == 0
     for _ in range(EVERY):
         toy.step(engine, toy.tokens(dist.get_rank(), 10))
     expected = {name: value.clone() for name, value in engine.named_weights()}
@@ -165,7 +165,7 @@ def test_a_checkpoint_ends_a_period(transport: str, tmp_path: Path) -> None:
     plain.destroy()
     again = toy.make(toy.seeded(toy.Lm, 7), 1, transport, optimizer=ADAMW, slipstream=local())
     again.load_checkpoint(str(tmp_path), tag="plain")  # without momentum: it starts anew
-    assert not any(tensor.data.any() for tensor in again.single.outer.tensors().values())
+    assert not any(tensor.data.any() for tensor in again.states.outer.tensors().values())
     again.destroy()
 
 

@@ -641,7 +641,7 @@ def test_the_shared_expert_of_an_unmodified_model_computes_while_rows_travel() -
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_an_all_to_all_that_is_not_awaited_does_no_harm(transport: str) -> None:
     engine = make(toy.Net(), 0, transport)
-    exchange = engine.single.exchange(engine.mesh.dense.both)
+    exchange = engine.states.exchange(engine.mesh.dense.both)
     rank = dist.get_rank()
     rows = torch.arange(6.0).view(3, 2) + 10 * rank
     crossing = Crossing(exchange, [1, 2], [1 + rank, 1 + rank])

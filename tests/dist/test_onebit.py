@@ -309,7 +309,7 @@ def optimizer_states(engine: Any) -> dict[str, dict[str, Tensor]]:
     gathered = {}
     for unit in engine.units:
         for i, name in enumerate(unit.names):
-            gathered[name] = optimizer_state.of_parameters(unit, [i], engine.single.steps)[i]
+            gathered[name] = optimizer_state.of_parameters(unit, [i], engine.states.steps)[i]
     return gathered
 
 
@@ -353,7 +353,7 @@ def _save_and_go_on(optimizer: dict[str, Any], transport: str, tmp_path: Path) -
 
 def frozen_units(engine: Any) -> list[bool]:
     """Whether each unit's variance is frozen."""
-    return [unit in engine.single.steps.frozen for unit in engine.units]
+    return [unit in engine.states.steps.frozen for unit in engine.units]
 
 
 @distributed(world_size=2)
@@ -420,7 +420,7 @@ def test_a_unit_that_starts_late_is_dense_first(kind: str, transport: str) -> No
             after = engine.state_dict()["blocks.0.up.weight"].clone()
             moved.append(float((after - before).norm()))
             late = [unit for unit in engine.units if "blocks.0.up.weight" in unit.names]
-            signs.append(late[0] in engine.single.steps.frozen)
+            signs.append(late[0] in engine.states.steps.frozen)
             before = after
         assert signs == [False] * 3 + [True] * 3 and max(moved) < 3 * min(moved), moved
         sums.add(int(toy.checksum(engine)))
@@ -437,7 +437,7 @@ def test_a_parameter_that_stops_or_starts_in_its_unit(tmp_path: Path) -> None:
 
     def step(index: int) -> bool:
         toy.step(engine, toy.tokens(dist.get_rank(), index))
-        return all(unit in engine.single.steps.frozen for unit in engine.units if "head.weight" in unit.names)
+        return all(unit in engine.states.steps.frozen for unit in engine.units if "head.weight" in unit.names)
 
     assert [step(i) for i in range(5)] == [False] * 3 + [True] * 2
     engine.save_checkpoint(str(tmp_path), tag="t")

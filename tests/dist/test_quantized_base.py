@@ -199,7 +199,7 @@ def test_bytes_in_storage_on_the_wire_and_of_the_optimizer(bits: int) -> None:
     assert gathered.count(packed // 2) == 2 * blocks, gathered
     adapters = sum(unit.layout.numel for unit in probe.units(engine) if unit.trainable)
     wired = sum(nbytes for name, nbytes in sent if name != "all_reduce")
-    results = explain.of_states(engine.single, toy.tokens(engine.rank, 0))
+    results = explain.of_states(engine.states, toy.tokens(engine.rank, 0))
     assert explain.parts_of(engine.module, engine.plan, 2) == list(results.parts)
     everything = sum(unit.weights.nbytes for unit in probe.units(engine))
     assert sum(line.nbytes for line in results.rest if line.what == "weights") == everything

@@ -38,7 +38,7 @@ def test_training_goes_on_bit_for_bit(transport: str, tmp_path: Path) -> None:
             for micro in range(3):
                 toy.step(engine, toy.tokens(engine.rank, micro))
                 if naps:
-                    parts = [tensor for tensor, _ in sleep.memory_of(engine.single, sleep.KINDS)]
+                    parts = [tensor for tensor, _ in sleep.memory_of(engine.states, sleep.KINDS)]
                     assert engine.sleep(device="disk", path=str(tmp_path)) == sum(tensor.nbytes for tensor in parts) > 0
                     storages = [tensor.untyped_storage() for tensor in parts]
                     assert not any(storage.nbytes() for storage in storages if storage.resizable())
@@ -113,7 +113,7 @@ def test_states_in_host_memory_are_not_copied_there() -> None:
     engine = toy.make(toy.seeded(toy.Lm), 2, dtype="bf16")
     toy.step(engine, toy.tokens(0, 0))
     before = int(toy.checksum(engine))
-    assert sleep.put(engine.single, sleep.KINDS, None) == 0
+    assert sleep.put(engine.states, sleep.KINDS, None) == 0
     engine.wake()
     assert int(toy.checksum(engine)) == before
     engine.destroy()
@@ -129,7 +129,7 @@ def test_the_gradient_buffers_are_freed_too(tmp_path: Path) -> None:
         zero_optimization={"offload_optimizer": disk, "offload_param": disk | {"max_in_cpu": 0}},
     )
     toy.step(engine, toy.tokens(0, 0))
-    parts = sum(tensor.nbytes for tensor, _ in sleep.memory_of(engine.single, ["gradients"]))
+    parts = sum(tensor.nbytes for tensor, _ in sleep.memory_of(engine.states, ["gradients"]))
     assert engine.sleep(["gradients"], "disk", str(tmp_path)) == parts + probe.homes(engine).nbytes > parts
     engine.wake()
     toy.step(engine, toy.tokens(0, 1))
@@ -142,7 +142,7 @@ def test_a_disk_that_fails_on_wake(tmp_path: Path) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 1, dtype="bf16")
     engine.sleep(None, "disk", str(tmp_path))
     if engine.rank == 1:
-        _, _, (_, file, *_), _ = engine.single.asleep._space.disks[0]._closing.peek()
+        _, _, (_, file, *_), _ = engine.states.asleep._space.disks[0]._closing.peek()
         os.ftruncate(file, 0)
     with pytest.raises(DiskError, match="rank 1 could not read its sleeping states back"):
         engine.wake()

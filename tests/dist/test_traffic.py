@@ -27,7 +27,7 @@ def trained(stage: int, transport: str, steps: int = 2, late: float = 0.0, **log
     engine, *_ = compat.initialize(model=model, config=config)
     for step in range(1 + steps):
         if step == 1:
-            engine.states[0].resources["traffic"].reset()
+            engine.states.resources["traffic"].reset()
         if dist.get_rank() == 1:
             time.sleep(late)
         engine.backward(engine(torch.ones(2, 64)).square().mean())
@@ -39,8 +39,8 @@ def trained(stage: int, transport: str, steps: int = 2, late: float = 0.0, **log
 def test_comms_logger(world_size: int, transport: str) -> None:
     for stage in cases.stages(transport):
         engine = trained(stage, transport)
-        predicted = explain.of_states(engine.single).flow.wire * 2
-        sent = engine.states[0].resources["traffic"].summary()["sent_bytes"]
+        predicted = explain.of_states(engine.states).flow.wire * 2
+        sent = engine.states.resources["traffic"].summary()["sent_bytes"]
         moved = sum(nbytes for name, nbytes in sent.items() if name != "all_reduce")  # the verdict's few numbers
         assert moved == predicted, (stage, sent)
         engine.destroy()
@@ -58,7 +58,7 @@ def test_tables_and_raw_data(world_size: int, transport: str) -> None:
     row = found["summary"]["all_gather_into_tensor"][nbytes]
     assert row["count"] == 2 * 3 * 2 and row["msg_size_str"] == "16.0 KB" and row["msg_size_bytes"] == nbytes
     assert row["total_latency_ms"] >= row["avg_latency_ms"] > 0 and row["tput_avg_gbps"] == 2 * row["busbw_avg_gbps"] > 0
-    raw = engine.states[0].resources["traffic"].raw()["all_gather_into_tensor"][nbytes]
+    raw = engine.states.resources["traffic"].raw()["all_gather_into_tensor"][nbytes]
     assert raw[0] == 12 == len(raw[1]) == len(raw[2]) == len(raw[3]) and all(ms > 0 for ms in raw[1])
     straggler = found["straggler_analysis"]["all_gather_into_tensor"][nbytes]
     assert straggler["total_comm_lat_ms"] + straggler["total_straggler_ms"] == torch.tensor(row["total_latency_ms"]).item() or (
@@ -79,7 +79,7 @@ def test_tables_and_raw_data(world_size: int, transport: str) -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_who_waits_for_a_late_rank(world_size: int, transport: str) -> None:
     engine = trained(2, transport, late=0.1)
-    waited = engine.states[0].resources["traffic"].summary()["waited_ms"]
+    waited = engine.states.resources["traffic"].summary()["waited_ms"]
     if dist.get_rank() == 0:
         assert sum(waited.values()) > 150, waited
         if transport == "shared":
@@ -101,7 +101,7 @@ def test_some_operations_in_lines(world_size: int, transport: str) -> None:
     package.setLevel(logging.INFO)
     try:
         engine = trained(3, transport, prof_all=False, prof_ops=["all_reduce"], verbose=True)
-        assert set(engine.states[0].resources["traffic"].raw()) == {"all_reduce"}
+        assert set(engine.states.resources["traffic"].raw()) == {"all_reduce"}
         engine.destroy()
     finally:
         package.removeHandler(handler)

@@ -146,7 +146,7 @@ def test_states_of_a_pipeline_module() -> None:
     state = engine.optimizer.state_dict()
     from slipstream.train.saving import optimizer_state
 
-    assert optimizer_state._names(engine.single) == [names]
+    assert optimizer_state._names(engine.states) == [names]
     assert state["param_groups"][0]["params"] == list(range(len(names)))
     engine.destroy()
 

@@ -181,7 +181,7 @@ def test_stages_have_equal_bits_without_local_steps(transport: str) -> None:
 def test_local_steps_in_mixed_precision_end_with_equal_weights(dtype: str) -> None:
     engine = toy.make(toy.seeded(toy.Lm), 0, dtype=dtype, optimizer=ZERO_ONE, gradient_clipping=1.0)
     losses = []
-    while (engine.single.steps.done or 0) < 16:  # fp16 skips the first steps
+    while (engine.states.steps.done or 0) < 16:  # fp16 skips the first steps
         losses.append(float(toy.step(engine, toy.tokens(dist.get_rank(), 0))))
     sums: list[Any] = [None, None]
     dist.all_gather_object(sums, int(toy.checksum(engine)))
@@ -205,7 +205,7 @@ def test_what_each_round_sends(transport: str) -> None:
             launched.clear()
             toy.step(engine, toy.tokens(dist.get_rank(), t))
             data = [nbytes for op, nbytes in launched if "exchange" not in op]
-            late = [unit for unit in engine.units if unit in engine.single.steps.frozen]
+            late = [unit for unit in engine.units if unit in engine.states.steps.frozen]
             if ROUNDS.kind(t) is Round.LOCAL:
                 assert not data, (t, launched)
             elif t in (12, 16):
@@ -220,10 +220,10 @@ def test_saving_between_exchanges_exchanges_first(transport: str, tmp_path: Path
         toy.step(engine, toy.tokens(dist.get_rank(), t))
     sums: list[Any] = [None, None]
     dist.all_gather_object(sums, int(toy.checksum(engine)))
-    assert sums[0] != sums[1] and engine.single.steps.local
+    assert sums[0] != sums[1] and engine.states.steps.local
     engine.save_checkpoint(str(tmp_path), tag="between")
     dist.all_gather_object(sums, int(toy.checksum(engine)))
-    assert sums[0] == sums[1] and not engine.single.steps.local
+    assert sums[0] == sums[1] and not engine.states.steps.local
     saved, weights = optimizer_states(engine), {name: value.clone() for name, value in engine.state_dict().items()}
     engine.destroy()
     other = toy.make(toy.seeded(toy.Lm, 5), 0, transport, optimizer=ZERO_ONE)

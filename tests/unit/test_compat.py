@@ -185,7 +185,7 @@ def test_a_window_counts_and_scales_as_deepspeed_does(deepspeed: Any) -> None:
     assert engine.get_global_grad_norm() > 0
     engine.set_train_batch_size(8)
     assert engine.gradient_accumulation_steps() == 4 and engine.train_batch_size() == 8
-    assert explain.of_states(engine.single).setting.plan.batch.accumulation == 4
+    assert explain.of_states(engine.states).setting.plan.batch.accumulation == 4
     for i in range(3):
         step(engine, i)
     assert engine.global_steps == 1

@@ -45,7 +45,7 @@ def test_at_rest_is_sixteen_bytes_per_parameter(stage: int, bf16: bool) -> None:
 def test_moments_are_the_optimizers(optimizer: str, options: dict[str, str]) -> None:
     named = {"type": optimizer, "params": {"lr": 1e-3}}
     engine = toy.make(toy.seeded(toy.Net), 1, dtype="bf16", optimizer=named, slipstream=options)
-    memory = explain.of_states(engine.single)
+    memory = explain.of_states(engine.states)
     moments = sum(line.nbytes for line in memory.rest if line.state == "optimizer" and line.what != "masters")
     assert moments == sum(probe.state_nbytes(engine, unit) for unit in probe.units(engine))
     assert explain.parts_of(engine.module, engine.plan, 1) == list(memory.parts)
@@ -58,7 +58,7 @@ def test_copies_are_all_reduced_on_the_wire() -> None:
     """MiCS with shards of one rank: half the gradients are sent to be added, half come back, as with plain copies."""
     engine = toy.make(toy.seeded(toy.Net), 3, "gloo", zero_optimization={"stage": 3, "mics_shard_size": 1})
     numel = sum(unit.layout.numel for unit in probe.units(engine))
-    assert explain.of_states(engine.single).flow.wire == 2 * numel * 4 // 2
+    assert explain.of_states(engine.states).flow.wire == 2 * numel * 4 // 2
     engine.destroy()
 
 

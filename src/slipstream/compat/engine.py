@@ -69,7 +69,7 @@ def _attribute(path: str) -> Callable[[Any], Any]:
 
 def _resource(name: str) -> Any:
     """A property: what the states hold under a name, or None."""
-    return property(lambda self: self.states[0].resources.get(name))
+    return property(lambda self: self.states.resources.get(name))
 
 
 class DeepSpeedEngine(Engine):
@@ -148,7 +148,7 @@ class DeepSpeedEngine(Engine):
         if self.backwards:
             raise RuntimeError(f"set_train_batch_size() after {self.backwards} backward passes of a window; call it before")
         narrow = {unit.grads.dtype for unit in self.units if unit.grads is not None and unit.grads.dtype.itemsize < 4}
-        if train_batch_size > per_pass and narrow and not self.single.recipe.accumulates and self.single.recipe.grads_dtype is None:
+        if train_batch_size > per_pass and narrow and not self.states.recipe.accumulates and self.states.recipe.grads_dtype is None:
             raise ValueError(
                 f"set_train_batch_size({train_batch_size}): the engine was created for one micro-batch and would accumulate "
                 f"{train_batch_size // per_pass} in {narrow.pop()}; set "
@@ -258,7 +258,7 @@ class DeepSpeedEngine(Engine):
     @property
     def monitor(self) -> Monitors:
         """Takes `write_events([(tag, value, samples)])` of the script; without an enabled block it writes nothing."""
-        return self.states[0].resources.get("monitors") or Monitors({})
+        return self.states.resources.get("monitors") or Monitors({})
 
     def get_pld_theta(self) -> float | None:
         drop = self.progressive_layer_drop

@@ -204,7 +204,7 @@ class StepLines:
         told = plan.memory_breakdown and is_first
         kept = [around for around in progress.around if not isinstance(around, PhaseMemory)]
         progress.around[:] = [*kept, *([_memory] if told else []), *([self._phase] if self.times or self.speed.enabled else [])]
-        engine.states[0].after_step.append(lambda _: self.end_step())
+        engine.states.after_step.append(lambda _: self.end_step())
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:

@@ -444,7 +444,7 @@ def _is_computing(unit: Unit) -> bool:
     """Whether the unit is gathered for a running forward or backward of its engine. Reading it then needs no copy, and autograd
     functions save the parameter itself, with its `ds_` attributes (TRL's losses)."""
     gathered = unit.placement.weights and unit.state is State.GATHERED
-    return gathered and any(engine.single.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
+    return gathered and any(engine.states.hooks.phase is not Phase.IDLE for engine in _engines if unit in engine.units)
 
 
 @contextmanager
@@ -558,7 +558,9 @@ def register_engine(engine: Any) -> None:
 
 def traffic_of_engines() -> list[Any]:
     """The communication logs of living engines."""
-    return [engine.states[0].resources["traffic"] for engine in _engines if engine.states and engine.plan.traffic is not None]
+    return [
+        engine.states.resources["traffic"] for engine in _engines if "states" in vars(engine) and engine.plan.traffic is not None
+    ]
 
 
 def parameters_of(engine: Engine) -> list[nn.Parameter]:

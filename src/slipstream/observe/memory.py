@@ -43,7 +43,7 @@ class PhaseMemory:
     def __init__(self, engine: Any) -> None:
         from slipstream.train.planning import explain  # slow to import
 
-        resting = [line for states in engine.states for line in explain.of_states(states).rest]
+        resting = explain.of_states(engine.states).rest
         self.device, self.rank = engine.device, engine.rank
         self.predicted = sum(line.nbytes for line in resting if line.tier.name == "DEVICE")
 

@@ -488,7 +488,7 @@ def profile_step(engine: Any) -> None:
 
     The step before counts FLOP: after a count, caches are cold, and a forward of 18 ms takes 25.
     """
-    plan, states = engine.plan.profile, engine.states[0]
+    plan, states = engine.plan.profile, engine.states
     if not engine.mesh.is_first:
         return
     profiler = states.resources["flops profiler"] = FlopsProfiler(engine.module, engine)

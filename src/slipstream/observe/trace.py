@@ -123,6 +123,6 @@ class Trace:
 
 def trace_steps(engine: Any) -> None:
     """Trace the steps of an engine that its plan names."""
-    trace = engine.states[0].resources["trace"] = Trace(engine)
-    engine.states[0].after_step.append(lambda _: trace.follow())
+    trace = engine.states.resources["trace"] = Trace(engine)
+    engine.states.after_step.append(lambda _: trace.follow())
     trace.follow()

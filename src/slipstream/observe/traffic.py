@@ -208,5 +208,5 @@ def trimmed(values: list[float]) -> float:
 
 def record(engine: Any) -> None:
     """Record the traffic of an engine, as its plan says."""
-    states = engine.states[0]
+    states = engine.states
     states.resources["traffic"] = CommLog(engine.plan.traffic, engine.watch, engine.mesh.world, engine.device)

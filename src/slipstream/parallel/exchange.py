@@ -389,7 +389,7 @@ class GroupExchange(Exchange):
         self.comm.close()
 
     def _sum(self, flat: Tensor) -> Pending[Tensor]:
-        if self.comm.native_reduce:
+        if not self.comm.on_host:
             out = flat.clone()
             return _of_work(dist.all_reduce(out, group=self.group, async_op=True), out)
         if self.size == 2 or flat.nbytes <= _GATHER_NBYTES:
@@ -401,7 +401,7 @@ class GroupExchange(Exchange):
     def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Pending[Tensor]:
         numels = [stop - start for start, stop in itertools.pairwise(cuts)]
         own = numels[self.index]
-        if self.comm.native_reduce and len(set(numels)) == 1:
+        if not self.comm.on_host and len(set(numels)) == 1:
             out = flat.new_empty(own)
             return _of_work(dist.reduce_scatter_tensor(out, flat, group=self.group, async_op=True), out)
         return self._added(self._start_all_to_all(flat, numels, [own] * self.size), own)

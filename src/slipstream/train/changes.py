@@ -64,8 +64,8 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
             if not engine.backwards:
                 clock.kept = {} if keeps else None
 
-        engine.states[0].before_forward(lambda *_: follow())  # a loaded checkpoint sets the step
-        engine.states[0].after_step += [follow, lambda _: prune_again(engine.module, engine.global_steps, mean_over(engine))]
+        engine.states.before_forward(lambda *_: follow())  # a loaded checkpoint sets the step
+        engine.states.after_step += [follow, lambda _: prune_again(engine.module, engine.global_steps, mean_over(engine))]
         if order is not None:
             order.connect(engine)
 

@@ -35,7 +35,7 @@ def shorten_sequences(model: nn.Module, plan: Plan) -> Callable[[Engine], None] 
     takes_number = is_open or any(param.name == _KEYWORD for param in parameters)
 
     def connect(engine: Engine) -> None:
-        engine.states[0].resources["curriculum"] = scheduler
+        engine.states.resources["curriculum"] = scheduler
 
         def shorten(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if not module.training:
@@ -45,7 +45,7 @@ def shorten_sequences(model: nn.Module, plan: Plan) -> Callable[[Engine], None] 
             length = scheduler.update_difficulty(engine.global_steps + 1)
             return (args, kwargs | {_KEYWORD: length}) if takes_number else cut(args, kwargs, int(length))
 
-        engine.states[0].before_forward(shorten, with_kwargs=True)
+        engine.states.before_forward(shorten, with_kwargs=True)
 
     return connect
 

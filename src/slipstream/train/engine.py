@@ -10,7 +10,6 @@ An engine owns its units, transports, optimizer and counters. Two engines in one
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 import zlib
@@ -82,7 +81,7 @@ class Engine(nn.Module):
     training_dataloader  what `initialize` returned
     rank, world_size     this process's global rank, and the number of ranks of this engine
     mesh                 the axes of ranks
-    states               the sharded states of the model, in one part
+    states               the sharded states of the model, until `destroy`
     device               of this rank
     global_steps         completed accumulation windows, including skipped ones
     skipped_steps        windows without an update, because gradients were not finite
@@ -100,11 +99,11 @@ class Engine(nn.Module):
         super().__init__()
         from slipstream.train.saving.save import Saves
 
-        self.module, self.states = states.model, [states]
+        self.module, self.states = states.model, states
         self.plan, self.mesh, self.device = states.plan, states.mesh, states.device
         self.watch, self.gate, self.precision = states.watch, states.gate, precision
         states.homes.check = _weak(states.check_disk)  # the model's hooks must not keep the states alive
-        self.saves = Saves(self.states, self.plan.checkpoint, self.mesh, self.device)
+        self.saves = Saves(states)
         self.operation: Surgery | None = None  # the open surgery
         self.optimizer: Any = None  # set by initialize, as the next two
         self.lr_scheduler: Any = None
@@ -122,46 +121,36 @@ class Engine(nn.Module):
 
     @property
     def units(self) -> list[Unit]:
-        """The units of all states, in forward order."""
-        return [unit for states in self.states for unit in states.units]
-
-    @property
-    def single(self) -> States:
-        """The states of a model that is in one part. Raises ValueError for an engine with several."""
-        if len(self.states) != 1:
-            raise ValueError(f"this engine holds its model in {len(self.states)} parts, and the method needs it in one")
-        return self.states[0]
+        """The units of the model, in forward order; none after `destroy`."""
+        return list(self.states.units) if "states" in vars(self) else []
 
     def wire(self) -> None:
         """Install hooks between the current model and the current units."""
-        for states in self.states:
-            reducer = Reducer(states.units, states.slots)
-            reducer.alpha = self.alpha
-            hooks = Hooks(
-                states.model,
-                states.units,
-                reducer,
-                self.watch,
-                self.precision.inputs,
-                self.precision.outputs,
-                unfreeze=partial(unfreeze, recipe=states.recipe, slots=states.slots),
-            )
-            hooks.landed = None if self.plan.zero.ignore_unused else set()
-            hooks.handles += compiled.apply(self.plan.compile, states.model)
-            fulls = [unit.full for unit in states.units]
-            hooks.handles += blocks.apply(
-                self.plan.activations, states.model, fulls, self.progress.timing, speaks=self.mesh.is_first
-            )
-            states.hook(hooks)
+        states, speaks = self.states, self.mesh.is_first
+        reducer = Reducer(states.units, states.slots)
+        reducer.alpha = self.alpha
+        hooks = Hooks(
+            states.model,
+            states.units,
+            reducer,
+            self.watch,
+            self.precision.inputs,
+            self.precision.outputs,
+            unfreeze=partial(unfreeze, recipe=states.recipe, slots=states.slots),
+        )
+        hooks.landed = None if self.plan.zero.ignore_unused else set()
+        hooks.handles += compiled.apply(self.plan.compile, states.model)
+        fulls = [unit.full for unit in states.units]
+        hooks.handles += blocks.apply(self.plan.activations, states.model, fulls, self.progress.timing, speaks=speaks)
+        states.hook(hooks)
 
     # -- the loop --
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model with its own arguments and return its outputs; fp16 outputs become fp32."""
         self.gate.check("forward")
-        for states in self.states if self.plan.broadcast_buffers else ():
-            if states.hooks.sync:
-                spread_first(list(states.model.buffers()), states.comms.data)
+        if self.plan.broadcast_buffers and self.states.hooks.sync:
+            spread_first(list(self.states.model.buffers()), self.states.comms.data)
         with self.progress.timing("forward"), self.precision.autocast():
             try:
                 return self.module(*args, **kwargs)
@@ -182,7 +171,7 @@ class Engine(nn.Module):
         self._set_alpha()
         self.progress.saw(loss, 1 if scale_wrt_gas else accumulation)
         with self.progress.timing("backward"):
-            for call in itertools.chain.from_iterable(states.before_backward for states in self.states):
+            for call in self.states.before_backward:
                 call(loss)
             loss.backward(retain_graph=retain_graph, **kwargs)
         return loss.detach() / accumulation if scale_wrt_gas else loss.detach()
@@ -194,7 +183,7 @@ class Engine(nn.Module):
         Raises RuntimeError without an optimizer, ValueError if a parameter was added to the model outside `surgery()`.
         """
         self.gate.check("step")
-        is_boundary, steps = self.at_boundary, self.states[0].steps
+        is_boundary, states, steps = self.at_boundary, self.states, self.states.steps
         if is_boundary and (why := steps.unsupported_option(steps.inner.param_groups)):
             raise ValueError(f"engine.step(): {why}")
         self.micro_steps += 1
@@ -206,19 +195,17 @@ class Engine(nn.Module):
         self.watch.phase, self.watch.step = "step", self.global_steps
         with self.progress.timing("step"), torch.no_grad():
             verdict = self._finish_window()
-            for states in self.states:
-                states.release()  # a forward outside the engine, or a double backward, can leave weights gathered
-                if verdict.finite or not self.precision.plan.check_overflow:
-                    states.updater.start(verdict.scale)
-                    self.step_applied = True
+            states.release()  # a forward outside the engine, or a double backward, can leave weights gathered
+            if verdict.finite or not self.precision.plan.check_overflow:
+                states.updater.start(verdict.scale)
+                self.step_applied = True
         self._count(verdict)
-        for states in self.states:
-            if states.updater.is_done:
-                states.settle()
-        for end_step in itertools.chain.from_iterable(states.after_step for states in self.states):
+        if states.updater.is_done:
+            states.settle()
+        for end_step in states.after_step:
             end_step(self.step_applied)
         if self.step_applied:
-            for call in itertools.chain.from_iterable(states.after_update for states in self.states):
+            for call in states.after_update:
                 call()
             self.saves.prepare()
         rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
@@ -229,21 +216,18 @@ class Engine(nn.Module):
         self.saves.auto.after_step(self, verdict.wish)
 
     def _finish_window(self) -> Verdict:
-        for states in self.states:
-            self.window.check_loop(states.hooks.backwards, logs=self.mesh.is_first)
-            window.finish(states, self.alpha)
-        settings = self.precision.loss_scale, self.plan.gradient_clipping
-        return judge(self.states, self.states[0].replica, *settings, self.saves.auto.wish)
+        self.window.check_loop(self.states.hooks.backwards, logs=self.mesh.is_first)
+        window.finish(self.states, self.alpha)
+        return judge(self.states, self.precision.loss_scale, self.plan.gradient_clipping, self.saves.auto.wish)
 
     def _count(self, verdict: Verdict) -> None:
         self.global_grad_norm = verdict.norm
         self.global_steps += 1
         self.watch.step = self.global_steps
         self.global_samples += self.plan.batch.train_batch_size
-        for states in self.states:
-            for unit in states.units:
-                unit.forget_gradients()
-            states.hooks.step_done()
+        for unit in self.units:
+            unit.forget_gradients()
+        self.states.hooks.step_done()
         self.window.divides = None
         self._set_alpha()
         self.overflow = not self.step_applied
@@ -292,14 +276,11 @@ class Engine(nn.Module):
         return self.window.alpha
 
     def _set_alpha(self) -> None:
-        for states in self.states:
-            states.hooks.reducer.alpha = self.alpha
+        self.states.hooks.reducer.alpha = self.alpha
 
     def set_batch(self, batch: BatchPlan) -> None:
         """Change the batch sizes from the next accumulation window on."""
-        self.plan = self.window.plan = replace(self.plan, batch=batch)
-        for states in self.states:
-            states.plan = self.plan
+        self.plan = self.window.plan = self.states.plan = replace(self.plan, batch=batch)
         self.window.divides = None
         self._set_alpha()
 
@@ -310,26 +291,23 @@ class Engine(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients of backward passes inside on this rank; the next backward outside, or `step()`, reduces them."""
-        before = [states.hooks.sync for states in self.states]
-        for states in self.states:
-            states.hooks.sync = False
+        hooks = self.states.hooks
+        before, hooks.sync = hooks.sync, False
         try:
             yield
         finally:
-            for states, sync in zip(self.states, before, strict=True):
-                states.hooks.sync = sync
+            hooks.sync = before
 
     @property
     def backwards(self) -> int:
         """The number of backward passes in the current window."""
-        return max(states.hooks.backwards for states in self.states)
+        return self.states.hooks.backwards
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients accumulated since the last step."""
-        for states in self.states:
-            for unit in states.units:
-                unit.forget_gradients()
-            states.hooks.forget_backwards()
+        for unit in self.units:
+            unit.forget_gradients()
+        self.states.hooks.forget_backwards()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the fp16 loss scale: for a loss of parameters that does not depend on the engine's outputs."""
@@ -348,9 +326,8 @@ class Engine(nn.Module):
             state = self.module.state_dict(*args, **kwargs)
         copies = self._joined_parts(state)
         if Obstacle.DESTROYED not in self.gate:
-            for states in self.states:
-                firsts = entries.first_buffers(states)
-                copies |= {identity(buffer): firsts[name] for name, buffer in entries.buffers(states).items()}
+            firsts = entries.first_buffers(self.states)
+            copies |= {identity(buffer): firsts[name] for name, buffer in entries.buffers(self.states).items()}
         for name, value in state.items():
             if isinstance(value, Tensor):
                 key = identity(value)
@@ -386,10 +363,10 @@ class Engine(nn.Module):
 
         Raises KeyError if no parameter has that name.
         """
-        states, unit, i = self._find(name)
+        unit, i = self._find(name)
         with self.together("gradient"), torch.no_grad():
             if unit.placement.grads:
-                window.reduce_leftovers(states)
+                window.reduce_leftovers(self.states)
             return access.full_gradient(unit, i, self.alpha) / self.precision.loss_scale
 
     def set_gradient(self, name: str, value: Tensor) -> None:
@@ -397,10 +374,10 @@ class Engine(nn.Module):
 
         Raises ValueError if the shapes differ or the parameter is frozen.
         """
-        states, unit, i = self._find(name)
+        unit, i = self._find(name)
         with self.together("set_gradient"), torch.no_grad():
             if unit.placement.grads:
-                window.reduce_leftovers(states)
+                window.reduce_leftovers(self.states)
             access.set_gradient(unit, i, value.float() * self.precision.loss_scale, self.alpha)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
@@ -408,15 +385,15 @@ class Engine(nn.Module):
 
         Raises KeyError if no parameter has that name.
         """
-        states, unit, i = self._find(name)
+        unit, i = self._find(name)
         with self.together("optimizer_state"):
-            return optimizer_state.of_parameters(unit, [i], states.steps)[i]
+            return optimizer_state.of_parameters(unit, [i], self.states.steps)[i]
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Overwrite optimizer states of parameter `name`; "master" also sets the weight. Collective; same values on all ranks."""
-        states, unit, i = self._find(name)
+        unit, i = self._find(name)
         with self.together("set_optimizer_state"):
-            optimizer_state.set_parameter(unit, i, states.steps, values)
+            optimizer_state.set_parameter(unit, i, self.states.steps, values)
 
     def save_checkpoint(
         self,
@@ -437,7 +414,7 @@ class Engine(nn.Module):
             raise ValueError(f"save_checkpoint(contents={contents!r}): use all, without_optimizer, weights or adapters")
         folder = _folder("save_checkpoint(save_dir=)", save_dir)
         with self.together("save_checkpoint"):
-            self._refuse_unknown()
+            self.states.refuse_unknown()
             self.saves.save(self, folder, tag, client_state, save_latest, exclude_frozen_parameters, contents)
         return True
 
@@ -466,7 +443,7 @@ class Engine(nn.Module):
         file_dtype, nbytes = dtype_of(dtype), num_bytes(max_shard_size)
         path = _folder("save_pretrained(save_directory=)", save_directory)
         with self.together("save_pretrained"):
-            self._refuse_unknown()
+            self.states.refuse_unknown()
             hugging_face.save_pretrained(self.states, path, file_dtype, nbytes, only_trainable)
 
     def load_checkpoint(
@@ -504,13 +481,12 @@ class Engine(nn.Module):
         """Guard a collective method: it starts once all ranks have called it; otherwise all raise PeerError."""
         with self.watch.guard(method):
             self.gate.check(method)
-            rows = self.states[0].world.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
+            rows = self.states.world.exchange(torch.tensor([float(zlib.crc32(method.encode()))], dtype=torch.float64))
             if rows.min() != rows.max():
                 raise PeerError(f"this rank called engine.{method}() while other ranks called another method; call it on all ranks")
             self._settle_before(method)
-            for states in self.states:
-                if states.outer is not None:
-                    states.outer.before(method)
+            if self.states.outer is not None:
+                self.states.outer.before(method)
             yield
 
     def _settle_before(self, method: str) -> None:
@@ -518,21 +494,16 @@ class Engine(nn.Module):
         if Obstacle.BROKEN in self.gate:
             return
         try:
-            for states in self.states:
-                states.settle()
+            self.states.settle()
         except (DiskError, RuntimeError) as failure:
             if Obstacle.BROKEN not in self.gate or Obstacle.BROKEN not in IGNORED_BLOCKS.get(method, ()):
                 raise
             logger.error("%s: %s", method, failure)
 
-    def _refuse_unknown(self) -> None:
-        for states in self.states:
-            states.refuse_unknown()
-
-    def _find(self, name: str) -> tuple[States, Unit, int]:
-        places = {known: (states, unit, i) for states in self.states for unit in states.units for i, known in enumerate(unit.names)}
+    def _find(self, name: str) -> tuple[Unit, int]:
+        places = {known: (unit, i) for unit in self.units for i, known in enumerate(unit.names)}
         if name not in places:
-            by_param = {id(place[1].params[place[2]]): place for place in places.values()}
+            by_param = {id(unit.params[i]): (unit, i) for unit, i in places.values()}
             tied = self.module.named_parameters(remove_duplicate=False)  # further names of tied parameters
             places |= {alias: by_param[id(param)] for alias, param in tied if id(param) in by_param}
         if name in places:
@@ -542,6 +513,8 @@ class Engine(nn.Module):
         raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, list(places))}")
 
     def __getattr__(self, name: str) -> Any:
+        if name == "states":  # `destroy` deletes them
+            self.gate.check("states")
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -556,7 +529,7 @@ class Engine(nn.Module):
         """Return a table of bytes per rank: memory by state, traffic by link; given a batch (arguments of `forward`), the peak."""
         from slipstream.train.planning import explain
 
-        return explain.table(explain.of_states(self.single, *args, **kwargs))
+        return explain.table(explain.of_states(self.states, *args, **kwargs))
 
     def expert_load(self) -> dict[str, ExpertLoad]:
         """Return the load of the experts in the last step, over all ranks, by the name of their layer: the number of routes to each
@@ -565,14 +538,14 @@ class Engine(nn.Module):
 
         by_name = meters(self.module)
         with self.together("expert_load"):
-            total = self.single.exchange(self.mesh.dense.both).sum
+            total = self.states.exchange(self.mesh.dense.both).sum
             return sum_loads({name: meter.last for name, meter in by_name.items()}, total, by_name) if by_name else {}
 
     def log(self, figures: Mapping[str, float | Tensor]) -> None:
         """Give figures of the script, by tag, to the monitors of the config, over `global_samples`. Rank 0 alone has monitors;
         other ranks, and all without monitors, do nothing. A tensor, of one element, is waited for."""
         self.gate.check("log")
-        if (monitors := self.states[0].resources.get("monitors")) is not None:
+        if (monitors := self.states.resources.get("monitors")) is not None:
             monitors.write_events([(tag, value, self.global_samples) for tag, value in figures.items()])
 
     # -- changing the model --
@@ -597,19 +570,19 @@ class Engine(nn.Module):
         from slipstream.train.surgery import Surgery
 
         with self.together("surgery"):
-            operation = Surgery(self.single, group, self.wire)
+            operation = Surgery(self.states, group, self.wire)
             operation.begin()
             self.operation = operation
         try:
             yield
         except BaseException as error:
             operation, self.operation = self.operation, None
-            self.single.model = self.module
+            self.states.model = self.module
             operation.abort(error)
             raise
         with self.watch.guard("surgery"), torch.no_grad():
             operation, self.operation = self.operation, None
-            self.single.model = self.module  # the user may have wrapped it
+            self.states.model = self.module  # the user may have wrapped it
             operation.finish()
 
     # -- hand-over to an inference engine --
@@ -622,14 +595,14 @@ class Engine(nn.Module):
         from slipstream.train import handover
 
         with self.together("named_weights"):
-            yield from handover.stream(self.single)
+            yield from handover.stream(self.states)
 
     def exchange(self, axis: str) -> Exchange:
         """The collectives on activations between the ranks of an axis, "sp" or "tp", for layers that compute in parts
         (slipstream.parallel). Collective over the axis at the first call. Raises ValueError for another axis."""
         if axis not in ("sp", "tp"):
             raise ValueError(f"engine.exchange({axis!r}): use 'sp' or 'tp'")
-        return self.single.exchange(axis)
+        return self.states.exchange(axis)
 
     # -- lifecycle --
 
@@ -644,15 +617,15 @@ class Engine(nn.Module):
 
         kinds = sleep.check(include, device, path, self.device)
         with self.together("sleep"), torch.no_grad():
-            return sleep.put(self.single, kinds, path if device == "disk" else None)
+            return sleep.put(self.states, kinds, path if device == "disk" else None)
 
     def wake(self) -> None:
         """Restore the states that `sleep` moved away. Collective; a no-op if the engine is awake."""
         from slipstream.train import sleep
 
-        if self.single.asleep is not None:
+        if self.states.asleep is not None:
             with self.together("wake"), torch.no_grad():
-                sleep.wake(self.single)
+                sleep.wake(self.states)
 
     def destroy(self) -> None:
         """Free the engine's resources; the model's parameters become ordinary, unsharded parameters again. Collective.
@@ -679,13 +652,11 @@ class Engine(nn.Module):
             )
         with ExitStack() as closing:  # run every callback even if one raises: another rank may be gone
             closing.callback(self._forget)
-            for states in self.states:
-                closing.callback(states.homes.close)
+            closing.callback(self.states.homes.close)
             closing.callback(self.watch.stop)
-            for states in self.states:
-                for comm in (*states.transports(), *states.resources.values()):
-                    closing.callback(comm.close)
-                closing.callback(states.updater.close)
+            for comm in (*self.states.transports(), *self.states.resources.values()):
+                closing.callback(comm.close)
+            closing.callback(self.states.updater.close)
             self._return_parameters()
 
     def _return_parameters(self) -> None:
@@ -694,17 +665,17 @@ class Engine(nn.Module):
             self.wake()
         except DiskError as error:
             logger.error("destroy: sleeping states could not be restored: %s", error)
+        states = self.states
         with self.together("destroy"):
-            for states in self.states:
-                states.hooks.remove()
-                own = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in states.units], dtype=torch.float64)
-                anywhere = states.comms.data.exchange(own).any(0).tolist()  # a rank without a share of a unit participates
-                for unit, on_disk in zip(states.units, anywhere, strict=True):
-                    memory.close(unit, on_disk=on_disk)
-                access.forget(states.units)
-            self.states[0].fence()
+            states.hooks.remove()
+            own = torch.tensor([float(isinstance(unit.weights, DiskStore)) for unit in states.units], dtype=torch.float64)
+            anywhere = states.comms.data.exchange(own).any(0).tolist()  # a rank without a share of a unit participates
+            for unit, on_disk in zip(states.units, anywhere, strict=True):
+                memory.close(unit, on_disk=on_disk)
+            access.forget(states.units)
+            states.fence()
 
     def _forget(self) -> None:
         self.saves.close()
-        self.states = []
+        del self.states
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

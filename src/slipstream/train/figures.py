@@ -39,9 +39,9 @@ def monitor(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
         if "report" in blocks:
             blocks["report"] = {**blocks["report"], "sections": _texts(engine)}
         engine.progress.losses = []
-        monitors = engine.states[0].resources["monitors"] = open_monitors(blocks)
+        monitors = engine.states.resources["monitors"] = open_monitors(blocks)
         tokens, memory = _Tokens(engine), Resident()
-        engine.states[0].after_step.append(lambda _: monitors.write_events(_figures(engine, tokens, memory)))
+        engine.states.after_step.append(lambda _: monitors.write_events(_figures(engine, tokens, memory)))
 
     return connect
 
@@ -56,7 +56,7 @@ class _Tokens:
         self.parts = mesh.batch.size * mesh.sp.size  # ranks that see different tokens, taken to be as many as here
         is_whole = mesh.world.size == self.parts and not expert_loads(engine.module)  # each rank has all weights of a token
         self.flop = _flop(engine) if is_whole else 0  # of a token's products; 0: not known
-        engine.states[0].before_forward(self._count, with_kwargs=True)
+        engine.states.before_forward(self._count, with_kwargs=True)
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if model.training and torch.is_grad_enabled():
@@ -105,7 +105,5 @@ def _figures(engine: Engine, tokens: _Tokens, memory: Resident) -> list[tuple[st
 
 def _texts(engine: Engine) -> dict[str, str]:
     """What a report says beside the curves."""
-    texts = {"Settings": describe(engine.plan), "Environment": report.as_text(report.collect())}
-    if len(engine.states) == 1:
-        texts["Memory and traffic of each rank, predicted"] = engine.explain()
-    return texts
+    settings, environment = describe(engine.plan), report.as_text(report.collect())
+    return {"Settings": settings, "Environment": environment, "Memory and traffic of each rank, predicted": engine.explain()}

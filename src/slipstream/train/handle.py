@@ -59,14 +59,14 @@ class OptimizerHandle(torch.optim.Optimizer):
         from slipstream.train.saving import optimizer_state
 
         with self.engine.together("optimizer.state_dict"):
-            return optimizer_state.gather(self.engine.single)
+            return optimizer_state.gather(self.engine.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer, or of a plain torch one over the same model. Collective; same on all ranks."""
         from slipstream.train.saving import optimizer_state
 
         with self.engine.together("optimizer.load_state_dict"):
-            optimizer_state.load(self.engine.single, state_dict)
+            optimizer_state.load(self.engine.states, state_dict)
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({self.optimizer!r})"

@@ -188,9 +188,9 @@ class _Cut(NamedTuple):
             check_first_inputs(engine.module, self.slices)
         if self.sequences is not None:
             self.sequences.exchange = engine.exchange("sp")
-            engine.single.resources["sequences"] = self.sequences
-        self.experts.connect(engine.single.exchange)
-        states, mesh, watch, every = engine.single, engine.mesh, engine.watch, engine.plan.steps_per_print
+            engine.states.resources["sequences"] = self.sequences
+        self.experts.connect(engine.states.exchange)
+        states, mesh, watch, every = engine.states, engine.mesh, engine.watch, engine.plan.steps_per_print
         window, precision = engine.window, engine.precision
         for module in engine.module.modules():
             if isinstance(module, MoE):
@@ -273,7 +273,7 @@ def _log_traffic(engine: Engine) -> None:
     if engine.mesh.is_first and engine.mesh.world.size > 1 and logger.isEnabledFor(logging.INFO):
         from slipstream.train.planning import explain  # slow to import
 
-        if text := explain.traffic_text([explain.of_states(states) for states in engine.states]):
+        if text := explain.traffic_text(explain.of_states(engine.states)):
             logger.info("%s (engine.explain() has the parts)", text)
 
 

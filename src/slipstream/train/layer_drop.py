@@ -206,7 +206,7 @@ def drop_layers(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None
         drop.take(model, names)
 
     def connect(engine: Engine) -> None:
-        states = engine.states[0]
+        states = engine.states
         states.resources["layer drop"] = drop
         if staged:
             drop.take(model, _blocks_of_all_stages(model, engine))

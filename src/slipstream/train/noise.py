@@ -47,7 +47,7 @@ class Noise:
         self.spread = self.square = 0.0  # tr(S) and |G|^2, means over measurements
 
     def connect(self) -> None:
-        states = self.engine.states[0]
+        states = self.engine.states
         states.resources["noise scale"] = self
         states.before_backward.append(self._begin)
         states.after_step.append(self._end)
@@ -73,7 +73,7 @@ class Noise:
         batch, norm = self.engine.plan.batch, self.engine.global_grad_norm or 0.0
         own = torch.stack(squares).double().sum().item() / (backwards * self.factor**2) if squares else 0.0
         own = own if backwards == batch.accumulation else math.nan  # a rank without a batch takes part, and nothing is measured
-        small = self.engine.states[0].world.exchange(torch.tensor([own], dtype=torch.float64)).mean().item()
+        small = self.engine.states.world.exchange(torch.tensor([own], dtype=torch.float64)).mean().item()
         if math.isfinite(small) and math.isfinite(norm):
             self._measured(batch.micro_batch_size, small, batch.train_batch_size, norm**2)
 

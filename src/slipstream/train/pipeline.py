@@ -270,7 +270,7 @@ class Pipe:
         self.plan()
         self.deferred = Deferred(self.module) if self.defers else None
         if self.deferred is not None:
-            engine.single.resources["weight gradients"] = self.deferred
+            engine.states.resources["weight gradients"] = self.deferred
         self.params = {id(param): (unit, i) for unit in engine.units for i, param in enumerate(unit.params)}
 
     def plan(self) -> None:
@@ -299,7 +299,7 @@ class Pipe:
                 items = self._own_items(count)
         except Exception as failure:
             error = failure
-        rows = self.engine.single.world.exchange(torch.tensor([-1.0 if error is not None else len(items)], dtype=torch.float64))
+        rows = self.engine.states.world.exchange(torch.tensor([-1.0 if error is not None else len(items)], dtype=torch.float64))
         if error is not None:
             raise error
         fewest, place = rows.flatten().min(0)
@@ -333,8 +333,7 @@ class Pipe:
                 losses = self._run(batches)
         finally:
             self.is_last_backward = False
-        for states in engine.states:
-            states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
+        engine.states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
         engine.micro_steps += micro_batches - 1
         Engine.step(engine)
         self.loss = self._mean(losses, micro_batches)
@@ -351,8 +350,7 @@ class Pipe:
         self.spans = []
         for i, action in enumerate(actions):
             place = action.chunk, action.micro
-            for states in self.engine.states:
-                states.hooks.at_micro_batch(action.micro)
+            self.engine.states.hooks.at_micro_batch(action.micro)
             self.began = time.time()  # of an action that waits for mail: when that has come
             if action.kind is Kind.FORWARD:
                 runs[place] = self._forward(action, batches[action.micro], kept, losses)
@@ -370,7 +368,7 @@ class Pipe:
 
     def _take(self, param: nn.Parameter, grad: Tensor) -> None:
         unit, i = self.params[id(param)]
-        self.engine.single.hooks.add(unit, i, grad)
+        self.engine.states.hooks.add(unit, i, grad)
 
     def _first_inputs(self, batch: Any) -> Any:
         return self.engine.precision.enter(self.module.inputs(batch))
@@ -442,7 +440,7 @@ class Pipe:
 
     def _mean(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """The mean over micro-batches and ranks of the batch, in fp32; also of the additional losses. Collective."""
-        states, mesh = self.engine.states[0], self.engine.mesh
+        states, mesh = self.engine.states, self.engine.mesh
         self.total = torch.stack(list(losses)).sum() if losses else None
         if self.has_reports:
             reported, self.reported = self.reported, []

@@ -298,16 +298,16 @@ def drop_tokens(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None
         drop.wrap(blocks, "")
 
     def connect(engine: Engine) -> None:
-        engine.single.resources["random-LTD"] = drop
+        engine.states.resources["random-LTD"] = drop
         drop.clock = lambda: (engine.global_steps, engine.backwards, engine.mesh.batch.index)
-        engine.single.before_forward(lambda module, _: drop.check(module, len(blocks)))
+        engine.states.before_forward(lambda module, _: drop.check(module, len(blocks)))
 
     return connect
 
 
 def token_drop_of(engine: Engine) -> TokenDrop:
     """The random-LTD of an engine. Raises ValueError if its config has none."""
-    drop = engine.single.resources.get("random-LTD")
+    drop = engine.states.resources.get("random-LTD")
     if drop is None:
         raise ValueError(f"random-LTD is off: set {_KEY}.enabled, data_efficiency.data_routing.enabled and data_efficiency.enabled")
     return drop
@@ -316,7 +316,7 @@ def token_drop_of(engine: Engine) -> TokenDrop:
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module]) -> Any:
     """Let the modules of this class in an engine's model be the layers, in their order, in place of its repeated blocks; returns
     the engine. Raises TypeError for something else than an engine, ValueError if their number is not the config's."""
-    if not hasattr(model, "single"):
+    if not hasattr(model, "states"):
         raise TypeError(f"convert_to_random_ltd() takes the engine that initialize() returned, not a {type(model).__name__}")
     layers = [module for module in model.module.modules() if isinstance(module, convert_type)]
     token_drop_of(model).wrap(layers, f"{type(model.module).__name__} has {len(layers)} of class {convert_type.__name__}")

@@ -147,7 +147,7 @@ def rehearse(plan: Plan) -> tuple[torch.optim.Optimizer | None, Rule | None]:
     compiled.check(plan.compile)
     model = torch.nn.Linear(1, 1)
     if plan.mesh.tp > 1:
-        mark_part(model.weight, "tp", plan.mesh.tp)  # some of the model's weights will be parts
+        mark_part(next(model.parameters()), "tp", plan.mesh.tp)  # some of the model's weights will be parts
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if plan.optimizer else None
     inner, rule = build_optimizer(named, model, None, None, on_host=plan.offload.optimizer != "none")
     if inner is not None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def mean_over(engine: Engine) -> Mean:
     """The mean of tensors over the ranks that compute the same model from other data, or parts of it. Collective."""
-    states, ranks = engine.states[0], engine.mesh.dense.both
+    states, ranks = engine.states, engine.mesh.dense.both
 
     def mean(parts: list[Tensor]) -> list[Tensor]:
         if ranks.size == 1:
@@ -61,7 +61,7 @@ class SecondOrder:
         return any(layer.loses_at(after) for layers in self.layers for layer in layers)
 
     def connect(self, engine: Engine) -> None:
-        states, model = engine.states[0], engine.module
+        states, model = engine.states, engine.module
         both = ExitStack()  # kernels of attention that have second derivatives
 
         def begin(module: nn.Module, *_: Any) -> None:
@@ -91,7 +91,7 @@ class SecondOrder:
         """Set the factors of the layers that lose a bit at the end of this window. Collective."""
         if not self.is_due(engine):
             return
-        states, after = engine.states[0], engine.global_steps + 1
+        states, after = engine.states, engine.global_steps + 1
         mean = mean_over(engine)
         with states.hooks.aside(), sdpa_kernel([SDPBackend.MATH]):
             shares = self.eigenvalue.shares(loss, self.blocks, mean)

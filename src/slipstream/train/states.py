@@ -1,7 +1,7 @@
-"""The sharded states of one model, or of one part of it, and the objects that work on them.
+"""The sharded states of one model, and the objects that work on them.
 
-An engine holds a list of `States`: one today, one per virtual stage with pipelines. Saving, loading, sleep, surgery, hand-over and
-forecasts take `States`, not the engine.
+The stages of a pipeline that a rank has are one model. Saving, loading, sleep, surgery, hand-over and forecasts take `States`, not
+the engine.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class States:
             return
         self.homes.settle()
         failure = failure or self.homes.failure
-        own = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else ()
+        own = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
         if first := first_said(own, self.mesh.world):
             rank, (is_disk, why) = first
             reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)

@@ -63,7 +63,7 @@ class _Follower:
         self.shares: list[float] = []  # of the parameter groups' learning rates, over the first one's
 
     def connect(self) -> None:
-        states, progress = self.engine.states[0], self.engine.progress
+        states, progress = self.engine.states, self.engine.progress
         if progress.losses is None:
             progress.losses = []
         states.before_forward(self._begin, with_kwargs=True)
@@ -130,7 +130,7 @@ class _Follower:
     def _is_stopped(self) -> bool:
         """Whether rank 0 sees the file STOP; the same on all ranks. Collective."""
         own = float(self.is_first and (self.trial.folder / STOP).exists())
-        return bool(self.engine.states[0].world.exchange(torch.tensor([own], dtype=torch.float64)).max())
+        return bool(self.engine.states.world.exchange(torch.tensor([own], dtype=torch.float64)).max())
 
 
 def surveyed(

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from slipstream.train.states import States
 from slipstream.train.window import check_rounds
-from slipstream.world.mesh import Axis
-from slipstream.zero.comm import Comm, gather_objects
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.unit import Unit
 
 
@@ -27,8 +26,8 @@ class Verdict(NamedTuple):
     cause: str = ""  # what made it so, if a part of the model knows
 
 
-def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: float, wish: float = 0.0) -> Verdict:
-    """Compute the verdict in one exchange. A barrier.
+def judge(states: States, loss_scale: float, clipping: float, wish: float = 0.0) -> Verdict:
+    """Compute the verdict in one exchange over the ranks that step together. A barrier.
 
     Each rank adds the squares of its own units in fp64, then every rank adds the sums in rank order: the work per rank does not
     grow with units times ranks, and the result is the same on all ranks and in all ZeRO stages.
@@ -36,12 +35,11 @@ def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: flo
     It is the fence of the step: no rank passes the exchange before all have finished their backward, so weights in shared memory
     may then be overwritten.
     """
-    trainable = [unit for states in parts for unit in states.units if unit.trainable]
+    world, trainable = states.replica, [unit for unit in states.units if unit.trainable]
     own = 0.0
     for square in _squares(trainable):
         own += square
-    backwards = max((states.hooks.backwards for states in parts), default=0)
-    rows = world.exchange(torch.tensor([float(backwards), own, wish], dtype=torch.float64))
+    rows = world.exchange(torch.tensor([float(states.hooks.backwards), own, wish], dtype=torch.float64))
     check_rounds(rows[:, 0], world.axis)
     total = 0.0
     for square in rows[:, 1].tolist():
@@ -53,7 +51,7 @@ def judge(parts: Sequence[States], world: Comm, loss_scale: float, clipping: flo
         clip = clipping / (norm + 1e-6)
         clip = 1.0 if clip > 1.0 else clip
     wish = float(rows[:, 2].max())
-    return Verdict(norm, finite, clip / loss_scale, wish, *(() if finite else _find_culprit(parts, trainable, world.axis)))
+    return Verdict(norm, finite, clip / loss_scale, wish, *(() if finite else _find_culprit(states, trainable)))
 
 
 def _squares(units: Sequence[Unit]) -> list[float]:
@@ -65,7 +63,7 @@ def _squares(units: Sequence[Unit]) -> list[float]:
     return [float(square) for square in squares]
 
 
-def _find_culprit(parts: Sequence[States], units: Sequence[Unit], world: Axis) -> tuple[str, str]:
+def _find_culprit(states: States, units: Sequence[Unit]) -> tuple[str, str]:
     """`Verdict.culprit` and `cause`, "" for none. Collective, rare."""
     first: tuple[int, int, str] | None = None
     for unit in units:
@@ -76,7 +74,7 @@ def _find_culprit(parts: Sequence[States], units: Sequence[Unit], world: Axis) -
             if not bool(torch.isfinite(unit.grads.get(inside.start, inside.stop)).all()):
                 first = (unit.index, i, unit.names[i])
                 break
-    causes = [cause for states in parts for suspect in states.suspects if (cause := suspect())]
-    found: list[tuple[Any, list[str]]] = gather_objects((first, causes), world)
+    causes = [cause for suspect in states.suspects if (cause := suspect())]
+    found: list[tuple[Any, list[str]]] = gather_objects((first, causes), states.replica.axis)
     firsts = [each for each, _ in found if each is not None]
     return min(firsts)[2] if firsts else "", next((cause for _, each in found for cause in each), "")

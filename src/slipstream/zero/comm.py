@@ -236,7 +236,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 class ProcessGroupComm(Comm):
     """torch.distributed. On gloo, reduce-scatter is an all-to-all and our own sum, because gloo's is an all-reduce inside:
-    it sends twice the bytes and adds in another order. On NCCL it is NCCL's, unless `deterministic`.
+    it sends twice the bytes and adds in another order. On NCCL it is NCCL's.
 
     [Note: Ranks that lose each other] gloo matches any two all-gathers: silently if their sizes agree, else the process ends.
     So an operation is launched directly only if it followed the same operations before. Any other is first compared across
@@ -247,14 +247,11 @@ class ProcessGroupComm(Comm):
     before an operation and back after it.
     """
 
-    def __init__(
-        self, axis: Axis, group: dist.ProcessGroup, device: torch.device, watch: Watch, deterministic: bool = False
-    ) -> None:
+    def __init__(self, axis: Axis, group: dist.ProcessGroup, device: torch.device, watch: Watch) -> None:
         super().__init__(axis)
         self.device, self.watch, self.group = device, watch, group
         self.staged = device.type != "cpu" and group._get_backend(device).name() == "gloo"
         self.on_host = device.type == "cpu" or self.staged
-        self.native_reduce = not self.on_host and not deterministic
         self.ledger = Ledger(f"{axis.name} {axis.ranks}", axis.ranks, group, record=watch.record)
         self.course = 0  # checksum of all operations since the last exchange
         self.known: dict[int, int] = {}  # course -> the operation that followed on all ranks
@@ -337,7 +334,7 @@ class ProcessGroupComm(Comm):
 
     def reduce_scatter(self, buffer: Buffer, cuts: Cuts, out: Tensor, *, alpha: float, accumulate: bool) -> Pending[Partial]:
         lengths = {b - a for a, b in itertools.pairwise(cuts)}
-        if not self.native_reduce or len(lengths) > 1:
+        if self.on_host or len(lengths) > 1:
             return self.swap(buffer, cuts, lambda spans: reduce_into(out, spans, alpha, accumulate), "reduce-scatter")
         full = buffer.tensor[: cuts[-1]]
         total = full.new_empty(lengths.pop())
@@ -478,7 +475,7 @@ def sum_over(tensor: Tensor, axis: Axis) -> None:
         dist.all_reduce(tensor, group=axis.group)
 
 
-def first_said(value: T, axis: Axis) -> tuple[int, T] | None:
+def first_said(value: T | None, axis: Axis) -> tuple[int, T] | None:
     """The first rank with a `value` that is not empty (an error's text), and its value. None: all are empty. Collective."""
     said = zip(axis.ranks, gather_objects(value, axis), strict=True)
     return next(((rank, each) for rank, each in said if each), None)

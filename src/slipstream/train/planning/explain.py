@@ -274,15 +274,12 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
-def traffic_text(forecasts: Sequence[Forecast]) -> str:
-    """What a rank sends, in one line, of the forecasts of its states; "" if nothing."""
-    sent = sum(forecast.flow.wire for forecast in forecasts)
-    later = {kind: sum(forecast.later[kind].wire for forecast in forecasts) for kind in forecasts[0].later}
+def traffic_text(forecast: Forecast) -> str:
+    """What a rank sends, in one line; "" if nothing."""
+    sent = forecast.flow.wire
     text = [f"each rank sends {size(sent)} per step"] if sent else []
-    text += [f"{size(nbytes)} per {_KINDS[kind]}" for kind, nbytes in later.items() if sent]
-    if (every := forecasts[0].setting.plan.local_steps.every) and (
-        nbytes := sum(predict.round_nbytes(forecast.counted) for forecast in forecasts)
-    ):
+    text += [f"{size(later.wire)} per {_KINDS[kind]}" for kind, later in forecast.later.items() if sent]
+    if (every := forecast.setting.plan.local_steps.every) and (nbytes := predict.round_nbytes(forecast.counted)):
         text += [f"each rank sends {size(nbytes)} every {every} steps"]
     return ", ".join(text)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -107,11 +107,6 @@ def spread_weights(states: States, units: Sequence[Unit] | None = None) -> None:
             each.wait()
 
 
-def over(parts: Sequence[States], function: Callable[[States], Mapping[str, T]]) -> dict[str, T]:
-    """The entries of all parts."""
-    return {name: value for states in parts for name, value in function(states).items()}
-
-
 def of_all_stages(own: dict[str, T], mesh: Mesh) -> dict[str, T]:
     """The entries of all pipeline stages; the first stage's if several have one. Collective over the stages."""
     merged: dict[str, T] = {}
@@ -120,10 +115,9 @@ def of_all_stages(own: dict[str, T], mesh: Mesh) -> dict[str, T]:
     return merged
 
 
-def average_values(parts: Sequence[States]) -> dict[str, Any] | None:
+def average_values(states: States) -> dict[str, Any] | None:
     """The values of the moving averages that are not tensors; None without averages."""
-    averages = [states.average for states in parts if states.average is not None]
-    return {"num_updates": averages[0].num_updates} if averages else None
+    return {"num_updates": states.average.num_updates} if states.average is not None else None
 
 
 def outer(states: States) -> dict[str, FlatSlice | Tensor]:
@@ -160,36 +154,33 @@ def first_buffers(states: States) -> dict[str, Tensor]:
     return dict(zip(own, first_values(list(own.values()), states.comms.data), strict=True))
 
 
-def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[tuple[ShardedSteps, UpdatePiece]]:
+def pieces(states: States, exclude: Sequence[str] = ()) -> Iterator[UpdatePiece]:
     """The pieces of parameters that this rank's optimizer may hold state for, except those that patterns exclude."""
-    for piece in states.steps.pieces(states.units):
-        if not is_excluded(f"model.{piece.name}", exclude):
-            yield states.steps, piece
+    return (piece for piece in states.steps.pieces(states.units) if not is_excluded(f"model.{piece.name}", exclude))
 
 
 def optimizer_tensors(states: States) -> dict[str, FlatSlice | Tensor]:
     entries: dict[str, FlatSlice | Tensor] = {}
-    for steps, piece in pieces(states):
+    for piece in pieces(states):
         shape, places = place_of(piece.unit, piece.param, piece.shape)
-        for state, values in steps.states(piece).items():
+        for state, values in states.steps.states(piece).items():
             entries[f"optim.{state}.{piece.name}"] = FlatSlice(values, shape, piece.offset, places)
     return entries
 
 
-def optimizer_scalars(parts: Sequence[States]) -> dict[str, Any] | None:
+def optimizer_scalars(states: States) -> dict[str, Any] | None:
     """The optimizer's classes, scalars by parameter, and groups; None without an optimizer. Collective."""
-    steps = parts[0].steps  # all parts have the same optimizer
+    steps = states.steps
     if not steps.has_optimizer:
         return None
     unsaved = {"params", *getattr(steps.inner, "script_options", ())}
     groups = [{key: value for key, value in group.items() if key not in unsaved} for group in steps.inner.param_groups]
-    params = {name: values for states in parts for name, values in all_scalars(states).items()}
-    return {"classes": optimizer_classes(steps), "params": params, "groups": groups}
+    return {"classes": optimizer_classes(steps), "params": all_scalars(states), "groups": groups}
 
 
 def all_scalars(states: States) -> dict[str, Any]:
     """The optimizer's values that are not per element, by the parameter's name, of all ranks. Collective."""
-    own = {piece.name: steps.scalars(piece) for steps, piece in pieces(states)}
+    own = {piece.name: states.steps.scalars(piece) for piece in pieces(states)}
     return {name: values for scalars in gather_objects(own, states.mesh.world) for name, values in scalars.items()}
 
 

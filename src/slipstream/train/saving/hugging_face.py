@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,41 +22,36 @@ from slipstream.train.states import States
 from slipstream.zero.comm import gather_objects
 
 
-def save_pretrained(
-    parts: Sequence[States], folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool
-) -> None:
+def save_pretrained(states: States, folder: str, dtype: torch.dtype | None, shard_nbytes: int, only_trainable: bool) -> None:
     """Write the masters' values; weights quantized by `slipstream.quantize` are dequantized. Collective; each rank writes the part
     that it owns, also of slices and of pipeline stages. Raises ValueError for weights that other libraries quantized.
 
     A model with PEFT adapters becomes the base with the adapters merged or, with only_trainable, a PEFT adapter folder.
     """
-    first, model = parts[0], cast("Any", parts[0].model)
+    model: Any = states.model
     arguments = {"dtype": dtype, "max_shard_size": shard_nbytes, "only_trainable": only_trainable}
-    agree(first.mesh.world, f"{folder} was not written", arguments)
-    for states in parts:
-        _refuse_foreign(states, only_trainable)
-    where: dict[str, Any] = {"group": first.mesh.world.group, "shard_nbytes": shard_nbytes}
+    agree(states.mesh.world, f"{folder} was not written", arguments)
+    _refuse_foreign(states, only_trainable)
+    where: dict[str, Any] = {"group": states.mesh.world.group, "shard_nbytes": shard_nbytes}
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapted = handover.has_adapters(model)
     if adapted and only_trainable:
-        _save_adapters(first, folder, dtype, where)
+        _save_adapters(states, folder, dtype, where)
         return
     tensors: dict[str, pretrained.Out] = {}
     if adapted:
-        buffers = {} if only_trainable else entries.first_buffers(first)
-        for announced in handover.announced_by_stages(first):
+        buffers = {} if only_trainable else entries.first_buffers(states)
+        for announced in handover.announced_by_stages(states):
             for name, (shape, kept) in announced.items():
                 tensors[name] = pretrained.Out(torch.empty(shape, device="meta"), dtype or kept)
-        renamed = handover.adapted_buffers(first, [name.partition(".")[2] for name in buffers])
+        renamed = handover.adapted_buffers(states, [name.partition(".")[2] for name in buffers])
         own = {new: pretrained.Out(buffers[f"buffer.{old}"], buffers[f"buffer.{old}"].dtype) for old, new in renamed.items()}
-        tensors |= _of_all_stages(own, first)
-        where["stream"] = handover.stream(first)
+        tensors |= _of_all_stages(own, states)
+        where["stream"] = handover.stream(states)
     else:
-        for states in parts:
-            tensors |= _own(states, dtype, only_trainable)
-        tensors = _of_all_stages(tensors, first)
+        tensors = _of_all_stages(_own(states, dtype, only_trainable), states)
     config = entries.model_config(base)
-    written = dtype or first.plan.precision.param_dtype
+    written = dtype or states.plan.precision.param_dtype
     texts = {} if config is None else pretrained.describe(config, getattr(base, "architecture", type(base).__name__), written)
     generation = getattr(base, "generation_config", None)
     if generation is not None:

@@ -46,36 +46,31 @@ class Wanted(NamedTuple):
     exclude: list[str]
 
 
-def load(
-    parts: Sequence[States], loop: entries.Loop, directory: str, tag: str | None, wanted: Wanted
-) -> tuple[str | None, dict[str, Any]]:
+def load(states: States, loop: entries.Loop, directory: str, tag: str | None, wanted: Wanted) -> tuple[str | None, dict[str, Any]]:
     """Read a checkpoint into the states and the loop; returns (folder, client_state), or (None, {}) if `latest` is missing.
 
     Collective. Raises CheckpointError on every rank, with nothing changed, if anything in it is wrong.
     """
-    world = parts[0].mesh.world
+    world = states.mesh.world
     step = f"checkpoint {'latest' if tag is None else tag} of {directory} was not loaded"
     agree(world, step, {"tag": tag, **wanted._asdict()})
-    return checkpoint.retry_if_replaced(directory, tag, partial(_load, parts, loop, directory, tag, wanted), group=world.group)
+    return checkpoint.retry_if_replaced(directory, tag, partial(_load, states, loop, directory, tag, wanted), group=world.group)
 
 
-def _load(
-    parts: Sequence[States], loop: entries.Loop, directory: str, tag: str | None, wanted: Wanted
-) -> tuple[str | None, dict[str, Any]]:
+def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, wanted: Wanted) -> tuple[str | None, dict[str, Any]]:
     strict, optimizer, scheduler, module_only, exclude = wanted
-    group = parts[0].mesh.world.group
+    group = states.mesh.world.group
     if tag is None:
-        tag = _latest_tag(parts[0], directory)
+        tag = _latest_tag(states, directory)
     if tag is None:
         return None, {}
     metadata = checkpoint.load_metadata(directory, tag, group=group)
     contents = metadata.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
-    optimizer = optimizer and not module_only and parts[0].steps.has_optimizer
-    for part in parts:
-        part.steps.synchronize(part.units)
-    undo: list[Callable[[], None]] = _prepare_optimizer(parts, metadata, exclude) if optimizer else []
-    request = _request(parts, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
+    optimizer = optimizer and not module_only and states.steps.has_optimizer
+    states.steps.synchronize(states.units)
+    undo: list[Callable[[], None]] = _prepare_optimizer(states, metadata, exclude) if optimizer else []
+    request = _request(states, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
 
     def accept(loaded: checkpoint.Loaded) -> None:
         if strict:
@@ -85,7 +80,7 @@ def _load(
         if not module_only:
             try:
                 lacking = request.lacking if optimizer else None
-                _take_values(parts, loop, loaded, metadata.world_size, undo, lacking, exclude, scheduler=scheduler)
+                _take_values(states, loop, loaded, metadata.world_size, undo, lacking, exclude, scheduler=scheduler)
             except CheckpointError:
                 raise
             except Exception as error:
@@ -98,7 +93,7 @@ def _load(
             tag,
             tensors=request.tensors,
             group=group,
-            mesh=parts[0].mesh.sizes,
+            mesh=states.mesh.sizes,
             convert=True,
             accept=accept,
             metadata=metadata,
@@ -107,18 +102,11 @@ def _load(
         for restore in reversed(undo):
             restore()
         raise
-    _spread(parts, metadata, request, exclude, optimizer=optimizer, module_only=module_only)
+    entries.spread_weights(states)
+    if states.steps.has_optimizer and not optimizer and not module_only:
+        states.steps.loaded_without_states()
+    _restart_averages(states, metadata, request.tensors.keys(), exclude)
     return str(metadata.path), loaded.shared["client"]
-
-
-def _spread(
-    parts: Sequence[States], metadata: Any, request: Any, exclude: Sequence[str], *, optimizer: bool, module_only: bool
-) -> None:
-    for states in parts:
-        entries.spread_weights(states)
-        if states.steps.has_optimizer and not optimizer and not module_only:
-            states.steps.loaded_without_states()
-        _restart_averages(states, metadata, request.tensors.keys(), exclude)
 
 
 def _latest_tag(states: States, directory: str) -> str | None:
@@ -150,16 +138,10 @@ class _Request(NamedTuple):
 
 
 def _request(
-    parts: Sequence[States],
-    metadata: checkpoint.Metadata,
-    contents: str,
-    exclude: Sequence[str],
-    *,
-    optimizer: bool,
-    averages: bool,
+    states: States, metadata: checkpoint.Metadata, contents: str, exclude: Sequence[str], *, optimizer: bool, averages: bool
 ) -> _Request:
     """Raises CheckpointError if a pattern of `exclude` matches nothing."""
-    present = entries.over(parts, lambda states: {**entries.weights(states), **entries.buffers(states)})
+    present = {**entries.weights(states), **entries.buffers(states)}
     saved = [name for name in metadata.tensors if name.startswith(("model.", "buffer."))]
     for pattern in exclude:
         if not any(entries.is_excluded(name, [pattern]) for name in (*present, *saved)):
@@ -169,14 +151,14 @@ def _request(
         return {name: tensor for name, tensor in tensors.items() if not entries.is_excluded(name, exclude)}
 
     wanted = included(present)
-    needed = entries.over(parts, partial(entries.weights, exclude_frozen=True)) if contents == "adapters" else wanted
+    needed = entries.weights(states, exclude_frozen=True) if contents == "adapters" else wanted
     missing = [name for name in needed if name in wanted and name not in metadata.tensors]
-    of_stages = {name for names in gather_objects(list(present), parts[0].mesh.pp) for name in names}
+    of_stages = {name for names in gather_objects(list(present), states.mesh.pp) for name in names}
     surplus = [name for name in saved if name not in of_stages and not entries.is_excluded(name, exclude)]
     if optimizer:
-        wanted |= included(entries.over(parts, entries.optimizer_tensors) | entries.over(parts, entries.outer))
+        wanted |= included(entries.optimizer_tensors(states) | entries.outer(states))
     if averages:
-        wanted |= included(entries.over(parts, entries.averages))
+        wanted |= included(entries.averages(states))
     lacking = [name for name in wanted if name.startswith("optim.") and name not in metadata.tensors]
     tensors = {name: tensor for name, tensor in wanted.items() if name in metadata.tensors}
     return _Request(tensors, missing, surplus, lacking)
@@ -216,7 +198,7 @@ def _restart_averages(states: States, metadata: checkpoint.Metadata, loaded: Abs
 
 
 def _take_values(
-    parts: Sequence[States],
+    states: States,
     loop: entries.Loop,
     loaded: checkpoint.Loaded,
     num_saved: int,
@@ -232,7 +214,7 @@ def _take_values(
     optimizer is not loaded.
     """
     shared = loaded.shared
-    undo += [_restoring_group(group) for group in parts[0].steps.inner.param_groups]  # a schedule writes to the groups, too
+    undo += [_restoring_group(group) for group in states.steps.inner.param_groups]  # a schedule writes to the groups, too
     scaler = loop.precision.scaler
     scale = scaler.state_dict()
     undo.append(lambda: scaler.load_state_dict(scale))
@@ -244,13 +226,13 @@ def _take_values(
         raise CheckpointError(f"its loss scale is {shared['loss_scale']['scale']}; it must be a number above 0")
     scaler.load_state_dict(shared["loss_scale"])
     if lacking is not None:
-        _take_scalars(parts, shared["optimizer"], undo, lacking, exclude)
+        _take_scalars(states, shared["optimizer"], undo, lacking, exclude)
     if scheduler and hasattr(loop.lr_scheduler, "load_state_dict"):
         _take_schedule(loop.lr_scheduler, shared["scheduler"], undo)
-    for average in filter(None, (states.average for states in parts) if shared.get("average") is not None else ()):
+    if (average := states.average) is not None and shared.get("average") is not None:
         undo.append(partial(setattr, average, "num_updates", average.num_updates))
         average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
-    ranks, mesh, device = "", parts[0].mesh, parts[0].device
+    ranks, mesh, device = "", states.mesh, states.device
     if num_saved != mesh.world.size:
         ranks = f"the number of ranks was {num_saved} when the checkpoint was saved and is {mesh.world.size} now"
     _take_position(mesh, loop, loaded, ranks, undo)
@@ -370,7 +352,7 @@ def _check_like(saved: Any, present: Any, name: str, remedy: str = "it is damage
         _check_like(*part, remedy)
 
 
-def _prepare_optimizer(parts: Sequence[States], metadata: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
+def _prepare_optimizer(states: States, metadata: checkpoint.Metadata, exclude: Sequence[str]) -> list[Any]:
     """Allocate the optimizer states that the checkpoint holds; returns functions that undo it."""
     dtypes: dict[str, dict[str, torch.dtype]] = {}
     for key, info in metadata.tensors.items():
@@ -378,14 +360,11 @@ def _prepare_optimizer(parts: Sequence[States], metadata: checkpoint.Metadata, e
         if kind == "optim":
             state, _, name = entry.partition(".")
             dtypes.setdefault(name, {})[state] = info.dtype
-    pieces = (each for part in parts for each in entries.pieces(part, exclude))
-    return [steps.make_states(piece, dtypes.get(piece.name, {})) for steps, piece in pieces]
+    return [states.steps.make_states(piece, dtypes.get(piece.name, {})) for piece in entries.pieces(states, exclude)]
 
 
-def _take_scalars(
-    parts: Sequence[States], saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]
-) -> None:
-    steps = parts[0].steps
+def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], lacking: list[str], exclude: Sequence[str]) -> None:
+    steps = states.steps
     if saved is None:
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
     classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
@@ -407,7 +386,7 @@ def _take_scalars(
     if why := steps.unsupported_option(groups):
         raise CheckpointError(f"its {why}; {_OWN_OPTIMIZER}")
     steps.groups_loaded()
-    for steps, piece in (each for states in parts for each in entries.pieces(states, exclude)):
+    for piece in entries.pieces(states, exclude):
         if piece.name in saved["params"]:
             present = copy.deepcopy(steps.scalars(piece))
             undo.append(partial(steps.load_scalars, piece, present))

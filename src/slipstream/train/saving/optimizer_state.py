@@ -104,8 +104,8 @@ def gather(states: States) -> dict[str, Any]:
     by_unit: dict[Unit, list[int]] = {}
     for unit, i in _params(states):
         by_unit.setdefault(unit, []).append(i)
-    own = ((unit, i, each) for unit, indices in by_unit.items() for i, each in of_parameters(unit, indices, steps).items())
-    for unit, i, of_part in own:
+    parts = ((unit, i, each) for unit, indices in by_unit.items() for i, each in of_parameters(unit, indices, steps).items())
+    for unit, i, of_part in parts:
         tensors = {name: access.whole_of(value, unit, i) for name, value in of_part.items()}
         master = tensors.pop("master")
         known = scalars.get(unit.names[i], {})

@@ -8,21 +8,19 @@ checkpoint can be served. Per rank: random states, and the data position if each
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from slipstream import brief, checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.errors import Ranks
-from slipstream.config.plan import CheckpointPlan
 from slipstream.train.autosave import Autosave
 from slipstream.train.loaders import Loader
 from slipstream.train.saving import entries
 from slipstream.train.states import States
-from slipstream.world.mesh import Axis, Mesh
+from slipstream.world.mesh import Axis
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +31,10 @@ Contents = Literal["all", "without_optimizer", "weights", "adapters"]
 class Saves:
     """The checkpoints that one engine writes. At most one asynchronous save is in flight."""
 
-    def __init__(self, parts: Sequence[States], plan: CheckpointPlan, mesh: Mesh, device: torch.device) -> None:
-        self.parts, self.plan, self.mesh, self.device = parts, plan, mesh, device
-        self.auto = Autosave(plan, is_first=mesh.is_first)
-        self.staging = checkpoint.Staging(pinned=device.type == "cuda")  # host memory that asynchronous saves are written from
+    def __init__(self, states: States) -> None:
+        self.states, self.plan, self.mesh = states, states.plan.checkpoint, states.mesh
+        self.auto = Autosave(self.plan, is_first=self.mesh.is_first)
+        self.staging = checkpoint.Staging(pinned=states.device.type == "cuda")  # host memory of asynchronous saves
         self._in_flight: checkpoint.AsyncSave | None = None
 
     def save(
@@ -53,13 +51,11 @@ class Saves:
         rank, also for the previous asynchronous save."""
         self.finish()
         self._warn_of_what_is_left_out(directory)
-        world = self.mesh.world
+        world, states = self.mesh.world, self.states
         tag = f"global_step{loop.global_steps}" if tag is None else tag
         failed = f"checkpoint {directory}/{tag} was not saved"
         agree(world, failed, {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "contents": contents})
-        tensors: dict[str, FlatSlice | torch.Tensor] = {}
-        for states in self.parts:
-            tensors |= entries.saved_tensors(states, contents, exclude_frozen=exclude_frozen)
+        tensors = entries.saved_tensors(states, contents, exclude_frozen=exclude_frozen)
         shared: dict[str, Any] = {}
         per_rank: dict[str, Any] = {}
 
@@ -73,15 +69,15 @@ class Saves:
                 scheduler=entries.state_of(loop.lr_scheduler),
                 data=position if is_common else None,
                 client=dict(client_state or {}),
-                model_config=next(filter(None, (entries.model_config(states.model) for states in self.parts)), None),
+                model_config=entries.model_config(states.model),
                 contents=contents,
-                average=entries.average_values(self.parts),
-                aliases={name: first for states in self.parts for name, first in entries.aliases(states.model).items()},
+                average=entries.average_values(states),
+                aliases=entries.aliases(states.model),
             )
-            per_rank.update(random=entries.random_state(self.device), data=None if is_common else position)
+            per_rank.update(random=entries.random_state(states.device), data=None if is_common else position)
 
         Ranks(world.group).gather(failed, collect)
-        shared["optimizer"] = entries.optimizer_scalars(self.parts) if contents == "all" else None
+        shared["optimizer"] = entries.optimizer_scalars(states) if contents == "all" else None
         options: dict[str, Any] = {
             "tensors": tensors,
             "shared": shared,
@@ -118,15 +114,10 @@ class Saves:
         """
         if not self.plan.asynchronous or self.staging.prepared:
             return
-        nbytes, replicated = 0, False
-        for states in self.parts:
-            kinds = [
-                kind(states)
-                for kind in (entries.weights, entries.buffers, entries.optimizer_tensors, entries.outer, entries.averages)
-            ]
-            tensors = [part.data if isinstance(part, FlatSlice) else part for kind in kinds for part in kind.values()]
-            nbytes += sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
-            replicated |= not all(unit.placement.optim for unit in states.units)  # every rank holds all states and saves a part
+        kinds = (entries.weights, entries.buffers, entries.optimizer_tensors, entries.outer, entries.averages)
+        held = [part.data if isinstance(part, FlatSlice) else part for kind in kinds for part in kind(self.states).values()]
+        nbytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in held)
+        replicated = not all(unit.placement.optim for unit in self.states.units)  # every rank holds all states and saves a part
         self.staging.prepare(nbytes // self.mesh.batch.size if replicated else nbytes)
 
     def close(self) -> None:
@@ -137,7 +128,7 @@ class Saves:
     def _warn_of_what_is_left_out(self, directory: str) -> None:
         if not self.mesh.is_first:
             return
-        backwards = max((states.hooks.backwards for states in self.parts), default=0)
+        backwards = self.states.hooks.backwards
         if backwards:
             logger.warning(
                 "checkpoint in the middle of an accumulation window: the gradients of its %d backward passes are not saved, and a "
