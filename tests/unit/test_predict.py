@@ -101,7 +101,7 @@ def test_the_fastest_that_fits(tmp_path: Path) -> None:
     profile_of = profiles(model, plan, 1, (torch.zeros(64, 512),), {})
 
     def fitting(budget: int) -> Any:
-        return propose.propose(model, plan, 1, "cpu", str(tmp_path), budget, RATES, profile_of)
+        return propose.choose(propose.survey(model, plan, 1, "cpu", str(tmp_path), RATES, profile_of, budget), budget)
 
     states = 16 * 8 * 512**2
     plenty = fitting(10 * states)

@@ -350,7 +350,8 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     if options.memory:
         if profile_of is None or rates is None:
             raise ValueError("--memory needs the size of the activations; give --batch-shape 2x128, --batch or --activations 300M")
-        proposals = propose.propose(model, plan, options.world, device, folder, options.memory, rates, profile_of)
+        tried = propose.survey(model, plan, options.world, device, folder, rates, profile_of, options.memory)
+        proposals = propose.choose(tried, options.memory)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     if options.json:
         fitting = proposals[:_MAX_PROPOSALS] if isinstance(proposals, list) else []

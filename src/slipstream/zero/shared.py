@@ -188,24 +188,21 @@ class SharedComm(Comm):
         return self.swap(buffer, cuts, lambda spans: reduce_into(out, spans, alpha, accumulate), "reduce-scatter")
 
     def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
+        return self._used(buffer, cuts, [self.index] * self.size, use, operation)
+
+    def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
+        return self._used(buffer, cuts, range(self.size), use, "all-gather of rows")
+
+    def _used(
+        self, buffer: Buffer, cuts: Cuts, spans: Sequence[int], use: Callable[[list[Tensor]], T], operation: str
+    ) -> Pending[T]:
+        """Post the buffer, and use one span of each rank's once they have all posted theirs."""
         posted = self.post(buffer)
 
         def finish() -> T:
             for rank in range(self.size):
                 self.wait_posted(buffer, rank, posted, operation)
-            result = use([peer[cuts[self.index] : cuts[self.index + 1]] for peer in buffer.peers])
-            self.mark_read(buffer, posted)
-            return result
-
-        return Pending(finish)
-
-    def spread_some(self, buffer: Buffer, cuts: Cuts, length: int, use: Callable[[list[Tensor]], T]) -> Pending[T]:
-        posted = self.post(buffer)
-
-        def finish() -> T:
-            for rank in range(self.size):
-                self.wait_posted(buffer, rank, posted, "all-gather of rows")
-            result = use([peer[cuts[rank] : cuts[rank + 1]] for rank, peer in enumerate(buffer.peers)])
+            result = use([peer[cuts[i] : cuts[i + 1]] for peer, i in zip(buffer.peers, spans, strict=True)])
             self.mark_read(buffer, posted)
             return result
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch.nn as nn
@@ -55,23 +55,8 @@ class Least(NamedTuple):
         )
 
 
-def propose(
-    model: nn.Module,
-    plan: Plan,
-    world: int,
-    device: str,
-    folder: str | None,
-    budget: int,
-    rates: Rates,
-    profile_of: Callable[[bool, int], Profile],
-) -> list[Proposal] | Least:
-    """Return the configurations that fit, fastest first, or the one that needs least memory.
-
-    folder      a folder on a disk for offload; None: no disk
-    budget      bytes per rank, of the device if it is not the host, on top of the memory of Python and torch
-    profile_of  (recompute, micro-batch size) -> profile of a micro-batch
-    """
-    tried = survey(model, plan, world, device, folder, rates, profile_of, budget)
+def choose(tried: Sequence[Proposal], budget: int) -> list[Proposal] | Least:
+    """Return the configurations of `survey` that fit, fastest first, or the one that needs least memory."""
     fitting = [proposal for proposal in tried if used(proposal) <= budget]
     return sorted(fitting, key=_rank) or Least(min(tried, key=used), budget, len(tried))
 
@@ -86,7 +71,12 @@ def survey(
     profile_of: Callable[[bool, int], Profile],
     budget: int,
 ) -> list[Proposal]:
-    """Every configuration that `propose` tries, those above the budget too. The arguments are those of `propose`."""
+    """Try configurations; returns those above the budget, too.
+
+    folder      a folder on a disk for offload; None: no disk
+    profile_of  (recompute, micro-batch size) -> profile of a micro-batch
+    budget      bytes per rank, of the device if it is not the host, on top of the memory of Python and torch
+    """
     tried = list[Proposal]()
     counts: dict[tuple[int, bool, OffloadPlan], Counted] = {}
     optimizer = optimizer_of(plan)
