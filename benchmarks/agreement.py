@@ -28,17 +28,16 @@ def run(options: Options) -> str:
 
 
 def _seconds(ranks: int, units: int) -> float:
+    def exchange(values: Tensor) -> Tensor:
+        return values.expand(ranks, -1)
+
     states: Any = SimpleNamespace(
         units=[
             SimpleNamespace(trainable=True, window=SimpleNamespace(partial=SimpleNamespace(sumsq=0.5 * i))) for i in range(units)
         ],
         hooks=SimpleNamespace(backwards=1),
+        replica=SimpleNamespace(exchange=exchange, axis=SimpleNamespace(ranks=tuple(range(ranks)))),
     )
-
-    def exchange(values: Tensor) -> Tensor:
-        return values.expand(ranks, -1)
-
-    world: Any = SimpleNamespace(exchange=exchange, axis=SimpleNamespace(ranks=tuple(range(ranks))))
     start = time.perf_counter()
-    judge([states], world, loss_scale=1.0, clipping=1.0)
+    judge(states, loss_scale=1.0, clipping=1.0)
     return time.perf_counter() - start

@@ -126,9 +126,7 @@ class DeepSpeedEngine(Engine):
 
         Inside, `safe_get_full_grad` returns this rank's sum. Raises AssertionError for `step()`, `no_sync()` or a nested context.
         """
-        assert all(states.hooks.sync for states in self.states), (
-            "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
-        )
+        assert self.states.hooks.sync, "coalesce_grad_reduction() cannot be nested inside no_sync() or another one: use one of them"
         self.coalesces = True
         try:
             with super().no_sync():

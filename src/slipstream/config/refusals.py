@@ -134,6 +134,8 @@ class Case:
     @property
     def holders(self) -> int:
         """The most ranks that hold the same part of a layer's slices or experts; 0 if layers are whole."""
+        if self.plan.mesh.tp > 1 and self.plan.tensor.shares_tokens:
+            return self.sharing  # norms are whole, and see a share of the tokens on each rank
         split = self.plan.mesh.tp if self.plan.mesh.tp > 1 else self.plan.experts.size
         return self.sharing // split if split > 1 else 0
 
