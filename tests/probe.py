@@ -153,7 +153,7 @@ def homes(engine: Any) -> Any:
 
 def states(engine: Any) -> dict[str, Tensor]:
     """Masters and moments, whole, of the parameters of this rank's pipeline stages. Collective over each stage."""
-    engine.single.updater.finish()  # states on disk are updated while this thread goes on
+    engine.states.updater.finish()  # states on disk are updated while this thread goes on
     results: dict[str, Tensor] = {}
     for unit in engine.units:
         for i, name in enumerate(unit.names):
