@@ -285,6 +285,11 @@ def test_unsupported_uses_raise() -> None:
     broken.blocks[1].up.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"'blocks\.1\.up' has non-finite weights"):
         slipstream.quantize(broken)
+    served = toy.make(toy.Lm(), 3)
+    with pytest.raises(ValueError, match=r"belongs to an engine, which trains it.*after engine\.destroy\(\), or .*save_pretrained"):
+        slipstream.quantize(served.module, "int8")
+    served.destroy()
+    assert "bits=8" in repr(slipstream.quantize(served.module, "int8"))
     with pytest.raises(ValueError, match=r"'blocks\.0\.up\.a' is trained.*Quantize before adapters are added"):
         slipstream.quantize(with_lora(toy.Lm().requires_grad_(False)))
     assert type(broken.blocks[0].up) is nn.Linear

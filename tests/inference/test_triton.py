@@ -34,7 +34,7 @@ from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.load import _map_weights
 from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves
-from slipstream.ops import optim
+from slipstream.ops import optim, products
 from slipstream.ops.triton import attention, flat, rows
 from slipstream.ops.triton.linear import linear, num_slices
 from slipstream.ops.triton.tiles import num_ranges
@@ -93,6 +93,7 @@ def test_linear(kind: str, dtype: torch.dtype) -> None:
         planes = torch.full((num_planes, len(x[part]), columns), torch.nan, device=DEVICE)
         linear(x[part].contiguous(), *tensors, bias, planes, slices)
         assert planes.sum(0).equal(full[0, part]), f"{num_planes} planes of rows {part}"
+    close(products._by_triton(x[:7], matrix, bias), full[0, :7], dtype)  # of any module
 
 
 def test_slices_follow_from_the_matrix() -> None:

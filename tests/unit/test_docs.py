@@ -28,7 +28,7 @@ STATUS = (ROOT / "docs" / "STATUS.md").read_text()
 SERVING = (ROOT / "docs" / "SERVING.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "CHECKPOINTS.md").read_text()
 TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
-ASYNC, RAGGED = re.findall(r"```python\n(.*?)```", SERVING, re.S)
+ANY_MODULE, ASYNC, RAGGED = re.findall(r"```python\n(.*?)```", SERVING, re.S)
 (LEARNING,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "RL.md").read_text(), re.S)
 COMING = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
 FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
@@ -148,6 +148,12 @@ def test_parameters_by_hand_run(tmp_path: Path) -> None:
     check += "assert engine.optimizer_state('4.weight')['exp_avg'].any() and rows.shape == (50, 8)\n"
     script.write_text(PARAMETERS + check)
     run(script)
+
+
+def test_any_module_runs(tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(ANY_MODULE, {})
+    assert re.fullmatch(r"PackedLinear\(256, 10, bias=True, bits=8, kernels=\w+\)\n", output.getvalue())
 
 
 # What QUANTIZED.md's code asks of PEFT, where PEFT is not installed; tests/clients runs it with the real one.

@@ -185,7 +185,8 @@ class InferenceEngine(nn.Module):
         encoder = kernels.Encoder.of(self.module, kind) if inject else None
         self._decoder = kernels.Decoder(self.module, kind)
         if kind == "int8":
-            kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
+            packed = kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
+            self.module = packed if encoder is None else self.module
         if encoder is not None:
             encoder.install(self.module)
 

@@ -27,6 +27,7 @@ from slipstream.inference.load import load
 from slipstream.inference.models import from_hf, is_encoder
 from slipstream.inference.native import NativeDecoder, why_not
 from slipstream.inference.runner import Sizes, open_encoder
+from slipstream.quantized import quantize
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,12 @@ _ROUNDED = 0.05
 _OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False, "use_cache": False}
 
 
-def pack(model: Any) -> None:
-    """Replace a transformers model's linear layers by int8 ones, in place. Raises ValueError for other modules."""
-    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
-        raise ValueError(f"dtype=torch.int8 needs a model of transformers, and this is {type(model).__name__}; use a float dtype")
-    generic.quantize_model(model, "int8", model.dtype)
+def pack(model: Any) -> Any:
+    """Replace a module's linear layers by int8 ones, in place, in a model of transformers also stacked experts. Returns the module;
+    for an `nn.Linear`, another one."""
+    if hasattr(model, "get_output_embeddings") and hasattr(model, "config"):
+        return generic.quantize_model(model, "int8", model.dtype)
+    return quantize(model, "int8")
 
 
 class Encoder:

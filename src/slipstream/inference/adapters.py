@@ -26,11 +26,11 @@ from slipstream.inference.config import TransformerConfig
 from slipstream.inference.families import FAMILIES
 from slipstream.inference.load import opened
 from slipstream.inference.models import canonical, places
+from slipstream.ops.matrices import PANEL
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 ROLES = ("q", "k", "v", "out", "gate", "up", "down")  # as enum low_place of csrc/decoder.h
-PANEL = 16  # as there
 # Settings of adapter_config.json with which an adapter is more than the sum of products, by name: what is served.
 _SERVED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

@@ -9,9 +9,8 @@ There are two ways; the first is used if its logits match the second's, which is
 
 Models with other state than keys and values (Mamba, hybrids, encoder-decoders) raise UnsupportedModel.
 
-`quantize_model` replaces matrices, those of stacked experts included, by int8 or int4 ones, which are dequantized at each use, a
-slice at a time. This saves memory. It saves time only on CPUs without bf16 instructions (no AVX-512), where products in bf16 are
-slow.
+`quantize_model` replaces matrices, those of stacked experts included, by int8 or int4 ones, whose products the native kernels
+compute on CPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.config import huggingface
@@ -35,14 +33,13 @@ from slipstream.inference.decoder import Inputs, RowSpan, attend, batch_inputs, 
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.models import is_encoder
-from slipstream.inference.quantize import dequantize, to_int8, to_kind
-from slipstream.inference.weights import Int4, Int8
+from slipstream.inference.quantize import to_int8, to_kind
+from slipstream.quantized import PackedLinear, PackedMatrix
 
 logger = logging.getLogger(__name__)
 
 _NAME = "slipstream_paged"  # in transformers' registries of attention and mask functions
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", "max_sequence_length")
-_SLICE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights dequantized at once: as many as caches hold, or as fill a GPU
 _UNBOUNDED = 1 << 20  # the context of models without a position limit (ALiBi); memory limits it
 _FAR = 9 << 10  # position at which `_fused_agrees` tests: windows, chunks and scales take effect from 8192 at the latest
 
@@ -330,52 +327,24 @@ def _caches(cache: KVCache, source: _GenericStep | RowSpan) -> Any:
 # -- Quantized -------------------------------------------------------------------------------------------------------------
 
 
-class PackedLinear(nn.Module):
-    """Replaces `nn.Linear` and GPT-2's `Conv1D`. On a CPU the product is computed in fp32, which is fast on all CPUs."""
-
-    bias: Tensor | None
-
-    def __init__(self, matrix: Int8 | Int4, bias: Tensor | None, dtype: torch.dtype):
-        super().__init__()
-        self.kind, self.dtype = type(matrix), dtype
-        for name, part in matrix._asdict().items():
-            # int4's scales and offsets are fp16 values: the cast is exact.
-            self.register_buffer(name, part.half() if self.kind is Int4 and part.is_floating_point() else part)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
-
-    @property
-    def matrix(self) -> Int8 | Int4:
-        return self.kind(*(getattr(self, name) for name in self.kind._fields))
-
-    @property
-    def weight(self) -> Tensor:
-        """For code that reads the weight's dtype, or multiplies by it directly."""
-        return dequantize(self.matrix).to(self.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float() if x.is_cpu else x
-        step = max(1, _SLICE[x.device.type] // x.shape[-1])
-        slices = zip(*(part.split(step) for part in self.matrix), strict=True)
-        y = torch.cat([F.linear(wide, dequantize(self.kind(*part)).to(wide.dtype)) for part in slices], -1)
-        return (y if self.bias is None else y + self.bias).to(x.dtype)
-
-
 class PackedExperts(nn.Module):
     """Replaces transformers' module of experts, whose weights are stacks: an expert's matrices are packed by themselves."""
 
-    def __init__(self, source: Any, pack: Callable[[Tensor, Tensor | None], PackedLinear]):
+    def __init__(self, source: Any, kind: str, dtype: torch.dtype, group_size: int):
         super().__init__()
         self.source = source  # of its activation; it keeps no weights
-        self.first = self._packed("gate_up_proj" if source.has_gate else "up_proj", pack)
-        self.down = self._packed("down_proj", pack)
+        self.first, self.down = (
+            self._packed(name, kind, dtype, group_size) for name in ("gate_up_proj" if source.has_gate else "up_proj", "down_proj")
+        )
 
-    def _packed(self, name: str, pack: Callable[[Tensor, Tensor | None], PackedLinear]) -> nn.ModuleList:
+    def _packed(self, name: str, kind: str, dtype: torch.dtype, group_size: int) -> nn.ModuleList:
         source = self.source
         weights, biases = getattr(source, name), getattr(source, f"{name}_bias") if source.has_bias else None
         experts = nn.ModuleList()
         for i, weight in enumerate(weights):
             matrix = weight.T.contiguous() if source.is_transposed else weight
-            experts.append(pack(matrix, None if biases is None else biases[i]))
+            packed = PackedMatrix(to_kind(matrix, kind, group_size))
+            experts.append(PackedLinear(packed, matrix.shape, None if biases is None else biases[i], dtype))
         setattr(source, name, None)
         return experts
 
@@ -433,11 +402,11 @@ def quantize_model(model: Any, kind: str, dtype: torch.dtype = torch.bfloat16, g
         if module not in quantized:
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
             matrix = to_int8(weight) if module is head else to_kind(weight, kind, group_size)
-            quantized[module] = PackedLinear(matrix, module.bias, dtype)
+            quantized[module] = PackedLinear(PackedMatrix(matrix), weight.shape, module.bias, dtype)
             module.weight = None  # free its memory before the next one is converted
         setattr(parent, name, quantized[module])
     for parent, name, module in stacks:
-        packed = PackedExperts(module, lambda weight, bias: PackedLinear(to_kind(weight, kind, group_size), bias, dtype))
+        packed = PackedExperts(module, kind, dtype, group_size)
         setattr(parent, name, packed)
     for parameter in model.parameters():
         if parameter.dtype == stored:  # others are kept in fp32 by the model on purpose

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,27 +30,16 @@ from slipstream.inference.quantize import dequantize
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
+from slipstream.ops.matrices import CODES, PANEL, TYPES, MatrixRecord, Table, bias_table, fill, is_centred, record_of, tables_of
 from slipstream.ops.pages import Pool
 
 # As in csrc/decoder.h.
-PANEL = 16  # columns packed together, and positions of a cache block
 MAX_THREADS = 64
 _MAX_EXPERTS = 512  # including the shared one
-CODES = 32  # features per scale of activations that are rounded to 8 bits
-_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_INT8, _INT4, _INT8_GROUPS = 3, 4, 5
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _RESIDUALS = ("before", "after", "parallel")
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        *((name, _pointer) for name in ("data", "scale", "low", "bias")),
-        *((name, _long) for name in ("num_columns", "num_features")),
-        *((name, _int) for name in ("type", "group")),
-    )
 
 
 class _Experts(ctypes.Structure):
@@ -58,9 +47,9 @@ class _Experts(ctypes.Structure):
         *((name, _int) for name in ("num", "top_k", "normalize", "has_shared", "is_cut")),
         *((name, _long) for name in ("inner_size", "shared_size", "widest")),
         *((name, ctypes.POINTER(_int)) for name in ("first_inner", "first_out")),
-        *((name, ctypes.POINTER(_Matrix)) for name in ("gate_up", "down")),
+        *((name, ctypes.POINTER(MatrixRecord)) for name in ("gate_up", "down")),
         ("store", _pointer),
-        ("stored", ctypes.POINTER(_Matrix)),
+        ("stored", ctypes.POINTER(MatrixRecord)),
         ("first_stored", _long),
         *((name, _pointer) for name in ("router", "shared_gate")),
     )
@@ -77,7 +66,7 @@ class _LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in NORMS),
         *((name, _pointer) for name in _HEAD_NORMS),
-        *((name, _Matrix) for name in ("q", "k", "v", "out", "gate_up", "down")),
+        *((name, MatrixRecord) for name in ("q", "k", "v", "out", "gate_up", "down")),
         ("experts", ctypes.POINTER(_Experts)),
         *((name, _pointer) for name in ("cosine", "sine", "keys", "values")),
         *((name, _int) for name in ("rotary_dim", "window")),
@@ -93,7 +82,7 @@ class _Decoder(ctypes.Structure):
         *((name, _float) for name in ("residual_scale", "logit_scale")),
         *((name, _pointer) for name in ("embed", "positions", "token_types", "slopes")),
         *((name, _Norm) for name in ("embed_norm", "final_norm")),
-        ("head", _Matrix),
+        ("head", MatrixRecord),
         ("layers", ctypes.POINTER(_LayerRecord)),
         ("ranks", _pointer),
     )
@@ -166,61 +155,10 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
     return widths
 
 
-class _Table(NamedTuple):
-    """Rows to pack into panels [panel][word][PANEL]: each row's bytes are cut into words."""
-
-    rows: Tensor  # [columns, ...]
-    word: int  # bytes
-    padding: int = 0  # words per row beyond those of its own bytes
-    nibbles: bool = False
-
-    @property
-    def row_nbytes(self) -> int:
-        return self.rows.numel() * self.rows.itemsize // len(self.rows)
-
-    @property
-    def num_words(self) -> int:
-        return -(-self.row_nbytes // self.word) + self.padding
-
-    @property
-    def panel_nbytes(self) -> int:
-        return self.num_words * PANEL * self.word
-
-    def num_panels(self, num_parts: int) -> int:
-        """Columns are padded to two panels; two matrices packed together share these."""
-        multiple = 2 if num_parts == 1 else 1
-        return -(-len(self.rows) // (multiple * PANEL)) * multiple
-
-
-def _tables(matrix: Matrix) -> dict[str, _Table]:
-    """The tables of a matrix, by field of `_Matrix`."""
-    match matrix:
-        case Int4():
-            halves = {name: _Table(part.half(), 2) for name, part in (("scale", matrix.scale), ("low", matrix.low))}
-            return {"data": _Table(matrix.q, 4, nibbles=True), **halves}
-        case Int8():
-            features = matrix.q.shape[1]
-            padding = (features + -features % CODES) // 4 - -(-features // 4)
-            scale = _Table(matrix.scale.half(), 2) if matrix.scale.dim() == 2 else _Table(matrix.scale.float(), 4)
-            return {"data": _Table(matrix.q, 4, padding), "scale": scale}
-        case _:
-            word = 2 if matrix.dtype == torch.float16 else 4  # two features of bf16
-            return {"data": _Table(matrix.detach(), word)}
-
-
 def _packed_nbytes(parts: Sequence[Matrix]) -> int:
     """The most that `NativeDecoder._packed` writes for matrices that are packed together, in whole lines."""
-    tables = _tables(parts[0]).values()
+    tables = tables_of(parts[0]).values()
     return sum(-(-table.panel_nbytes * table.num_panels(len(parts)) * len(parts) // LINE) * LINE for table in tables)
-
-
-def _is_centred(matrix: Matrix) -> bool:
-    """Whether its offsets follow from its scales, as in llama.cpp's blocks. False for zeros: a later `put` may change that."""
-    return isinstance(matrix, Int4) and bool(matrix.scale.any()) and torch.equal(matrix.low, matrix.scale * -8)
-
-
-def _bias(bias: Tensor) -> _Table:
-    return _Table(bias.detach().float(), 4)
 
 
 def _write(address: int, values: Tensor) -> None:
@@ -270,9 +208,6 @@ class NativeDecoder:
         self._library.slipstream_team_new.restype = _pointer
         self._library.slipstream_team_free.argtypes = [_pointer]
         self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
-        self._pack = self._library.slipstream_pack
-        self._pack.argtypes = [_pointer, _long, _long, _pointer, _long, _long, _long, _int, _int]
-        self._pack.restype = None
         self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
         with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
             head = pool.submit(self._head, weights)
@@ -303,13 +238,13 @@ class NativeDecoder:
     def _norm(self, weights: DecoderWeights | LayerWeights, name: str) -> _Norm:
         return _Norm(self._vector(getattr(weights, name), self.config.norm_offset), self._vector(getattr(weights, f"{name}_bias")))
 
-    def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> _Matrix:
+    def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> MatrixRecord:
         return self._packed([matrix], None if bias is None else [bias])
 
-    def _head(self, weights: DecoderWeights) -> _Matrix:
+    def _head(self, weights: DecoderWeights) -> MatrixRecord:
         """Empty without a head, and in processes of other parts, which compute no logits."""
         if self.config.part.index or not self.config.has_head:
-            return _Matrix()
+            return MatrixRecord()
         return self._matrix(weights.embed if weights.head is None else weights.head, weights.head_bias)
 
     def _open_store(self, weights: DecoderWeights, nbytes: int) -> ExpertStore:
@@ -330,55 +265,31 @@ class NativeDecoder:
         parts: Sequence[Matrix],
         biases: Sequence[Tensor | None] | None = None,
         allocate: Callable[[int], Tensor] | None = None,
-    ) -> _Matrix:
+    ) -> MatrixRecord:
         """Pack one matrix, or two of one shape and type with alternating panels (gate and up). `allocate`: default: kept memory."""
-        sizes = [shape_of(part) for part in parts]
         kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
-        assert len(kind) == 1 and len(set(sizes)) == 1, "matrices that are packed together have one shape and type"
-        columns, features = sizes[0]
-        packed, first = _Matrix(num_columns=columns * len(parts), num_features=features), parts[0]
-        if isinstance(first, Int4):
-            packed.type, packed.group = _INT4, features // first.scale.shape[1]
-        elif isinstance(first, Int8):
-            packed.type, packed.num_features = _INT8, features + -features % CODES
-            if first.scale.dim() == 2:
-                packed.type, packed.group = _INT8_GROUPS, features // first.scale.shape[1]
-        else:
-            packed.type = _TYPES[first.dtype]
-        tables = [_tables(part) for part in parts]
+        assert len(kind) == 1 and len(set(map(shape_of, parts))) == 1, "matrices that are packed together have one shape and type"
+        packed, columns = record_of(parts[0], len(parts)), shape_of(parts[0])[0]
+        tables = [tables_of(part) for part in parts]
         for name in tables[0]:
-            if name == "low" and all(_is_centred(part) for part in parts):
+            if name == "low" and all(is_centred(part) for part in parts):
                 continue
             setattr(packed, name, self._panels([table[name] for table in tables], allocate))
         if biases is not None and any(bias is not None for bias in biases):
             filled = [torch.zeros(columns) if bias is None else bias for bias in biases]
-            packed.bias = self._panels([_bias(bias) for bias in filled])
+            packed.bias = self._panels([bias_table(bias) for bias in filled])
         return packed
 
-    def _panels(self, tables: Sequence[_Table], allocate: Callable[[int], Tensor] | None = None) -> int:
+    def _panels(self, tables: Sequence[Table], allocate: Callable[[int], Tensor] | None = None) -> int:
         """Pack tables of one shape into alternating panels. Returns the address."""
         size, num_panels = tables[0].panel_nbytes, tables[0].num_panels(len(tables))
         nbytes = num_panels * len(tables) * size
         panels = self._pool.empty(nbytes) if allocate is None else allocate(nbytes)
         for part, table in enumerate(tables):
-            self._fill(panels.data_ptr(), table, part, len(tables))
+            fill(panels.data_ptr(), table, part, len(tables))
         return self._keep(panels) if allocate is None else panels.data_ptr()
 
-    def _fill(self, address: int, table: _Table, part: int, num_parts: int) -> None:
-        rows, size = table.rows.contiguous(), table.panel_nbytes
-        self._pack(
-            rows.data_ptr(),
-            len(rows),
-            table.row_nbytes,
-            address + part * size,
-            table.num_panels(num_parts),
-            table.num_words,
-            num_parts * size,
-            table.word,
-            table.nibbles,
-        )
-
-    def _stored(self, store: ExpertStore, number: int, mlp: Mlp) -> tuple[_Matrix, _Matrix]:
+    def _stored(self, store: ExpertStore, number: int, mlp: Mlp) -> tuple[MatrixRecord, MatrixRecord]:
         """Write an expert to the store's file. Returns gate_up and down, whose pointers are offsets there."""
         tables: list[Tensor] = []
 
@@ -395,7 +306,7 @@ class NativeDecoder:
                     setattr(record, name, offsets[address])
         return records
 
-    def _gate_up(self, mlp: Mlp, allocate: Callable[[int], Tensor] | None = None) -> _Matrix:
+    def _gate_up(self, mlp: Mlp, allocate: Callable[[int], Tensor] | None = None) -> MatrixRecord:
         gate, up = mlp.gate, mlp.up
         if gate is None:
             return self._packed([up], [mlp.up_bias], allocate)
@@ -438,7 +349,7 @@ class NativeDecoder:
             inner[-1], out[-1] = (part.columns(size, shared=True).start for size in (experts.shared_size, hidden))
         first, store = self._first_stored[index] - mine.start, self.store
         pairs = [
-            (_Matrix(), _Matrix())
+            (MatrixRecord(), MatrixRecord())
             if mlp is None
             else (self._gate_up(mlp), self._matrix(mlp.down, mlp.down_bias))
             if store is None or mlp is weights.shared
@@ -457,13 +368,13 @@ class NativeDecoder:
             first_inner=(_int * num)(*inner),
             first_out=(_int * num)(*out),
             router=self._vector(weights.routing),
-            gate_up=(_Matrix * num)(*(gate_up for gate_up, _ in pairs)),
-            down=(_Matrix * num)(*(down for _, down in pairs)),
+            gate_up=(MatrixRecord * num)(*(gate_up for gate_up, _ in pairs)),
+            down=(MatrixRecord * num)(*(down for _, down in pairs)),
             first_stored=first,
         )
         if store is not None:
             record.store = ctypes.addressof(store.record)
-            record.stored = (_Matrix * (2 * num))(*(matrix for pair in pairs for matrix in pair))
+            record.stored = (MatrixRecord * (2 * num))(*(matrix for pair in pairs for matrix in pair))
         if weights.shared_gate is not None:
             record.shared_gate = self._vector(weights.shared_gate.flatten())
         return record
@@ -474,7 +385,7 @@ class NativeDecoder:
         angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)
         return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
 
-    def _decoder(self, weights: DecoderWeights, head: _Matrix) -> _Decoder:
+    def _decoder(self, weights: DecoderWeights, head: MatrixRecord) -> _Decoder:
         config = self.config
         self._embed = embed = weights.embed.detach().contiguous()
         return _Decoder(
@@ -486,8 +397,8 @@ class NativeDecoder:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             qk_norm_whole=config.qk_norm_whole,
-            cache_type=_TYPES[self.keys.dtype],
-            embed_type=_TYPES[embed.dtype],
+            cache_type=TYPES[self.keys.dtype],
+            embed_type=TYPES[embed.dtype],
             activation=_ACTIVATIONS[config.activation],
             centered=config.norm == "layer",
             residual=_RESIDUALS.index(config.residual),
@@ -559,12 +470,12 @@ class NativeDecoder:
             self._model.embed = self._embed.data_ptr()
         self._embed.copy_(weight)
 
-    def _put_matrix(self, record: _Matrix, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
-        for name, table in _tables(weight).items():
-            self._fill(getattr(record, name), table, part, num_parts)
+    def _put_matrix(self, record: MatrixRecord, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
+        for name, table in tables_of(weight).items():
+            fill(getattr(record, name), table, part, num_parts)
 
-    def _put_bias(self, record: _Matrix, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
-        self._fill(record.bias, _bias(dequantize(weight)), part, num_parts)
+    def _put_bias(self, record: MatrixRecord, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
+        fill(record.bias, bias_table(dequantize(weight)), part, num_parts)
 
     def _put_norm(self, record: Any, role: str, weight: Matrix) -> None:
         """`record`: the one that has the norm of `role`, or of its bias."""
@@ -667,7 +578,7 @@ class NativeDecoder:
         x = x.contiguous()
         model = self._model
         saved = model.embed, model.embed_type, model.embed_scale
-        model.embed, model.embed_type, model.embed_scale = x.data_ptr(), _TYPES[x.dtype], 1.0
+        model.embed, model.embed_type, model.embed_scale = x.data_ptr(), TYPES[x.dtype], 1.0
         try:
             self._run(array("i", range(len(x))), *(array("i", values) for values in numbers))
         finally:

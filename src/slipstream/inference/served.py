@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from slipstream.inference.config import Layer, TransformerConfig
 from slipstream.inference.models import from_hf, layer_weights
-from slipstream.inference.native import PANEL, NativeDecoder, why_not
+from slipstream.inference.native import NativeDecoder, why_not
 from slipstream.inference.sampler import log_total
 from slipstream.inference.weights import DecoderWeights, LayerWeights, leaves
+from slipstream.ops.matrices import PANEL
 
 __all__ = ["ServedForward", "token_logprobs"]
 

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from slipstream.ops.matrices import Int4, Int8, Matrix
 
-class Int8(NamedTuple):
-    """Weight-only, symmetric per output channel, or in groups along the input: w = q * scale."""
-
-    q: Tensor  # int8 [out, in]
-    scale: Tensor  # fp32 [out], or [out, in / group]
-
-
-class Int4(NamedTuple):
-    """Weight-only, affine in groups along the input: w = q * scale + low, q in 0..15."""
-
-    q: Tensor  # uint8 [out, in / 2]: input 2j in the low nibble of byte j, 2j + 1 in the high one
-    scale: Tensor  # fp32 [out, in / group]
-    low: Tensor  # fp32 [out, in / group]
-
-
-Matrix = Tensor | Int8 | Int4  # a Tensor is fp32, bf16 or fp16
+__all__ = ["DecoderWeights", "Int4", "Int8", "LayerWeights", "Matrix", "Mlp", "leaves", "put"]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,6 @@ and the backward each dequantize it, and do not keep the result.
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
+from slipstream.quantized.packed import BLOCKS, kind_of, named_layers, pack
 from slipstream.zero import access
 from slipstream.zero.shown import Reads
 
@@ -73,21 +73,40 @@ class _QuantizedProduct(torch.autograd.Function):
         return grad @ dequantize_rows(weight, ctx.form, grad.dtype), None, None
 
 
-def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence[str] = ()) -> nn.Module:
-    """Quantize and freeze the weight of every `nn.Linear` in `model`, in place; returns the model. Call it before adding adapters.
+def quantize(
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    *,
+    bits: int | None = None,
+    block: int | None = None,
+    include: Sequence[str] = ("*",),
+    skip: Sequence[str] = (),
+) -> nn.Module:
+    """Quantize the linear layers of a model in place; returns the model. With `dtype` for inference, without it to train adapters.
 
-    bits   8: integers. 4: NF4, a quarter of bf16's bytes
-    block  columns that share a scale
-    skip   name patterns of layers to leave as they are: `("*.gate",)`. The output head, and layers that share their weight with
-           another module, are always left
+    dtype    for inference: "int8", "int4" or "bf16" (or torch.int8, torch.bfloat16). Every `nn.Linear` and every Conv1D of
+             transformers becomes a layer whose product the native engine's kernels compute, the output head (int8 with "int4")
+             too. Layers that share their weight go on sharing it. All parameters are frozen. An `nn.Linear` itself is not changed:
+             a new layer is returned
+    bits     to train adapters: 4 (NF4, a quarter of bf16's bytes) or 8 (integers). The weight of every `nn.Linear` is quantized and
+             frozen, but for the output head and layers that share their weight. Call it before adding adapters
+    block    columns that share a scale: 64; with dtype "int4" 32, 64 or 128 (32)
+    include  name patterns of the layers to quantize
+    skip     name patterns of layers to leave as they are: `("*.gate",)`
 
-    A model on meta (`zero.Init`) is quantized while `slipstream.zero.load` reads it: each rank quantizes only its own shard.
-    Inside `engine.surgery()`, the layers of an engine are quantized too, and their optimizer states are freed.
+    To train adapters, a model on meta (`zero.Init`) is quantized while `slipstream.zero.load` reads it: each rank quantizes only
+    its own shard. Inside `engine.surgery()`, the layers of an engine are quantized too, and their optimizer states are freed.
 
     Raises ValueError, with nothing changed, for a layer that belongs to an engine outside a surgery, that has non-finite weights or
-    that is trained while others are frozen (an adapter), and for a pattern that matches no layer's name.
+    that is trained while others are frozen (an adapter), and for a pattern that matches no layer's name. With `dtype`, also for a
+    model on meta or of an engine.
     """
-    chosen = _layers(model, skip)
+    if dtype is not None:
+        if bits is not None:
+            raise ValueError(f"dtype={dtype!r} is for inference and bits={bits} to train adapters; give one of them")
+        return pack(model, kind_of(dtype, block), block=block or BLOCKS[0], include=include, skip=skip)
+    bits, block = bits or 4, block or 64
+    chosen = _layers(model, include, skip)
     _refuse(model, chosen)
     for layer, names in chosen.items():
         quantized = QuantizedLinear(layer, RowForm(bits=bits, columns=layer.in_features, block=block))
@@ -97,25 +116,14 @@ def quantize(model: nn.Module, *, bits: int = 4, block: int = 64, skip: Sequence
     return model
 
 
-def _layers(model: nn.Module, skip: Sequence[str]) -> dict[nn.Linear, list[str]]:
+def _layers(model: nn.Module, include: Sequence[str], skip: Sequence[str]) -> dict[nn.Linear, list[str]]:
     """The layers to quantize, and their names: several if a layer is shared."""
     head = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
     uses = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
-    names: dict[nn.Linear, list[str]] = {}  # several if a layer is shared
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            names.setdefault(module, []).append(name)
-    if unused := [pattern for pattern in skip if not any(fnmatch.filter(of_layer, pattern) for of_layer in names.values())]:
-        first = ", ".join(name for name, *_ in list(names.values())[:8]) or "none"
-        raise ValueError(f"skip={unused} matches the name of no nn.Linear of {type(model).__name__}; its first are {first}")
     chosen = {
         layer: of_layer
-        for layer, of_layer in names.items()
-        if type(layer) is nn.Linear
-        and layer is not model
-        and layer is not head
-        and uses[id(layer.weight)] == 1
-        and not any(fnmatch.filter(of_layer, pattern) for pattern in skip)
+        for layer, of_layer in named_layers(model, nn.Linear, include, skip).items()
+        if type(layer) is nn.Linear and layer is not model and layer is not head and uses[id(layer.weight)] == 1
     }
     if not chosen:
         raise ValueError(f"no nn.Linear of {type(model).__name__} is left to quantize: skip={list(skip)}")

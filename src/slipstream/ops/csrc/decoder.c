@@ -27,7 +27,10 @@ struct team {
     uint64_t forward; /* counts forwards; guarded by mutex */
     const struct decoder *model;
     const struct batch *batch;
+    const struct linear *linear; /* in place of a model's forward, or NULL */
     const struct decoder_isa *isa;
+    char *inputs; /* of a product on its own */
+    size_t input_bytes;
     int num_stages;
     atomic_llong *next; /* [size][num_stages] how many items of a thread's share are taken */
     _Alignas(64) atomic_int arrived;
@@ -104,6 +107,14 @@ void ranks_meet(struct ranks *ranks, struct ahead *ahead)
         }
 }
 
+static void run_part(struct team *team, int thread)
+{
+    if (team->linear)
+        team->isa->linear(team->linear, team, thread, team->scratch[thread]);
+    else
+        team->isa->run(team->model, team->batch, team, thread, team->scratch[thread]);
+}
+
 static void *work(void *argument)
 {
     struct seat seat = *(struct seat *)argument;
@@ -118,7 +129,7 @@ static void *work(void *argument)
         pthread_mutex_unlock(&team->mutex);
         if (stop)
             return NULL;
-        team->isa->run(team->model, team->batch, team, seat.thread, team->scratch[seat.thread]);
+        run_part(team, seat.thread);
         atomic_fetch_add_explicit(&team->done, 1, memory_order_release);
     }
 }
@@ -134,6 +145,7 @@ SLIPSTREAM_API void slipstream_team_free(struct team *team)
     for (int i = 0; i < team->size; ++i)
         free(team->scratch[i]);
     free(team->next);
+    free(team->inputs);
     pthread_mutex_destroy(&team->mutex);
     pthread_cond_destroy(&team->posted);
     free(team);
@@ -163,16 +175,10 @@ SLIPSTREAM_API struct team *slipstream_team_new(int size)
     return team;
 }
 
-static int prepare(struct team *team, const struct decoder *model)
+/* Memory for four widened panels of `widest` features per thread, and counters of `stages`. */
+static int prepare(struct team *team, int64_t widest, int stages)
 {
-    int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
-    const int64_t attended = (int64_t)model->num_heads * model->head_dim;
-    widest = attended > widest ? attended : widest;
-    for (int i = 0; i < model->num_layers; ++i)
-        if (model->layers[i].experts && model->layers[i].experts->widest > widest)
-            widest = model->layers[i].experts->widest;
-    const size_t bytes = (size_t)widest * 4 * PANEL * sizeof(float); /* four widened panels; a tile of queries is smaller */
-    const int stages = model->num_layers * 10 + 1;
+    const size_t bytes = (size_t)widest * 4 * PANEL * sizeof(float);
     if (bytes > team->scratch_bytes) {
         for (int i = 0; i < team->size; ++i) {
             free(team->scratch[i]);
@@ -196,6 +202,17 @@ static int prepare(struct team *team, const struct decoder *model)
     return 0;
 }
 
+static int64_t widest_of(const struct decoder *model)
+{
+    int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
+    const int64_t attended = (int64_t)model->num_heads * model->head_dim;
+    widest = attended > widest ? attended : widest; /* a tile of queries is smaller */
+    for (int i = 0; i < model->num_layers; ++i)
+        if (model->layers[i].experts && model->layers[i].experts->widest > widest)
+            widest = model->layers[i].experts->widest;
+    return widest;
+}
+
 static const struct decoder_isa *isa_in_use(void)
 {
     const struct decoder_isa *tables[] = {decoder_avx512bf16, decoder_avx512vnni, decoder_avx512, decoder_avx2};
@@ -212,23 +229,58 @@ SLIPSTREAM_API int64_t slipstream_choose(const float *logits, const struct sampl
     return isa_in_use()->choose(logits, sampling);
 }
 
-/* Run one forward; returns -1 if memory is short, -2 if another process is lost. One call at a time per team. */
-SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
+/* Run what is set in the team on all its threads. */
+static void run_all(struct team *team)
 {
-    if (prepare(team, model))
-        return -1;
     pthread_mutex_lock(&team->mutex);
-    team->model = model;
-    team->batch = batch;
     team->isa = isa_in_use();
     atomic_store_explicit(&team->done, 1, memory_order_relaxed);
     ++team->forward;
     pthread_cond_broadcast(&team->posted);
     pthread_mutex_unlock(&team->mutex);
-    team->isa->run(model, batch, team, 0, team->scratch[0]);
+    run_part(team, 0);
     for (int spins = 0; atomic_load_explicit(&team->done, memory_order_acquire) < team->size; ++spins)
         relax(spins % (1 << 30));
+}
+
+/* Run one forward; returns -1 if memory is short, -2 if another process is lost. One call at a time per team. */
+SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
+{
+    if (prepare(team, widest_of(model), model->num_layers * 10 + 1))
+        return -1;
+    team->model = model;
+    team->batch = batch;
+    team->linear = 0;
+    run_all(team);
     return model->ranks && __atomic_load_n(&model->ranks->lost, __ATOMIC_RELAXED) ? -2 : 0;
+}
+
+/* y = x W^T + bias: x fp32 [num_rows][num_features], y fp32 [num_rows][columns of w]; `bias` as in struct matrix. Returns -1 if memory
+ * is short. One call at a time per team. */
+SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, const float *bias, const float *x, float *y,
+                                     int64_t num_rows, int64_t num_features)
+{
+    struct matrix biased = *w;
+    const int64_t rows = num_rows < LINEAR_ROWS ? num_rows : LINEAR_ROWS, groups = (num_features + CODES - 1) / CODES;
+    const size_t numbers = (size_t)(rows * groups * CODES), scales = (size_t)(rows * groups);
+    const size_t bytes = numbers * 3 + scales * 12;
+    if (num_rows == 0)
+        return 0;
+    if (bytes > team->input_bytes) {
+        free(team->inputs);
+        team->inputs = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        team->input_bytes = team->inputs ? bytes : 0;
+    }
+    if (!team->inputs || prepare(team, w->num_features, (int)((num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS)))
+        return -1;
+    char *const in = team->inputs; /* 32 bytes or a multiple for each group and part: all parts are aligned */
+    biased.bias = bias;
+    const struct linear of = {&biased, x, y, num_rows, num_features,
+                              {.codes = (int8_t *)in, .halves = (uint16_t *)(in + numbers), .scales = (float *)(in + numbers * 3),
+                               .totals = (int32_t *)(in + numbers * 3 + scales * 8)}};
+    team->linear = &of;
+    run_all(team);
+    return 0;
 }
 
 /* The nibbles of 8 features, first feature lowest -> 4 bytes, the first four features in the low halves. */

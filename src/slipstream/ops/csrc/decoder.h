@@ -15,6 +15,7 @@
 #define PANEL 16 /* adjacent output columns; also the positions per cache block */
 #define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers, 24 those of AVX-512 */
 #define CODES 32 /* features that share a scale if activations are quantized to 8 bits */
+#define LINEAR_ROWS 512 /* rows of a product on its own that are computed together: their inputs stay in the caches */
 #define MAX_EXPERTS 512
 #define MAX_THREADS 64
 
@@ -166,11 +167,21 @@ struct sampling {
     double *sums;                /* as most */
 };
 
+/* y = x W^T + bias for rows of fp32. `batch` has the scratch memory: codes, scales, totals and halves of LINEAR_ROWS rows. */
+struct linear {
+    const struct matrix *w;
+    const float *x;
+    float *y; /* [num_rows][w->num_columns] */
+    int64_t num_rows, num_features; /* of x; w may have more, padded */
+    struct batch batch;
+};
+
 struct team; /* the threads; see decoder.c */
 
 struct decoder_isa {
     const char *name;
     void (*run)(const struct decoder *, const struct batch *, struct team *, int thread, float *scratch);
+    void (*linear)(const struct linear *, struct team *, int thread, float *scratch);
     int64_t (*choose)(const float *logits, const struct sampling *);
 };
 

@@ -12,7 +12,7 @@ TARGET void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int 
     multiply_codes(w, panel, panels, x, row, rows, out);
 }
 
-static const struct decoder_isa table = {"avx2", run, choose};
+static const struct decoder_isa table = {"avx2", run, linear, choose};
 const struct decoder_isa *const decoder_avx2 = &table;
 #else
 const struct decoder_isa *const decoder_avx2 = 0;

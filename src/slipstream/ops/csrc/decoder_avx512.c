@@ -6,7 +6,7 @@
 #include "decoder_body.h"
 #include "sample_body.h"
 
-static const struct decoder_isa table = {"avx512", run, choose};
+static const struct decoder_isa table = {"avx512", run, linear, choose};
 const struct decoder_isa *const decoder_avx512 = &table;
 #else
 const struct decoder_isa *const decoder_avx512 = 0;

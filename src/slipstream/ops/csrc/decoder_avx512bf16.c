@@ -7,7 +7,7 @@
 #include "decoder_body.h"
 #include "sample_body.h"
 
-static const struct decoder_isa table = {"avx512bf16", run, choose};
+static const struct decoder_isa table = {"avx512bf16", run, linear, choose};
 const struct decoder_isa *const decoder_avx512bf16 = &table;
 #else
 const struct decoder_isa *const decoder_avx512bf16 = 0;

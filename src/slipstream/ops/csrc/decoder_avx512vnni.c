@@ -7,7 +7,7 @@
 #include "decoder_body.h"
 #include "sample_body.h"
 
-static const struct decoder_isa table = {"avx512vnni", run, choose};
+static const struct decoder_isa table = {"avx512vnni", run, linear, choose};
 const struct decoder_isa *const decoder_avx512vnni = &table;
 #else
 const struct decoder_isa *const decoder_avx512vnni = 0;

@@ -387,3 +387,24 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             batch->logits[i] = model->logit_softcap * tanhf(batch->logits[i] / model->logit_softcap);
     }
 }
+
+/* ---- one product ---- */
+
+TARGET static void linear(const struct linear *of, struct team *team, int thread, float *scratch)
+{
+    struct worker self = {.team = team, .thread = thread, .scratch = scratch}, *const worker = &self;
+    const int wanted = wants(of->w);
+    for (int64_t row = 0; row < of->num_rows; row += LINEAR_ROWS) {
+        const int64_t left = of->num_rows - row, rows = left < LINEAR_ROWS ? left : LINEAR_ROWS;
+        struct product job = {.w = of->w, .x = of->x + row * of->num_features, .y = of->y + row * of->w->num_columns,
+                              .x_stride = of->num_features, .y_stride = of->w->num_columns, .num_rows = (int32_t)rows};
+        if (wanted) {
+            if (row)
+                meet(worker); /* the codes of the rows before these were read */
+            share(worker, rows);
+            job.coded = code_rows(&of->batch, job.x, of->num_features, wanted, worker);
+            meet(worker);
+        }
+        multiply(&job, 1, worker);
+    }
+}

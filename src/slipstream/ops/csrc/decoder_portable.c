@@ -8,5 +8,5 @@
 #include "decoder_body.h"
 #include "sample_body.h"
 
-static const struct decoder_isa table = {"portable", run, choose};
+static const struct decoder_isa table = {"portable", run, linear, choose};
 const struct decoder_isa *const decoder_portable = &table;

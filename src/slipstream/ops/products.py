@@ -1,0 +1,89 @@
+"""Products with one matrix, x W^T + bias, by the native engine's kernels (csrc/decoder_products.h), and their torch twin.
+
+A row of a native product has the same bits whatever the other rows are and however many threads compute it. int8 and int4 round x
+to 8 bits, with a scale per 32 features of a row; sums are exact within these and fp32 over them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.ops import build
+from slipstream.ops.matrices import Int4, Int8, Matrix, MatrixRecord, dequantize, round_activations
+
+MAX_THREADS = 64  # as in csrc/decoder.h
+_ALONE = 1 << 20  # multiplications, below which waking another thread costs more than it saves
+_SLICE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights dequantized at once: as many as caches hold, or as fill a GPU
+_FEW = 128  # rows of one tile of Triton's kernel, which reads codes once; for more, cuBLAS multiplies dequantized weights
+
+_pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+class _Team:
+    """Native threads that sleep between products."""
+
+    def __init__(self, threads: int) -> None:
+        new = build.function("slipstream_team_new", _pointer, _int)
+        self.run = build.function("slipstream_linear", _int, *[_pointer] * 5, _long, _long)
+        self.handle = new(threads)
+        self.lock = threading.Lock()
+        if not self.handle:
+            raise MemoryError(f"cannot start {threads} threads for products; set OMP_NUM_THREADS lower")
+
+
+@functools.cache
+def _team(threads: int, process: int) -> _Team:
+    """The team of process `process`: a fork does not copy its parent's threads."""
+    return _Team(min(threads, len(os.sched_getaffinity(process)), MAX_THREADS))
+
+
+def linear(x: Tensor, record: MatrixRecord, bias: Tensor | None) -> Tensor:
+    """x, fp32 [rows, features] on a CPU, to fp32 [rows, columns] by the native kernels, on as many threads as torch has.
+
+    `record`: with addresses of panels. `bias`: fp32, padded as columns are (`matrices.bias_table`).
+    """
+    x = x.contiguous()
+    y = torch.empty(len(x), record.num_columns)
+    small = record.num_columns * x.numel() < _ALONE
+    team = _team(1 if small else torch.get_num_threads(), os.getpid())
+    bias_at = None if bias is None else bias.data_ptr()
+    with team.lock:
+        failure = team.run(team.handle, ctypes.addressof(record), bias_at, x.data_ptr(), y.data_ptr(), *x.shape)
+    if failure:
+        raise MemoryError(f"no memory for a product of {len(x)} rows with a matrix {[record.num_columns, x.shape[1]]}")
+    return y
+
+
+def linear_by_rows(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    """x [rows, features] to [rows, columns] in x's dtype, for a row-major matrix: by Triton's kernel for few rows on a GPU, else by
+    torch, which dequantizes a slice of the matrix at a time. On a CPU, x is rounded as the native kernels round it."""
+    if x.is_cuda and 0 < len(x) <= _FEW and importlib.util.find_spec("triton") is not None:
+        return _by_triton(x, matrix, bias)
+    wide = x.float() if x.is_cpu else x
+    parts = tuple(matrix) if isinstance(matrix, Int8 | Int4) else (matrix,)
+    if x.is_cpu and len(parts) > 1:
+        wide = round_activations(wide)
+    step = max(1, _SLICE.get(x.device.type, 1 << 24) // max(x.shape[-1], 1))
+    slices = zip(*(part.split(step) for part in parts), strict=True)
+    floats = (dequantize(type(matrix)(*some) if isinstance(matrix, Int8 | Int4) else some[0]) for some in slices)
+    y = torch.cat([F.linear(wide, part.to(wide.dtype)) for part in floats], -1)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _by_triton(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    from slipstream.ops.triton import linear as kernels
+
+    weight, *more = matrix if isinstance(matrix, Int8 | Int4) else (matrix,)
+    scale, low = (*(part.float() for part in more), None, None)[:2]
+    slices = kernels.num_slices(len(weight), x.shape[1])
+    out = torch.empty(slices, len(x), len(weight), device=x.device)
+    kernels.linear(x.contiguous(), weight, scale, low, bias, out, slices)
+    return out.sum(0).to(x.dtype)
