@@ -133,7 +133,7 @@ def test_gradients_in_codes_of_groups(transport: str, beta: float | None) -> Non
     engines = [toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=SGD, zero_optimization=zero) for stage in (1, 3)]
     with hosts_of_two():
         engines.append(toy.make(toy.seeded(toy.Lm), 2, "auto", optimizer=SGD, zero_optimization=zero))
-        assert all(isinstance(comm, SharedComm) for comm, _ in engines[-1].single.slots.numels)
+        assert all(isinstance(comm, SharedComm) for comm, _ in engines[-1].states.slots.numels)
     for step in range(2):
         params = list(twin.parameters())
         sums: list[list[Tensor]] = []
