@@ -8,9 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.compat.runtime_utils import call_to_str
+
+T = TypeVar("T", bound="PipeInstruction")
 
 # -- instructions --
 
@@ -27,22 +29,6 @@ class PipeInstruction:
         return call_to_str(self.name, **self.kwargs)
 
 
-class OptimizerStep(PipeInstruction):
-    """Step the optimizer and clear the gradients."""
-
-
-class ReduceGrads(PipeInstruction):
-    """Reduce the gradients over the data-parallel ranks of the stage."""
-
-
-class ReduceTiedGrads(PipeInstruction):
-    """Sum the gradients of tied modules over their stages."""
-
-
-class CommitP2P(PipeInstruction):
-    """Start the sends and receives since the last CommitP2P together, and wait for them."""
-
-
 class BufferOpInstruction(PipeInstruction):
     """An instruction on the buffer number `buffer_id`."""
 
@@ -50,32 +36,23 @@ class BufferOpInstruction(PipeInstruction):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
-class LoadMicroBatch(BufferOpInstruction):
-    """Take the next micro-batch from the data iterator."""
+def _kind(name: str, base: type[T], meaning: str) -> type[T]:
+    return type(name, (base,), {"__doc__": meaning, "__module__": __name__})
 
 
-class ForwardPass(BufferOpInstruction):
-    """Run the stage."""
-
-
-class BackwardPass(BufferOpInstruction):
-    """Run the stage's backward and accumulate gradients."""
-
-
-class SendActivation(BufferOpInstruction):
-    """Send the stage's outputs to the next stage."""
-
-
-class RecvActivation(BufferOpInstruction):
-    """Receive the outputs of the previous stage."""
-
-
-class SendGrad(BufferOpInstruction):
-    """Send the gradients of the stage's inputs to the previous stage."""
-
-
-class RecvGrad(BufferOpInstruction):
-    """Receive the gradients of the stage's outputs from the next stage."""
+OptimizerStep = _kind("OptimizerStep", PipeInstruction, "Step the optimizer and clear the gradients.")
+ReduceGrads = _kind("ReduceGrads", PipeInstruction, "Reduce the gradients over the data-parallel ranks of the stage.")
+ReduceTiedGrads = _kind("ReduceTiedGrads", PipeInstruction, "Sum the gradients of tied modules over their stages.")
+CommitP2P = _kind(
+    "CommitP2P", PipeInstruction, "Start the sends and receives since the last CommitP2P together, and wait for them."
+)
+LoadMicroBatch = _kind("LoadMicroBatch", BufferOpInstruction, "Take the next micro-batch from the data iterator.")
+ForwardPass = _kind("ForwardPass", BufferOpInstruction, "Run the stage.")
+BackwardPass = _kind("BackwardPass", BufferOpInstruction, "Run the stage's backward and accumulate gradients.")
+SendActivation = _kind("SendActivation", BufferOpInstruction, "Send the stage's outputs to the next stage.")
+RecvActivation = _kind("RecvActivation", BufferOpInstruction, "Receive the outputs of the previous stage.")
+SendGrad = _kind("SendGrad", BufferOpInstruction, "Send the gradients of the stage's inputs to the previous stage.")
+RecvGrad = _kind("RecvGrad", BufferOpInstruction, "Receive the gradients of the stage's outputs from the next stage.")
 
 
 # -- schedules --
@@ -162,22 +139,21 @@ class TrainSchedule(PipeSchedule):
         for t in range(total):
             micro, is_forward = self._step_to_micro_batch(t)
             before, _ = self._step_to_micro_batch(t - 1)  # of the other kind
-            current = self._buffer_idx(micro) if self._valid_micro_batch(micro) else None
-            previous = self._buffer_idx(before) if self._valid_micro_batch(before) else None
             step: list[PipeInstruction] = []
             if is_forward and not self.is_first_stage:
-                step += [SendGrad(previous)] if previous is not None else []
-                step += [RecvActivation(current)] if current is not None else []
+                step += [*self._of(before, SendGrad), *self._of(micro, RecvActivation)]
             elif not is_forward and not self.is_last_stage:
-                step += [RecvGrad(current)] if current is not None else []
-                step += [SendActivation(previous)] if previous is not None else []
-            if current is not None:
-                loads = is_forward and (self.is_first_stage or self.is_last_stage)
-                step += [LoadMicroBatch(current)] if loads else []
-                step.append(ForwardPass(current) if is_forward else BackwardPass(current))
+                step += [*self._of(micro, RecvGrad), *self._of(before, SendActivation)]
+            if is_forward and (self.is_first_stage or self.is_last_stage):
+                step += self._of(micro, LoadMicroBatch)
+            step += self._of(micro, ForwardPass if is_forward else BackwardPass)
             if t == total - 1:
                 step += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             yield step
+
+    def _of(self, micro: int, kind: type[BufferOpInstruction]) -> list[BufferOpInstruction]:
+        """The instruction for a micro-batch; none outside of the batch."""
+        return [kind(self._buffer_idx(micro))] if self._valid_micro_batch(micro) else []
 
     def num_pipe_buffers(self) -> int:
         """As many as the stage has micro-batches between forward and backward, at least two."""
