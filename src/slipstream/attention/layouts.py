@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -24,13 +25,22 @@ _LEAST = 1024  # tokens of a pattern's first layout; longer sequences double it
 Direction = Literal["unidirectional", "bidirectional"]
 
 
+@dataclass(eq=False, repr=False)
 class SparsityConfig:
     """The base: heads, the size of a block, and whether each head has a layout of its own. Raises ValueError for bad sizes."""
 
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
-        _at_least(1, num_heads=num_heads, block=block)
-        self.num_heads, self.block, self.different_layout_per_head = num_heads, block, different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "num_heads", "block")
+        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
+
+    def _at_least(self, least: int, *names: str) -> None:
+        for name in names:
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} ({value}) must be at least {least}")
 
     def setup_layout(self, seq_len: int) -> Tensor:
         """Zeros of the layout's shape. Raises ValueError if blocks do not divide seq_len."""
@@ -67,39 +77,32 @@ class DenseSparsityConfig(SparsityConfig):
         rows.fill_(1)
 
 
+@dataclass(eq=False, repr=False)
 class FixedSparsityConfig(SparsityConfig):
     """Windows of `num_local_blocks`, and columns of `num_global_blocks` at the end of each window that all rows attend to.
 
     With `num_different_global_patterns` the heads take different blocks of a window as global ones, in turn.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_local_blocks: int = 4,
-        num_global_blocks: int = 1,
-        attention: Direction = "bidirectional",
-        horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)
-        _at_least(1, num_different_global_patterns=num_different_global_patterns)
-        if num_local_blocks % num_global_blocks:
-            raise ValueError(f"num_global_blocks ({num_global_blocks}) must divide num_local_blocks ({num_local_blocks})")
-        _check_direction(attention, horizontal_global_attention)
-        if num_different_global_patterns > 1 and not different_layout_per_head:
-            raise ValueError(f"num_different_global_patterns ({num_different_global_patterns}) needs different_layout_per_head")
-        if num_different_global_patterns > num_local_blocks // num_global_blocks:
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: Direction = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
+        size, wide, patterns = self.num_local_blocks, self.num_global_blocks, self.num_different_global_patterns
+        if size % wide:
+            raise ValueError(f"num_global_blocks ({wide}) must divide num_local_blocks ({size})")
+        _check_direction(self.attention, self.horizontal_global_attention)
+        if patterns > 1 and not self.different_layout_per_head:
+            raise ValueError(f"num_different_global_patterns ({patterns}) needs different_layout_per_head")
+        if patterns > size // wide:
             raise ValueError(
-                f"num_different_global_patterns ({num_different_global_patterns}) exceeds num_local_blocks / num_global_blocks"
-                f" ({num_local_blocks // num_global_blocks})"
+                f"num_different_global_patterns ({patterns}) exceeds num_local_blocks / num_global_blocks ({size // wide})"
             )
-        self.num_local_blocks, self.num_global_blocks, self.attention = num_local_blocks, num_global_blocks, attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = num_different_global_patterns
 
     def fill(self, head: int, rows: Tensor) -> None:
         size, wide, blocks = self.num_local_blocks, self.num_global_blocks, len(rows)
@@ -116,60 +119,52 @@ class FixedSparsityConfig(SparsityConfig):
                 rows[start : start + wide] = 1
 
 
+@dataclass(eq=False, repr=False)
 class VariableSparsityConfig(SparsityConfig):
     """Random blocks in each row, windows of the listed lengths (the last one again and again), and global blocks by index."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 0,
-        local_window_blocks: Sequence[int] | None = None,
-        global_block_indices: Sequence[int] | None = None,
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: Direction = "bidirectional",
-        horizontal_global_attention: bool = False,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least(0, num_random_blocks=num_random_blocks)
-        self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = [4] if local_window_blocks is None else list(local_window_blocks)
-        if not self.local_window_blocks or min(self.local_window_blocks) < 1:
-            raise ValueError(f"local_window_blocks ({self.local_window_blocks}) must list lengths of at least 1")
-        self.global_block_indices, self.global_block_end_indices = _global_blocks(global_block_indices, global_block_end_indices)
-        _check_direction(attention, horizontal_global_attention)
-        self.attention, self.horizontal_global_attention = attention, horizontal_global_attention
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] | None = None
+    global_block_indices: Sequence[int] | None = None
+    global_block_end_indices: Sequence[int] | None = None
+    attention: Direction = "bidirectional"
+    horizontal_global_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "num_random_blocks")
+        self.local_window_blocks = windows = [4] if self.local_window_blocks is None else list(self.local_window_blocks)
+        if not windows or min(windows) < 1:
+            raise ValueError(f"local_window_blocks ({windows}) must list lengths of at least 1")
+        self.global_block_indices, self.global_block_end_indices = _global_blocks(
+            self.global_block_indices, self.global_block_end_indices
+        )
+        _check_direction(self.attention, self.horizontal_global_attention)
 
     def fill(self, head: int, rows: Tensor) -> None:
         one_way = self.attention == "unidirectional"
         _random(rows, self.num_random_blocks, one_way=False)
-        _windows(rows, self.local_window_blocks, one_way)
-        for start, end in _spans(self.global_block_indices, self.global_block_end_indices, len(rows)):
+        _windows(rows, self.local_window_blocks or (), one_way)
+        for start, end in _spans(self.global_block_indices or (), self.global_block_end_indices, len(rows)):
             if self.horizontal_global_attention:
                 rows[start:end] = 1
             rows[start if one_way else 0 :, start:end] = 1
 
 
+@dataclass(eq=False, repr=False)
 class BigBirdSparsityConfig(SparsityConfig):
     """Random blocks in each row, a sliding window, and the first blocks as rows and columns that are whole."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3,
-        num_global_blocks: int = 1,
-        attention: Direction = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least(0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
-        _at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
-        _check_direction(attention)
-        self.num_random_blocks, self.num_sliding_window_blocks = num_random_blocks, num_sliding_window_blocks
-        self.num_global_blocks, self.attention = num_global_blocks, attention
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: Direction = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "num_random_blocks", "num_global_blocks")
+        self._at_least(1, "num_sliding_window_blocks")
+        _check_direction(self.attention)
 
     def fill(self, head: int, rows: Tensor) -> None:
         one_way, least = self.attention == "unidirectional", max(self.num_random_blocks, self.num_sliding_window_blocks)
@@ -186,44 +181,44 @@ class BigBirdSparsityConfig(SparsityConfig):
             rows.tril_()
 
 
+@dataclass(eq=False, repr=False)
 class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window, and global blocks by index as rows and columns that are whole."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_sliding_window_blocks: int = 3,
-        global_block_indices: Sequence[int] | None = None,
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: Direction = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
-        _check_direction(attention)
-        self.num_sliding_window_blocks, self.attention = num_sliding_window_blocks, attention
-        self.global_block_indices, self.global_block_end_indices = _global_blocks(global_block_indices, global_block_end_indices)
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] | None = None
+    global_block_end_indices: Sequence[int] | None = None
+    attention: Direction = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "num_sliding_window_blocks")
+        _check_direction(self.attention)
+        self.global_block_indices, self.global_block_end_indices = _global_blocks(
+            self.global_block_indices, self.global_block_end_indices
+        )
 
     def fill(self, head: int, rows: Tensor) -> None:
         _slide(rows, self.num_sliding_window_blocks)
-        for start, end in _spans(self.global_block_indices, self.global_block_end_indices, len(rows)):
+        for start, end in _spans(self.global_block_indices or (), self.global_block_end_indices, len(rows)):
             rows[start:end] = 1
             rows[:, start:end] = 1
         if self.attention == "unidirectional":
             rows.tril_()
 
 
+@dataclass(eq=False, repr=False)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window alone."""
 
-    def __init__(
-        self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: Direction = "unidirectional"
-    ) -> None:
-        super().__init__(num_heads, block)
-        _at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
-        _check_direction(attention)
-        self.num_sliding_window_blocks, self.attention = num_sliding_window_blocks, attention
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: Direction = "unidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(1, "num_sliding_window_blocks")
+        _check_direction(self.attention)
 
     def fill(self, head: int, rows: Tensor) -> None:
         _slide(rows, self.num_sliding_window_blocks)
@@ -366,9 +361,3 @@ def _check_direction(attention: str, horizontal: bool = False) -> None:
         raise ValueError(f"attention ({attention!r}) must be 'unidirectional' or 'bidirectional'")
     if horizontal and attention == "unidirectional":
         raise ValueError("horizontal_global_attention needs attention='bidirectional': whole rows look ahead")
-
-
-def _at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} ({value}) must be at least {least}")
