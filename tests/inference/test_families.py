@@ -5,8 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.inference.models import from_hf, from_state
+from slipstream.inference.decoder import Decoder, head_shapes
+from slipstream.inference.kv_cache import KVCache
+from slipstream.inference.models import MisfitError, from_hf, from_state
 from slipstream.inference.native import NativeDecoder
+from slipstream.inference.quantize import quantize
+from slipstream.inference.weights import leaves
 from slipstream.ops import build, cpu
 from tests.inference.test_native import Requests, logits_of, native_of
 from tests.inference.twins import PROMPTS, SIZES, VOCAB, check_against_generate, decoder_of, tiny
@@ -16,6 +20,31 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positio
 NEO = {"vocab_size": VOCAB, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64, **ENDS}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 96, "n_layer": 2, "n_head": 6, **ENDS}
 FALCON = {name: size for name, size in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
+MLA = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt-neo": ("GPTNeo", {**NEO, "attention_types": [[["global", "local"], 1]], "window_size": 8}),
@@ -47,12 +76,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {**SIZES, "head_dim": 16}),
     "glm4": ("Glm4", {**SIZES, "head_dim": 16}),
     "exaone4": ("Exaone4", {**SIZES, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "deepseek-v2": ("DeepseekV2", MLA),
+    "deepseek-v2-groups": ("DeepseekV2", {**MLA, **GROUPS, "topk_method": "group_limited_greedy", "q_lora_rank": 24}),
+    "deepseek-v3": ("DeepseekV3", {**MLA, **GROUPS, "q_lora_rank": 24, "attention_bias": True}),
+    "deepseek-v3-yarn": (
+        "DeepseekV3",
+        {**MLA, **GROUPS, "rope_parameters": {**YARN, "original_max_position_embeddings": 16}, "norm_topk_prob": False},
+    ),
 }
 
 
 def model_of(case: str) -> Any:
     family, sizes = CASES[case]
-    return tiny(family, **sizes)
+    model = tiny(family, **sizes)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data.uniform_(-0.5, 0.5)
+    return model
 
 
 native = pytest.mark.skipif(
@@ -88,6 +128,37 @@ def test_the_torch_twin(case: str) -> None:
     for prompt, logits in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
             torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0, -1], rtol=2e-4, atol=2e-4)
+
+
+@native
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_latents_in_every_weight_type(kind: str) -> None:
+    """As the torch twin with the same weights, the same bits in every batch, and with every weight put anew."""
+    model = model_of("deepseek-v2-groups")
+    config = from_hf(model.config.to_dict())
+    weights = from_state(config, model.to(torch.bfloat16).state_dict())
+    weights = weights if kind == "bfloat16" else quantize(weights, kind)
+    runner = NativeDecoder(config, weights, num_blocks=64, cache_dtype=torch.float32, threads=2)
+    same_bits(runner)
+    runner.free_memory()
+    for role, leaf in leaves(weights):
+        runner.put(role, leaf)
+    cache = KVCache(head_shapes(config), num_blocks=64, block_size=16, dtype=torch.float32)
+    errors = []
+    for token in range(1, 25):
+        sides = [Requests(each, 0) for each in (runner, Decoder(config, weights, cache, torch.float32))]
+        native, twin = (side.run([(side.request([token]), 0, 1)])[0] for side in sides)
+        errors.append(float((native - twin).norm() / twin.norm()))
+    assert sorted(errors)[16] < (1e-4 if kind != "bfloat16" or cpu.isa() != "avx512bf16" else 0.02), errors  # but for ties
+    runner.close()
+
+
+def test_layers_of_several_tokens_ahead_are_not_read() -> None:
+    model = model_of("deepseek-v3")
+    state = model.state_dict() | {"model.layers.2.eh_proj.weight": torch.ones(1), "model.layers.2.mlp.gate.weight": torch.ones(1)}
+    assert len(from_state(from_hf(model.config.to_dict()), state).layers) == 2
+    with pytest.raises(MisfitError, match=r"does not have these weights: model\.layers\.1\.eh_proj\.weight"):
+        from_state(from_hf(model.config.to_dict()), state | {"model.layers.1.eh_proj.weight": torch.ones(1)})
 
 
 def test_internlm_is_llama_with_biases() -> None:

@@ -60,6 +60,10 @@ def read(folder: str | os.PathLike[str], config: TransformerConfig) -> dict[str,
     Raises ValueError if the folder is no such adapter, if it needs more than sums of products, or if it is not of this model."""
     path = Path(folder)
     settings = _settings(path)
+    if config.latent is not None:
+        raise ValueError(
+            f"{path}: adapters of models with latent attention are not served; merge it into the model, and serve that"
+        )
     targets, turned = places(config), FAMILIES[config.family].transposed
     terms: dict[str, LowRank] = {}
     for module, parts in _modules(path).items():

@@ -21,13 +21,35 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
-    """A mixture of experts: softmax over all, then the top k; each expert is a gated MLP."""
+    """A mixture of experts: scores of all, then the top k; each expert is a gated MLP."""
 
     num: int
     top_k: int
     intermediate_size: int
     normalize: bool  # scale the weights of the top k to sum to 1
-    shared_size: int = 0  # Qwen-MoE's shared expert (with its sigmoid gate); 0: none
+    shared_size: int = 0  # of an expert that every token uses; 0: none
+    shared_gate: bool = True  # whether a sigmoid weighs it (Qwen-MoE)
+    score: str = "softmax"  # over all, or "sigmoid" of each, with a bias of each on the choice (DeepSeek-V3)
+    scale: float = 1.0  # on the weights
+    num_groups: int = 1  # a token uses experts of its best groups only: by their best score, or by the sum of two sigmoids
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): all heads have one key, of which their keys and values are
+    products: `rotary_dim` rotated features, then the RMSNorm of `rank` others. The cache has these (`num_kv_heads` is 1, `head_dim`
+    their sum): a head's query is multiplied by its matrix of keys before attention, what it mixes by that of values after it."""
+
+    rank: int
+    q_rank: int  # of what queries are products of; 0: they are products of the hidden state
+    rotary_dim: int
+    plain_dim: int  # of a query, beside the rotated features, which come first
+    value_dim: int  # of a head
+    eps: float = 1e-6  # of both norms
+
+
+NO_LATENT = Latent(rank=0, q_rank=0, rotary_dim=0, plain_dim=0, value_dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +140,7 @@ class TransformerConfig:
     has_head: bool = True
     head_bias: bool = False
     embed_scale: float = 1.0  # on embeddings (Gemma: sqrt(hidden_size), rounded to the weights' dtype)
+    latent: Latent | None = None
     attn_scale: float = 0.0  # on q . k; 0: 1 / sqrt(head_dim)
     attn_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: off
     logit_softcap: float = 0.0
@@ -135,5 +158,5 @@ class TransformerConfig:
 
 _LLAMA = (
     *("norm", "residual", "final_norm", "gated", "causal", "embed_norm", "num_positions", "num_token_types", "alibi"),
-    *("residual_scale", "logit_scale", "has_head", "head_bias"),
+    *("residual_scale", "logit_scale", "has_head", "head_bias", "latent"),
 )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import Layer, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import Latent, Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.quantize import dequantize, round_activations
@@ -146,10 +146,10 @@ class Decoder:
             return self._normed(role, w, x + out)
         return x + self._normed(role, w, out) * self.config.residual_scale
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension."""
+    def _norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+        """RMSNorm over the last dimension; `eps`: default: the model's."""
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.config.norm_eps if eps is None else eps))
         return (wide * (self.config.norm_offset + weight.float())).to(x.dtype)
 
     def _rope_table(self, rope: Rope, positions_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,11 +168,15 @@ class Decoder:
     ) -> Tensor:
         c = self.config
         h_TE = self._normed("input_norm", w, x_TE)
-        q, k = linear(h_TE, w.q, w.q_bias), linear(h_TE, w.k, w.k_bias)
-        if w.q_norm is not None and w.k_norm is not None and c.qk_norm_whole:
-            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
-        q_THD, k_TKD = q.unflatten(1, (c.num_heads, c.head_dim)), k.unflatten(1, (c.num_kv_heads, c.head_dim))
-        v_TKD = linear(h_TE, w.v, w.v_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
+        if c.latent is not None:
+            q_THD, k_TKD = self._latents(c.latent, w, h_TE)
+            v_TKD = k_TKD.clone()
+        else:
+            q, k = linear(h_TE, w.q, w.q_bias), linear(h_TE, w.k, w.k_bias)
+            if w.q_norm is not None and w.k_norm is not None and c.qk_norm_whole:
+                q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+            q_THD, k_TKD = q.unflatten(1, (c.num_heads, c.head_dim)), k.unflatten(1, (c.num_kv_heads, c.head_dim))
+            v_TKD = linear(h_TE, w.v, w.v_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
         if w.q_norm is not None and w.k_norm is not None and not c.qk_norm_whole:
             q_THD, k_TKD = self._norm(q_THD, w.q_norm), self._norm(k_TKD, w.k_norm)
         if layer.rope:
@@ -193,7 +197,20 @@ class Decoder:
                 cap=c.attn_softcap,
                 bias=None if self._slopes is None else distances(span.start, num, first, x_TE.device) * self._slopes,
             )
+        if c.latent is not None:
+            mixed = by_head(mixed[:, :, c.latent.rotary_dim :], w.v)
         return linear(mixed.flatten(1), w.out, w.out_bias)
+
+    def _latents(self, latent: Latent, w: LayerWeights, h_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries of the size of keys, [T, H, D], and the keys, [T, 1, D]."""
+        matrix, norm = w.latents
+        turned, rest = linear(h_TE, matrix, w.latent_bias).split((latent.rotary_dim, latent.rank), 1)
+        key = torch.cat([turned, self._norm(rest, norm, latent.eps)], 1)
+        if w.q_latent is not None and w.q_latent_norm is not None:
+            h_TE = self._norm(linear(h_TE, w.q_latent, w.q_latent_bias), w.q_latent_norm, latent.eps)
+        q_THD = linear(h_TE, w.q).unflatten(1, (self.config.num_heads, -1))
+        turned, plain = q_THD.split((latent.rotary_dim, latent.plain_dim), 2)
+        return torch.cat([turned, by_head(plain, w.k)], 2), key[:, None]
 
     def _mlp(self, layer: Layer, w: LayerWeights, x_TE: Tensor) -> Tensor:
         h_TE = self._normed("input_norm" if self._parallel and w.mlp_norm is None else "mlp_norm", w, x_TE)
@@ -206,16 +223,30 @@ class Decoder:
         return linear(gate * linear(x, mlp.up, mlp.up_bias), mlp.down, mlp.down_bias)
 
     def _routed(self, experts: RoutedExperts, w: LayerWeights, h_TE: Tensor) -> Tensor:
-        shares, chosen = linear(h_TE, w.routing).float().softmax(-1).topk(experts.top_k, -1)
+        shares, chosen = choose(experts, linear(h_TE, w.routing).float(), w.router_bias)
         if experts.normalize:
             shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares * experts.scale
         out_TE = torch.zeros_like(h_TE)
         for e in chosen.unique().tolist():
             token, place = (chosen == e).nonzero(as_tuple=True)
             out_TE.index_add_(0, token, self._gated(w.experts[e], h_TE[token]) * shares[token, place, None].to(h_TE.dtype))
-        if w.shared is not None and w.shared_gate is not None:
-            out_TE += linear(h_TE, w.shared_gate).sigmoid() * self._gated(w.shared, h_TE)
+        if w.shared is not None:
+            out_TE += self._gated(w.shared, h_TE) * (1.0 if w.shared_gate is None else linear(h_TE, w.shared_gate).sigmoid())
         return out_TE
+
+
+def choose(experts: RoutedExperts, scores_TN: Tensor, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The top k experts of each token by their scores: their weights, before normalization, and their indices [T, k]."""
+    values = scores_TN.sigmoid() if experts.score == "sigmoid" else scores_TN.softmax(-1)
+    choice = values if bias_N is None else values + bias_N
+    if experts.num_groups > 1:
+        groups = choice.unflatten(-1, (experts.num_groups, -1))
+        best = groups.topk(min(2, groups.shape[-1]) if experts.score == "sigmoid" else 1, -1).values.sum(-1)
+        closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(experts.top_groups, -1).indices, False)
+        choice = groups.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+    chosen = choice.topk(experts.top_k, -1).indices
+    return values.gather(-1, chosen), chosen
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -223,6 +254,14 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, Tensor) and x.is_cpu:
         x = round_activations(x)
     return F.linear(x, dequantize(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def by_head(x_THD: Tensor, weight: Matrix) -> Tensor:
+    """The products of each head with its rows of a matrix."""
+    rows = dequantize(weight).to(x_THD.dtype).unflatten(0, (x_THD.shape[1], -1))
+    if not isinstance(weight, Tensor) and x_THD.is_cpu:
+        x_THD = round_activations(x_THD)
+    return torch.einsum("thd,hrd->thr", x_THD, rows)
 
 
 def activate(name: str, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slipstream.inference.config import NORMS, RoutedExperts
+from slipstream.inference.config import NORMS, Latent, RoutedExperts
 
 
 class UnsupportedModel(ValueError):
@@ -117,6 +117,50 @@ def _mixture(size: str) -> Callable[[Keys, int], RoutedExperts | None]:
     return experts
 
 
+def _deepseek(c: Keys, i: int, **more: Any) -> RoutedExperts | None:
+    """The first layers are dense."""
+    if i < c["first_k_dense_replace"] or not c["n_routed_experts"]:
+        return None
+    return RoutedExperts(
+        num=c["n_routed_experts"],
+        top_k=c["num_experts_per_tok"],
+        intermediate_size=c["moe_intermediate_size"],
+        shared_size=c["moe_intermediate_size"] * (c["n_shared_experts"] or 0),
+        shared_gate=False,
+        scale=c["routed_scaling_factor"],
+        **more,
+    )
+
+
+def _deepseek2(c: Keys, i: int) -> RoutedExperts | None:
+    groups = (c["n_group"], c["topk_group"]) if c["topk_method"] == "group_limited_greedy" else (1, 1)
+    return _deepseek(c, i, normalize=False, num_groups=groups[0], top_groups=groups[1])
+
+
+def _deepseek3(c: Keys, i: int) -> RoutedExperts | None:
+    groups = {"num_groups": c["n_group"], "top_groups": c["topk_group"]}
+    return _deepseek(c, i, normalize=bool(c["norm_topk_prob"]), score="sigmoid", **groups)
+
+
+def _latent(c: Keys) -> Latent:
+    return Latent(
+        rank=c["kv_lora_rank"],
+        q_rank=c["q_lora_rank"] or 0,
+        rotary_dim=c["qk_rope_head_dim"],
+        plain_dim=c["qk_nope_head_dim"],
+        value_dim=c["v_head_dim"],
+    )
+
+
+def _latent_scale(c: Keys) -> float:
+    """YaRN's factor for all features is on the scores, not on the rotated features alone."""
+    p = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    scale = (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]) ** -0.5
+    if p.get("rope_type", p.get("type", "default")) == "default" or not p.get("mscale_all_dim") or p["factor"] <= 1:
+        return scale
+    return float(scale * (0.1 * p["mscale_all_dim"] * math.log(p["factor"]) + 1.0) ** 2)
+
+
 def _slopes(c: Keys) -> tuple[float, ...]:
     """ALiBi's (arXiv:2108.12409): geometric; for other numbers of heads than powers of 2, every second of twice as many follow."""
     heads = c["num_attention_heads"]
@@ -213,6 +257,7 @@ class FamilyRow:
     grouped: bool = False  # qkv has each group's queries, key and value in turn, else all queries, all keys, all values
     interleaved: bool = False  # rope turns features (2i, 2i + 1) of a head
     first_norm: int = 0  # the first layer that has an input_norm
+    has_more_layers: bool = False  # files have layers behind the last, of multi-token prediction, which are not read
 
     def read(self, config: Keys) -> dict[str, Any]:
         """The configuration with this file's keys, and defaults."""
@@ -308,6 +353,27 @@ _GLM: dict[str, Any] = {
 _FUSED_MLP = {name: module for name, module in _LLAMA_NAMES.items() if name not in ("gate", "up")} | {"gate_up": "mlp.gate_up_proj"}
 _PHI3_NAMES = {name: module for name, module in _FUSED_MLP.items() if name not in ("q", "k", "v")} | {"qkv": "self_attn.qkv_proj"}
 
+_DEEPSEEK: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+    "n_shared_experts": 1,
+}
+_DEEPSEEK_FIELDS: dict[str, Any] = {
+    "head_dim": lambda c: c["kv_lora_rank"] + c["qk_rope_head_dim"],
+    "num_kv_heads": 1,
+    "latent": _latent,
+    "attn_scale": _latent_scale,
+}
+_DEEPSEEK_NAMES = {name: module for name, module in _LLAMA_NAMES.items() if name not in ("q_norm", "k_norm")} | _pairs(
+    "latent=self_attn.kv_a_proj_with_mqa latent_norm=self_attn.kv_a_layernorm k=self_attn.kv_b_proj v=self_attn.kv_b_proj "
+    "q_latent=self_attn.q_a_proj q_latent_norm=self_attn.q_a_layernorm of_q_latent=self_attn.q_b_proj"
+)
+
 FAMILIES: dict[str, FamilyRow] = {
     "llama": FamilyRow(defaults={"max_position_embeddings": 2048}, fields={"mlp_bias": _flag("mlp_bias")}),
     "mistral": FamilyRow(
@@ -389,6 +455,51 @@ FAMILIES: dict[str, FamilyRow] = {
         fields={**_GEMMA2_FIELDS, "qk_norm": True},
         kinds=_by_type(lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
         names=_SANDWICH_NAMES,
+    ),
+    "deepseek_v2": FamilyRow(
+        defaults={
+            **_DEEPSEEK,
+            "max_position_embeddings": 2048,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 0,
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+        },
+        keys={"rotary_dim": "qk_rope_head_dim"},
+        fields={**_DEEPSEEK_FIELDS, "mlp_bias": _flag("mlp_bias")},
+        experts=_deepseek2,
+        only={
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "scoring_func": ("softmax",),
+            "norm_topk_prob": (False, None),
+            "moe_layer_freq": (1,),
+        },
+        names=_DEEPSEEK_NAMES,
+        interleaved=True,
+    ),
+    "deepseek_v3": FamilyRow(
+        defaults={
+            **_DEEPSEEK,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        keys={"rotary_dim": "qk_rope_head_dim"},
+        fields=_DEEPSEEK_FIELDS,
+        experts=_deepseek3,
+        only={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,), "rope_interleave": (True,)},
+        names=_DEEPSEEK_NAMES,
+        interleaved=True,
+        has_more_layers=True,
     ),
     # -- encoders
     "bert": _bert("bert."),

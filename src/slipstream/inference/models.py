@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import ExpertsPart, Layer, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import ExpertsPart, Latent, Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, FamilyRow, Keys, UnsupportedModel
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
@@ -296,7 +296,10 @@ def from_state(
 def is_surplus(config: TransformerConfig, name: str) -> bool:
     """Whether a weight may be ignored: a tied head, old checkpoints' rope frequencies (config has them), others' parts."""
     elsewhere = config.part.size > 1 and (name == head_name(config) or ".experts." in name)
-    known = name.endswith("rotary_emb.inv_freq") or re.search(FAMILIES[config.family].surplus, name) is not None
+    row = FAMILIES[config.family]
+    known = name.endswith("rotary_emb.inv_freq") or re.search(row.surplus, name) is not None
+    behind = re.match(re.escape(row.names["layers"]) + r"\.(\d+)\.", name) if row.has_more_layers else None
+    known = known or (behind is not None and int(behind[1]) >= len(config.layers))
     return elsewhere or known or ((config.tied or not config.has_head) and name == head_name(config))
 
 
@@ -417,9 +420,12 @@ def _layer(read: _Reader, layer: Layer, at: str) -> LayerWeights:
     parts: dict[str, Any] = {}
     for role in c.norms:
         parts |= read.norm(at, role, role != "input_norm" or layer.has_input_norm)
-    for role, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-        parts |= read.product(at, role, rows, hidden, c.qkv_bias)
-    weights = LayerWeights(**parts, **read.product(at, "out", hidden, q_size, c.out_bias))
+    if c.latent is not None:
+        weights = LayerWeights(**parts, **_latent_attention(read, c.latent, at))
+    else:
+        for role, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+            parts |= read.product(at, role, rows, hidden, c.qkv_bias)
+        weights = LayerWeights(**parts, **read.product(at, "out", hidden, q_size, c.out_bias))
     if c.qk_norm or c.qk_norm_whole:
         names = read.row.names
         weights.q_norm = source.tensor(f"{at}{names['q_norm']}.weight", q_size if c.qk_norm_whole else c.head_dim)
@@ -428,14 +434,61 @@ def _layer(read: _Reader, layer: Layer, at: str) -> LayerWeights:
         first = [read.product(at, role, inner, hidden, c.mlp_bias) for role in (["gate"] if c.gated else []) + ["up"]]
         weights.mlp = Mlp(**read.product(at, "down", hidden, inner, c.mlp_bias), **{k: m for one in first for k, m in one.items()})
         return weights
-    moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in source else "mlp.")
-    weights.router = source.tensor(moe + "gate.weight", layer.experts.num, hidden)
-    weights.experts = _expert_mlps(source, moe + "experts.", layer.experts, hidden, c.part)
-    if size := layer.experts.shared_size:
-        own = c.part.columns(size, shared=True), c.part.columns(hidden, shared=True)
-        weights.shared = _expert(source, moe + "shared_expert.", size, hidden, own)
-        weights.shared_gate = source.tensor(moe + "shared_expert_gate.weight", 1, hidden)
+    _add_experts(weights, read, layer.experts, at)
     return weights
+
+
+def _add_experts(weights: LayerWeights, read: _Reader, experts: RoutedExperts, at: str) -> None:
+    c, source, hidden = read.config, read.source, read.config.hidden_size
+    moe = at + ("block_sparse_moe." if at + "block_sparse_moe.gate.weight" in source else "mlp.")
+    weights.router = source.tensor(moe + "gate.weight", experts.num, hidden)
+    if experts.score == "sigmoid":
+        weights.router_bias = source.tensor(moe + "gate.e_score_correction_bias", experts.num)
+    weights.experts = _expert_mlps(source, moe + "experts.", experts, hidden, c.part)
+    if size := experts.shared_size:
+        own = c.part.columns(size, shared=True), c.part.columns(hidden, shared=True)
+        weights.shared = _expert(source, f"{moe}shared_expert{'' if experts.shared_gate else 's'}.", size, hidden, own)
+        if experts.shared_gate:
+            weights.shared_gate = source.tensor(moe + "shared_expert_gate.weight", 1, hidden)
+
+
+def _latent_attention(read: _Reader, latent: Latent, at: str) -> dict[str, Any]:
+    """The attention's weights. Files have a head's rotated features last, in pairs (2i, 2i + 1), and its keys beside its values."""
+    c, source, names = read.config, read.source, read.row.names
+    heads, turned, plain, values, rank = c.num_heads, latent.rotary_dim, latent.plain_dim, latent.value_dim, latent.rank
+
+    def of_heads(w: Tensor) -> Tensor:
+        if w.dim() != 2:
+            raise ValueError(
+                "stored codes of latent attention cannot be rearranged; give the unquantized model, and dtype int8 or int4"
+            )
+        return w.unflatten(0, (heads, -1))
+
+    def queries(w: Tensor) -> Tensor:
+        own = of_heads(w)
+        return _halves(torch.cat([own[:, plain:], own[:, :plain]], 1).flatten(0, 1), plain + turned, turned)
+
+    def key(w: Tensor) -> Tensor:
+        return torch.cat([_halves(w[rank:], turned, turned), w[:rank]])
+
+    def matrix(role: str, name: str, *shape: int, pick: Pick = _all) -> dict[str, Any]:
+        found: dict[str, Any] = {role: source.matrix(f"{at}{names[name]}.weight", *shape, pick=pick)}
+        if c.qkv_bias and name in ("latent", "q_latent", "out"):
+            found[f"{role}_bias"] = source.tensor(f"{at}{names[name]}.bias", shape[0], pick=pick)
+        if role in ("latent", "q_latent"):
+            size = rank if role == "latent" else latent.q_rank
+            found[f"{role}_norm"] = source.tensor(f"{at}{names[f'{role}_norm']}.weight", size)
+        return found
+
+    both, of_q = heads * (plain + values), "of_q_latent" if latent.q_rank else "q"
+    return {
+        **matrix("latent", "latent", rank + turned, c.hidden_size, pick=key),
+        **(matrix("q_latent", "q_latent", latent.q_rank, c.hidden_size) if latent.q_rank else {}),
+        **matrix("q", of_q, heads * (plain + turned), latent.q_rank or c.hidden_size, pick=queries),
+        **matrix("k", "k", both, rank, pick=lambda w: of_heads(w)[:, :plain].transpose(1, 2).flatten(0, 1)),
+        **matrix("v", "v", both, rank, pick=lambda w: of_heads(w)[:, plain:].flatten(0, 1)),
+        **matrix("out", "out", c.hidden_size, heads * values),
+    }
 
 
 _DENSE = "gate_proj up_proj down_proj"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.adapters import ROLES
-from slipstream.inference.config import NORMS, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import NO_LATENT, NORMS, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
@@ -44,14 +44,15 @@ _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
 
 class _Experts(ctypes.Structure):
     _fields_ = (
-        *((name, _int) for name in ("num", "top_k", "normalize", "has_shared", "is_cut")),
+        *((name, _int) for name in ("num", "top_k", "normalize", "has_shared", "by_sigmoid", "num_groups", "top_groups")),
+        *(("scale", _float), ("is_cut", _int)),
         *((name, _long) for name in ("inner_size", "shared_size", "widest")),
         *((name, ctypes.POINTER(_int)) for name in ("first_inner", "first_out")),
         *((name, ctypes.POINTER(MatrixRecord)) for name in ("gate_up", "down")),
         ("store", _pointer),
         ("stored", ctypes.POINTER(MatrixRecord)),
         ("first_stored", _long),
-        *((name, _pointer) for name in ("router", "shared_gate")),
+        *((name, _pointer) for name in ("router", "bias", "shared_gate")),
     )
 
 
@@ -60,12 +61,16 @@ class _Norm(ctypes.Structure):
 
 
 _HEAD_NORMS = ("q_norm", "k_norm")
+_LATENTS = ("latent", "q_latent")
 
 
 class _LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in NORMS),
         *((name, _pointer) for name in _HEAD_NORMS),
+        *((name, MatrixRecord) for name in _LATENTS),
+        *((f"{name}_norm", _pointer) for name in _LATENTS),
+        *((f"{name}_heads", ctypes.POINTER(MatrixRecord)) for name in "kv"),
         *((name, MatrixRecord) for name in ("q", "k", "v", "out", "gate_up", "down")),
         ("experts", ctypes.POINTER(_Experts)),
         *((name, _pointer) for name in ("cosine", "sine", "keys", "values")),
@@ -76,9 +81,10 @@ class _LayerRecord(ctypes.Structure):
 class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size")),
-        *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "qk_norm_whole")),
+        *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _int) for name in ("latent_rank", "q_latent_rank", "plain_dim", "value_dim", "qk_norm_whole")),
         *((name, _int) for name in ("cache_type", "embed_type", "activation", "centered", "residual", "plain", "both_ways")),
-        *((name, _float) for name in ("norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
+        *((name, _float) for name in ("latent_eps", "norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
         *((name, _float) for name in ("residual_scale", "logit_scale")),
         *((name, _pointer) for name in ("embed", "positions", "token_types", "slopes")),
         *((name, _Norm) for name in ("embed_norm", "final_norm")),
@@ -96,7 +102,8 @@ class _Batch(ctypes.Structure):
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
         *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
         ("low_size", _long),
-        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "codes", "scales", "totals", "halves")),
+        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow")),
+        *((name, _pointer) for name in ("codes", "scales", "totals", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
@@ -116,6 +123,8 @@ def why_not(config: TransformerConfig) -> str | None:
         return "ALiBi in an encoder"
     if any(layer.experts is not None and layer.experts.num >= _MAX_EXPERTS for layer in config.layers):
         return f"more than {_MAX_EXPERTS - 1} experts"
+    if config.latent is not None and (config.residual != "before" or config.num_heads > _MAX_EXPERTS):
+        return f"latent attention beside the MLP, or with more than {_MAX_EXPERTS} heads"
     if config.num_heads % config.num_kv_heads:
         return f"{config.num_heads} heads do not share {config.num_kv_heads} key-value heads evenly"
     return None
@@ -127,11 +136,17 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
     inner = max((max(experts.intermediate_size, experts.shared_size) for experts in routed), default=0)
     places = max((experts.top_k + 1 for experts in routed), default=1)  # of a row in the experts' lists
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    widest = max(hidden, config.intermediate_size, heads, inner)
+    latent = config.latent or NO_LATENT
+    narrow = config.num_heads * max(latent.plain_dim + latent.rotary_dim, latent.value_dim)
+    # Of one head at a time, codes are padded to whole groups.
+    of_heads = config.num_heads * max(size + -size % CODES for size in (latent.plain_dim, latent.rank))
+    widest = max(hidden, config.intermediate_size, heads, inner, latent.q_rank, narrow, of_heads)
     widest += -widest % CODES
     widths = {
         "x": (hidden, torch.float32),
         "normed": (hidden, torch.float32),
+        "low_q": (latent.q_rank, torch.float32),
+        "narrow": (narrow, torch.float32),
         "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, torch.float32),
         "attended": (heads, torch.float32),
         "act": (config.intermediate_size, torch.float32),
@@ -317,14 +332,23 @@ class NativeDecoder:
 
     def _layer(self, index: int, weights: LayerWeights) -> _LayerRecord:
         layer = self.config.layers[index]
+        products = ("q", "k", "v", "out") if self.config.latent is None else ("q", "out")
         record = _LayerRecord(
             **{name: self._norm(weights, name) for name in NORMS},
             **{name: self._vector(getattr(weights, name), self.config.norm_offset) for name in _HEAD_NORMS},
-            **{name: self._matrix(getattr(weights, name), getattr(weights, f"{name}_bias")) for name in ("q", "k", "v", "out")},
+            **{name: self._matrix(getattr(weights, name), getattr(weights, f"{name}_bias")) for name in products},
+            **{f"{name}_norm": self._vector(getattr(weights, f"{name}_norm")) for name in _LATENTS},
             keys=self.keys[min(index, len(self.keys) - 1)].data_ptr(),
             values=self.values[min(index, len(self.keys) - 1)].data_ptr(),
             window=layer.window,
         )
+        for name in _LATENTS:
+            if (matrix := getattr(weights, name)) is not None:
+                setattr(record, name, self._matrix(matrix, getattr(weights, f"{name}_bias")))
+        if self.config.latent is not None:
+            record.k_heads, record.v_heads = (
+                (MatrixRecord * self.config.num_heads)(*map(self._matrix, self._heads(matrix))) for matrix in (weights.k, weights.v)
+            )
         if layer.experts is not None:
             record.experts = ctypes.pointer(self._experts(index, layer.experts, weights))
         else:
@@ -335,6 +359,12 @@ class NativeDecoder:
             record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
             record.rotary_dim = 2 * len(layer.rope.inv_freq)
         return record
+
+    def _heads(self, matrix: Matrix) -> list[Matrix]:
+        """The rows of each head."""
+        if isinstance(matrix, Tensor):
+            return list(matrix.chunk(self.config.num_heads))
+        return [type(matrix)(*parts) for parts in zip(*(part.chunk(self.config.num_heads) for part in matrix), strict=True)]
 
     def _experts(self, index: int, experts: RoutedExperts, weights: LayerWeights) -> _Experts:
         if not 1 <= experts.top_k <= experts.num:
@@ -361,6 +391,11 @@ class NativeDecoder:
             top_k=experts.top_k,
             normalize=experts.normalize,
             has_shared=weights.shared is not None,
+            by_sigmoid=experts.score == "sigmoid",
+            num_groups=experts.num_groups,
+            top_groups=experts.top_groups,
+            scale=experts.scale,
+            bias=self._vector(weights.router_bias),
             is_cut=part.tp_size > 1 or (weights.shared is not None and part.size > 1),
             inner_size=experts.intermediate_size,
             shared_size=experts.shared_size,
@@ -386,7 +421,7 @@ class NativeDecoder:
         return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
 
     def _decoder(self, weights: DecoderWeights, head: MatrixRecord) -> _Decoder:
-        config = self.config
+        config, latent = self.config, self.config.latent or NO_LATENT
         self._embed = embed = weights.embed.detach().contiguous()
         return _Decoder(
             hidden_size=config.hidden_size,
@@ -396,6 +431,11 @@ class NativeDecoder:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            latent_rank=latent.rank,
+            q_latent_rank=latent.q_rank,
+            plain_dim=latent.plain_dim,
+            value_dim=latent.value_dim,
+            latent_eps=latent.eps,
             qk_norm_whole=config.qk_norm_whole,
             cache_type=TYPES[self.keys.dtype],
             embed_type=TYPES[embed.dtype],
@@ -442,19 +482,29 @@ class NativeDecoder:
             self._put_bias(self._model.head, weight)
         else:
             _, number, *inside = path.split(".")
-            layer = self._layers[int(number)]
-            if name in ("q", "k", "v", "out"):
-                self._put_matrix(getattr(layer, name), weight)
-            elif name in ("q_bias", "k_bias", "v_bias", "out_bias"):
-                self._put_bias(getattr(layer, name.removesuffix("_bias")), weight)
-            elif name in ("router", "shared_gate"):
-                _write(getattr(layer.experts.contents, name), dequantize(weight))
-            elif name in _HEAD_NORMS:
-                _write(getattr(layer, name), dequantize(weight).float() + self.config.norm_offset)
-            elif not inside:
-                self._put_norm(layer, name, weight)
-            else:
-                self._put_mlp(layer, inside, name, weight)
+            self._put_in_layer(self._layers[int(number)], inside, name, weight)
+
+    def _put_in_layer(self, layer: _LayerRecord, inside: list[str], name: str, weight: Matrix) -> None:
+        if name in ("k", "v") and self.config.latent is not None:
+            records = getattr(layer, f"{name}_heads")
+            for head, rows in enumerate(self._heads(weight)):
+                self._put_matrix(records[head], rows)
+        elif name in ("q", "k", "v", "out", *_LATENTS):
+            self._put_matrix(getattr(layer, name), weight)
+        elif name.removesuffix("_bias") in ("q", "k", "v", "out", *_LATENTS):
+            self._put_bias(getattr(layer, name.removesuffix("_bias")), weight)
+        elif name.removesuffix("_norm") in _LATENTS:
+            _write(getattr(layer, name), dequantize(weight))
+        elif name == "router_bias":
+            _write(layer.experts.contents.bias, dequantize(weight))
+        elif name in ("router", "shared_gate"):
+            _write(getattr(layer.experts.contents, name), dequantize(weight))
+        elif name in _HEAD_NORMS:
+            _write(getattr(layer, name), dequantize(weight).float() + self.config.norm_offset)
+        elif not inside:
+            self._put_norm(layer, name, weight)
+        else:
+            self._put_mlp(layer, inside, name, weight)
 
     def free_memory(self) -> None:
         """Free the memory of weights and cache. Every weight must be `put` again before the next forward."""

@@ -28,8 +28,8 @@ class LayerWeights:
     input_norm: Tensor | None = None  # [hidden], before attention
     mlp_norm: Tensor | None = None  # [hidden], before the MLP
     q: Matrix  # [num_heads * head_dim, hidden]
-    k: Matrix
-    v: Matrix
+    k: Matrix  # with latents, of each head: [num_heads * rank, plain_dim], see `config.Latent`
+    v: Matrix  # and [num_heads * value_dim, rank]
     out: Matrix  # [hidden, num_heads * head_dim]
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
@@ -37,6 +37,12 @@ class LayerWeights:
     out_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [head_dim], or of all heads if the norm is over them together
     k_norm: Tensor | None = None
+    latent: Matrix | None = None  # [rotary_dim + rank, hidden]
+    latent_bias: Tensor | None = None
+    latent_norm: Tensor | None = None  # [rank]
+    q_latent: Matrix | None = None  # [q_rank, hidden]
+    q_latent_bias: Tensor | None = None
+    q_latent_norm: Tensor | None = None
     attn_post_norm: Tensor | None = None  # of the outputs, see `config.NORMS`
     mlp_post_norm: Tensor | None = None
     input_norm_bias: Tensor | None = None
@@ -46,6 +52,7 @@ class LayerWeights:
     mlp: Mlp | None = None  # if the layer is dense
     experts: list[Mlp] = field(default_factory=list)  # if it is routed
     router: Tensor | None = None  # [num_experts, hidden]
+    router_bias: Tensor | None = None  # [num_experts], on the choice
     shared: Mlp | None = None
     shared_gate: Tensor | None = None  # [1, hidden]
 
@@ -54,6 +61,13 @@ class LayerWeights:
         if self.mlp is None:
             raise ValueError("this layer has experts and no MLP of its own")
         return self.mlp
+
+    @property
+    def latents(self) -> tuple[Matrix, Tensor]:
+        """The matrix of a key and the norm of its latent."""
+        if self.latent is None or self.latent_norm is None:
+            raise ValueError("this layer's attention has no latents")
+        return self.latent, self.latent_norm
 
     @property
     def routing(self) -> Tensor:

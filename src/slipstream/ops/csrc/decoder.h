@@ -61,6 +61,9 @@ struct ranks {
  * that this process computes, maybe none. */
 struct experts {
     int32_t num, top_k, normalize, has_shared;
+    int32_t by_sigmoid; /* scores are sigmoids, of which a group's best two count; else softmax, and its best */
+    int32_t num_groups, top_groups; /* a row uses experts of its best groups only */
+    float scale;                    /* of a row's weights */
     int32_t is_cut;                         /* processes compute parts of one expert */
     int64_t inner_size, shared_size, widest; /* inner features of an expert, of the shared one, the larger of both */
     const int32_t *first_inner, *first_out; /* [num + has_shared] the first column of gate and of up, and of down */
@@ -69,7 +72,8 @@ struct experts {
     const struct matrix *stored;   /* [num][gate_up, down] with offsets in the file in place of pointers; data comes first */
     int64_t first_stored;          /* the number of expert 0 among those of all layers */
     const float *router;                 /* [num][hidden] */
-    const float *shared_gate;            /* [hidden] */
+    const float *bias;                   /* [num] added to scores for the choice only, or NULL */
+    const float *shared_gate;            /* [hidden]; NULL: the shared expert counts as it is */
 };
 
 /* Multipliers, with the model's offset already added, and biases, or NULL. Without multipliers there is no norm. */
@@ -93,6 +97,10 @@ struct layer {
     struct norm input_norm, mlp_norm; /* of the inputs of attention and MLP; in parallel, one without a norm has the other's input */
     struct norm attn_post_norm, mlp_post_norm; /* of their outputs; with RESIDUAL_AFTER of the sums of these and the residual */
     const float *q_norm, *k_norm; /* [head_dim], with qk_norm_whole [all heads'], or NULL */
+    struct matrix latent, q_latent; /* with latents: what a key is, and what queries are products of; the latter may be empty */
+    const float *latent_norm, *q_latent_norm;
+    const struct matrix *k_heads, *v_heads; /* with latents, in place of k and v: [num_heads] from a query to its product with keys,
+                                               and from the mixture of keys to that of values */
     struct matrix q, k, v, out, gate_up /* alternating panels of gate and up; only up if the MLP is plain */, down;
     const struct experts *experts; /* instead of gate_up and down; NULL: dense */
     const float *cosine, *sine; /* [max_context][rotary_dim / 2]; NULL: no rotation */
@@ -104,6 +112,8 @@ struct layer {
 struct decoder {
     int64_t hidden_size, intermediate_size, vocab_size;
     int32_t num_layers, num_heads, num_kv_heads, head_dim;
+    int32_t latent_rank, q_latent_rank; /* features of the latents; 0: none. All heads have one key: rotated features, then these */
+    int32_t plain_dim, value_dim; /* with latents: features of a query beside the rotated ones, and of a head's value */
     int32_t qk_norm_whole; /* the norms of q and k are over all heads together */
     int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
     int32_t embed_type;
@@ -112,7 +122,7 @@ struct decoder {
     int32_t residual;   /* enum residual */
     int32_t plain;      /* the MLP has no gate */
     int32_t both_ways;  /* a row attends to its whole sequence, of which a batch has all rows */
-    float norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
+    float latent_eps, norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
     float residual_scale, logit_scale; /* factors of what is added to the residual, and of logits; 0: none */
     const void *embed; /* [vocab][hidden] */
     const float *positions, *token_types; /* [max_context][hidden], [types][hidden], added to the embedding, or NULL */
@@ -150,6 +160,7 @@ struct batch {
     int64_t low_size; /* the largest rank of these adapters */
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
+    float *low_q, *narrow; /* with latents, [num_rows][...]: that of queries; queries before and mixtures after attention */
     int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is int8 or int4 */
     float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
     int32_t *totals;  /* [num_rows][widest / CODES]: a group's sum of codes */

@@ -110,28 +110,60 @@ TARGET static void score_experts(const struct experts *experts, const struct bat
     }
 }
 
-/* The top_k of softmax(scores) and their probabilities; of equal scores the lower index. */
+/* The index of the largest of values that is not taken; of equal ones the lower index. */
+INLINE int best_of(const float *values, const char *taken, int num)
+{
+    int best = -1;
+    for (int e = 0; e < num; ++e)
+        if (!taken[e] && (best < 0 || values[e] > values[best]))
+            best = e;
+    return best;
+}
+
+/* Mark the experts of all but the best groups as taken. */
+TARGET static void close_groups(const struct experts *experts, const float *values, char *taken)
+{
+    const int num = experts->num_groups, size = experts->num / num;
+    float of_group[MAX_EXPERTS];
+    char open[MAX_EXPERTS] = {0};
+    for (int g = 0; g < num; ++g) {
+        char seen[MAX_EXPERTS] = {0};
+        of_group[g] = 0.0f;
+        for (int i = 0; i < (experts->by_sigmoid && size > 1 ? 2 : 1); ++i) {
+            const int best = best_of(values + g * size, seen, size);
+            seen[best] = 1;
+            of_group[g] += values[g * size + best];
+        }
+    }
+    for (int i = 0; i < experts->top_groups; ++i)
+        open[best_of(of_group, open, num)] = 1;
+    for (int e = 0; e < experts->num; ++e)
+        taken[e] = !open[e / size];
+}
+
+/* The top_k of the experts and their weights. */
 TARGET static void choose_experts(const struct experts *experts, const float *scores, float *shares, int32_t *chosen)
 {
-    float most = scores[0], total = 0.0f, kept = 0.0f;
+    float most = scores[0], total = 0.0f, kept = 0.0f, values[MAX_EXPERTS];
+    char taken[MAX_EXPERTS] = {0};
     for (int e = 1; e < experts->num; ++e)
         most = scores[e] > most ? scores[e] : most;
-    for (int e = 0; e < experts->num; ++e)
+    for (int e = 0; e < experts->num; ++e) {
         total += expf(scores[e] - most);
+        values[e] = (experts->by_sigmoid ? 1.0f / (1.0f + expf(-scores[e])) : scores[e]) + (experts->bias ? experts->bias[e] : 0.0f);
+    }
+    if (experts->num_groups > 1)
+        close_groups(experts, values, taken);
     for (int i = 0; i < experts->top_k; ++i) {
-        int best = -1;
-        for (int e = 0; e < experts->num; ++e) {
-            int taken = 0;
-            for (int j = 0; j < i; ++j)
-                taken |= chosen[j] == e;
-            if (!taken && (best < 0 || scores[e] > scores[best]))
-                best = e;
-        }
+        const int best = best_of(values, taken, experts->num);
+        taken[best] = 1;
         chosen[i] = best;
-        kept += shares[i] = expf(scores[best] - most) / total;
+        kept += shares[i] = experts->by_sigmoid ? 1.0f / (1.0f + expf(-scores[best])) : expf(scores[best] - most) / total;
     }
     for (int i = 0; i < experts->top_k && experts->normalize; ++i)
         shares[i] /= kept;
+    for (int i = 0; i < experts->top_k && experts->scale != 1.0f; ++i)
+        shares[i] *= experts->scale;
 }
 
 /* Compute the start of every list and the places of every row. */
@@ -203,7 +235,9 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
 TARGET static void expect_next(const struct decoder *model, int index, const struct batch *batch, struct worker *worker)
 {
     const struct layer *next = &model->layers[index + 1];
-    if (index + 1 < model->num_layers)
+    if (index + 1 < model->num_layers && model->latent_rank)
+        expect((const struct matrix *const[]){&next->latent, model->q_latent_rank ? &next->q_latent : &next->q}, 2, batch->num_rows, worker);
+    else if (index + 1 < model->num_layers)
         expect((const struct matrix *const[]){&next->q, &next->k, &next->v}, 3, batch->num_rows, worker);
     else
         expect((const struct matrix *const[]){&model->head}, 1, batch->num_logits, worker);
@@ -257,8 +291,9 @@ TARGET static void routed(const struct decoder *model, int layer, const struct b
     for (int64_t row = worker->from; row < worker->until; ++row) {
         float *x = batch->x + row * hidden;
         const int32_t *place = routing->place + row * (top_k + 1);
-        float open = 0.0f;
-        if (experts->has_shared) {
+        float open = 1.0f;
+        if (experts->has_shared && experts->shared_gate) {
+            open = 0.0f;
             for (int64_t d = 0; d < hidden; ++d)
                 open += batch->normed[row * hidden + d] * experts->shared_gate[d];
             open = 1.0f / (1.0f + expf(-open));
@@ -291,6 +326,73 @@ TARGET static void embed(const struct decoder *model, const struct batch *batch,
     }
 }
 
+/* ---- latent attention [DeepSeek-AI 2024, arXiv:2405.04434, 2.1] ----
+ * All heads have the same key, of which values are products. With W_k and W_v of a head, q . (W_k c) = (W_k^T q) . c, and the mixture
+ * of the values W_v c is W_v times that of the c: so the attention is that of one key-value head, and the cache has latents. */
+
+/* One product for each head, of `size` features of x. x and y have a head every x_step and y_step features. Ends with a barrier. */
+TARGET static void multiply_heads(const struct decoder *model, const struct batch *batch, const struct matrix *w, const struct product form,
+                                  int64_t size, int64_t x_step, int64_t y_step, struct worker *worker)
+{
+    const int64_t heads = model->num_heads, rows = batch->num_rows;
+    struct product jobs[MAX_EXPERTS];
+    for (int64_t head = 0; head < heads; ++head) {
+        jobs[head] = form;
+        jobs[head].w = w + head;
+        jobs[head].x += head * x_step;
+        jobs[head].y += head * y_step;
+        jobs[head].num_rows = (int32_t)rows;
+        jobs[head].coded = coded_at(batch, head * rows, size);
+    }
+    for (int64_t row = worker->from; row < worker->until && wants(w); ++row)
+        for (int64_t head = 0; head < heads; ++head) {
+            const struct coded to = coded_at(batch, head * rows + row, size);
+            code_row(jobs[head].x + row * form.x_stride, size, wants(w), &to);
+        }
+    meet(worker);
+    multiply(jobs, (int)heads, worker);
+    meet(worker);
+}
+
+/* Queries and keys of the normalized rows, whose codes are `coded`. Ends with a barrier. */
+TARGET static void project_latents(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct coded coded,
+                                   struct worker *worker)
+{
+    const int64_t dim = model->head_dim, heads = model->num_heads, rank = model->latent_rank, q_rank = model->q_latent_rank;
+    const int64_t turned = layer->rotary_dim, narrow = model->plain_dim + turned, width = (heads + 2) * dim;
+    float *const keys = batch->qkv + heads * dim;
+    struct product first[2] = {{.w = &layer->latent, .x = batch->normed, .coded = coded, .y = keys, .x_stride = model->hidden_size,
+                                .y_stride = width, .num_rows = batch->num_rows}};
+    struct product q = {.w = &layer->q, .x = batch->low_q, .y = batch->narrow, .x_stride = q_rank, .y_stride = heads * narrow,
+                        .num_rows = batch->num_rows};
+    first[1] = first[0];
+    first[1].w = q_rank ? &layer->q_latent : &layer->q;
+    first[1].y = q_rank ? batch->low_q : batch->narrow;
+    first[1].y_stride = q_rank ? q_rank : heads * narrow;
+    multiply(first, 2, worker);
+    expect((const struct matrix *const[]){q_rank ? &layer->q : layer->k_heads}, 1, batch->num_rows, worker);
+    meet(worker);
+    for (int64_t row = worker->from; row < worker->until; ++row) {
+        float *const key = keys + row * width, *const low = batch->low_q + row * q_rank;
+        rms_norm(key + turned, key + turned, layer->latent_norm, rank, model->latent_eps, 0);
+        memcpy(key + dim, key, (size_t)dim * sizeof(float)); /* the value; its first features are not used */
+        if (q_rank)
+            rms_norm(low, low, layer->q_latent_norm, q_rank, model->latent_eps, 0);
+    }
+    if (q_rank) {
+        q.coded = code_rows(batch, batch->low_q, q_rank, wants(q.w), worker);
+        meet(worker);
+        multiply(&q, 1, worker);
+        meet(worker);
+    }
+    for (int64_t row = worker->from; row < worker->until; ++row)
+        for (int64_t head = 0; head < heads; ++head)
+            memcpy(batch->qkv + row * width + head * dim, batch->narrow + (row * heads + head) * narrow, (size_t)turned * sizeof(float));
+    const struct product form = {.x = batch->narrow + turned, .y = batch->qkv + turned, .x_stride = heads * narrow, .y_stride = width};
+    multiply_heads(model, batch, layer->k_heads, form, model->plain_dim, narrow, dim, worker);
+    expect((const struct matrix *const[]){layer->v_heads}, 1, batch->num_rows, worker);
+}
+
 TARGET static void run(const struct decoder *model, const struct batch *batch, struct team *team, int thread, float *scratch)
 {
     const int64_t hidden = model->hidden_size, dim = model->head_dim;
@@ -309,7 +411,8 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
                                 .low = low_of(batch, index, model->plain ? LOW_UP : LOW_GATE)};
         const int parallel = model->residual == RESIDUAL_PARALLEL, joined = parallel && !layer->mlp_norm.weight;
         norm_rows(model, batch->normed, batch->x, &layer->input_norm, worker, 0);
-        const int wanted = wants(w[0]) | wants(w[1]) | wants(w[2]) | (joined ? wants(gated.w) : 0);
+        const int of_keys = model->latent_rank ? wants(&layer->latent) : wants(w[1]) | wants(w[2]);
+        const int wanted = wants(w[0]) | of_keys | (joined ? wants(gated.w) : 0);
         const struct coded coded = code_rows(batch, batch->normed, hidden, wanted, worker);
         for (int i = 0; i < 3; ++i)
             qkv[i] = (struct product){.w = w[i], .x = batch->normed, .coded = coded, .y = y[i], .x_stride = hidden, .y_stride = width,
@@ -317,10 +420,14 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         gated.coded = coded;
         qkv[3] = gated;
         meet(worker);
-        shrink(qkv, 3 + joined, worker);
-        multiply(qkv, 3 + joined, worker);
-        expect((const struct matrix *const[]){&layer->out}, 1, batch->num_rows, worker);
-        meet(worker);
+        if (model->latent_rank) {
+            project_latents(model, layer, batch, coded, worker);
+        } else {
+            shrink(qkv, 3 + joined, worker);
+            multiply(qkv, 3 + joined, worker);
+            expect((const struct matrix *const[]){&layer->out}, 1, batch->num_rows, worker);
+            meet(worker);
+        }
         if (parallel && !joined) { /* before attention, which changes x */
             norm_rows(model, batch->normed, batch->x, &layer->mlp_norm, worker, 0);
             gated.coded = code_rows(batch, batch->normed, hidden, wants(gated.w), worker);
@@ -347,7 +454,16 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         }
         attention(model, layer, batch, worker);
         meet(worker);
-        residual(model, batch, &layer->out, batch->attended, q_width, low_of(batch, index, LOW_OUT), &layer->attn_post_norm, worker);
+        const float *mixed = batch->attended;
+        int64_t mixed_width = q_width;
+        if (model->latent_rank) {
+            mixed = batch->narrow;
+            mixed_width = model->num_heads * model->value_dim;
+            const struct product form = {.x = batch->attended + layer->rotary_dim, .y = batch->narrow, .x_stride = q_width,
+                                         .y_stride = mixed_width};
+            multiply_heads(model, batch, layer->v_heads, form, model->latent_rank, dim, model->value_dim, worker);
+        }
+        residual(model, batch, &layer->out, mixed, mixed_width, low_of(batch, index, LOW_OUT), &layer->attn_post_norm, worker);
         if (!layer->experts)
             expect((const struct matrix *const[]){parallel ? &layer->down : &layer->gate_up}, 1, batch->num_rows, worker);
         settle(model, batch, &layer->attn_post_norm, worker);
