@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slipstream
 from slipstream.compat.engine import initialize
 from slipstream.compat.sparse import SparseTensor, split_half_float_double_sparse
+from slipstream.optim import Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam
 from tests import cases, toy
 from tests.dist.test_codes_on_the_wire import sent
 from tests.pool import distributed, run
@@ -152,6 +153,18 @@ def test_a_functional_sparse_gradient_is_the_dense_one() -> None:
             weights.append(engine.state_dict()["table"])
             engine.destroy()
         assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("kind", [Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam])
+def test_without_an_engine_a_dense_optimizer_refuses_sparse_gradients(kind: Any) -> None:
+    """Before any parameter is stepped; inside an engine the same model trains."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Embedding(10, 4, sparse=True))
+    optimizer = kind(model.named_parameters(), lr=0.1)
+    (model[0](torch.ones(2)) * model[1](torch.tensor([1]))).sum().backward()
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match=r"parameter of shape \(10, 4\) in group \d has a sparse gradient: drop sparse=True"):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
 
 
 class Words(nn.Module):

@@ -19,16 +19,22 @@ Update = Callable[[dict[str, Any], Tensor, Tensor, dict[str, Any]], None]
 def step_each(optimizer: Optimizer, closure: Callable[[], float] | None, update: Update) -> float | None:
     """Evaluate `closure`, then call update(state, param, grad, group) for each parameter that has a gradient and elements.
 
-    Returns the closure's loss.
+    Returns the closure's loss. Raises ValueError for a sparse gradient, before any parameter changes.
     """
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    for group in optimizer.param_groups:
+    for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param.grad is not None and param.grad.is_sparse:
-                raise ValueError(f"{type(optimizer).__name__}: the gradient of a parameter of shape {tuple(param.shape)} is sparse")
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps every row, and a parameter of shape {tuple(param.shape)} in group {i} has a "
+                    f"sparse gradient: drop sparse=True of its embedding, step it with torch.optim.SparseAdam, or train with "
+                    f"slipstream.initialize(), whose engine gives every optimizer dense gradients"
+                )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
             if param.grad is not None and param.numel() > 0:
                 update(optimizer.state[param], param, param.grad, group)
     return loss

@@ -391,13 +391,16 @@ class OneBitSteps(NativeSteps):
         super().add(units)
         self.done = None
 
-    def loaded_without_states(self) -> None:
-        log.warning(
-            "%s: the checkpoint was loaded without optimizer states, so the next %d steps are dense; load_optimizer_states=True "
-            "goes on with signs",
-            type(self.inner).__name__,
-            rounds_of(self.inner).first,
-        )
+    def loaded_without_states(self, done: int) -> str:
+        name, first = type(self.inner).__name__, rounds_of(self.inner).first
+        if done >= first:
+            return (
+                f"it is of step {done}, and {name} exchanges signs after {first}, for which it needs momentum and variance: "
+                f"load_optimizer_states=True loads them; load_module_only=True begins a new run with its weights, of which the "
+                f"first {first} steps are dense"
+            )
+        log.warning("%s: the checkpoint was loaded without optimizer states, so the next %d steps are dense", name, first)
+        return ""
 
     def drop(self, unit: Unit) -> None:
         super().drop(unit)

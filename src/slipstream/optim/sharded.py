@@ -180,8 +180,9 @@ class ShardedSteps(ABC):
         """Let the optimizer's class process loaded groups: AdamW sets decoupled decay even in groups that Adam saved."""
         self.inner.__setstate__({"state": self.inner.state, "param_groups": self.inner.param_groups})
 
-    def loaded_without_states(self) -> None:  # noqa: B027
-        """Say what it means that a checkpoint's weights were loaded, and its optimizer states were not."""
+    def loaded_without_states(self, done: int) -> str:
+        """The error text if a run cannot go on after `done` steps with weights alone, or ""; then it logs what that means."""
+        return ""
 
     def keeps_local(self, unit: Unit, alpha: float) -> bool:
         """Whether this step's gradients of the unit are not reduced, because `exchange` uses the ranks' own; then measures them.

@@ -103,8 +103,6 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
             restore()
         raise
     entries.spread_weights(states)
-    if states.steps.has_optimizer and not optimizer and not module_only:
-        states.steps.loaded_without_states()
     _restart_averages(states, metadata, request.tensors.keys(), exclude)
     return str(metadata.path), loaded.shared["client"]
 
@@ -227,6 +225,8 @@ def _take_values(
     scaler.load_state_dict(shared["loss_scale"])
     if lacking is not None:
         _take_scalars(states, shared["optimizer"], undo, lacking, exclude)
+    elif states.steps.has_optimizer and (why := states.steps.loaded_without_states(loop.global_steps - loop.skipped_steps)):
+        raise CheckpointError(why)
     if scheduler and hasattr(loop.lr_scheduler, "load_state_dict"):
         _take_schedule(loop.lr_scheduler, shared["scheduler"], undo)
     if (average := states.average) is not None and shared.get("average") is not None:
