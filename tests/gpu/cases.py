@@ -132,6 +132,45 @@ def stages_agree_bit_for_bit() -> None:
         assert torch.equal(other_weights, weights), f"stage {stage} and stage 0: weights differ"
 
 
+def compare_with_workers(twin: Any, stages: Sequence[int], **blocks: Any) -> None:
+    """Stages have equal bits, close to a simulation on the CPU: another sum there may turn a sign or a code."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    start = {name: value.clone() for name, value in twin.model.state_dict().items()}
+    for i in range(STEPS + 2):
+        twin.step(i)
+    results = []
+    for stage in stages:
+        engine = toy.make(model(toy.Lm), stage, **blocks)
+        losses = train(engine, batches(STEPS + 2))
+        weights = {name: value.cpu() for name, value in engine.state_dict().items()}
+        engine.destroy()
+        for name, value in twin.model.state_dict().items():
+            way, error = (value - start[name]).norm().item(), (weights[name] - value).norm().item()
+            assert error <= 0.02 * way, f"stage {stage}: the update of {name} is off by {error:.3g} of {way:.3g}"
+        results.append((losses, torch.cat([value.flatten() for value in weights.values()])))
+    for losses, values in results[1:]:
+        assert losses == results[0][0] and torch.equal(values, results[0][1]), f"stages {stages} differ"
+
+
+@case
+def signs_of_momentum_are_those_of_simulated_workers() -> None:
+    from tests.dist.test_onebit import ONE_BIT, Twin
+
+    compare_with_workers(Twin(dist.get_world_size()), STAGES, optimizer=ONE_BIT)
+
+
+@case
+def gradients_in_codes_are_those_of_simulated_workers() -> None:
+    from tests.dist.test_codes_on_the_wire import Twin
+
+    world, sgd = dist.get_world_size(), {"type": "SGD", "params": {"lr": 1.0}}
+    if world == 1:
+        return  # nothing is sent, so nothing is coded
+    for stages, mean_bits in (((0,), 8), ((1, 2, 3), None)):
+        twin = Twin(4, world, mean_bits)
+        compare_with_workers(twin, stages, optimizer=sgd, zero_optimization={"zero_quantized_gradients": True})
+
+
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
