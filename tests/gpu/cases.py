@@ -478,6 +478,24 @@ def served_alone_and_together_the_same_bits() -> None:
 
 
 @alone
+def layers_of_any_module_move_here_and_back() -> None:
+    """By Triton's kernel for few rows, by torch for many, of sizes that no block divides."""
+    torch.manual_seed(0)
+    for kind, limit in (("int8", 0.02), ("int4", 0.12), ("bf16", 0.01)):
+        layer, x = nn.Linear(200, 72), torch.randn(300, 200)
+        expected = layer(x).detach()
+        ours = slipstream.quantize(nn.Sequential(layer), kind)
+        first = ours(x)
+        ours.to(device())
+        for rows in (1, 5, 300):
+            for dtype in (torch.float32, torch.bfloat16):
+                computed = ours(x[:rows].to(device(), dtype)).float().cpu()
+                error = (computed - expected[:rows]).norm() / expected[:rows].norm()
+                assert error < limit + 0.01 * (dtype == torch.bfloat16), f"{kind}, {rows} rows of {dtype}: off by {error:.3f}"
+        assert torch.equal(ours.cpu()(x), first)
+
+
+@alone
 def the_engine_serves_with_kernels_and_graphs() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -3,6 +3,9 @@
 import copy
 import io
 import logging
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -209,6 +212,28 @@ def test_casts_leave_codes_as_they_are() -> None:
     assert ours(x.bfloat16()).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         assert ours[0](x).equal(first.bfloat16())
+
+
+@native
+@torch.no_grad()
+def test_threads_and_forks() -> None:
+    """Products of several threads at once, and of a forked process."""
+    ours, x = packed(nn.Sequential(linear(768, 2048), nn.GELU(), linear(2048, 8)), "int8"), torch.randn(2, 768)
+    expected = ours(x)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(y.equal(expected) for y in pool.map(lambda _: ours(x), range(40)))
+    with warnings.catch_warnings(action="ignore"):  # of a fork beside threads
+        child = os.fork()
+    if not child:
+        os._exit(0 if ours(x).equal(expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_torch_compile_cuts_its_graph_around_products() -> None:
+    ours, x = packed(nn.Sequential(linear(64, 32), nn.GELU(), linear(32, 8)), "int8"), torch.randn(2, 64)
+    assert torch.compile(ours, backend="eager")(x).equal(ours(x))
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from slipstream.ops.matrices import (
 )
 from slipstream.ops.pages import Pool
 from slipstream.zero import access
+from slipstream.zero.hooks import eager
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class PackedMatrix(nn.Module):
         parts = self._rows().values()
         return next(iter(parts)) if self.form is None else self.form(*parts)
 
+    @eager
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [rows, in_features] to [rows, out_features], in fp32 by the native kernels, else in x's dtype. `bias`: fp32, padded."""
         if self.is_native != bool(self._tables):
