@@ -391,6 +391,7 @@ _LTD = {
 }
 _EFFICIENT = {**_ON, "seed": 1234, "data_sampling": _SAMPLED, "data_routing": {**_ON, "random_ltd": _LTD}}
 TEXTS["data-efficiency"] = json.dumps(having(MEGATRON, data_efficiency=_EFFICIENT), indent=2)
+TEXTS["hybrid"] = json.dumps(having(CHAT, hybrid_engine__enabled=True), indent=2)
 TEXTS["tensorboard"] = json.dumps(having(CHAT, tensorboard__enabled=True), indent=2)
 TEXTS["wandb"] = json.dumps(trainer(2, wandb={"enabled": True, "project": "p"}), indent=2)
 TEXTS["sparse"] = json.dumps(having(BERT, sparse_attention={"mode": "fixed", "block": 16, "num_local_blocks": 4}), indent=2)
@@ -406,6 +407,6 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
         having(MEGATRON, data_efficiency={"data_routing": {"random_ltd": {"enabled": True}}}),
         "data_routing.enabled",
     ),
-    "hybrid": (having(CHAT, hybrid_engine__enabled=True), "hybrid_engine.enabled"),
+    "hybrid": (having(CHAT, hybrid_engine__enabled=True, hybrid_engine__inference_tp_size=2), "hybrid_engine.inference_tp_size"),
 }
 REFUSED: dict[str, tuple[str, str]] = {name: (json.dumps(config), named) for name, (config, named) in REFUSED_CONFIGS.items()}

@@ -140,8 +140,8 @@ def test_settings_of_a_feature_that_is_off_are_quiet() -> None:
 
 def test_all_refusals_come_at_once() -> None:
     with pytest.raises(ValueError) as error:
-        resolved({"amp": {"enabled": True}, "hybrid_engine": {"enabled": True}})
-    assert "amp.enabled" in str(error.value) and "hybrid_engine.enabled" in str(error.value)
+        resolved({"amp": {"enabled": True}, "graph_harvesting": True})
+    assert "amp.enabled" in str(error.value) and "graph_harvesting" in str(error.value)
 
 
 def other(default: Any) -> Any:

@@ -29,7 +29,7 @@ SERVING = (ROOT / "docs" / "SERVING.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "CHECKPOINTS.md").read_text()
 TRAIN, SERVE, CLIENT = re.findall(r"```python\n(.*?)```", README, re.S)
 ANY_MODULE, ASYNC, RAGGED = re.findall(r"```python\n(.*?)```", SERVING, re.S)
-(LEARNING,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "RL.md").read_text(), re.S)
+LEARNING, ROLLOUTS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "RL.md").read_text(), re.S)
 COMING = (ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text()
 FSDP, LIGHTNING = re.findall(r"```python\n(.*?)```", COMING, re.S)
 (QUANTIZED,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "QUANTIZED.md").read_text(), re.S)
@@ -208,7 +208,7 @@ def test_adapters_on_a_quantized_base_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_learning_from_answers_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(LEARNING)
+    script.write_text(LEARNING + ROLLOUTS)
     run(script)
 
 

@@ -504,7 +504,7 @@ def initialize(
     except arguments.ConfigError as error:
         raise loaded.refusal(error) from None
     # DeepSpeedEngine adds only methods, so changing the class is enough.
-    engine.__class__ = PipelineEngine if isinstance(engine, pipeline.PipelineEngine) else DeepSpeedEngine
+    engine.__class__ = _kind(engine)
     assert isinstance(engine, DeepSpeedEngine)
     engine._begin(raw)
     if engine.mesh.is_first:
@@ -520,6 +520,16 @@ def initialize(
 
 class PipelineEngine(pipeline.PipelineEngine, DeepSpeedEngine):
     """The engine of a pipeline, with DeepSpeed's names."""
+
+
+def _kind(engine: Engine) -> type[DeepSpeedEngine]:
+    if isinstance(engine, pipeline.PipelineEngine):
+        return PipelineEngine
+    if "rollouts" not in engine.states.resources:
+        return DeepSpeedEngine
+    from slipstream.compat.rollout import DeepSpeedHybridEngine  # with the engines of serving
+
+    return DeepSpeedHybridEngine
 
 
 def read_config(config: Any, config_params: Any = None, args: Any = None) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.compat.generation import Asked
 from slipstream.inference import generic, init_inference
-from slipstream.inference.core import SamplingParams
 from slipstream.inference.embedding import ROWS
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine
@@ -162,26 +162,6 @@ def _output(base: Any, hidden: Tensor) -> Any:
 
 # -- Decoders --------------------------------------------------------------------------------------------------------------
 
-# Settings of GenerationConfig that do not change greedy decoding, and those that do not with this value. With any other one that
-# is not off (False, 0, empty), the module's own code runs.
-_ANY = {
-    *"""transformers_version bos_token_id temperature top_k top_p min_p typical_p epsilon_cutoff eta_cutoff length_penalty
-    early_stopping num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind
-    target_lookbehind disable_compile use_cache""".split()  # noqa: SIM905 (a list of words)
-}
-_NEUTRAL = dict.fromkeys(
-    ("num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty", "encoder_repetition_penalty"), 1
-)
-_READ = ("max_new_tokens", "max_length", "min_new_tokens", "eos_token_id", "pad_token_id")
-
-
-class _Task(NamedTuple):
-    """What the engine computes for a call of `generate`."""
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    pad: int
-
 
 class Decoder:
     """Answers of a transformers decoder by Slipstream's engine, which is opened at first use, and again for changed weights."""
@@ -223,63 +203,30 @@ class Decoder:
 
         times: gets the milliseconds of each token of the first answer.
         """
-        task = self._task(ids, generation_config, settings) if self._known else None
-        engine = None if task is None else self._opened()
-        if task is None or engine is None or engine.engine.max_context < max(map(len, task.prompts)) + task.params.max_tokens:
+        if not self._known:
             return None
-        answers: list[list[int]] = [[] for _ in task.prompts]
+        asked, mask = Asked.of(self._model.generation_config, generation_config, settings), settings.get("attention_mask")
+        prompts = None if asked is None else self._prompts(asked, ids, mask)
+        engine = None if prompts is None else self._opened()
+        if asked is None or prompts is None or engine is None:
+            return None
+        if engine.engine.max_context < max(map(len, prompts)) + asked.max_tokens(ids):
+            return None
+        answers: list[list[int]] = [[] for _ in prompts]
         before = time.perf_counter()
-        for delta in engine.generate(task.prompts, task.params, stream=True):
+        for delta in engine.generate(prompts, asked.params(ids), stream=True):
             answers[delta.prompt].extend(delta.token_ids)
             if times is not None and delta.prompt == 0 and delta.token_ids:
                 now = time.perf_counter()
                 times += [(now - before) * 1e3 / len(delta.token_ids)] * len(delta.token_ids)
                 before = now
-        longest = max(map(len, answers))
-        padded = torch.tensor([answer + [task.pad] * (longest - len(answer)) for answer in answers], dtype=ids.dtype)
-        return torch.cat([ids, padded.to(ids.device)], 1)
+        return asked.padded(ids, answers)
 
-    def _task(self, ids: Any, generation_config: Any, settings: Mapping[str, Any]) -> _Task | None:
+    def _prompts(self, asked: Asked, ids: Any, mask: Tensor | None) -> list[list[int]] | None:
+        """The prompts; None for inputs that the engine does not take."""
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
             return None
-        asked = _asked(generation_config, settings)
-        merged = _greedy(self._model.generation_config.to_dict(), asked)
-        limits = [name for name in ("max_new_tokens", "max_length") if asked.get(name) is not None]
-        if merged is None or not limits:  # without a limit, transformers' default follows the prompt
+        if (mask is not None and mask.shape != ids.shape) or asked.max_tokens(ids) < max(asked.settings["min_tokens"], 1):
             return None
-        most = asked[limits[0]] - (ids.shape[1] if limits[0] == "max_length" else 0)
-        ends = merged.get("eos_token_id", [])
-        ends = [ends] if isinstance(ends, int) else ends
-        prompts = _prompts(ids, settings.get("attention_mask"), merged.get("pad_token_id"))
-        least = merged.get("min_new_tokens", 0)
-        if not isinstance(ends, list) or prompts is None or not max(least, 1) <= most:
-            return None
-        params = SamplingParams(max_tokens=most, min_tokens=least, temperature=0.0, stop_token_ids=tuple(ends), ignore_eos=True)
-        return _Task(prompts, params, merged.get("pad_token_id", ends[0] if ends else 0))
-
-
-def _asked(generation_config: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a call gives, and those of its GenerationConfig."""
-    given = {} if generation_config is None else generation_config.to_dict()
-    asked = {name: value for name, value in given.items() if value is not None}
-    return asked | {name: value for name, value in settings.items() if name not in ("input_ids", "attention_mask")}
-
-
-def _greedy(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings of a call; None if they ask for more than greedy decoding."""
-    if any(value is None and defaults.get(name) is not None for name, value in asked.items()):
-        return None  # a default that is switched off
-    merged = {name: value for name, value in {**defaults, **asked}.items() if value is not None}
-    others = {name: value for name, value in merged.items() if name not in _ANY and name not in _READ and name[0] != "_"}
-    return None if any(value and value != _NEUTRAL.get(name) for name, value in others.items()) else merged
-
-
-def _prompts(ids: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]] | None:
-    """Each row's tokens without its padding."""
-    if mask is None:
-        if pad is not None and bool((ids == pad).any()):
-            return None  # transformers derives the mask
-        return ids.tolist()
-    if mask.shape != ids.shape or not bool(mask.sum(1).min()):
-        return None
-    return [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
+        prompts = asked.prompts(ids, mask)
+        return prompts if all(prompts) else None

@@ -15,6 +15,8 @@ _PATTERNS = (
 _ELASTIC_ERRORS = "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"
 
 _RAGGED = "DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine"
+_ROLLOUTS = "RolloutBatch RolloutEngine RolloutRequest SamplingConfig"
+_DISTILLATION = "JSDLossOutput ResponseTokenBatch generalized_jsd_loss"
 _STATE_MANAGER = "AllocationMode DSStateManagerConfig MemoryConfig"
 
 # module of DeepSpeed -> {module of Slipstream: names in it}
@@ -29,6 +31,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.utils": "OnDevice log_dist logger",
         "slipstream.compat.versions": "git_branch git_hash",
         "slipstream.compat.inference": "InferenceEngine init_inference",
+        "slipstream.compat.rollout": "DeepSpeedHybridEngine",
         "slipstream": "add_config_arguments",
         "slipstream.parallel.slicing": "tp_model_init",
         "slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer",
@@ -39,6 +42,15 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.transformer.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "deepspeed.module_inject": {"slipstream.fused": "replace_transformer_layer"},
     "deepspeed.runtime": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
+    "deepspeed.runtime.hybrid_engine": {"slipstream.compat.rollout": "DeepSpeedHybridEngine"},
+    "deepspeed.runtime.rollout": {
+        "slipstream.compat.rollout": f"HybridEngineRollout {_DISTILLATION} {_ROLLOUTS} RolloutConfig build_rollout"
+    },
+    "deepspeed.runtime.rollout.base": {"slipstream.compat.rollout": _ROLLOUTS},
+    "deepspeed.runtime.rollout.hybrid_engine_rollout": {
+        "slipstream.compat.rollout": "HybridEngineRollout HybridEngineRolloutConfig"
+    },
+    "deepspeed.runtime.rollout.distillation": {"slipstream.compat.rollout": _DISTILLATION},
     "deepspeed.runtime.base_optimizer": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.config": {
         "slipstream.compat.engine": "DeepSpeedConfigError",
@@ -356,6 +368,9 @@ DIFFERS: Mapping[str, str] = {
     "deepspeed.inference.v2.InferenceEngineV2": "blocks have 16 tokens. It serves all decoders, on a CPU, too; prompts that begin "
     "alike share keys and values. `get_remaining_block_capacity` is what is left of the last block, not what is used of it; a "
     "sequence above the context gives SequenceTokenLimitExceeded; `quantization_mode` is int8 or int4",
+    "engine.generate with hybrid_engine": "needs the other ranks only if the weights have changed since its last call: each rank "
+    "then calls it, without prompts with an empty tensor [0, n]. Samples have transformers' distribution, not its numbers. A "
+    "prompt and its answer above `max_out_tokens` raise ValueError",
     "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3. Without `modifier_rank` a changed parameter "
     "always raises, with or without `enable_sanity_checks`, also after a write to `.data`",
     "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
@@ -422,13 +437,14 @@ _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_sca
 _INSIDE = "DeepSpeed's internals (flat groups, experts, hooks); engine.explain() and engine.units show Slipstream's"
 _ESTIMATE = "memory estimates; `slipstream plan` and engine.explain() report the bytes, including activations"
 _TRANSFORMER = "the inference kernels of DeepSpeed; init_inference has its own"
-_HYBRID = "the hybrid engine; generation under torch.no_grad() works at every stage"
+_HYBRID = "the inside of DeepSpeed's hybrid engine; engine.generate is served"
+_ROLLOUT = "a rollout by another server; slipstream.handover.send hands it the weights"
 _INJECTION = "kernel injection; init_inference(replace_with_kernel_inject=True) chooses the kernels"
 _TUNING = "autotuning runs outside the script: `deepspeed --autotuning`, or `slipstream tune`"
 
 # module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
 MISSING: Mapping[str, Mapping[str, str]] = {
-    "deepspeed": {"PipelineEngine": _PIPELINE, "DeepSpeedHybridEngine": _HYBRID},
+    "deepspeed": {"PipelineEngine": _PIPELINE},
     "deepspeed.runtime.zero": {
         "TiledLinearReturnBias": "a tiled linear layer that returns its bias; TiledLinear adds it",
         "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
@@ -455,6 +471,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "*": "the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its parts"
     },
     "deepspeed.runtime.hybrid_engine": {"*": _HYBRID},
+    "deepspeed.runtime.rollout": {"*": _ROLLOUT},
     "deepspeed.pipe": {"*": _PIPELINE},
     "deepspeed.moe": {"*": _EXPERTS},
     "deepspeed.ops.transformer": {"*": _TRANSFORMER},

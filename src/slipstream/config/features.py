@@ -154,16 +154,23 @@ class Pipeline(Block):
 
 
 class HybridEngine(Block):
-    feature = Feature(
-        "the hybrid engine for RLHF", "set hybrid_engine.enabled to false; generation under torch.no_grad() works at every stage"
+    enabled: bool = honored(
+        False, "`engine.generate` and `engine.module.generate` answer with the current weights, by the engine of serving."
     )
-    enabled: bool = switch()
-    max_out_tokens: Count = 512
-    inference_tp_size: Count = 1
-    release_inference_cache: bool = False
-    pin_parameters: bool = True
-    tp_gather_partition_size: Count = 8
-    enable_cuda_graph: bool = False
+    max_out_tokens: Count = honored(
+        512, "Tokens of a prompt and its answer together; the model's context if that is less.", "test_limits_of_rollouts"
+    )
+    inference_tp_size: Count = honored(
+        1, "1: each rank answers its own prompts. Other sizes are refused.", "test_rollouts_that_are_refused"
+    )
+    release_inference_cache: bool = honored(
+        False,
+        "Free the memory of generation, its copy of the weights included, after each call; the next call is collective.",
+        "test_memory_between_rollouts",
+    )
+    pin_parameters: bool = no_effect(True, "weights are gathered one unit at a time, when they have changed")
+    tp_gather_partition_size: Count = no_effect(8, "weights are gathered one unit at a time, when they have changed")
+    enable_cuda_graph: bool = no_effect(False, "serving captures CUDA graphs where its kernels run")
 
 
 class InferenceWeightQuantization(Block):

@@ -370,6 +370,12 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    max_tokens: int = key("hybrid_engine.max_out_tokens")  # of a prompt and its answer
+    releases_memory: bool = key("hybrid_engine.release_inference_cache")  # after each call of generate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePlan:
     step: int = key("flops_profiler.profile_step")  # steps before the one that is profiled
     module_depth: int = key("flops_profiler.module_depth")
@@ -441,6 +447,7 @@ class Plan:
     wall_clock_breakdown: bool = key("wall_clock_breakdown")
     memory_breakdown: bool = key("memory_breakdown")
     throughput: bool = key("timers.throughput.enabled")  # in progress lines
+    rollouts: RolloutPlan | None = key("hybrid_engine.enabled", shown=bool, when=lambda plan: plan.rollouts is not None)
     profile: ProfilePlan | None = key("flops_profiler.enabled", shown=bool, when=lambda plan: plan.profile is not None)
     traffic: TrafficPlan | None = key("comms_logger.enabled", shown=bool, when=lambda plan: plan.traffic is not None)
     trace: TracePlan | None

@@ -327,6 +327,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop one of the two",
     ),
     Refusal(
+        lambda c: c.plan.rollouts and c.values["hybrid_engine.inference_tp_size"] > 1,
+        "hybrid_engine.inference_tp_size is {c.values[hybrid_engine.inference_tp_size]}, and each rank answers its own prompts "
+        "with the whole model; set it to 1",
+    ),
+    Refusal(
+        lambda c: c.plan.rollouts and c.plan.mesh.pp > 1,
+        "hybrid_engine is not built with pipelines (pp {c.plan.mesh.pp}); drop it, and give a server engine.named_weights()",
+    ),
+    Refusal(
         lambda c: c.plan.local_steps.every and (c.plan.mesh.model_size > 1 or c.plan.experts.size > 1),
         "slipstream.local_steps is built for data parallelism alone, but parts of the model are on several ranks (pp "
         "{c.plan.mesh.pp}, sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp}, experts over {c.plan.experts.size}); drop one of the two",

@@ -5,9 +5,10 @@ A change replaces classes of modules in place, so that the names of parameters, 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -72,6 +73,15 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     return connect
 
 
+def _generate(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
+    """`engine.generate`. It joins training and serving, which do not know each other, so it is above both, and found by name."""
+    if plan.rollouts is None:
+        return None
+    hybrid: Any = importlib.import_module("slipstream.compat.hybrid")
+    connect: Callable[[Engine], None] = hybrid.generation(model, plan.rollouts)
+    return connect
+
+
 def _observe(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     rows: tuple[tuple[object, Callable[[Engine], None]], ...] = (
         (plan.profile, profile_step),
@@ -92,6 +102,7 @@ CHANGES: tuple[Change, ...] = (
     _compress,
     monitor,
     measure_noise,
+    _generate,
     _observe,
     follow_trial,
 )

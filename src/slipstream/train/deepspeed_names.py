@@ -39,6 +39,7 @@ _INSTEAD: Mapping[str, str] = {
     "offload_states": "engine.sleep()",
     "reload_states": "engine.wake()",
     "deepspeed_io": "slipstream.initialize(training_data=...), which returns the loader",
+    "generate": '"hybrid_engine": {"enabled": true} in the config',
     "get_batch_info": "engine.plan.batch",
     "dp_world_size": "engine.world_size",
     "config": "engine.plan",

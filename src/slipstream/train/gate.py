@@ -26,6 +26,7 @@ IGNORED_BLOCKS: Mapping[str, frozenset[Obstacle]] = {
     "explain": frozenset({Obstacle.AVERAGED}),
     "forward": frozenset({Obstacle.BROKEN, Obstacle.AVERAGED, Obstacle.ASLEEP}),  # sleeping units raise their own error
     "gathered": frozenset({Obstacle.DESTROYED, Obstacle.CHANGING, Obstacle.AVERAGED, Obstacle.ASLEEP}),
+    "generate": frozenset({Obstacle.AVERAGED, Obstacle.ASLEEP}),  # with the weights that were handed over before
     "log": frozenset(Obstacle) - {Obstacle.DESTROYED},
     "named_weights": frozenset({Obstacle.AVERAGED}),
     "save_pretrained": frozenset({Obstacle.AVERAGED}),

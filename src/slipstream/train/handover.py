@@ -110,6 +110,12 @@ def adapted_buffers(states: States, buffers: Iterable[str]) -> dict[str, str]:
     }
 
 
+def version(states: States) -> tuple[Any, ...]:
+    """Equal while `stream` yields the same values, on all ranks alike. A running update counts when it is done."""
+    adapters = [(tuple(layer.active_adapters), layer.disable_adapters, layer.merged) for _, layer in _layers(states.model)]
+    return [unit.shown.num_changes for unit in states.units], adapters
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether PEFT has changed the model."""
     return hasattr(model, "get_base_model") or any(_layers(model)) or any(_copies(model))

@@ -235,6 +235,8 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
                 unit.weights.put(inside.start, new[of_param])
     if unit.placement.weights:
         unit.publish()
+    else:
+        unit.shown.num_changes += 1
 
 
 def _write_masters(unit: Unit, slot: Slot, values: Tensor) -> None:

@@ -54,6 +54,7 @@ class Shown:
         self._show_copy: Callable[[Unit], None] | None = None  # with Reads.COPY
         self.pinned = False  # gathered by a read: stays gathered until the end of this forward or backward
         self.read_in_graph = False  # a graph since the last step uses it outside its block: every backward gathers it first
+        self.num_changes = 0  # how often the unit's weights have changed
         self.is_locked = False  # writes raise, because the masters are away
 
     # -- classes and memory --

@@ -373,6 +373,7 @@ class Unit:
 
     def publish(self) -> Pending[None]:
         """Send this rank's new weights to the other ranks, after any copy of them to the device."""
+        self.shown.num_changes += 1
         self.comms.weights.changed()
         if not self.placement.weights:  # for sharded weights, `gather` waits
             self.owned.settle()
@@ -398,6 +399,7 @@ class Unit:
         bits, full = self.dtypes.published_bits, self.memory.full
         if bits is None or full is None:
             return self.publish()
+        self.shown.num_changes += 1
         self.owned.settle()
         own, dp = full.tensor[slice(*self.span)], self.comms.dp
         before, self.memory.before = self.memory.before, None

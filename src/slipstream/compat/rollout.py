@@ -1,0 +1,348 @@
+"""DeepSpeed's hybrid engine by name: `DeepSpeedHybridEngine`, the rollouts of `deepspeed.runtime.rollout` over it, and what
+distillation on a model's own answers makes of a rollout.
+
+A rollout's prompts are padded on the left, its answers on the right, so that all answers begin at the same column.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.compat.engine import DeepSpeedEngine
+from slipstream.compat.hybrid import Rollouts, chat_adapters
+from slipstream.zero import gathered
+
+logger = logging.getLogger(__name__)
+
+
+class DeepSpeedHybridEngine(DeepSpeedEngine):
+    """What `deepspeed.initialize` returns with `hybrid_engine.enabled`. `generate` is that of `hybrid.Rollouts`.
+
+    From one `eval()` to the next it takes the times of an iteration, which rank 0 logs.
+    """
+
+    _t_start: float | None = None  # of the last eval(), perf_counter
+    _iters = 0  # from an eval() to the next
+    _total_latency = 0.0  # seconds of these
+    _training_latency = 0.0  # seconds from train() to step() since the last eval()
+    _training_start_time: float | None = None
+    is_lora_fused = False
+
+    @property
+    def _rollouts(self) -> Rollouts:
+        found: Rollouts = self.states.resources["rollouts"]
+        return found
+
+    _gather_latency = property(lambda self: self._rollouts.times.handover)  # seconds, of the last generate()
+    _generate_latency = property(lambda self: self._rollouts.times.generation)
+    _total_batch_size = property(lambda self: self._rollouts.times.num_prompts * self.mesh.batch.size or None)
+
+    def eval(self) -> DeepSpeedHybridEngine:
+        now = time.perf_counter()
+        if self._t_start is not None:
+            latency = now - self._t_start
+            self._total_latency, self._iters = self._total_latency + latency, self._iters + 1
+            parts = self._gather_latency, self._generate_latency, self._training_latency
+            samples = self._total_batch_size or 0
+            if self.mesh.is_first:
+                logger.info(
+                    "iteration %d: %.2f s, of them hand-over %.2f, generation %.2f, training %.2f, others %.2f; %.2f samples/s",
+                    *(self._iters, latency, *parts, latency - sum(parts), samples / latency),
+                )
+        self._t_start, self._training_latency = now, 0.0
+        super().eval()
+        return self
+
+    def train(self, mode: bool = True) -> DeepSpeedHybridEngine:
+        super().train(mode)
+        if mode:
+            self._training_start_time = time.perf_counter()
+        return self
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        super().step(lr_kwargs)
+        if self._training_start_time is not None:
+            now = time.perf_counter()
+            self._training_latency, self._training_start_time = self._training_latency + now - self._training_start_time, now
+
+    def fuse_lora_weight(self) -> None:
+        """Add the adapters of PEFT and DeepSpeed-Chat to the weights, for forwards; `generate` has them anyway. Collective."""
+        self._merge("merge_adapter", "fuse_lora_weight", fused=True)
+
+    def unfuse_lora_weight(self) -> None:
+        """Subtract what `fuse_lora_weight` has added, up to rounding. Collective."""
+        self._merge("unmerge_adapter", "unfuse_lora_weight", fused=False)
+
+    def _merge(self, of_peft: str, of_layer: str, *, fused: bool) -> None:
+        adapted = [(self.module, of_peft)] if hasattr(self.module, of_peft) else []
+        adapted += [(layer, of_layer) for layer in chat_adapters(self.module).values()]
+        if self.is_lora_fused == fused or not adapted:
+            return
+        with torch.no_grad(), gathered(self.module.parameters()):
+            for owner, method in adapted:
+                getattr(owner, method)()
+        self.is_lora_fused = fused
+
+    def release_inference_cache(self) -> None:
+        """Free the memory of generation until the next `generate`, which is collective then."""
+        self._rollouts.release()
+
+    def retake_inference_cache(self) -> None:
+        """Hand the current weights over now. Collective."""
+        self._rollouts.renew()
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "hybrid_engine"
+
+
+@dataclass
+class HybridEngineRolloutConfig:
+    """use_graph_capture, use_shared_prefill: without effect, serving does both where it can. enable_profiling: `last_profile`."""
+
+    use_graph_capture: bool = False
+    enable_profiling: bool = False
+    use_shared_prefill: bool = False
+
+
+@dataclass
+class SamplingConfig:
+    """temperature 0 is greedy; top_k -1 or 0 are all tokens. continuous_batch_size: without effect, batches are continuous."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    n_samples_per_prompt: int = 1
+    continuous_batch_size: int | None = None
+
+
+@dataclass
+class RolloutRequest:
+    """Prompts, padded on the left; the mask is 1 at their tokens."""
+
+    prompt_ids: Tensor  # [prompts, tokens]
+    prompt_attention_mask: Tensor
+
+    def __post_init__(self) -> None:
+        _check_rows("prompt_ids", self.prompt_ids, prompt_attention_mask=self.prompt_attention_mask)
+
+
+@dataclass
+class RolloutBatch:
+    """Prompts with their answers, each prompt's samples in a row."""
+
+    input_ids: Tensor  # [prompts x samples, tokens]
+    attention_mask: Tensor
+    response_start_idx: Tensor  # [prompts x samples]: the column of the first token of an answer
+
+    def __post_init__(self) -> None:
+        _check_rows("input_ids", self.input_ids, attention_mask=self.attention_mask)
+        if self.response_start_idx.shape != self.input_ids.shape[:1]:
+            raise ValueError(
+                f"response_start_idx is {list(self.response_start_idx.shape)}; it must have one number for each of the "
+                f"{self.batch_size} rows"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        return self.input_ids.shape[1]
+
+
+class RolloutEngine(ABC):
+    """Answers prompts with a model that trains."""
+
+    name = "base"
+
+    @abstractmethod
+    def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
+        """Answer every prompt `n_samples_per_prompt` times."""
+
+    @abstractmethod
+    def sync_weights_from_student(self, step: int) -> None:
+        """Hand the current weights over. Collective. step: of the training, for logs."""
+
+    def sync_weights(self, step: int = 0) -> None:
+        self.sync_weights_from_student(step)
+
+    def shutdown(self) -> None:  # noqa: B027 (optional for engines that hold nothing)
+        """Free what the rollouts have."""
+
+
+class HybridEngineRollout(RolloutEngine):
+    """Rollouts by an engine of `deepspeed.initialize` or `slipstream.initialize` with `hybrid_engine.enabled`."""
+
+    name = "hybrid_engine"
+
+    def __init__(self, engine: Any, tokenizer: Any, cfg: HybridEngineRolloutConfig | None = None) -> None:
+        """tokenizer: gives `pad_token_id` and `eos_token_id`. Raises ValueError if it has neither, or for an engine without it."""
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        if pad is None:
+            raise ValueError("the tokenizer has neither pad_token_id nor eos_token_id; set one of them")
+        rollouts = engine.states.resources.get("rollouts")
+        if rollouts is None:
+            raise ValueError('the engine generates nothing; its config needs "hybrid_engine": {"enabled": true}')
+        self.engine, self.tokenizer, self.cfg = engine, tokenizer, cfg or HybridEngineRolloutConfig()
+        self.last_profile: dict[str, float] | None = None  # of the last generate(), with enable_profiling
+        self._rollouts: Rollouts = rollouts
+        self._pad: int = pad
+
+    def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
+        """See `RolloutEngine.generate`. Collective after a step; a rank without prompts gives a request with none."""
+        ids, mask, num = request.prompt_ids, request.prompt_attention_mask, sampling.n_samples_per_prompt
+        settings: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:
+            settings = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
+            settings |= {"top_k": max(sampling.top_k, 0), "num_return_sequences": num}
+        elif num > 1:
+            ids, mask = ids.repeat_interleave(num, 0), mask.repeat_interleave(num, 0)
+        end, started = self.tokenizer.eos_token_id, ids.shape[1]
+        settings |= {
+            "max_new_tokens": sampling.max_new_tokens,
+            "pad_token_id": self._pad,
+            "eos_token_id": [] if end is None else end,
+        }
+        whole = self._rollouts.generate(ids, attention_mask=mask, **settings)
+        rows = whole.shape[0]
+        answers = whole[:, started:]
+        ended = torch.zeros_like(answers) if end is None else (answers == end).long()
+        before = ended.cumsum(1) - ended  # end tokens before this one
+        kept = mask.repeat_interleave(rows // max(len(mask), 1), 0) if rows else mask
+        if self.cfg.enable_profiling:
+            times = self._rollouts.times
+            profile = {"handover_ms": times.handover * 1e3, "generation_ms": times.generation * 1e3}
+            new = int((before == 0).sum())
+            self.last_profile = profile | {"num_generated_tokens": new, "tokens_per_second": new / max(times.generation, 1e-9)}
+        return RolloutBatch(
+            whole,
+            torch.cat([kept.long(), (before == 0).long()], 1),
+            torch.full((rows,), started, dtype=torch.long, device=whole.device),
+        )
+
+    def sync_weights_from_student(self, step: int) -> None:
+        logger.debug("rollouts take the weights of step %d", step)
+        self._rollouts.renew()
+
+    def shutdown(self) -> None:
+        self._rollouts.release()
+
+
+def build_rollout(cfg: Any, engine: Any, tokenizer: Any) -> RolloutEngine:
+    """The rollout that `cfg.engine` names. Raises ValueError for others than "hybrid_engine"."""
+    if cfg.engine != HybridEngineRollout.name:
+        raise ValueError(
+            f"the rollout engine is {cfg.engine!r}; set it to {HybridEngineRollout.name!r}, or hand the weights to another server: "
+            "slipstream.handover.send(engine.named_weights(), to=...)"
+        )
+    names = HybridEngineRolloutConfig.__dataclass_fields__
+    return HybridEngineRollout(
+        engine, tokenizer, HybridEngineRolloutConfig(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)})
+    )
+
+
+def _check_rows(name: str, rows: Tensor, **masks: Tensor) -> None:
+    if rows.dim() != 2:
+        raise ValueError(f"{name} is {list(rows.shape)}; it must be [rows, tokens]")
+    for other, mask in masks.items():
+        if mask.shape != rows.shape:
+            raise ValueError(f"{other} is {list(mask.shape)} and {name} {list(rows.shape)}; they must have the same shape")
+
+
+# -- distillation -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResponseTokenBatch:
+    """What logits of `input_ids` predict, token by token, and which of that belongs to answers."""
+
+    input_ids: Tensor  # [rows, tokens]
+    attention_mask: Tensor
+    target_ids: Tensor  # [rows, tokens - 1]: what the logits of each token but the last predict
+    response_mask: Tensor  # bool, of target_ids: tokens of answers
+
+    @classmethod
+    def from_rollout(cls, rollout: RolloutBatch) -> ResponseTokenBatch:
+        """Raises ValueError if an answer begins outside of 1 to the number of tokens."""
+        starts, width = rollout.response_start_idx, rollout.seq_len
+        if bool(((starts < 1) | (starts > width)).any()):
+            raise ValueError(f"response_start_idx is {starts.tolist()!s:.200}; each must be from 1 to {width}")
+        columns = torch.arange(1, width, device=starts.device)
+        is_answer = (columns >= starts[:, None]) & rollout.attention_mask[:, 1:].bool()
+        return cls(rollout.input_ids, rollout.attention_mask, rollout.input_ids[:, 1:], is_answer)
+
+    def select_causal_logits(self, logits: Tensor) -> Tensor:
+        """Logits [rows, tokens, vocabulary] -> those that predict `target_ids`."""
+        if logits.dim() != 3 or logits.shape[:2] != self.input_ids.shape:
+            raise ValueError(f"logits are {list(logits.shape)}; they must be {[*self.input_ids.shape, 'vocabulary']}")
+        return logits[:, :-1]
+
+
+class JSDLossOutput(NamedTuple):
+    loss: Tensor  # mean over the tokens of answers
+    loss_sum: Tensor
+    valid_token_count: Tensor  # int64
+
+
+def generalized_jsd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    response_mask: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    teacher_top_k: int | None = None,
+    pointwise_clip: float | None = None,
+) -> JSDLossOutput:
+    """The generalized Jensen-Shannon divergence of two models on answers (Agarwal et al. 2024, arXiv:2306.13649).
+
+    Logits [rows, tokens, vocabulary], mask [rows, tokens]. With the mixture m = beta * teacher + (1 - beta) * student it is
+    beta * KL(teacher, m) + (1 - beta) * KL(student, m); beta 0 is KL(teacher, student), 1 is KL(student, teacher).
+    teacher_top_k: both distributions over the teacher's most likely tokens only. pointwise_clip: the most that one token of the
+    vocabulary adds. Raises ValueError for shapes and values that do not fit.
+    """
+    fits = student_logits.shape == teacher_logits.shape and student_logits.dim() == 3
+    if not fits or response_mask.shape != student_logits.shape[:2]:
+        shapes = [list(each.shape) for each in (student_logits, teacher_logits, response_mask)]
+        raise ValueError(
+            f"student, teacher and mask are {shapes}; they must be twice [rows, tokens, vocabulary], and [rows, tokens]"
+        )
+    vocabulary = student_logits.shape[-1]
+    for name, value, fit, expected in (
+        ("beta", beta, 0 <= beta <= 1, "from 0 to 1"),
+        ("temperature", temperature, temperature > 0, "above 0"),
+        ("teacher_top_k", teacher_top_k, teacher_top_k is None or 1 <= teacher_top_k <= vocabulary, f"from 1 to {vocabulary}"),
+        ("pointwise_clip", pointwise_clip, pointwise_clip is None or pointwise_clip >= 0, "0 or more"),
+    ):
+        if not fit:
+            raise ValueError(f"{name} is {value}; it must be {expected}")
+    student, teacher = student_logits / temperature, teacher_logits / temperature
+    if teacher_top_k is not None:
+        chosen = teacher.topk(teacher_top_k, -1).indices
+        student, teacher = student.gather(-1, chosen), teacher.gather(-1, chosen)
+    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    if beta in (0, 1):
+        first, second = (teacher, student) if beta == 0 else (student, teacher)
+        points = first.exp() * (first - second)
+    else:
+        mixed = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+        points = beta * teacher.exp() * (teacher - mixed) + (1 - beta) * student.exp() * (student - mixed)
+    if pointwise_clip is not None:
+        points = points.clamp(max=pointwise_clip)
+    total, count = (points.sum(-1) * response_mask).sum(), response_mask.sum().long()
+    return JSDLossOutput(total / count.clamp_min(1), total, count)
