@@ -246,7 +246,7 @@ def test_misfit_splits_are_refused() -> None:
     with pytest.raises(ValueError, match="over the axes tp and ep, not over 'dp'"):
         mark_part(model.blocks[0].up, "dp", 2)
     mark_part(model.blocks[0].up, "ep", 3)
-    with pytest.raises(ValueError, match=r"split over ep by 3, which does not divide the data-parallel size \(4\)"):
+    with pytest.raises(ValueError, match=r"split over ep by 3, which does not divide the data-parallel size \(4\); use ep 2"):
         make(model, 1)
     torch.manual_seed(0)
     model = Moe()

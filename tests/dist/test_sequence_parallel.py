@@ -196,5 +196,5 @@ def test_shares_of_sequences_train_as_one_process(transport: str) -> None:
 
 def test_heads_are_dealt_evenly() -> None:
     assert [len(h.queries) for h in deal_heads(14, 7, 4)] == [4, 4, 4, 2]
-    with pytest.raises(ValueError, match="fewer than 4 sequence ranks"):
+    with pytest.raises(ValueError, match="3 attention heads are fewer than 4 sequence ranks; use sequence_parallel_size 2"):
         deal_heads(3, 1, 4)

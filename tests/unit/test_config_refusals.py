@@ -245,6 +245,44 @@ def test_parts_of_layers_are_not_sharded_within_groups(axes: dict[str, int], hol
     assert on_mesh(8, axes, mics_shard_size=holders).zero.shard_size == holders
 
 
+@pytest.mark.parametrize(
+    ("ranks", "axes", "nearest"),
+    [
+        (6, {"pp": 2, "tp": 2}, {"pp": 1, "sp": 1, "tp": 2}),  # a host's links are the faster ones
+        (8, {"pp": 2, "tp": 3}, {"pp": 2, "sp": 1, "tp": 2}),
+        (12, {"pp": 4, "sp": 2, "tp": 4}, {"pp": 3, "sp": 1, "tp": 4}),
+        (5, {"sp": 2}, {"pp": 1, "sp": 1, "tp": 1}),
+    ],
+)
+def test_sizes_that_do_not_fit_name_the_nearest_that_do(ranks: int, axes: dict[str, int], nearest: dict[str, int]) -> None:
+    named = " x ".join(f"{axis} {size}" for axis, size in nearest.items())
+    with pytest.raises(ValueError, match=rf"{ranks} ranks are no multiple of it; start \d+ processes, or use {named}$"):
+        on_mesh(ranks, axes)
+    assert on_mesh(ranks, nearest).mesh.tp == nearest["tp"]
+
+
+@pytest.mark.parametrize(
+    ("feature", "axes", "instead"),
+    [
+        ({"quantize_training.enabled": True}, {"pp": 2, "tp": 2}, {"pp": 1, "tp": 1}),
+        ({"curriculum_learning.enabled": True}, {"pp": 2, "sp": 2, "tp": 2}, {"pp": 1, "sp": 1, "tp": 2}),
+        (efficient(data_routing="random_ltd"), {"sp": 2, "tp": 2}, {"pp": 1, "sp": 1, "tp": 2}),
+        ({"sparse_attention.mode": "fixed"}, {"sp": 2, "tp": 2}, {"sp": 1, "tp": 4}),
+        ({"sparse_attention.different_layout_per_head": True}, {"tp": 2}, {"tp": 1}),
+        ({"slipstream.local_steps.every": 4}, {"pp": 2, "sp": 2}, {"pp": 1, "sp": 1, "tp": 1}),
+    ],
+)
+def test_a_feature_without_an_axis_names_a_layout(feature: Config, axes: dict[str, int], instead: dict[str, int]) -> None:
+    def on(sizes: dict[str, int]) -> list[str]:
+        return list(matching(REFUSALS, case(feature | {f"slipstream.mesh.{axis}": size for axis, size in sizes.items()})[2]))
+
+    (text,) = on(axes)
+    changed = {axis: size for axis, size in instead.items() if size != axes.get(axis, 1)}
+    assert "make all of these 1" in text or all(f"{axis} {size}" in text for axis, size in changed.items()), text
+    assert "stage 3 shards" in text or "sp 1, tp 4" in text or "make all" in text
+    assert not on(instead)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_row_holds_without_settings(device: str) -> None:
     assert not list(matching((*REFUSALS, *NO_EFFECT), case({"device": device})[2]))

@@ -19,7 +19,7 @@ from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.parallel.sequence import ulysses_attention
 from slipstream.parallel.transformers_sequence import SequenceShares
 from slipstream.world.join import init_distributed, local_device
-from slipstream.world.mesh import Axis
+from slipstream.world.mesh import Axis, nearest_divisor
 from slipstream.world.watch import Watch
 
 
@@ -30,7 +30,9 @@ class SequenceGroups:
         init_distributed(verbose=False)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world % size:
-            raise ValueError(f"sequence_parallel_size ({size}) does not divide the number of ranks ({world})")
+            raise ValueError(
+                f"sequence_parallel_size ({size}) does not divide the number of ranks ({world}); use {nearest_divisor(world, size)}"
+            )
         self.size, self.rank = size, dist.get_rank() if dist.is_initialized() else 0
         lines = [[start + i for start in range(0, world, size)] for i in range(size)]
         self._sequence: Any = dist.new_subgroups(size)[0] if size > 1 else None

@@ -82,6 +82,15 @@ class Case:
         self.recomputing = " and ".join(f"{path} ({str(values[path]).lower()})" for path in paths if values[path])
 
     @property
+    def instead(self) -> str:
+        """What splits a model without axes of its own, as an end of a sentence."""
+        return "" if self.zero.stage == 3 else " (zero_optimization.stage 3 shards the model, too)"
+
+    @property
+    def joined(self) -> int:
+        return self.plan.mesh.sp * self.plan.mesh.tp
+
+    @property
     def once_differentiable(self) -> str:
         """What the config asks for that has no second derivative, none in its range (fp16), or needs the weights elsewhere."""
         asked = {
@@ -246,7 +255,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.compression and (c.plan.mesh.pp > 1 or c.plan.mesh.tp > 1),
         "compression_training and quantize_training are not built with pipelines and slices (pp {c.plan.mesh.pp}, tp "
-        "{c.plan.mesh.tp}); drop one of the two",
+        "{c.plan.mesh.tp}); use pp 1 and tp 1{c.instead}, or drop them",
     ),
     Refusal(
         lambda c: c.orders and not c.quantizes,
@@ -263,14 +272,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.curriculum and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1),
-        "curriculum_learning is not built with pipelines and shares of sequences (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); drop "
-        "one of them",
+        "curriculum_learning is not built with pipelines and shares of sequences (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); use "
+        "pp 1 and sp 1{c.instead}, or drop it",
     ),
     *(Refusal(partial(_is_alone, inner, outer), f"{inner} is true and {outer} is not; set both") for inner, outer in _SWITCHES),
     Refusal(
         lambda c: c.drops_tokens and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1 or c.plan.tensor.shares_tokens),
         f"{_EFFICIENCY}.data_routing.random_ltd is not built with pipelines and shares of sequences (pp {{c.plan.mesh.pp}}, sp "
-        "{c.plan.mesh.sp}, slipstream.tensor.sequence_parallel {c.plan.tensor.shares_tokens}); drop one of them",
+        "{c.plan.mesh.sp}, slipstream.tensor.sequence_parallel {c.plan.tensor.shares_tokens}); use pp 1 and sp 1 without "
+        "sequence_parallel{c.instead}, or drop it",
     ),
     Refusal(
         lambda c: c.drops_tokens and c.plan.sparse,
@@ -319,12 +329,13 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.plan.sparse and c.plan.mesh.sp > 1,
-        "sparse_attention is not built with shares of sequences (sequence_parallel_size {c.plan.mesh.sp}); drop one of the two",
+        "sparse_attention is not built with shares of sequences (sequence_parallel_size {c.plan.mesh.sp}); share the heads instead "
+        "(sp 1, tp {c.joined}), or drop it",
     ),
     Refusal(
         lambda c: c.plan.sparse and c.plan.sparse.different_layout_per_head and c.plan.mesh.tp > 1,
         "sparse_attention.different_layout_per_head is not built with sliced heads (tensor_parallel.autotp_size {c.plan.mesh.tp}); "
-        "drop one of the two",
+        "use tp 1{c.instead}, or drop it",
     ),
     Refusal(
         lambda c: c.plan.rollouts and c.values["hybrid_engine.inference_tp_size"] > 1,
@@ -338,7 +349,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.local_steps.every and (c.plan.mesh.model_size > 1 or c.plan.experts.size > 1),
         "slipstream.local_steps is built for data parallelism alone, but parts of the model are on several ranks (pp "
-        "{c.plan.mesh.pp}, sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp}, experts over {c.plan.experts.size}); drop one of the two",
+        "{c.plan.mesh.pp}, sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp}, experts over {c.plan.experts.size}); make all of these 1, or "
+        "drop it",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.checkpoint.folder,

@@ -50,6 +50,7 @@ from slipstream.config.plan import (
     json_keys,
 )
 from slipstream.config.refusals import NO_EFFECT, REFUSALS, Case, matching, mesh_sizes
+from slipstream.world.mesh import nearest_sizes
 
 if TYPE_CHECKING:
     from slipstream.config.parse import Parsed
@@ -284,7 +285,8 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     if left or not ranks:
         raise WorldError(
             f"one replica of the model needs pp ({mesh.pp}) x sp ({mesh.sp}) x tp ({mesh.tp}) = {mesh.model_size} ranks, and "
-            f"{world.ranks} ranks are no multiple of it; start {max(ranks, 1) * mesh.model_size} processes, or change the sizes",
+            f"{world.ranks} ranks are no multiple of it; start {max(ranks, 1) * mesh.model_size} processes, or use "
+            + " x ".join(f"{axis} {size}" for axis, size in nearest_sizes(world.ranks, mesh.pp, mesh.sp, mesh.tp).items()),
             fits=max(ranks, 1) * mesh.model_size,
         )
     stated = values["data_parallel_size"]

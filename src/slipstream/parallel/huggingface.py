@@ -243,11 +243,17 @@ def _arguments(batch: Any) -> dict[str, Any]:
 def _layers_of(model: nn.Module) -> tuple[str, list[str]]:
     """The path of the container of the model's layers, and their names in it."""
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} has an encoder and a decoder; only decoders are cut into pipeline stages")
+        raise ValueError(
+            f"{type(model).__name__} has an encoder and a decoder, and only decoders are cut into pipeline stages: use "
+            f"slipstream.mesh.pp 1 with tp instead, or ZeRO stage 3"
+        )
     paths = repeated_blocks(model)
     containers = [path.rpartition(".")[0] for path in paths]
     if not paths:
-        raise ValueError(f"{type(model).__name__} has no repeated layers to cut into pipeline stages; pass a PipelineModule")
+        raise ValueError(
+            f"{type(model).__name__} has no repeated layers to cut into pipeline stages; pass a PipelineModule, or use "
+            f"slipstream.mesh.pp 1 and ZeRO stage 3"
+        )
     longest = max(dict.fromkeys(containers), key=containers.count)
     return longest, [name for name, _ in model.get_submodule(longest).named_children()]
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from slipstream.activations.recompute import checkpoint
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec, partition
 from slipstream.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology, value_of
+from slipstream.world.mesh import nearest_divisor
 
 
 class PipelineError(Exception):
@@ -403,10 +404,9 @@ class LayerChunk(nn.Module):
 def _topology(num_stages: int, alone: bool) -> ProcessTopology:
     world_size = num_stages if alone else dist.get_world_size() if dist.is_initialized() else 1
     if world_size % num_stages:
-        raise RuntimeError(
-            f"num_stages ({num_stages}) must divide distributed world size ({world_size})"
-            + ("" if dist.is_initialized() else "; call init_distributed first, or pass stages=, the stages to build here")
-        )
+        nearest = f"use {nearest_divisor(world_size, num_stages)}"
+        remedy = nearest if dist.is_initialized() else "call init_distributed first, or pass stages=, the stages to build here"
+        raise RuntimeError(f"num_stages ({num_stages}) must divide distributed world size ({world_size}); {remedy}")
     return PipeDataParallelTopology(num_stages, world_size // num_stages)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.parallel.exchange import Exchange, dual, swap
+from slipstream.world.mesh import nearest_divisor
 
 
 class Heads(NamedTuple):
@@ -31,9 +32,14 @@ def deal_heads(query_heads: int, key_heads: int, size: int) -> list[Heads]:
     Raises ValueError if there are fewer query heads than ranks, or if the key heads do not divide the query heads.
     """
     if query_heads % key_heads:
-        raise ValueError(f"{key_heads} key heads do not divide {query_heads} query heads")
+        raise ValueError(
+            f"{key_heads} key heads do not divide {query_heads} query heads; repeat keys until they do, as with grouped queries"
+        )
     if query_heads < size:
-        raise ValueError(f"{query_heads} attention heads are fewer than {size} sequence ranks; lower sequence_parallel_size")
+        raise ValueError(
+            f"{query_heads} attention heads are fewer than {size} sequence ranks; use sequence_parallel_size "
+            f"{nearest_divisor(size, query_heads)}, or ring attention, which unmodified models of transformers then get"
+        )
     group = query_heads // key_heads
     unit = group if key_heads >= size else 1
     dealt, start = [], 0

@@ -19,7 +19,7 @@ from slipstream.parallel import tensor
 from slipstream.parallel.exchange import enter, even_shares, leave
 from slipstream.parallel.sequence import Heads, deal_heads
 from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Vocab
-from slipstream.world.mesh import Axis
+from slipstream.world.mesh import Axis, nearest_divisor
 from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, take, whole_shape
 from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import repeated_blocks
@@ -421,8 +421,10 @@ class _Slicing:
         )
         shares = [sum(each[rank][1] - each[rank][0] for each in dealt) for rank in range(self.axis.size)]
         if len(dealt) > 1 and sum(shares) > length:
+            keys = self._dealt(f"{self.attention}.")[1][1]
             raise ValueError(
-                f"{name!r}: a fused weight with key heads that {self.axis.size} tp ranks have to share; lower the tp size"
+                f"{name!r}: a fused weight with {keys} key heads that {self.axis.size} tp ranks have to share; use tp "
+                f"{nearest_divisor(self.axis.size, keys)} (slipstream.mesh.tp), or keep it whole (partition_type skip)"
             )
         return ranges, shares
 
@@ -437,7 +439,10 @@ class _Slicing:
             self.attention = None
         if self.attention is None:
             if length < self.axis.size:
-                raise ValueError(f"{name!r}: {length} features cannot be shared among {self.axis.size} tp ranks; lower the tp size")
+                raise ValueError(
+                    f"{name!r}: {length} features cannot be shared among {self.axis.size} tp ranks; use tp "
+                    f"{nearest_divisor(self.axis.size, length)} (slipstream.mesh.tp), or keep it whole (partition_type skip)"
+                )
             stops = [sum(even_shares(length, self.axis.size)[: rank + 1]) for rank in range(self.axis.size)]
             return list(zip([0, *stops], stops, strict=False))
         heads, (queries, keys, width) = self._dealt(f"{self.attention}.")
@@ -465,7 +470,8 @@ class _Slicing:
             )
         size = self.axis.size
         if queries < size or (keys < size and (size % keys or queries % size)):
-            fits = [n for n in range(1, size) if queries >= n and (keys >= n or (n % keys == 0 and queries % n == 0))]
+            divisors = [n for n in range(1, size) if size % n == 0]
+            fits = [n for n in divisors if queries >= n and (keys >= n or (n % keys == 0 and queries % n == 0))]
             raise ValueError(
                 f"{queries} query and {keys} key heads ({type(parent).__name__}) cannot be dealt to {size} tp ranks; use "
                 f"{fits[-1]} (slipstream.mesh.tp)"
@@ -537,7 +543,10 @@ class _Slicing:
         """Between regions, each rank has a share of the tokens (Korthikanti et al., arXiv:2205.05198)."""
         blocks = [self.model.get_submodule(name) for name in repeated_blocks(self.model)]
         if not blocks:
-            raise ValueError(f"{type(self.model).__name__} has no repeated blocks, between which ranks could share the tokens")
+            raise ValueError(
+                f"{type(self.model).__name__} has no repeated blocks, between which ranks could share the tokens: drop "
+                f"slipstream.tensor.sequence_parallel"
+            )
         if not self.cut:
             return
         inside = {name for name, how in self.cuts.items()}

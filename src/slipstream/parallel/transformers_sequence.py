@@ -157,6 +157,13 @@ class Sequences:
         return self._masks[key]
 
 
+def _unserved(module: nn.Module, size: int) -> str:
+    return (
+        f"{type(module).__name__} caps its scores or has sinks, which sequence_parallel_size does not serve: use tp {size} instead "
+        "(slipstream.mesh.tp)"
+    )
+
+
 def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
     """Prepare a model of transformers for shares of sequences. The caller connects `Sequences.exchange`; None: nothing to do.
 
@@ -184,6 +191,8 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
             'with attn_implementation="sdpa"'
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "attn_logit_softcapping", None):
+        raise ValueError(_unserved(base, axis.size))
     is_ring = text.num_attention_heads < axis.size
     if not is_ring:
         deal_heads(text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads, axis.size)
@@ -261,7 +270,7 @@ def _attention(
     """transformers' interface: query [b, h, s, d], key and value [b, key heads, s, d]; returns [b, s, h, d]."""
     holder: Sequences = vars(module)[_HOLDER]
     if softcap is not None or kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which sequence_parallel_size does not serve")
+        raise ValueError(_unserved(module, holder.exchange.axis.size))
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
 
     if holder.is_ring:

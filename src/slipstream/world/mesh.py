@@ -17,6 +17,7 @@ another share of the activations on each rank that holds it: its gradients are p
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -188,12 +189,16 @@ class Mesh:
             split = splits[i]
             count, axis_size = split.size, self.tp.size
             if split.axis == "tp" and axis_size % count:
-                raise ValueError(f"parameters are split into {count} parts over tp, which does not divide its size ({axis_size})")
+                raise ValueError(
+                    f"parameters are split into {count} parts over tp, which does not divide its size ({axis_size}); split them "
+                    f"into {nearest_divisor(axis_size, count)}, or use slipstream.mesh.tp {count}"
+                )
             finer: dict[tuple[int, ...], list[int]] = {}
             for key, ranks in cells.items():
                 if split.axis == "ep" and len(ranks) % count:
                     raise ValueError(
-                        f"parameters are split over ep by {count}, which does not divide the data-parallel size ({len(ranks)})"
+                        f"parameters are split over ep by {count}, which does not divide the data-parallel size ({len(ranks)}); "
+                        f"use ep {nearest_divisor(len(ranks), count)}"
                     )
                 for n, rank in enumerate(ranks):
                     part = {"pp": 0, "tp": self.places[rank].tp * count // axis_size, "ep": n % count}[split.axis]
@@ -210,7 +215,10 @@ class Mesh:
             rows = [[list(ranks)] for ranks in cells]
         elif splits:
             axis = splits[0].axis
-            raise ValueError(f"zero_optimization.mics_shard_size ({self.shard_size}) is not built for parameters split over {axis}")
+            raise ValueError(
+                f"zero_optimization.mics_shard_size ({self.shard_size}) is not built for parameters split over {axis} that more "
+                f"ranks hold; use {max(map(len, cells))} or more, or drop it"
+            )
         else:
             rows = [[list(ranks[i : i + self.shard_size]) for i in range(0, len(ranks), self.shard_size)] for ranks in cells]
         columns = [column for row in rows for column in _columns(row)]
@@ -225,6 +233,18 @@ class Mesh:
         rows = [[list(ranks[i : i + size]) for i in range(0, len(ranks), size)] for ranks in shards]
         across = [column for row in rows for column in _columns(row)]
         return self.groups.axis("group", [ranks for row in rows for ranks in row]), self.groups.axis("across groups", across)
+
+
+def nearest_sizes(num_ranks: int, pp: int, sp: int, tp: int) -> dict[str, int]:
+    """The sizes of the axes for which a model fits on so many ranks: none larger, as much of it split as can be, tp kept first."""
+    sizes = itertools.product(range(1, pp + 1), range(1, sp + 1), range(1, tp + 1))
+    *_, nearest = max((math.prod(each), each[2], each[0], each) for each in sizes if num_ranks % math.prod(each) == 0)
+    return dict(zip(("pp", "sp", "tp"), nearest, strict=True))
+
+
+def nearest_divisor(number: int, size: int) -> int:
+    """The largest divisor of a number that is at most `size`."""
+    return max(each for each in range(1, min(number, size) + 1) if number % each == 0)
 
 
 def build_mesh(
@@ -254,15 +274,16 @@ def build_mesh(
         group = group if group is not None else dist.group.WORLD
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
     if len(ranks) % (pp * sp * tp):
-        raise ValueError(f"pp ({pp}) x sp ({sp}) x tp ({tp}) does not divide the number of ranks ({len(ranks)})")
+        nearest = " x ".join(f"{axis} {size}" for axis, size in nearest_sizes(len(ranks), pp, sp, tp).items())
+        raise ValueError(f"pp ({pp}) x sp ({sp}) x tp ({tp}) does not divide the number of ranks ({len(ranks)}); use {nearest}")
     lengths = Place(pp, len(ranks) // (pp * sp * tp), sp, tp)
     if places is None:
         places = dict(zip(ranks, itertools.starmap(Place, itertools.product(*map(range, lengths))), strict=True))
     size = len(ranks) // pp
     if shard_size is not None and size % shard_size:
         raise ValueError(
-            f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({size})"
-            + ("" if dist.is_initialized() else "; start with `slipstream run`")
+            f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({size}); "
+            + (f"use {nearest_divisor(size, shard_size)}" if dist.is_initialized() else "start with `slipstream run`")
         )
     groups = _Groups(rank, list(places), group if len(ranks) > 1 else None)
     axes: dict[str, Axis] = {}
