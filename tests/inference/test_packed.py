@@ -125,9 +125,10 @@ def test_without_native_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     layer, x = linear(100, 70), torch.randn(6, 100)
     ours = packed(layer, kind)
     expected, state = ours(x), {name: value.clone() for name, value in ours.state_dict().items()}
+    limit = 0.005 if kind == "bf16" and cpu.isa() == "avx512bf16" else 1e-5  # that one rounds x to bf16
     with monkeypatch.context() as patch:
         patch.setattr(build, "load", lambda: build.Library(None, None, "none here"))
-        assert off(ours(x), expected) < 1e-5 and "kernels=torch" in repr(ours)
+        assert off(ours(x), expected) < limit and "kernels=torch" in repr(ours)
         assert all(value.equal(state[name]) for name, value in ours.state_dict().items())
         assert off(packed(layer, kind)(x.bfloat16()), expected) < 0.01
         assert all(value.equal(state[name]) for name, value in packed(layer, kind).state_dict().items())
