@@ -186,6 +186,7 @@ LEGS = (
         "the first token of one API key's requests while another key floods the queue, over an idle server's",
         needs="",
     ),
+    _serve("replicas", 2, 8, "two engines with a core each over one: tokens, prefix hits, time of a token, stalls", needs=""),
     Leg("cuda", 0, 60, "on a GPU: training with states in host memory, and serving a Llama of 1.2 billion weights", "cuda:run"),
 )
 MINUTES = ("minutes, level 1", "minutes, level 2")

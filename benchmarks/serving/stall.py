@@ -121,9 +121,12 @@ def unfinished(address: str, number: int = 300, size: int = 4_000_000) -> dict[i
     return {0: number - refused, 503: refused}
 
 
-def measure(name: str, send_load: Callable[[str], dict[int, int]]) -> list[str]:
-    """A row."""
-    with server() as (address, pid), Worker("benchmarks.serving.stall:watch", {"address": address}) as watcher:
+HEAD = ("load", "longest gap, ms", "events", "seconds", "server's memory before -> peak -> after, MB", "replies by status")
+
+
+def measure(name: str, send_load: Callable[[str], dict[int, int]], *options: str) -> list[str]:
+    """A row, of a server with these options."""
+    with server(*options) as (address, pid), Worker("benchmarks.serving.stall:watch", {"address": address}) as watcher:
         watcher.ready()
         time.sleep(3)
         before = memory(pid)
@@ -151,5 +154,4 @@ def run(options: Options) -> str:
     if not options.quick:
         loads["300 unfinished bodies of 4 MB"] = unfinished
     rows = [measure(name, load) for name, load in loads.items() if not options.only or any(word in name for word in options.only)]
-    head = ["load", "longest gap, ms", "events", "seconds", "server's memory before -> peak -> after, MB", "replies by status"]
-    return f"SmolLM2-135M-Instruct; the server and its clients share all cores.\n\n{table(head, rows)}"
+    return f"SmolLM2-135M-Instruct; the server and its clients share all cores.\n\n{table(HEAD, rows)}"

@@ -115,6 +115,7 @@ class EmbeddingEngine:
     sampling: Mapping[str, Any] = {}
     end_ids: frozenset[int] = frozenset()
     adapters: tuple[str, ...] = ()
+    embeds = True
 
     def __init__(
         self, forward: Forward, tokenizer: Tokenizer | None, pooling: Pooling, *, vocab_size: int, model_name: str

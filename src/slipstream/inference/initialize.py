@@ -197,6 +197,19 @@ def pipeline(model: Any, **settings: Any) -> InferenceEngine:
     return init_inference(model, **settings)
 
 
+def open_replica(model: str, options: Mapping[str, Any], replicas: int) -> InferenceEngine:
+    """`init_inference(model, **options)` in one of `replicas` processes that share this machine's memory, or one GPU's."""
+    return _open_here(model, ranks=None, replicas=replicas, **_options(options))
+
+
+def open_tokenizer(model: str, folder: str | None) -> Tokenizer | None:
+    """The tokenizer that `init_inference(model, tokenizer=folder)` has, without the model."""
+    source = _source(model)
+    if folder is not None:
+        return _tokenizer(folder)
+    return _own_tokenizer(source, read_gguf(source).metadata if source.is_file() else {})
+
+
 def open_runner(
     model: Any, sizes: Sizes, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> Runner:
@@ -242,6 +255,7 @@ def _open_here(
     model: Any,
     *,
     ranks: ServingRanks | None,
+    replicas: int = 1,
     dtype: torch.dtype | str | None = None,
     group_size: int | None = None,
     device: torch.device | str | None = None,
@@ -254,7 +268,8 @@ def _open_here(
     model_name: str | None = None,
     **loop: Any,
 ) -> InferenceEngine:
-    """Load the model, choose the forward and start the loop. `loop`: the other arguments of `Engine`."""
+    """Load the model, choose the forward and start the loop. `replicas`: processes that do so with the same memory. `loop`: the
+    other arguments of `Engine`."""
     name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
     source, kind = _source(model), precision.parse_dtype(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
@@ -262,7 +277,7 @@ def _open_here(
     group = group_size or GROUP_SIZES[0]
     place, threads = _place(device, threads, ranks)
     passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
-    sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks)
+    sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks, replicas=replicas)
     if isinstance(source, torch.nn.Module) and outputs.gives_outputs_only(source):
         loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "ep_size": ranks}
         return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})

@@ -43,6 +43,7 @@ class Sizes(NamedTuple):
     ranks: ServingRanks | None = None  # the processes of the parts of the experts
     num_blocks: int | None = None  # of the cache; None: as many as kv_cache_bytes hold
     spare_bytes: int | None = None  # memory that the cache leaves free; None: a share
+    replicas: int = 1  # engines that take such a share of the same memory
 
 
 class Opened(NamedTuple):
@@ -144,7 +145,7 @@ def _context(limit: int, sizes: Sizes) -> int:
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
-    available = int(free_memory(device) * _SHARE[device.type])
+    available = int(free_memory(device) * _SHARE[device.type]) // sizes.replicas
     if sizes.spare_bytes is not None:
         available = max(0, free_memory(device) - sizes.spare_bytes)
     elif device.type == "cpu":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from slipstream.inference.core import Finish
 
@@ -72,6 +72,27 @@ class Stats:
     def kv_usage(self) -> float:
         """The used fraction of the KV cache, 0 to 1."""
         return self.blocks_used / self.blocks
+
+
+def total(parts: Sequence[Stats]) -> Stats:
+    """Of several engines, at least one: healthy if one is; all else is added, but for the size of a block."""
+
+    def added(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(first := values[0], Histogram):
+            counts = tuple(map(sum, zip(*(one.counts for one in values), strict=True)))
+            return Histogram(first.bounds, counts, sum(one.sum for one in values))
+        return sum(map(Counter, values), Counter()) if name == "finished" else sum(values)
+
+    healthy, block_size = any(part.healthy for part in parts), parts[0].block_size
+    return Stats(**{one.name: added(one.name) for one in fields(Stats)} | {"healthy": healthy, "block_size": block_size})
+
+
+def settled(stats: Stats) -> Stats:
+    """Of an engine that has ended: what it has counted."""
+    return replace(
+        stats, healthy=False, waiting=0, running=0, blocks=0, blocks_used=0, tokens_per_second=0.0, prompt_tokens_per_second=0.0
+    )
 
 
 class _Buckets:

@@ -377,6 +377,8 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--request-timeout", type=_above_zero, default=600.0, metavar="SECONDS", help="default 600")
     add("--drain-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="time to finish requests after SIGTERM; default 60")
     add("--model-name", metavar="NAME", help="model name in the API; default: the last part of MODEL")
+    replicas = "engines in processes of their own, which share the cores and the requests; default: one, in the server's process"
+    add("--replicas", type=_positive, metavar="N", help=replicas)
     add("--weights-socket", metavar="PATH", help="receive new weights on this socket (slipstream.handover.send)")
 
 

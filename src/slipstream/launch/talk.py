@@ -17,6 +17,8 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.launch import cores
+
 if TYPE_CHECKING:
     from slipstream.inference import Delta, InferenceEngine
 
@@ -110,19 +112,20 @@ def serve(options: argparse.Namespace) -> int:
         raise ValueError("--tls-key is given without --tls-cert; add the certificate")
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
-        from slipstream import handover
         from slipstream.inference import recommended, server
 
-        engine = stack.enter_context(_engine(options))
-        if options.weights_socket is not None:
-            stack.enter_context(handover.Receiver(engine, options.weights_socket))
-        if engine.engine.sampling:
-            _note(f"sampling defaults of chats: {recommended.describe(engine.engine.sampling)}")
+        try:
+            engine = _served(options, stack)
+        except server.ReplicaError as error:
+            _note(f"slipstream serve: {error}")
+            return 1
+        if engine.sampling:
+            _note(f"sampling defaults of chats: {recommended.describe(engine.sampling)}")
         for listener in sockets:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections of a previous server may linger
         try:
             server.serve(
-                engine.engine,
+                engine,
                 sockets=sockets,
                 api_keys=keys,
                 priority_keys=priority_keys,
@@ -189,22 +192,58 @@ def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
     return sockets
 
 
+def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
+    """The engine of a server: in this process, or several in processes of their own."""
+    if options.replicas is None:
+        from slipstream import handover
+
+        engine = stack.enter_context(_engine(options))
+        if options.weights_socket is not None:
+            stack.enter_context(handover.Receiver(engine, options.weights_socket))
+        return engine.engine
+    if options.weights_socket is not None:
+        raise ValueError("--weights-socket needs the engine in the server's process; leave --replicas out")
+    from slipstream.inference import server
+
+    started, arguments = time.perf_counter(), _arguments(options)
+    router = stack.enter_context(server.Router.local(options.model, arguments, _cores(options)))
+    _note(f"{options.replicas} x {router.description}; ready in {time.perf_counter() - started:.1f} s")
+    return router
+
+
+def _cores(options: argparse.Namespace) -> list[list[int]]:
+    """Equal shares of this process's cores, neighbors to each replica; with --threads or a GPU, each runs where it can."""
+    if options.threads is not None or (options.device or "cpu") != "cpu":
+        return [[] for _ in range(options.replicas)]
+    own = cores.cores_of(os.sched_getaffinity(0))
+    if options.replicas > len(own):
+        raise ValueError(
+            f"--replicas {options.replicas} is more than the {len(own)} cores of this process: start fewer, or say --threads 1"
+        )
+    return [[cpu for core in cores.share(own, "all", options.replicas, index) for cpu in core] for index in range(options.replicas)]
+
+
 def _engine(options: argparse.Namespace) -> InferenceEngine:
     """Load the model and print its description and the loading time."""
-    folder = Path(options.model)
-    if options.tokenizer is None and folder.is_dir() and not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json; add --tokenizer FOLDER")
     import slipstream
 
     started = time.perf_counter()
+    engine = slipstream.init_inference(options.model, **_arguments(options))
+    _note(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s")
+    return engine
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Of `init_inference`."""
+    folder = Path(options.model)
+    if options.tokenizer is None and folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json; add --tokenizer FOLDER")
     arguments = {name: value for name in _LOADING if (value := getattr(options, name, None)) is not None}
     if modules := getattr(options, "lora_modules", None):
         if len(adapters := dict(modules)) < len(modules):
             raise ValueError(f"--lora-modules has a name twice: {', '.join(name for name, _ in modules)}")
         arguments["adapters"] = adapters
-    engine = slipstream.init_inference(options.model, **arguments)
-    _note(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s")
-    return engine
+    return arguments
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:

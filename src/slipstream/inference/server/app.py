@@ -21,8 +21,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
-from slipstream.inference.embedding import EmbeddingEngine
-from slipstream.inference.engine import Engine
 from slipstream.inference.server import adapters, chat, completions, embeddings, responses, status, tokens
 from slipstream.inference.server.bodies import (
     ChatBody,
@@ -45,6 +43,7 @@ from slipstream.inference.server.generation import Compiling, Deadlines
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies
 from slipstream.inference.server.requests import Fields
+from slipstream.inference.server.router import Served
 from slipstream.inference.server.state import Limits, Serving
 
 Route = Callable[[Serving, Request], Awaitable[Response]]
@@ -84,7 +83,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    engine: Engine | EmbeddingEngine,
+    engine: Served,
     *,
     api_keys: Sequence[str] = (),
     priority_keys: Sequence[str] = (),
@@ -144,7 +143,7 @@ def create_app(
     return app
 
 
-def _model(engine: Engine | EmbeddingEngine) -> ModelBody:
+def _model(engine: Served) -> ModelBody:
     return {
         "id": engine.model_name,
         "object": "model",

@@ -100,7 +100,8 @@ class ChatBody(TypedDict):
 
 
 class HealthBody(TypedDict):
-    status: Literal["ok", "draining", "failed"]
+    status: Literal["ok", "starting", "draining", "failed"]  # starting: no replica is ready
+    replicas: NotRequired[list[str]]  # starting, ready or down: each engine's, if they have processes of their own
 
 
 class LoadBody(TypedDict):

@@ -17,10 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.inference.embedding import EmbeddingEngine
+from slipstream.inference.engine import ClosedError
 from slipstream.inference.server.bodies import EmbeddingsBody, InputUsage, OneEmbedding, OneRank, OneScore, RerankBody, ScoreBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.requests import LABELS, Fields, TokenId, parse, without_effect, wrong
+from slipstream.inference.server.router import Router
 from slipstream.inference.server.state import Serving
 
 MAX_TEXTS = 2048  # per request, as OpenAI's
@@ -83,17 +85,18 @@ async def score(server: Serving, request: Request) -> Response:
 
 
 Kind = TypeVar("Kind", bound=Embedding)
+Embedder = EmbeddingEngine | Router
 
 
 async def _answer(
-    server: Serving, request: Request, kind: type[Kind], compute: Callable[[EmbeddingEngine, Kind, bool], object]
+    server: Serving, request: Request, kind: type[Kind], compute: Callable[[Embedder, Kind, bool], object]
 ) -> Response:
     """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the request."""
 
     def make(body: bytes) -> tuple[Response, list[str]]:
         given, engine = parse(kind, body), server.engine
         server.check_model(given.model or engine.model_name)
-        if not isinstance(engine, EmbeddingEngine):
+        if not isinstance(engine, Embedder) or not engine.embeds:
             raise RequestError(f"{engine.model_name} generates text; serve an encoder for vectors", code="unsupported_model")
         cut = given.truncate_prompt_tokens
         if cut is not None and cut not in (-1, engine.max_context):
@@ -103,11 +106,13 @@ async def _answer(
             return JSON(compute(engine, given, cut is not None)), without_effect(given)
         except ValueError as error:
             raise RequestError(str(error), param="input") from None
+        except ClosedError as error:
+            raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
 
     return server.respond(*await server.receive(request, make))
 
 
-def _embeddings(engine: EmbeddingEngine, given: EmbeddingRequest, cut: bool) -> EmbeddingsBody:
+def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> EmbeddingsBody:
     single = isinstance(given.input, str) or isinstance(given.input[0], int)
     texts: Any = [given.input] if single else given.input
     found = engine.embed(texts, truncate=cut)
@@ -126,7 +131,7 @@ def _embeddings(engine: EmbeddingEngine, given: EmbeddingRequest, cut: bool) -> 
     return {"object": "list", "model": engine.model_name, "data": data, "usage": _usage(found.num_tokens)}
 
 
-def _rerank(engine: EmbeddingEngine, given: RerankRequest, cut: bool) -> RerankBody:
+def _rerank(engine: Embedder, given: RerankRequest, cut: bool) -> RerankBody:
     texts = [one if isinstance(one, str) else one.text for one in given.documents]
     found = engine.score([(given.query, text) for text in texts], truncate=cut)
     order = sorted(range(len(texts)), key=lambda i: -found.scores[i])[: given.top_n]
@@ -137,7 +142,7 @@ def _rerank(engine: EmbeddingEngine, given: RerankRequest, cut: bool) -> RerankB
     return {"id": _new_id("rerank"), "model": engine.model_name, "results": results, "usage": _usage(found.num_tokens)}
 
 
-def _score(engine: EmbeddingEngine, given: ScoreRequest, cut: bool) -> ScoreBody:
+def _score(engine: Embedder, given: ScoreRequest, cut: bool) -> ScoreBody:
     first, second = ([one] if isinstance(one, str) else one for one in (given.text_1, given.text_2))
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     found = engine.score(pairs, truncate=cut)

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
-from slipstream.inference.embedding import EmbeddingEngine
-from slipstream.inference.engine import Engine, Output, Usage
+from slipstream.inference.engine import Output, Usage
 from slipstream.inference.server.answers import Format, Joined, join
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.router import Served
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Compiling:
 
 
 @asynccontextmanager
-async def running(engine: Engine | EmbeddingEngine, work: Work, receive: Receive, compiling: Compiling) -> AsyncIterator[Batches]:
+async def running(engine: Served, work: Work, receive: Receive, compiling: Compiling) -> AsyncIterator[Batches]:
     """Submit `work` and yield its outputs; on exit, cancel the unfinished sequences. Raises RequestError if the engine rejects it
     or fails."""
     loop = asyncio.get_running_loop()
@@ -184,7 +184,7 @@ class Answer(Response):
 
     def __init__(
         self,
-        engine: Engine | EmbeddingEngine,
+        engine: Served,
         work: Work,
         form: Format,
         *,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.inference.stats import Histogram, Stats
 
@@ -21,7 +22,16 @@ class Traffic:
     abandoned: int = 0  # clients that disconnected before their response was complete
 
 
-def render(stats: Stats, traffic: Traffic) -> str:
+class Replica(NamedTuple):
+    """One of several engines' processes."""
+
+    ready: bool
+    starts: int
+    stats: Stats
+
+
+def render(stats: Stats, traffic: Traffic, replicas: Sequence[Replica] = ()) -> str:
+    """`stats`: of all engines. `replicas`: of each, if they have processes of their own, under names that no sum counts twice."""
     lines: list[str] = []
 
     def metric(name: str, kind: str, text: str, *values: tuple[str, float]) -> None:
@@ -59,7 +69,22 @@ def render(stats: Stats, traffic: Traffic) -> str:
     metric("request_seconds", "histogram", "From submission to the end, per sequence.", *_histogram(stats.whole))
     metric("request_prompt_tokens", "histogram", "Per request.", *_histogram(stats.prompt_lengths))
     metric("request_output_tokens", "histogram", "Per sequence.", *_histogram(stats.output_lengths))
+    for name, kind, text, value in _OF_REPLICAS if replicas else ():
+        each = ((f'{{replica="{index}"}}', value(one)) for index, one in enumerate(replicas))
+        metric(f"replica_{name}", kind, text, *each)
     return "\n".join(lines) + "\n"
+
+
+_OF_REPLICAS: tuple[tuple[str, str, str, Callable[[Replica], float]], ...] = (
+    ("ready", "gauge", "1 while its process serves.", lambda one: one.ready),
+    ("starts_total", "counter", "Starts of its process.", lambda one: one.starts),
+    ("requests_waiting", "gauge", "Queued sequences.", lambda one: one.stats.waiting),
+    ("requests_running", "gauge", "Running sequences.", lambda one: one.stats.running),
+    ("kv_blocks_used", "gauge", "Blocks of its KV cache held by running sequences.", lambda one: one.stats.blocks_used),
+    ("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", lambda one: one.stats.prompt_tokens),
+    ("cached_tokens_total", "counter", "Prompt tokens found in its prefix cache.", lambda one: one.stats.cached_tokens),
+    ("generated_tokens_total", "counter", "Generated tokens.", lambda one: one.stats.generated_tokens),
+)
 
 
 def _histogram(histogram: Histogram) -> Iterable[tuple[str, float]]:

@@ -17,13 +17,12 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from slipstream.inference.embedding import EmbeddingEngine
-from slipstream.inference.engine import Engine
 from slipstream.inference.server.app import create_app
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import access, refusal
 from slipstream.inference.server.generation import Deadlines
 from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.router import Served
 from slipstream.inference.server.traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -43,12 +42,7 @@ class _Server(uvicorn.Server):
     """Keeps listening while it drains, so that new requests get a 503 with Retry-After instead of a refused connection."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        engine: Engine | EmbeddingEngine,
-        traffic: Traffic,
-        deadlines: Deadlines,
-        drain_timeout_s: float,
+        self, config: uvicorn.Config, engine: Served, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
     ) -> None:
         super().__init__(config)
         self.scheme = "https" if config.is_ssl else "http"
@@ -140,7 +134,7 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
 
 
 def serve(
-    engine: Engine | EmbeddingEngine,
+    engine: Served,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,

@@ -12,8 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.inference.core import SamplingParams
-from slipstream.inference.embedding import EmbeddingEngine
-from slipstream.inference.engine import Engine
 from slipstream.inference.server.answers import Format
 from slipstream.inference.server.bodies import ModelBody
 from slipstream.inference.server.errors import RequestError
@@ -21,6 +19,7 @@ from slipstream.inference.server.generation import Answer, Compiling, Deadlines,
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
 from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, shown, without_effect
+from slipstream.inference.server.router import Served
 from slipstream.inference.text import Tokenizer, TooLongError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    engine: Engine | EmbeddingEngine
+    engine: Served
     tokenizer: Tokenizer
     limits: Limits
     traffic: Traffic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -11,9 +12,12 @@ from importlib import resources
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
+from slipstream.inference.server.bodies import HealthBody
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.metrics import CONTENT_TYPE, render
+from slipstream.inference.server.metrics import CONTENT_TYPE, Replica, render
+from slipstream.inference.server.router import Router
 from slipstream.inference.server.state import Serving
+from slipstream.inference.stats import total
 
 
 async def models(server: Serving, request: Request) -> Response:
@@ -28,8 +32,15 @@ async def one_model(server: Serving, request: Request) -> Response:
 
 
 async def health(server: Serving, request: Request) -> Response:
-    status = "draining" if server.traffic.draining else "ok" if server.engine.healthy else "failed"
-    return JSON({"status": status}, status_code=200 if status == "ok" else 503)
+    states = [one.state.value for one in server.engine.engines] if isinstance(server.engine, Router) else []
+    body: HealthBody = {"status": "ok" if not states or "ready" in states else "starting"}
+    if not server.engine.healthy:
+        body["status"] = "failed"
+    if server.traffic.draining:
+        body["status"] = "draining"
+    if states:
+        body["replicas"] = states
+    return JSON(body, status_code=200 if body["status"] == "ok" else 503)
 
 
 async def load(server: Serving, request: Request) -> Response:
@@ -37,7 +48,12 @@ async def load(server: Serving, request: Request) -> Response:
 
 
 async def metrics(server: Serving, request: Request) -> Response:
-    return PlainTextResponse(render(server.engine.stats(), server.traffic), media_type=CONTENT_TYPE)
+    engine = server.engine
+    if not isinstance(engine, Router):
+        return PlainTextResponse(render(engine.stats(), server.traffic), media_type=CONTENT_TYPE)
+    each = await asyncio.to_thread(engine.each)
+    replicas = [Replica(one.state.value == "ready", one.starts, stats) for one, stats in zip(engine.engines, each, strict=True)]
+    return PlainTextResponse(render(total(each), server.traffic, replicas), media_type=CONTENT_TYPE)
 
 
 async def chat_page(server: Serving, request: Request) -> Response:

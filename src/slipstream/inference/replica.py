@@ -1,0 +1,152 @@
+"""An engine in a process of its own, for an HTTP server (`server.router`) that it serves over one socket, in `wire`'s messages.
+
+    python -m slipstream.inference.replica DESCRIPTOR       # of a connected socket; `server.process` starts it
+
+The process ignores SIGINT and SIGTERM, which may be sent to all processes of a service: the server drains first. It ends when the
+other end closes the connection, also when that process was killed, and with status 1 when its engine is dead.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from slipstream.inference import wire
+from slipstream.inference.embedding import EmbeddingEngine
+from slipstream.inference.engine import Engine, Handle, Output
+
+SLOW_CALLS = 4  # threads for what may take long: schemas, adapters, vectors
+SWITCH_INTERVAL = 0.001  # seconds, as `server.run`'s
+LOOK = 0.1  # seconds between looks at the engine's health
+
+
+def facts_of(engine: Engine | EmbeddingEngine, description: str) -> dict[str, Any]:
+    """What the server has to know of the engine."""
+    return {
+        "description": description,
+        "model_name": engine.model_name,
+        "max_context": engine.max_context,
+        "sampling": dict(engine.sampling),
+        "adapters": list(engine.adapters),
+        "num_blocks": engine.runner.num_blocks,
+        "block_size": 1 if isinstance(engine, EmbeddingEngine) else engine.runner.block_size,
+        "normalize": engine.pooling.normalize if isinstance(engine, EmbeddingEngine) else None,  # None: it does not embed
+    }
+
+
+class Session:
+    """What one connection has asked of the engine."""
+
+    def __init__(self, engine: Engine | EmbeddingEngine, link: wire.Link) -> None:
+        self.engine, self.link = engine, link
+        self._handles: dict[int, Handle] = {}  # unfinished ones, by the server's numbers
+
+    def run(self) -> None:
+        """Serve until the other end closes the connection; what is unfinished then is cancelled."""
+        with ThreadPoolExecutor(SLOW_CALLS, "slipstream-call") as slow:
+            for kind, number, *rest in self.link.messages:
+                match kind:
+                    case "cancel":
+                        if (handle := self._handles.pop(number, None)) is not None:
+                            self.engine.cancel(handle)
+                    case "submit":
+                        prompt, params, more = rest
+                        constrained = "json_schema" in params or "grammar" in params
+                        submit = partial(self._answer, number, self._submit, number, prompt, params, more)
+                        slow.submit(submit) if constrained else submit()
+                    case "call":
+                        name, arguments = rest
+                        slow.submit(self._answer, number, _CALLS[name], self.engine, *arguments)
+            for handle in list(self._handles.values()):
+                self.engine.cancel(handle)
+
+    def _answer(self, number: int, function: Any, *arguments: Any) -> None:
+        try:
+            self.link.send("done", number, function(*arguments))
+        except Exception as error:  # the server raises it where the call was made
+            self.link.send("failed", number, *wire.packed_error(error))
+
+    def _submit(self, number: int, prompt: Sequence[int], params: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        unfinished = more["n"]
+
+        def sink(output: Output) -> None:
+            nonlocal unfinished
+            self.link.send("output", number, output)
+            if output.finish is not None:
+                unfinished -= 1
+                if not unfinished:
+                    self._handles.pop(number, None)
+
+        self._handles[number] = self.engine.submit(prompt, wire.params_of(params), sink=sink, **more)
+        if not unfinished:
+            self._handles.pop(number, None)  # the sink was first
+
+
+def _embed(engine: EmbeddingEngine, texts: Sequence[str | Sequence[int]], truncate: bool) -> dict[str, Any]:
+    found = engine.embed(texts, truncate=truncate)
+    values = base64.b64encode(found.vectors.numpy().astype("<f4").tobytes()).decode()
+    return {"values": values, "shape": list(found.vectors.shape), "num_tokens": found.num_tokens}
+
+
+def _score(engine: EmbeddingEngine, pairs: Sequence[tuple[str, str]], truncate: bool) -> Sequence[Any]:
+    return engine.score([(first, second) for first, second in pairs], truncate=truncate)
+
+
+_CALLS: Mapping[str, Any] = {  # (engine, *arguments) -> what JSON can say
+    "stats": lambda engine: wire.packed_stats(engine.stats()),
+    "load_adapter": lambda engine, name, folder, replace: engine.load_adapter(name, folder, replace=replace),
+    "unload_adapter": lambda engine, name: engine.unload_adapter(name),
+    "embed": _embed,
+    "score": _score,
+}
+
+
+def main(descriptor: int) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=descriptor)
+    link = wire.Link(connection)
+    _, model, options, replicas, cores = next(link.messages)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    threading.Thread(target=_end_with_server, args=(connection,), daemon=True).start()
+    from slipstream.inference.initialize import open_replica
+
+    try:
+        opened = open_replica(model, options, replicas)
+    except (TypeError, ValueError) as error:  # of the user's options, as in one process
+        link.send("refused", str(error))
+        link.close()
+        return 2
+    engine = opened.engine
+    engine.prepare()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    link.send("ready", facts_of(engine, opened.description))
+    session = threading.Thread(target=Session(engine, link).run, name="slipstream-session", daemon=True)
+    session.start()
+    while engine.healthy and session.is_alive():
+        session.join(LOOK)
+    if not session.is_alive():
+        return 0
+    link.close()  # after the errors of its requests
+    return 1
+
+
+def _end_with_server(connection: socket.socket) -> None:
+    """While the model loads, nobody reads: end the process if the server has closed the connection."""
+    if not connection.recv(1, socket.MSG_PEEK):
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(status)  # threads of a forward may be running, and nothing is left to save

@@ -1,0 +1,198 @@
+"""One engine behind a link, as the router sees it: its requests, their outputs, calls that wait for their reply."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from slipstream.inference import wire
+from slipstream.inference.core import Finish, SamplingParams
+from slipstream.inference.engine import ClosedError, Output, Sink, Usage
+from slipstream.inference.stats import Stats, settled, total
+from slipstream.inference.wire import Link
+
+logger = logging.getLogger(__name__)
+
+EXPECTED = 256  # tokens of an output at most, for the outstanding ones: max_tokens is often the whole context
+
+
+class LostError(ClosedError):
+    """The connection ended before the reply."""
+
+
+class ReplicaState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"  # it starts again after a pause
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Ticket:
+    """A submitted prompt, for `Router.cancel`. Only the thread that reads the engine's messages changes it after it is accepted."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    sink: Sink
+    more: Mapping[str, Any]  # n, priority, salt, tenant, adapter
+    keys: Sequence[int] = ()  # of its prefixes, `router.prefix_keys`
+    number: int = 0  # at its engine
+    engine: RemoteEngine | None = None
+    accepted: bool = False
+    begun: bool = False  # an output has been delivered
+    cancelled: bool = False
+    moves: int = 0  # engines that have ended with it
+    uncached: int = 0  # tokens of the prompt that its engine has to compute, as the router knows
+    generated: int = 0
+    unfinished: set[int] = field(default_factory=set)  # sequences
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens that its engine has still to compute, about."""
+        rest = len(self.unfinished) * min(self.params.max_tokens, EXPECTED) - self.generated
+        return (0 if self.begun else self.uncached) + max(rest, len(self.unfinished))
+
+    def deliver(self, output: Output) -> None:
+        self.begun = True
+        self.generated += len(output.token_ids)
+        if output.finish is not None:
+            self.unfinished.discard(output.index)
+        self.sink(output)
+
+    def end(self, finish: Finish, why: str | None = None) -> None:
+        """Deliver the ends of its unfinished sequences."""
+        for index in sorted(self.unfinished):
+            usage = Usage(len(self.prompt), 0, self.generated)
+            try:
+                self.deliver(Output(index, "", (), (), finish, usage, why))
+            except Exception:  # of the caller's code, as in `Engine`
+                logger.exception("the sink of a request failed")
+
+
+class RemoteEngine:
+    """Any thread may call it; one thread calls `run` for each connection."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = ReplicaState.STARTING
+        self.starts = 0  # how often it began to serve
+        self.known: OrderedDict[int, None] = OrderedDict()  # keys of prefixes that its cache may have; the router's
+        self.facts: Mapping[str, Any] = {}
+        self._stats: Stats | None = None  # of this connection, the last known
+        self._past: Stats | None = None  # of all before
+        self._tickets: dict[int, Ticket] = {}  # unfinished ones, by number
+        self._replies: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._link: Link | None = None
+        self._turn = threading.Lock()  # of READY and DOWN, which two threads set
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens to compute, about."""
+        return sum(ticket.outstanding for ticket in list(self._tickets.values()))
+
+    @property
+    def calls(self) -> int:
+        """That wait for their reply."""
+        return len(self._replies)
+
+    def connect(self, link: Link, facts: Mapping[str, Any]) -> None:
+        self._link, self.facts = link, facts
+        self.known.clear()
+
+    def serve(self) -> bool:
+        """Take requests, unless the connection has ended meanwhile."""
+        with self._turn:
+            if self._link is None:
+                return False
+            self.starts += 1
+            self.state = ReplicaState.READY
+            return True
+
+    def submit(self, ticket: Ticket) -> None:
+        """Raises as `Engine.submit`, and LostError."""
+        ticket.number, ticket.engine = next(self._numbers), self
+        ticket.unfinished = set(range(ticket.more["n"]))
+        self._tickets[ticket.number] = ticket
+        try:
+            self._ask("submit", ticket.number, ticket.prompt, wire.packed_params(ticket.params), ticket.more)
+        except Exception:
+            self._tickets.pop(ticket.number, None)
+            raise
+
+    def cancel(self, ticket: Ticket) -> None:
+        if self._link is not None:
+            self._link.send("cancel", ticket.number)
+
+    def call(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
+        """Raises what the engine raises, LostError, TimeoutError."""
+        return self._ask("call", next(self._numbers), name, arguments, timeout=timeout)
+
+    def stats(self, timeout: float | None = None) -> Stats:
+        """Since its first start: the engine's figures now, or the last known ones if it does not tell them within `timeout`."""
+        with suppress(LostError, TimeoutError):
+            self._stats = wire.stats_of(self.call("stats", timeout=timeout))
+        return total([one for one in (self._stats, self._past) if one is not None])
+
+    def _ask(self, kind: str, number: int, *rest: Any, timeout: float | None = None) -> Any:
+        reply = self._replies[number] = Future[Any]()
+        if (link := self._link) is None:
+            del self._replies[number]
+            raise LostError(f"{self.name} is not connected")
+        link.send(kind, number, *rest)
+        try:
+            return reply.result(timeout)
+        finally:
+            self._replies.pop(number, None)
+
+    def run(self, link: Link) -> list[Ticket]:
+        """Deliver what the engine sends until the connection ends. Returns the accepted requests that are unfinished."""
+        for kind, number, *rest in link.messages:
+            if kind == "output":
+                self._deliver(number, wire.output_of(rest[0]))
+            else:
+                self._reply(kind, number, *rest)
+        with self._turn:
+            self._link, self.state = None, ReplicaState.DOWN
+        link.close()
+        lost = [ticket for ticket in self._tickets.values() if ticket.accepted]
+        self._tickets.clear()
+        if self._stats is not None:
+            self._past, self._stats = settled(self.stats()), None
+        for reply in list(self._replies.values()):
+            reply.set_exception(LostError(f"the engine's process ended ({self.name})"))
+        return lost
+
+    def _deliver(self, number: int, output: Output) -> None:
+        if (ticket := self._tickets.get(number)) is None:
+            return  # it was cancelled
+        try:
+            ticket.deliver(output)
+        except Exception:  # of the caller's code: a closed event loop, for example
+            logger.exception("the sink of a request failed; it is cancelled")
+            ticket.unfinished.clear()
+            self.cancel(ticket)
+        if not ticket.unfinished:
+            del self._tickets[number]
+
+    def _reply(self, kind: str, number: int, *rest: Any) -> None:
+        if (reply := self._replies.get(number)) is None:
+            return  # nobody waits any more
+        if kind == "failed":
+            reply.set_exception(wire.error_of(*rest))
+            return
+        if (ticket := self._tickets.get(number)) is not None:
+            ticket.accepted = True
+        reply.set_result(*rest)
+
+    def close(self) -> None:
+        """End the connection, from any thread; `run` returns."""
+        if (link := self._link) is not None:
+            link.close()

@@ -1,0 +1,390 @@
+"""Several engines as one: `Router` has what the HTTP server needs of an engine, and keeps their processes alive.
+
+A request goes to the engine that has least left to compute for it: `ranked`. If an engine ends, requests without an output so far
+go to another, as new ones; those that have begun end with an error. One thread for each engine starts it, reads from it, and starts
+it again; a request is sent by the thread that submits it.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from slipstream.inference import stats
+from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
+from slipstream.inference.engine import ClosedError, Engine, Sink
+from slipstream.inference.initialize import open_tokenizer
+from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError
+from slipstream.inference.server.remote import LostError, RemoteEngine, ReplicaState, Ticket
+from slipstream.inference.stats import Stats
+from slipstream.inference.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MOVES = 1  # engines that may end while they have a request: it may be the cause
+ATTEMPTS = 3  # starts in a row that may fail before the server ends
+SETTLED = 30.0  # seconds after which an end is no consequence of the start
+PAUSE, MAX_PAUSE = 0.25, 10.0  # seconds before the second start in a row, doubled for each further one
+AWAY = "no engine's process is ready; they start again; try again later"
+STATS_WAIT = 1.0  # seconds for an engine to tell its figures, before the last known ones are used
+
+
+class Backlog(NamedTuple):
+    """Of one engine, for one request."""
+
+    outstanding: int  # tokens
+    matched: int  # tokens of the prompt that its prefix cache has, as far as known
+
+
+def ranked(loads: Sequence[Backlog]) -> list[int]:
+    """The engines, best first: the longest known prefix, unless another has so much less to do that computing it there is sooner;
+    then the fewest outstanding tokens."""
+    return sorted(range(len(loads)), key=lambda i: (loads[i].outstanding - loads[i].matched, loads[i].outstanding))
+
+
+def prefix_keys(tokens: Sequence[int], block_size: int, salt: str, adapter: str) -> list[int]:
+    """A number for each prefix of full blocks that the cache could have, shortest first. Equal ones almost surely mean equal
+    prefixes of the same salt and adapter; if not, a request goes to another engine, no more."""
+    keys, key = [], hash((salt, adapter))
+    for begin in range(0, len(tokens) - block_size, block_size):
+        keys.append(key := hash((key, tuple(tokens[begin : begin + block_size]))))
+    return keys
+
+
+class Source(Protocol):
+    """Where an engine comes from."""
+
+    name: str
+
+    def open(self) -> Connected: ...
+
+    def stop(self) -> None: ...
+
+    def end(self) -> str:
+        """Free what `open` took, once its link is closed. Returns what became of it."""
+        ...
+
+
+class Router:
+    """What the server calls an engine. The first start waits for all engines. Raises ValueError for options that they refuse, and
+    ReplicaError if one cannot start."""
+
+    def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:
+        self.tokenizer, self.why = tokenizer, ""  # why it has failed
+        self.engines = [RemoteEngine(source.name) for source in sources]
+        self._lock = threading.Lock()  # of the choice of an engine: what is known and outstanding
+        self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
+        self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
+        self._removed: set[str] = set()  # adapters that were unloaded
+        self._homeless: list[Ticket] = []  # lost by one engine, and no other is ready
+        self._closed = threading.Event()
+        self._sources = sources
+        first = [Future[None]() for _ in sources]
+        self._threads = [
+            threading.Thread(target=self._keep, args=each, name=f"slipstream-{each[0].name}", daemon=True)
+            for each in zip(self.engines, sources, first, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            for one in first:
+                one.result()
+            facts = [engine.facts for engine in self.engines]
+            for name in ("model_name", "max_context", "normalize"):
+                if len(values := {str(one[name]) for one in facts}) > 1:
+                    raise ValueError(f"the engines are of different models: {name} is {' and '.join(sorted(values))}")
+        except BaseException:
+            self.close()
+            raise
+        self.model_name: str = facts[0]["model_name"]
+        self.max_context: int = min(one["max_context"] for one in facts)
+        self.sampling: Mapping[str, Any] = facts[0]["sampling"]
+        self.description: str = facts[0]["description"]
+        self.adapters: tuple[str, ...] = tuple(facts[0]["adapters"])
+        self.pooling = Pooling(normalize=bool(facts[0]["normalize"]))
+        self.embeds = facts[0]["normalize"] is not None
+
+    @classmethod
+    def local(cls, model: str, options: Mapping[str, Any], cores: Sequence[Sequence[int]]) -> Router:
+        """Engines in processes of this machine, one for each of `cores`, on which it runs (empty: on all). `options`: of
+        `init_inference`. On CUDA, they take the GPUs in turn. Raises ValueError for a model without a tokenizer."""
+        gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
+        sources = [
+            EngineProcess(
+                name=f"replica {index}",
+                model=model,
+                options={**options, "device": f"cuda:{index % gpus}"} if gpus else options,
+                replicas=-(-len(cores) // max(gpus, 1)),
+                cores=() if gpus else own,
+            )
+            for index, own in enumerate(cores)
+        ]
+        return cls(sources, open_tokenizer(model, options.get("tokenizer")))
+
+    # ---- as an engine's
+
+    @property
+    def healthy(self) -> bool:
+        """False once it is closed or has failed; that is final."""
+        return not self.why and not self._closed.is_set()
+
+    def prepare(self) -> None:
+        """The engines have prepared themselves."""
+        if self.tokenizer is not None:
+            self.tokenizer.prepare()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        n: int = 1,
+        priority: int = 0,
+        salt: str = "",
+        tenant: str = "",
+        adapter: str = "",
+    ) -> Ticket:
+        """Raises as `Engine.submit`."""
+        if self.embeds:
+            raise ValueError(f"{self.model_name} embeds texts and does not generate: POST /v1/embeddings")
+        if not self.healthy:
+            raise ClosedError(self.why or "the engine is closed")
+        more = {"n": n, "priority": priority, "salt": salt, "tenant": tenant, "adapter": adapter}
+        block_size = self.engines[0].facts["block_size"]
+        keys = prefix_keys(prompt, block_size, salt, adapter)
+        ticket = Ticket(prompt=prompt, params=params, sink=sink, more=more, keys=keys)
+        self._place(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        ticket.cancelled = True
+        if ticket.engine is not None:
+            ticket.engine.cancel(ticket)
+
+    def load_adapter(self, name: str, folder: Any, *, replace: bool = False) -> None:
+        """In every engine; in none if one refuses it. One that ends gets it when it is back. Raises as `Engine.load_adapter`."""
+        with self._loading:
+            loaded: list[RemoteEngine] = []
+            for engine in self._ready():
+                try:
+                    engine.call("load_adapter", name, str(folder), replace)
+                    loaded.append(engine)
+                except LostError:
+                    continue
+                except ValueError:
+                    for other in () if name in self.adapters else loaded:
+                        with suppress(ValueError, LostError):
+                            other.call("unload_adapter", name)
+                    raise
+            if not loaded:
+                raise ValueError("no engine's process is ready, so no adapter can be loaded; try again later")
+            self._added[name] = str(folder)
+            self._removed.discard(name)
+            self.adapters = (*(one for one in self.adapters if one != name), name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises ValueError if there is no such adapter."""
+        with self._loading:
+            if name not in self.adapters:
+                raise ValueError(f"there is no adapter {name!r:.100}; loaded: {', '.join(sorted(self.adapters)) or 'none'}")
+            for engine in self._ready():
+                with suppress(LostError):
+                    engine.call("unload_adapter", name)
+            self._added.pop(name, None)
+            self._removed.add(name)
+            self.adapters = tuple(one for one in self.adapters if one != name)
+
+    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
+        found = self._call("embed", texts, truncate)
+        values = np.frombuffer(base64.b64decode(found["values"]), "<f4").reshape(found["shape"])
+        return Embedded(torch.from_numpy(values.astype(np.float32)), found["num_tokens"])
+
+    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
+        return Scored(*self._call("score", pairs, truncate))
+
+    def stats(self) -> Stats:
+        """The sum of all engines'."""
+        return stats.total(self.each())
+
+    def each(self) -> list[Stats]:
+        """The figures of each engine since its first start, asked now or the last known."""
+        return [engine.stats(STATS_WAIT) for engine in self.engines]
+
+    def close(self) -> None:
+        """End all engines; what is unfinished is cancelled."""
+        self._closed.set()
+        for engine, source in zip(self.engines, self._sources, strict=True):
+            engine.close()
+            if engine.state is ReplicaState.STARTING:
+                source.stop()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Router:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- requests
+
+    def _ready(self) -> list[RemoteEngine]:
+        return [engine for engine in self.engines if engine.state is ReplicaState.READY]
+
+    def _place(self, ticket: Ticket) -> None:
+        """Submit to the best engine that takes it. Raises as `Engine.submit`."""
+        refused: set[RemoteEngine] = set()
+        full: QueueFullError | None = None
+        while engine := self._choose(ticket, refused):
+            try:
+                engine.submit(ticket)
+            except (ClosedError, QueueFullError) as error:
+                refused.add(engine)
+                full = error if isinstance(error, QueueFullError) else full
+                ticket.moves += isinstance(error, LostError)
+                if ticket.moves > MOVES:
+                    raise
+            else:
+                if ticket.cancelled:  # meanwhile
+                    engine.cancel(ticket)
+                return
+        raise full or ClosedError(self.why or AWAY)
+
+    def _choose(self, ticket: Ticket, refused: set[RemoteEngine]) -> RemoteEngine | None:
+        """The best of the others, which now knows the prompt."""
+        with self._lock:
+            if not (engines := [engine for engine in self._ready() if engine not in refused]):
+                return None
+            size = engines[0].facts["block_size"]
+            matched = [next((n for n, key in enumerate(ticket.keys) if key not in one.known), len(ticket.keys)) for one in engines]
+            loads = [Backlog(one.outstanding, size * num) for one, num in zip(engines, matched, strict=True)]
+            best = ranked(loads)[0]
+            engine, ticket.uncached = engines[best], len(ticket.prompt) - loads[best].matched
+            for key in reversed(ticket.keys):  # so that the shortest prefix is the last that is dropped
+                engine.known[key] = None
+                engine.known.move_to_end(key)
+            while len(engine.known) > engine.facts["num_blocks"]:
+                engine.known.popitem(last=False)
+            return engine
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Of the engine with the fewest calls that wait; of another if it ends."""
+        for _ in range(MOVES + 1):
+            if not (engines := self._ready()):
+                break
+            with suppress(LostError):
+                return min(engines, key=lambda engine: engine.calls).call(name, *arguments)
+        raise ClosedError(self.why or AWAY)
+
+    def _move(self, lost: Sequence[Ticket], why: str) -> None:
+        """Requests that have not begun go to another engine; without one, to the next that is ready."""
+        for ticket in lost:
+            ticket.moves += 1
+            ticket.accepted = False
+            if ticket.cancelled or self._closed.is_set():
+                ticket.end(Finish.CANCELLED)
+            elif ticket.begun or ticket.moves > MOVES or self.why:
+                ticket.end(Finish.ERROR, why)
+            else:
+                with self._lock:
+                    self._homeless.append(ticket)
+        self._house()
+
+    def _house(self) -> None:
+        """Place those that wait for an engine, if one is ready."""
+        while self._ready():
+            with self._lock:
+                if not self._homeless:
+                    return
+                ticket = self._homeless.pop(0)
+            if ticket.cancelled:
+                ticket.end(Finish.CANCELLED)
+                continue
+            try:
+                self._place(ticket)
+            except (ValueError, QueueFullError, ClosedError) as error:
+                if not isinstance(error, ClosedError) or ticket.moves > MOVES:
+                    ticket.end(Finish.ERROR, str(error))
+                    continue
+                with self._lock:  # all have ended meanwhile
+                    self._homeless.insert(0, ticket)
+                return
+
+    # ---- engines; the thread of each
+
+    def _keep(self, engine: RemoteEngine, source: Source, first: Future[None]) -> None:
+        """Start the engine, serve it, and start it again when it ends."""
+        failed = quick = 0  # starts in a row that failed, and ends in a row soon after the start
+        while not self._closed.wait(_pause(max(failed, quick - 1))):
+            engine.state = ReplicaState.STARTING
+            try:
+                link, facts = source.open()
+            except (ValueError, OSError, ReplicaError) as error:
+                failed += 1
+                refused = isinstance(error, ValueError) and not engine.starts  # the same options would be refused again
+                if (refused or failed == ATTEMPTS) and not self._closed.is_set():
+                    self._fail(error, first)
+                    break
+                if not self._closed.is_set():
+                    logger.warning("%s; start %d of %d follows", error, failed + 1, ATTEMPTS)
+                continue
+            failed, began = 0, time.monotonic()
+            engine.connect(link, facts)
+            if self._closed.is_set():  # `close` came before the link
+                engine.close()
+            threading.Thread(target=self._welcome, args=(engine, first), daemon=True).start()  # `run` reads its replies
+            lost = engine.run(link)
+            why = f"the engine's process {source.end()} ({source.name})"
+            quick = quick + 1 if time.monotonic() - began < SETTLED else 1
+            if not self._closed.is_set():
+                logger.error("%s with %d unfinished requests; it is started again", why, len(lost))
+            self._move(lost, why)
+        engine.state = ReplicaState.DOWN
+        if not first.done():
+            first.set_exception(ClosedError("the router was closed"))
+
+    def _welcome(self, engine: RemoteEngine, first: Future[None]) -> None:
+        """Bring a new engine to the state of the others, and let it serve."""
+        with self._loading, suppress(LostError):
+            for name in self._removed.intersection(engine.facts["adapters"]):
+                engine.call("unload_adapter", name)
+            for name, folder in self._added.items():
+                try:
+                    engine.call("load_adapter", name, folder, True)
+                except ValueError as error:
+                    logger.error("%s is without the adapter %s: %s", engine.name, name, error)
+            engine.stats()
+            if engine.serve() and not first.done():
+                first.set_result(None)
+        self._house()
+
+    def _fail(self, error: Exception, first: Future[None]) -> None:
+        """The server ends: an engine cannot be started."""
+        self.why = str(error)
+        if not first.done():
+            first.set_exception(error)
+            return
+        logger.error("%s", error)
+        with self._lock:
+            homeless, self._homeless = self._homeless, []
+        for ticket in homeless:
+            ticket.end(Finish.ERROR, self.why)
+
+
+def _pause(number: int) -> float:
+    """Seconds before the start after `number` bad ones in a row."""
+    return 0.0 if number <= 0 else min(PAUSE * 2 ** (number - 1), MAX_PAUSE)
+
+
+Served: TypeAlias = Engine | EmbeddingEngine | Router  # what the HTTP server serves

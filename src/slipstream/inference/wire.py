@@ -1,0 +1,151 @@
+"""Messages between the HTTP server's process and an engine's (`replica`): JSON in frames over a stream socket.
+
+A frame is its length in 4 bytes, little-endian, and a JSON array of messages. A message is an array that begins with its kind:
+
+    to the engine                                from the engine
+    open, model, options, replicas, cores        ready, facts   or   refused, why
+    submit, number, prompt, params, fields       done, number, value   or   failed, number, kind, why
+    call, number, name, arguments                done, number, value   or   failed, number, kind, why
+    cancel, number                               output, number, output
+
+Numbers are in JSON as Python's repr, so floats arrive as the bits that were sent.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
+from typing import Any
+
+from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.engine import ClosedError, Logprob, Output, Usage
+from slipstream.inference.stats import Histogram, Stats
+
+MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
+FLUSH = 2.0  # seconds for the other end to take what was sent before the end
+_ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "closed": ClosedError}
+
+
+class Link:
+    """One end of a connection. `send` returns at once, from any thread; one thread reads `messages`.
+
+    A thread of its own writes all that was sent since its last frame as the next one: a step of the engine is one frame."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.messages = self._read()  # until the other end closes the connection
+        self._unsent: list[Sequence[Any]] = []
+        self._closed = False
+        self._changed = threading.Condition()
+        self._writer = threading.Thread(target=self._write, name="slipstream-wire", daemon=True)
+        self._writer.start()
+
+    def send(self, *message: Any) -> None:
+        """An `Output` is packed by the writer, so that it costs the engine's thread nothing."""
+        with self._changed:
+            self._unsent.append(message)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what was sent, and end the connection. The other end may be gone."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._writer.join(FLUSH)
+        with suppress(OSError):  # the other end was first
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._closed)
+                batch, self._unsent = self._unsent, []
+            if not batch:
+                return
+            frame = json.dumps(batch, separators=(",", ":"), default=_plain).encode()
+            try:
+                self.connection.sendall(len(frame).to_bytes(4, "little") + frame)
+            except OSError:
+                return  # the reader is told so too
+
+    def _read(self) -> Iterator[list[Any]]:
+        with self.connection.makefile("rb") as stream:
+            try:
+                while len(head := stream.read(4)) == 4:
+                    if (length := int.from_bytes(head, "little")) > MAX_FRAME or len(frame := stream.read(length)) < length:
+                        return
+                    yield from json.loads(frame)
+            except (OSError, ValueError):  # it is lost, closed here, or not of this protocol
+                return
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Output):
+        raise TypeError(f"a {type(value).__name__} is no part of a message")
+    packed = [value.index, value.text, value.token_ids]
+    if value.finish is not None or value.logprobs or value.prompt_logprobs is not None:
+        finish = None if value.finish is None else value.finish.value
+        packed += [finish, value.usage, value.error, value.logprobs, value.prompt_logprobs]
+    return packed
+
+
+def output_of(packed: Sequence[Any]) -> Output:
+    index, text, tokens, *more = packed
+    if not more:
+        return Output(index, text, tuple(tokens))
+    finish, usage, error, logprobs, scored = more
+    return Output(
+        index,
+        text,
+        tuple(tokens),
+        tuple(_logprob(*one) for one in logprobs),
+        None if finish is None else Finish(finish),
+        None if usage is None else Usage(*usage),
+        error,
+        None if scored is None else tuple(None if one is None else _logprob(*one) for one in scored),
+    )
+
+
+def _logprob(token: int, value: float, top: Sequence[Sequence[Any]]) -> Logprob:
+    return Logprob(token, value, [(other, likely) for other, likely in top])
+
+
+def packed_params(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not at their default. JSON has texts as keys only, so the biases are pairs."""
+    changed = {one.name: getattr(params, one.name) for one in fields(params)}
+    changed = {name: value for name, value in changed.items() if value != getattr(_DEFAULTS, name)}
+    return changed | ({"logit_bias": list(params.logit_bias.items())} if params.logit_bias else {})
+
+
+def params_of(packed: Mapping[str, Any]) -> SamplingParams:
+    """Raises ValueError as SamplingParams does."""
+    given: dict[str, Any] = {name: tuple(value) if name in ("stop", "stop_token_ids") else value for name, value in packed.items()}
+    return SamplingParams(**given | {"logit_bias": dict(given.get("logit_bias", ()))})
+
+
+_DEFAULTS = SamplingParams()
+
+
+def packed_stats(stats: Stats) -> dict[str, Any]:
+    return asdict(stats) | {"finished": {finish.value: count for finish, count in stats.finished.items()}}
+
+
+def stats_of(packed: Mapping[str, Any]) -> Stats:
+    histograms = {one.name: packed[one.name] for one in fields(Stats) if one.type == "Histogram"}
+    found = {name: Histogram(tuple(one["bounds"]), tuple(one["counts"]), one["sum"]) for name, one in histograms.items()}
+    return Stats(**{**packed, **found, "finished": {Finish(name): count for name, count in packed["finished"].items()}})
+
+
+def packed_error(error: Exception) -> tuple[str, str]:
+    """Its kind and its text."""
+    kind = next((name for name, one in _ERRORS.items() if isinstance(error, one)), "closed")
+    return kind, str(error) if kind in _ERRORS and isinstance(error, _ERRORS[kind]) else f"{type(error).__name__}: {error}"
+
+
+def error_of(kind: str, why: str) -> Exception:
+    return _ERRORS[kind](why)

@@ -1,0 +1,360 @@
+"""Several engines behind one server: what the wire carries, which engine gets a request, what becomes of it when one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import slipstream
+from slipstream.inference import wire
+from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
+from slipstream.inference.engine import ClosedError, Engine
+from slipstream.inference.replica import Session, facts_of
+from slipstream.inference.server import ReplicaError, Router
+from slipstream.inference.server.process import Connected
+from slipstream.inference.server.router import ATTEMPTS, Backlog, prefix_keys, ranked
+from slipstream.inference.stats import settled, total
+from slipstream.launch.cli import main
+from tests import tiny_chat
+from tests.inference.test_server import COMPLETIONS, call, serving, until
+from tests.unit.test_inference_engine import GREEDY, Answer, HashRunner, ask, byte_tokenizer, running, wait
+
+SAMPLED = SamplingParams(max_tokens=12, seed=3, logprobs=2, prompt_logprobs=1, stop=("qq",), logit_bias={97: 1.5})
+SCHEMA = '{"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"], "additionalProperties": false}'
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+
+
+class Local:
+    """A source whose engine runs in this process. `cut` is what kill -9 is to a process."""
+
+    def __init__(self, name: str, before: Callable[[Batch], None] = lambda batch: None, **options: Any) -> None:
+        self.name, self.before, self.options, self.opens = name, before, options, 0
+        self.allowed = threading.Event()  # to start
+        self.allowed.set()
+        self.ends: list[socket.socket] = []
+
+    def open(self) -> Connected:
+        self.opens += 1
+        if not self.allowed.wait(30):
+            raise ReplicaError("it was not allowed to start")
+        runner = HashRunner()
+        runner.before = self.before
+        self.engine = Engine(runner, byte_tokenizer(), **{"token_budget": 16, "max_running": 16, **self.options})
+        self.engine.start()
+        ours, theirs = socket.socketpair()
+        self.ends.append(theirs)
+        facts = json.loads(json.dumps(facts_of(self.engine, "hashes")))
+        self.link = wire.Link(theirs)
+        self.session = threading.Thread(target=Session(self.engine, self.link).run)
+        self.session.start()
+        return Connected(wire.Link(ours), facts)
+
+    def cut(self) -> None:
+        self.ends[-1].shutdown(socket.SHUT_RDWR)
+
+    def stop(self) -> None:
+        self.allowed.set()
+
+    def end(self) -> str:
+        self.session.join()
+        self.link.close()
+        self.engine.close()
+        self.engine.check()
+        return "was cut"
+
+
+@contextmanager
+def routed(*sources: Any) -> Iterator[Router]:
+    with closing(Router(sources, byte_tokenizer())) as router:
+        router.prepare()
+        yield router
+
+
+def submit(router: Any, prompt: str, params: SamplingParams = GREEDY, **more: Any) -> Answer:
+    answer = Answer(more.get("n", 1))
+    router.submit(list(prompt.encode()), params, sink=answer, **more)
+    return answer
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    left, right = (wire.Link(one) for one in socket.socketpair())
+    assert wire.params_of(json.loads(json.dumps(wire.packed_params(SAMPLED)))) == SAMPLED
+    with running() as engine:
+        answer = wait(ask(engine, "a prompt", SAMPLED, n=2))
+        stats = engine.stats()
+    for outputs in answer.outputs:
+        for output in outputs:
+            left.send("output", 1, output)
+            assert wire.output_of(next(right.messages)[2]) == output
+    left.send("done", 1, wire.packed_stats(stats))
+    assert wire.stats_of(next(right.messages)[2]) == stats
+    left.close()
+    assert list(right.messages) == []
+    right.close()
+
+
+def test_errors_keep_their_kind() -> None:
+    for error in (ValueError("n is 0"), QueueFullError("full")):
+        assert repr(wire.error_of(*wire.packed_error(error))) == repr(error)
+    assert str(wire.error_of(*wire.packed_error(KeyError("x")))) == "KeyError: 'x'"
+
+
+def test_figures_of_several_engines_are_added() -> None:
+    with running() as engine:
+        wait(ask(engine, "some prompt"))
+        stats = engine.stats()
+    both = total([stats, settled(stats)])
+    assert (both.generated_tokens, both.forwards, both.blocks) == (2 * stats.generated_tokens, 2 * stats.forwards, stats.blocks)
+    assert both.finished == {finish: 2 * count for finish, count in stats.finished.items()}
+    assert both.between_tokens.count == 2 * stats.between_tokens.count
+    assert both.block_size == stats.block_size
+
+
+@pytest.mark.parametrize(
+    ("loads", "order"),
+    [
+        ([(0, 0), (0, 0)], [0, 1]),
+        ([(10, 0), (0, 0)], [1, 0]),  # the fewest tokens
+        ([(10, 0), (10, 16)], [1, 0]),  # the longest prefix
+        ([(40, 32), (10, 0)], [0, 1]),  # its prefix is worth the wait
+        ([(50, 32), (10, 0)], [1, 0]),  # it is not
+        ([(32, 32), (0, 0)], [1, 0]),
+        ([(5, 0), (9, 8), (3, 0)], [1, 2, 0]),
+    ],
+)
+def test_the_engine_with_least_to_do_comes_first(loads: list[tuple[int, int]], order: list[int]) -> None:
+    assert ranked([Backlog(*load) for load in loads]) == order
+
+
+def test_prefixes_are_equal_only_with_their_salt_and_adapter() -> None:
+    keys = prefix_keys(range(20), 4, "", "")
+    assert len(keys) == 4 == len(set(keys)), "the last token is never taken from the cache"
+    assert prefix_keys([*range(8), 99, *range(9, 20)], 4, "", "")[:2] == keys[:2]
+    others = [prefix_keys([7, *range(1, 20)], 4, "", ""), prefix_keys(range(20), 4, "s", ""), prefix_keys(range(20), 4, "", "a")]
+    assert not set(keys) & {key for other in others for key in other}
+
+
+def test_answers_are_those_of_one_engine() -> None:
+    prompts = [f"{'shared ' * (number % 3)}number {number}" for number in range(12)]
+    with running() as engine, routed(Local("a"), Local("b")) as router:
+        for params in (GREEDY, SAMPLED, SamplingParams(max_tokens=20, seed=5, json_schema=SCHEMA)):
+            expected = [wait(ask(engine, prompt, params, n=2)) for prompt in prompts]
+            found = [submit(router, prompt, params, n=2) for prompt in prompts]
+            for one, other in zip(expected, map(wait, found), strict=True):
+                for index in range(2):
+                    assert one.text(index) == other.text(index)
+                    assert [out.logprobs for out in one.outputs[index] if out.logprobs] == [
+                        out.logprobs for out in other.outputs[index] if out.logprobs
+                    ]
+                    assert one.outputs[index][0].prompt_logprobs == other.outputs[index][0].prompt_logprobs
+                    assert one.last(index).finish is other.last(index).finish
+        assert all(stats.generated_tokens for stats in router.each()), "both have worked"
+        assert router.stats().generated_tokens == engine.stats().generated_tokens
+        with pytest.raises(ValueError, match="tokens are 0 to 256"):
+            router.submit([999], GREEDY, sink=Answer())
+        with pytest.raises(ValueError, match="json_schema"):
+            submit(router, "x", SamplingParams(json_schema='{"type": 3}'))
+
+
+def test_a_known_prefix_decides() -> None:
+    steps = threading.Semaphore(0)
+    with routed(Local("a", lambda batch: steps.acquire(timeout=30)), Local("b")) as router:
+        busy = submit(router, "the long beginning of everything, one", LONG)
+        wait(submit(router, "another one"))
+        assert [bool(stats.forwards) for stats in router.each()] == [False, True], "the second went to the idle engine"
+        short = submit(router, "another two", SamplingParams(max_tokens=1))
+        assert wait(short).last().usage == (11, 8, 1)
+        steps.release(1000)
+        wait(busy)
+        for number in range(3):
+            cached = wait(submit(router, f"the long beginning of everything, {number}")).last().usage
+            assert cached is not None and cached.cached_tokens >= 32, "its engine is idle again, and has the prefix"
+
+
+def test_an_engine_that_ends() -> None:
+    """A stream that has begun ends with an error; what has not goes to the other; the engine comes back."""
+    steps = threading.Semaphore(0)
+    a, b = Local("a", lambda batch: steps.acquire(timeout=30), max_running=1), Local("b")
+    with running() as engine:
+        expected = wait(ask(engine, "waits")).text()
+    with routed(a, b) as router:
+        begun = submit(router, "x" * 8, LONG)
+        steps.release(3)
+        assert begun.started.wait(30)
+        b.allowed.clear()
+        b.cut()
+        until(lambda: router.engines[1].state.value == "starting")
+        waiting, cancelled = submit(router, "waits"), Answer()  # behind the one that runs
+        router.cancel(router.submit(list(b"is cancelled"), LONG, sink=cancelled))
+        b.allowed.set()
+        until(lambda: router.engines[1].state.value == "ready")
+        a.allowed.clear()
+        a.cut()
+        until(lambda: not router.engines[0].outstanding)
+        steps.release(1000)
+        assert wait(begun).last().finish is Finish.ERROR and "was cut (a)" in str(begun.last().error)
+        assert wait(waiting).text() == expected
+        assert wait(cancelled).last().finish is Finish.CANCELLED
+        assert wait(submit(router, "again")).last().finish is not Finish.ERROR
+        assert [one.state.value for one in router.engines] == ["starting", "ready"] and router.healthy
+        a.allowed.set()
+        until(lambda: router.engines[0].state.value == "ready")
+        assert (a.opens, b.opens) == (2, 2)
+        assert router.stats().finished[Finish.CANCELLED] <= 1, "figures of before its end are kept, as far as they were asked for"
+
+
+def test_a_request_that_ends_engines_ends() -> None:
+    """It goes to one other engine, not to all in turn."""
+    sources = [Local("a"), Local("b")]
+
+    def die(batch: Batch) -> None:
+        if any(chunk.request.tokens[0] == ord("!") for chunk in batch.chunks):
+            for source in sources:
+                if threading.current_thread() is source.engine._thread:
+                    source.cut()
+
+    for source in sources:
+        source.before = die
+    with routed(*sources) as router:
+        with suppress(ClosedError):  # both have ended before they could accept it
+            assert wait(submit(router, "! kills")).last().finish is Finish.ERROR
+        until(lambda: len(router._ready()) == 2)
+        assert sorted(source.opens for source in sources) == [2, 2]
+        assert wait(submit(router, "good")).last().finish is not Finish.ERROR
+
+
+def test_an_engine_that_never_starts_again_ends_the_server() -> None:
+    class Broken(Local):
+        def open(self) -> Connected:
+            if self.opens == 0:
+                return super().open()
+            self.opens += 1
+            raise ReplicaError("it ended at once; its last lines:\nno memory")
+
+    source = Broken("a")
+    with routed(source) as router, serving(router) as address:  # type: ignore[arg-type]
+        assert json.loads(call(address, "GET", "/health").body) == {"status": "ok", "replicas": ["ready"]}
+        source.cut()
+        until(lambda: not router.healthy)
+        assert source.opens == 1 + ATTEMPTS
+        reply = call(address, "GET", "/health")
+        assert (reply.status, json.loads(reply.body)["status"]) == (503, "failed")
+        reply = call(address, "POST", COMPLETIONS, json.dumps({"model": router.model_name, "prompt": "x"}))
+        assert reply.status == 503 and "no memory" in reply.error["message"]
+
+
+def test_metrics_of_each_engine_and_of_all() -> None:
+    with routed(Local("a"), Local("b")) as router, serving(router) as address:  # type: ignore[arg-type]
+        body = {"model": router.model_name, "prompt": "x" * 20, "max_tokens": 6, "ignore_eos": True}
+        for _ in range(2):
+            assert call(address, "POST", COMPLETIONS, json.dumps(body)).status == 200
+        lines = dict(line.rsplit(" ", 1) for line in call(address, "GET", "/metrics").body.decode().splitlines() if line[0] != "#")
+        assert lines["slipstream_generated_tokens_total"] == "12"
+        each = [lines[f'slipstream_replica_generated_tokens_total{{replica="{index}"}}'] for index in range(2)]
+        assert each == ["12", "0"], "the second request went where the prefix was"
+        assert [lines[f'slipstream_replica_starts_total{{replica="{index}"}}'] for index in range(2)] == ["1", "1"]
+        assert lines["slipstream_kv_blocks"] == "128"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat.write(tmp_path_factory.mktemp("chat"))
+
+
+def test_processes(folder: Path) -> None:
+    """The model's answers, a kill, and a refusal, with processes."""
+    prompts = ["one", "two", "three " * 20]
+    with slipstream.init_inference(folder, threads=1) as alone:
+        expected = [wait(ask(alone.engine, prompt, SAMPLED)).ids() for prompt in prompts]
+    options = {"threads": 1, "max_context": 256}
+    with closing(Router.local(str(folder), options, [[], []])) as router:
+        found = [submit(router, prompt, SAMPLED) for prompt in prompts]
+        assert [wait(answer).ids() for answer in found] == expected
+        pids = [source.pid for source in router._sources]  # type: ignore[attr-defined]
+        streams = [submit(router, "a long answer", LONG) for _ in range(8)]
+        os.kill(pids[0], signal.SIGKILL)
+        began = time.monotonic()
+        ends = {wait(stream).last().finish for stream in streams}
+        assert ends <= {Finish.LENGTH, Finish.ERROR}
+        assert [wait(submit(router, prompt, SAMPLED)).ids() for prompt in prompts] == expected, "meanwhile"
+        until(lambda: len(router._ready()) == 2)
+        print(f"back after {time.monotonic() - began:.1f} s")
+        assert router.engines[0].starts == 2 and router._sources[0].pid != pids[0]  # type: ignore[attr-defined]
+        pids = [source.pid for source in router._sources]  # type: ignore[attr-defined]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_refusals(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    for options, message in (
+        ("--replicas 0", "argument --replicas: '0' is not a whole number above 0"),
+        ("--replicas 2", "--replicas 2 is more than the 1 cores of this process: start fewer, or say --threads 1"),
+        ("--replicas 2 --weights-socket x", "--weights-socket needs the engine in the server's process; leave --replicas out"),
+        ("--replicas 1 --max-context 5000", "max_context is 5000, but the model has only 512 positions; lower it"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main(["serve", str(folder), "--port", "0", *options.split()]))
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@contextmanager
+def server(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            yield process, line.split("http://")[1].split()[0]
+        finally:
+            process.kill()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_the_server_is_the_end_of_all(folder: Path, number: signal.Signals) -> None:
+    """Ctrl-C reaches the server's group, and running requests finish; kill -9 leaves nobody behind."""
+    with server(folder, "--replicas", "2", "--threads", "1") as (process, address):
+        started = json.loads(call(address, "GET", "/health").body)
+        assert started == {"status": "ok", "replicas": ["ready", "ready"]}
+        engines = [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/stat")
+            if not gone(int(path.parent.name)) and path.read_text().rsplit(")", 1)[1].split()[1] == str(process.pid)
+        ]
+        assert len(engines) == 2
+        replies: list[Any] = []
+        body = json.dumps({"model": folder.name, "prompt": "x", "max_tokens": 400, "ignore_eos": True})
+        asking = threading.Thread(target=lambda: replies.append(call(address, "POST", COMPLETIONS, body)))
+        if number is signal.SIGINT:
+            asking.start()
+            until(lambda: b"requests_active 1" in call(address, "GET", "/metrics").body or bool(replies))
+        process.send_signal(number)
+        process.wait(30)
+        if number is signal.SIGINT:
+            asking.join()
+            assert (process.returncode, replies[0].status) == (0, 200)
+        until(lambda: all(gone(pid) for pid in engines))
