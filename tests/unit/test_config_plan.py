@@ -477,6 +477,7 @@ FULL = {
     "comms_logger": {"enabled": True},
     "slipstream": {"local_steps": {"every": 8}, "trace": {"steps": [1, 2]}},
 }
+ADAPTIVE = {"train_batch_size": 8, "slipstream": {"adaptive_batch": {}}}  # not with local steps
 
 
 TRAINED = {key for key in HONORED if not key.startswith("autotuning.")}  # the others are read by `slipstream tune` alone
@@ -517,7 +518,7 @@ def test_describe_shows_the_blocks_of_enabled_features() -> None:
 
 
 def test_every_honored_key_has_a_source() -> None:
-    assert set(plan_of(FULL).sources) >= set(HONORED)
+    assert {*plan_of(FULL).sources, *plan_of(ADAPTIVE).sources} >= set(HONORED)
 
 
 @pytest.mark.parametrize("raw", [FULL, ACCELERATE, {"bf16": {"enabled": True}}], ids=["full", "accelerate", "bf16"])
@@ -798,6 +799,12 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.broadcast_buffers": flags,
     "slipstream.fused_layers": flags,
     "slipstream.noise_scale_every": st.integers(0, 9),
+    "slipstream.adaptive_batch.max_batch_size": st.none() | st.integers(1, 99),
+    "slipstream.adaptive_batch.min_batch_size": st.none() | st.integers(1, 9),
+    "slipstream.adaptive_batch.every": st.integers(1, 9),
+    "slipstream.adaptive_batch.ratio": st.floats(0.1, 9),
+    "slipstream.adaptive_batch.smoothing": st.floats(0, 1),
+    "slipstream.adaptive_batch.scale_lr": st.sampled_from(["none", "Sqrt", "linear"]),
     "checkpoint.load_universal": flags,
     "checkpoint.writer.decoupled": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),

@@ -155,6 +155,9 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"slipstream.noise_scale_every": 9},
         {"slipstream.noise_scale_every": 9, "slipstream.monitors.jsonl": {}},
         {"slipstream.noise_scale_every": 9, "slipstream.monitors.jsonl": {}, "gradient_allreduce_op": "sum"},
+        {"slipstream.adaptive_batch.max_batch_size": 64, **efficient(data_sampling="curriculum_learning")},
+        {"slipstream.adaptive_batch.max_batch_size": 15},
+        {"slipstream.adaptive_batch.max_batch_size": 64},
     ),
 }
 OPTIMIZERS: Mapping[str, tuple[Config, ...]] = {

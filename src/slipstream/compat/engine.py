@@ -154,7 +154,6 @@ class DeepSpeedEngine(Engine):
             )
         new = dataclasses.replace(batch, train_batch_size=train_batch_size, accumulation=train_batch_size // per_pass)
         self.set_batch(new)
-        self.micro_steps = self.global_steps * new.accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the batch size of the caller's loader; the number of micro-batches does not change."""

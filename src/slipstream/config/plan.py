@@ -392,6 +392,18 @@ class TrafficPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptivePlan:
+    """A global batch that follows the gradient noise scale, in samples."""
+
+    least: int = key("slipstream.adaptive_batch.min_batch_size")
+    most: int = key("slipstream.adaptive_batch.max_batch_size")
+    every: int = key("slipstream.adaptive_batch.every")  # steps between changes
+    ratio: float = key("slipstream.adaptive_batch.ratio")  # of the batch to the noise scale
+    smoothing: float = key("slipstream.adaptive_batch.smoothing")  # weight of past measurements
+    scale_lr: Literal["none", "sqrt", "linear"] = key("slipstream.adaptive_batch.scale_lr")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracePlan:
     steps: tuple[int, int] = key("slipstream.trace.steps", read=tuple, shown=list)  # from the first to before the second
     folder: str = key("slipstream.trace.folder")
@@ -437,6 +449,7 @@ class Plan:
         shown=lambda blocks: _without_secrets({name: list(block) if name == "custom" else block for name, block in blocks.items()}),
     )
     noise_every: int = key("slipstream.noise_scale_every")  # steps between measurements of the gradient noise scale; 0 = none
+    adaptive: AdaptivePlan | None
     # The blocks compression_training and quantize_training; `compression` reads them.
     compression: Mapping[str, Any] | None = key("*", shown=lambda blocks: dict(_leaves(blocks or {})))
     data: DataPlan
@@ -458,6 +471,11 @@ class Plan:
     idle: Mapping[str, str]  # keys that the user set and that have no effect here -> why; `keys.say_idle` logs them
     notes: tuple[str, ...]  # on other keys; `keys.say` logs them
     sources: Mapping[str, str]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches, or may have."""
+        return self.batch.accumulation > 1 or not self.batch.managed or self.adaptive is not None
 
 
 def describe(plan: Plan, *, defaults: bool = False) -> str:

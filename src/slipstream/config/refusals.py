@@ -115,6 +115,19 @@ class Case:
         return " and ".join(name for name, is_asked in asked.items() if is_asked)
 
     @property
+    def measuring(self) -> str:
+        return f"slipstream.{'adaptive_batch' if self.plan.adaptive else 'noise_scale_every'}"
+
+    @property
+    def decided_elsewhere(self) -> str:
+        """What the config asks for that counts on one batch size in all steps."""
+        asked = {
+            "elasticity": self.values["elasticity.enabled"],
+            f"{_EFFICIENCY}.data_sampling.curriculum_learning": (self.plan.efficiency or {}).get("curriculum"),
+        }
+        return " and ".join(name for name, is_asked in asked.items() if is_asked)
+
+    @property
     def bubble(self) -> float:
         """The idle share of a pipeline's step, with equal times of forward, and of backward by inputs and by weights."""
         micros = self.plan.batch.accumulation * (3 if self.plan.pipeline.schedule == "zero_bubble" else 1)
@@ -303,14 +316,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "slipstream.fused_layers and compile.enabled both fuse the layers; drop one of them",
     ),
     Refusal(
-        lambda c: c.plan.noise_every and not (c.plan.monitors or c.plan.own_monitors),
+        lambda c: c.plan.noise_every and not (c.plan.adaptive or c.plan.monitors or c.plan.own_monitors),
         "slipstream.noise_scale_every measures for monitors, and there is none; add one, as "
         '{{"slipstream": {{"monitors": {{"report": {{}}}}}}}}, or drop it',
     ),
     Refusal(
         lambda c: c.plan.noise_every and c.unmeasured,
-        "slipstream.noise_scale_every compares the gradients of micro-batches with their mean, which is not built with "
-        "{c.unmeasured}; drop one of the two",
+        "{c.measuring} compares the gradients of micro-batches with their mean, which is not built with {c.unmeasured}; drop one "
+        "of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.adaptive and c.decided_elsewhere,
+        "slipstream.adaptive_batch changes train_batch_size, which {c.decided_elsewhere} decides by; drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.adaptive and not c.plan.adaptive.least <= c.plan.batch.train_batch_size <= c.plan.adaptive.most,
+        "slipstream.adaptive_batch: training begins with train_batch_size ({c.plan.batch.train_batch_size}), which is not from "
+        "min_batch_size ({c.plan.adaptive.least}) to max_batch_size ({c.plan.adaptive.most}); set bounds around it",
     ),
     Refusal(
         lambda c: c.plan.pipeline.chunks > 1 and c.plan.pipeline.schedule in ("gpipe", "v"),

@@ -22,6 +22,7 @@ from slipstream.config.plan import (
     INT4,
     WIRE_DTYPES,
     ActivationPlan,
+    AdaptivePlan,
     BatchPlan,
     CheckpointPlan,
     CompilePlan,
@@ -155,6 +156,8 @@ def case_of(values: Values, world: DataWorld) -> Case:
         efficiency=_efficiency(values),
         monitors=_monitors(values),
         own_monitors=_own_monitors(values),
+        noise_every=_noise_every(values),
+        adaptive=_adaptive(values, batch),
         rollouts=values.section(RolloutPlan) if values["hybrid_engine.enabled"] else None,
         profile=values.section(ProfilePlan) if values["flops_profiler.enabled"] else None,
         traffic=values.section(TrafficPlan) if values["comms_logger.enabled"] else None,
@@ -196,6 +199,27 @@ def _efficiency(values: Values) -> dict[str, Any] | None:
     if not block.enabled or not any(enabled.values()):
         return None
     return {"seed": block.seed, "num_epochs": sampling.num_epochs, "num_workers": sampling.num_workers, **enabled}
+
+
+def _noise_every(values: Values) -> int:
+    """What a batch follows that adapts is measured in each step, unless the config says how often."""
+    every: int = values["slipstream.noise_scale_every"]
+    if every == 0 and values.parsed.config.slipstream.adaptive_batch is not None:
+        values.sources["slipstream.noise_scale_every"] = "derived: slipstream.adaptive_batch"
+        return 1
+    return every
+
+
+def _adaptive(values: Values, batch: BatchPlan) -> AdaptivePlan | None:
+    if values.parsed.config.slipstream.adaptive_batch is None:
+        return None
+    bounds: dict[str, int] = {}
+    for name, key, factor in (("least", "min_batch_size", 1), ("most", "max_batch_size", 16)):
+        path = f"slipstream.adaptive_batch.{key}"
+        bounds[name] = values[path] or factor * batch.train_batch_size
+        if values[path] is None:
+            values.sources[path] = f"derived: train_batch_size x {factor}"
+    return values.section(AdaptivePlan, **bounds)
 
 
 def _error_beta(values: Values) -> float | None:

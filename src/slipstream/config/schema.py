@@ -332,6 +332,26 @@ class AutomaticCheckpoints(Block):
     resume: bool = honored(True, "`initialize` loads the newest checkpoint of the directory, if there is one.", _AUTOSAVE)
 
 
+_ADAPTS = "test_the_batch_follows_the_noise_scale"
+
+
+class AdaptiveBatch(Block):
+    """A global batch that follows the gradient noise scale (train/adaptive.py): a block that is there is on."""
+
+    min_batch_size: Count | None = honored(
+        None, "The fewest samples of a step over all ranks; not set: `train_batch_size`, with which training begins.", _ADAPTS
+    )
+    max_batch_size: Count | None = honored(None, "The most; not set: 16 times `train_batch_size`.", _ADAPTS)
+    every: Count = honored(10, "Steps between changes of the batch, each by a factor of 2 at most.", _ADAPTS)
+    ratio: Positive = honored(1.0, "The batch over the noise scale.", _ADAPTS)
+    smoothing: Annotated[Real, Field(ge=0, lt=1)] = honored(
+        0.9, "The weight of past measurements in the noise scale.", "test_the_noise_scale_of_a_known_spread"
+    )
+    scale_lr: Word[Literal["none", "sqrt", "linear"]] = honored(
+        "sqrt", "The rate's factor: 1, the root of batch over train_batch_size, or that itself.", _ADAPTS
+    )
+
+
 class Trace(Block):
     """Traces of torch.profiler (observe/trace.py)."""
 
@@ -373,9 +393,11 @@ class Slipstream(Block):
     monitors: observing.OwnMonitors = observing.OwnMonitors()
     noise_scale_every: Size = honored(
         0,
-        "Steps between measurements of the gradient noise scale, in samples, which monitors get; 0: none.",
+        "Steps between measurements of the gradient noise scale, in samples, which monitors get; 0: none, or each step with "
+        "`adaptive_batch`.",
         "test_the_noise_scale_of_a_known_spread",
     )
+    adaptive_batch: AdaptiveBatch | None = None
     trace: Trace | None = None
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 

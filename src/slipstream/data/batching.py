@@ -212,6 +212,11 @@ class VariableBatchSizeLR:
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._scale()
 
+    def resize(self, samples: int) -> None:
+        """Scale the rates as for batches of this many samples, from now on."""
+        self.batch_sizes = [samples]
+        self._scale()
+
     def _scale(self) -> None:
         size = self.batch_sizes[self.last_epoch % len(self.batch_sizes)]
         self._set([scale_lr(self.base_batch_size, size, rate, self.lr_scaling_method) for rate in self.base_lrs])

@@ -103,7 +103,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda c: c.is_late and c.measures_noise,
-        "slipstream.noise_scale_every needs the norm of the mean gradient, which {c.name} does not compute; drop it, or use AdamW",
+        "slipstream.noise_scale_every and adaptive_batch need the norm of the mean gradient, which {c.name} does not compute; drop "
+        "them, or use AdamW",
     ),
     Refusal(
         lambda c: c.rule is None and c.precision.stochastic_rounding,

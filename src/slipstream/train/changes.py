@@ -19,6 +19,7 @@ from slipstream.config.plan import Plan
 from slipstream.observe import memory, traffic
 from slipstream.observe.profile import profile_step
 from slipstream.observe.trace import trace_steps
+from slipstream.train.adaptive import adapt_batch
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
@@ -102,6 +103,7 @@ CHANGES: tuple[Change, ...] = (
     _compress,
     monitor,
     measure_noise,
+    adapt_batch,
     _generate,
     _observe,
     follow_trial,

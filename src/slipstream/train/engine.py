@@ -209,9 +209,7 @@ class Engine(nn.Module):
                 call()
             self.saves.prepare()
         rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
-        self.progress.step_done(
-            self.global_steps, self.skipped_steps, rates, verdict.norm, self.precision.loss_scale, self.plan.batch.train_batch_size
-        )
+        self.progress.step_done(self.global_steps, self.skipped_steps, rates, verdict.norm, self.precision.loss_scale)
         self.watch.phase = "idle"
         self.saves.auto.after_step(self, verdict.wish)
 
@@ -225,6 +223,7 @@ class Engine(nn.Module):
         self.global_steps += 1
         self.watch.step = self.global_steps
         self.global_samples += self.plan.batch.train_batch_size
+        self.progress.count(self.plan.batch.train_batch_size)
         for unit in self.units:
             unit.forget_gradients()
         self.states.hooks.step_done()
@@ -280,6 +279,8 @@ class Engine(nn.Module):
 
     def set_batch(self, batch: BatchPlan) -> None:
         """Change the batch sizes from the next accumulation window on."""
+        if batch.accumulation != self.plan.batch.accumulation:
+            self.micro_steps = self.global_steps * batch.accumulation
         self.plan = self.window.plan = self.states.plan = replace(self.plan, batch=batch)
         self.window.divides = None
         self._set_alpha()

@@ -65,13 +65,16 @@ def batches_by_tokens(plan: Plan, dataset: Any, collate_fn: Any, lengths: Any = 
 
 
 def scaled_schedule(plan: Plan, loader: Any, scheduler: Any, optimizer: Any) -> Any:
-    """A schedule that scales rates by the samples of the loader's batches, if it fills them by tokens; else `scheduler`."""
-    config = (plan.efficiency or {}).get("dynamic_batching")
+    """A schedule that scales rates by the samples of batches, if the loader fills them by tokens, or their size adapts; else
+    `scheduler`."""
+    config, samples = (plan.efficiency or {}).get("dynamic_batching"), plan.batch.train_batch_size
+    if plan.adaptive is not None and plan.adaptive.scale_lr != "none" and optimizer is not None:
+        return VariableBatchSizeLR(scheduler, samples, [samples], None, plan.adaptive.scale_lr, optimizer=optimizer)
     if config is None or optimizer is None or loader is None:
         return scheduler
     sizes = loader.dataset.batches.batch_sizes
     method, verbose = config["lr_scaling_method"], config["verbose"]
-    return VariableBatchSizeLR(scheduler, plan.batch.train_batch_size, sizes, loader, method, verbose=verbose, optimizer=optimizer)
+    return VariableBatchSizeLR(scheduler, samples, sizes, loader, method, verbose=verbose, optimizer=optimizer)
 
 
 def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(

@@ -27,24 +27,27 @@ def measure_noise(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | No
     """The change that measures in the steps that the plan says, on all ranks. Raises ValueError for steps of one micro-batch."""
     if not plan.noise_every:
         return None
-    if plan.batch.train_batch_size == plan.batch.micro_batch_size:
+    adaptive, batch = plan.adaptive, plan.batch
+    fewest = max(adaptive.least, batch.train_batch_size // batch.accumulation) if adaptive else batch.train_batch_size
+    if fewest <= batch.micro_batch_size:
+        key, step = ("adaptive_batch", "a step of min_batch_size") if adaptive else ("noise_scale_every", "a step")
         raise ValueError(
-            "slipstream.noise_scale_every compares the gradients of micro-batches with their mean, and a step has one micro-batch: "
-            "use more ranks, or gradient_accumulation_steps of 2 or more with smaller micro-batches"
+            f"slipstream.{key} compares the gradients of micro-batches with their mean, and {step} has one micro-batch: use more "
+            "ranks, or gradient_accumulation_steps of 2 or more with smaller micro-batches"
         )
-    return lambda engine: Noise(engine, plan.noise_every).connect()
+    return lambda engine: Noise(engine, plan.noise_every, adaptive.smoothing if adaptive else DECAY).connect()
 
 
 class Noise:
     """Hooks on parameters during the windows that are measured; in others there is none."""
 
-    def __init__(self, engine: Engine, every: int) -> None:
-        self.engine, self.every = engine, every
+    def __init__(self, engine: Engine, every: int, decay: float) -> None:
+        self.engine, self.every, self.decay = engine, every, decay
         self.handles: list[RemovableHandle] = []
         self.squares: list[Tensor] = []  # of the gradient of each parameter in each backward
         self.backwards = 0
         self.factor = 1.0  # of the gradients in a backward
-        self.spread = self.square = 0.0  # tr(S) and |G|^2, means over measurements
+        self.means = {"spread": 0.0, "square": 0.0}  # tr(S) and |G|^2, over measurements
 
     def connect(self) -> None:
         states = self.engine.states
@@ -84,7 +87,18 @@ class Noise:
 
     def _measured(self, few: int, small: float, many: int, big: float) -> None:
         """Take in the squared norms of the mean gradients of `few` and of `many` samples."""
-        self.spread = DECAY * self.spread + (1 - DECAY) * (small - big) / (1 / few - 1 / many)
-        self.square = DECAY * self.square + (1 - DECAY) * (many * big - few * small) / (many - few)
-        if self.square > 0:
-            self.engine.log({"Train/Samples/noise_scale": self.spread / self.square})
+        spread, square = (small - big) / (1 / few - 1 / many), (many * big - few * small) / (many - few)
+        for name, value in (("spread", spread), ("square", square)):
+            self.means[name] = self.decay * self.means[name] + (1 - self.decay) * value
+        if (scale := self.scale) is not None:
+            self.engine.log({"Train/Samples/noise_scale": scale})
+
+    @property
+    def measured(self) -> bool:
+        """Whether there has been a measurement."""
+        return self.means["square"] != 0
+
+    @property
+    def scale(self) -> float | None:
+        """The noise scale, in samples; None where noise hides the gradient, or before the first measurement."""
+        return self.means["spread"] / self.means["square"] if self.means["square"] > 0 else None

@@ -87,12 +87,16 @@ class Progress:
         self._spans: list[tuple[str, Any, Any]] = []  # times that the device may not have reached yet
         self.since = self.last = time.perf_counter()
         self.losses: list[float | Tensor] | None = None  # of this rank's micro-batches in this window, for monitors
-        self.samples = plan.batch.train_batch_size
+        self.samples = self.since_line = 0  # of all ranks: in the last step, and since the last line of the log
 
     def saw(self, loss: Tensor, factor: float) -> None:
         if self.losses is not None:
             at_once = loss.device.type == "cpu" and loss.numel() == 1  # the cheapest; on a GPU it would wait
             self.losses.append(factor * (loss.item() if at_once else loss.detach().mean(dtype=torch.float32)))
+
+    def count(self, samples: int) -> None:
+        """Count a step of this many samples of all ranks."""
+        self.samples, self.since_line = samples, self.since_line + samples
 
     def figures(self) -> dict[str, float]:
         """The mean loss of this rank's window, and the samples per second of all ranks in its step."""
@@ -125,11 +129,12 @@ class Progress:
             self._seconds[part] = self._seconds.get(part, 0.0) + clock.between(start, stop)
         self._spans.clear()
 
-    def step_done(self, step: int, skipped: int, rates: Sequence[float], norm: float, loss_scale: float, samples: int) -> None:
-        """Log at the end of a window. samples: of all ranks in one step."""
+    def step_done(self, step: int, skipped: int, rates: Sequence[float], norm: float, loss_scale: float) -> None:
+        """Log at the end of a window."""
         if self.every and step % self.every == 0:
             elapsed, self.since = time.perf_counter() - self.since, time.perf_counter()
-            speed = f", {self.every * samples / elapsed:.1f} samples/s" if self.tells_speed else ""
+            samples, self.since_line = self.since_line, 0
+            speed = f", {samples / elapsed:.1f} samples/s" if self.tells_speed else ""
             speed += f", {self.every * self.flops / elapsed / 1e12:.4g} TFLOPS per rank" if self.tells_speed and self.flops else ""
             line = "step %d, skipped %d, lr %s, gradient norm %.4g, loss scale %g%s"
             logger.info(line, step, skipped, rates, norm, loss_scale, speed)

@@ -49,7 +49,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
         master_dtype=precision.master_dtype,
         grads_dtype=precision.grad_accum_dtype,
         wire_dtype=None if precision.comm_dtype in CODE_BITS else precision.comm_dtype,
-        accumulates=plan.batch.accumulation > 1 or not plan.batch.managed,
+        accumulates=plan.accumulates,
         whole=inner is not None and (rule.is_whole if rule is not None else not is_elementwise(inner)),
         poison=plan.debug.poison_released,
         align=onebit.BLOCK if is_late else wire.WIRE_BLOCK if coded else states.align,

@@ -85,7 +85,8 @@ class States:
     hooks: Hooks = field(init=False)  # installed by the engine, and again after each surgery
     known: frozenset[int] = frozenset()  # ids of the model's parameters
     asleep: Asleep | None = None  # the states that sleep() moved away
-    resources: dict[str, Any] = field(default_factory=dict)  # by name; closed with the engine: mail, exchanges of activations
+    # By name, closed with the engine: mail, exchanges of activations. Checkpoints keep those that have a state.
+    resources: dict[str, Any] = field(default_factory=dict)
     before_backward: list[Callable[[Tensor], None]] = field(default_factory=list)  # called with the loss of `engine.backward`
     after_step: list[Callable[[bool], None]] = field(default_factory=list)  # called with whether the step updated the weights
     after_update: list[Callable[[], None]] = field(default_factory=list)  # called at the end of each step that updated the weights

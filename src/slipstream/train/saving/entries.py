@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.checkpoint import FlatSlice
 from slipstream.checkpoint.flat_slice import Box, Shape, places_of
 from slipstream.optim.sharded import ShardedSteps, UpdatePiece
+from slipstream.train.data import Stateful
 from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
@@ -123,6 +124,11 @@ def average_values(states: States) -> dict[str, Any] | None:
 def outer(states: States) -> dict[str, FlatSlice | Tensor]:
     """The ranges of the outer optimizer's momentum that this rank owns, if there is one."""
     return dict(states.outer.tensors()) if states.outer is not None else {}
+
+
+def kept(states: States) -> dict[str, Stateful]:
+    """What features keep in a checkpoint beside tensors, by name."""
+    return {name: part for name, part in states.resources.items() if isinstance(part, Stateful)}
 
 
 def averages(states: States) -> dict[str, FlatSlice | Tensor]:

@@ -72,6 +72,7 @@ class Saves:
                 model_config=entries.model_config(states.model),
                 contents=contents,
                 average=entries.average_values(states),
+                kept={name: part.state_dict() for name, part in entries.kept(states).items()},
                 aliases=entries.aliases(states.model),
             )
             per_rank.update(random=entries.random_state(states.device), data=None if is_common else position)
