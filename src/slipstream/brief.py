@@ -15,6 +15,7 @@ from traceback import FrameSummary
 
 SWITCH = "SLIPSTREAM_TRACEBACK"
 RECORDS = "SLIPSTREAM_FAILURES"  # the directory in which the ranks of one agent write their records
+MEMORY = "SLIPSTREAM_MEMORY"  # a directory in the memory of this host, which its agent keeps while ranks are restarted
 AGAIN = 85  # the exit code (ERESTART) of a rank that has saved a checkpoint on a signal, to be started again
 _SAVES = "saves"  # a file in it, of the first rank's saves
 

@@ -10,10 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from slipstream import brief
+from slipstream.launch import agent
 from slipstream.train.autosave import Preempted
 from tests import toy
 from tests.dist.test_launch_agents import Launcher
@@ -30,7 +33,8 @@ class Data(torch.utils.data.Dataset):
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 config = {"train_batch_size": batch, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "zero_optimization": {"stage": 2},
-          "slipstream": {"checkpoint": {"folder": folder, "every_steps": int(sys.argv[4])}}}
+          "slipstream": {"checkpoint": {"folder": folder, "every_steps": int(sys.argv[4]),
+                                        "memory_every_steps": int("dies" in sys.argv)}}}
 engine, _, loader, _ = slipstream.initialize(model=model, config=config, training_data=Data())
 log = open(f"{folder}-{time.time_ns()}-{os.environ['RANK']}.log", "a")
 for x, ids in loader:
@@ -40,6 +44,8 @@ for x, ids in loader:
     engine.backward(loss)
     print(engine.global_steps, os.environ["WORLD_SIZE"], *ids.tolist(), loss.item(), file=log, flush=True)
     time.sleep(pause)
+    if "dies" in sys.argv and (engine.global_steps, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (5, "1", "0"):
+        os.kill(os.getpid(), 9)
     engine.step()
 """
 
@@ -112,6 +118,88 @@ def test_checkpoints_by_itself(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@distributed(world_size=2)
+def test_checkpoints_in_memory(tmp_path: Path) -> None:
+    """`memory_every_steps`: the newest of memory and disk is resumed, a damaged one is left out, a full memory ends no run."""
+
+    def engine_of() -> Any:
+        checkpoint = {"folder": str(tmp_path / "disk"), "every_steps": 2, "memory_every_steps": 1}
+        return toy.make(toy.seeded(toy.Lm), 3, slipstream={"checkpoint": checkpoint}, checkpoint={"writer": {"decoupled": True}})
+
+    def train(engine: Any, until: int) -> None:
+        for i in range(engine.global_steps, until):
+            toy.step(engine, toy.tokens(engine.rank, i))
+
+    def tags(folder: Path) -> list[str]:
+        return sorted(path.name for path in folder.glob("global_step*"))
+
+    whole = toy.make(toy.seeded(toy.Lm), 3)
+    train(whole, 7)
+    memory = tmp_path / "memory"
+    with mock.patch.dict(os.environ, {brief.MEMORY: str(memory)}):
+        engine = engine_of()
+        train(engine, 5)
+        assert tags(memory) == ["global_step5"]
+        engine.destroy()
+        assert tags(tmp_path / "disk") == ["global_step2", "global_step4"]
+        engine = engine_of()
+        assert engine.global_steps == 5
+        train(engine, 7)
+        assert torch.equal(toy.checksum(engine), toy.checksum(whole)), "as if nothing had happened, bit for bit"
+        engine.destroy()
+        if engine.rank == 0:
+            next((memory / "global_step7").glob("*.bin")).write_bytes(b"")
+        whole.states.fence()
+        engine = engine_of()
+        assert engine.global_steps == 6, "the newest that is whole"
+        engine.destroy()
+    (tmp_path / "file").touch()
+    with mock.patch.dict(os.environ, {brief.MEMORY: str(tmp_path / "file" / "memory")}):  # as if it were full
+        engine = engine_of()
+        train(engine, 8)
+        assert engine.global_steps == 8 and engine.saves.auto.memory is None
+        engine.destroy()
+        assert tags(tmp_path / "disk")[-1] == "global_step8"
+    whole.destroy()
+
+
+def test_no_memory_without_a_launcher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = toy.make(torch.nn.Linear(2, 2), 0, slipstream={"checkpoint": {"folder": str(tmp_path), "memory_every_steps": 1}})
+    assert "memory_every_steps has no effect here: only `slipstream run` with --max-restarts or --elastic" in caplog.text
+    engine.destroy()
+
+
+def test_memory_goes_with_its_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_SHARED_MEMORY", tmp_path)
+    left, other = tmp_path / "slipstream-memory-left", tmp_path / "another"
+    left.mkdir()
+    other.mkdir()
+    with agent._memory_of_host():
+        first = Path(os.environ[brief.MEMORY])
+        assert first.parent == tmp_path and other.exists() and not left.exists(), "its agent was killed"
+        (first / "file").touch()
+        with agent._memory_of_host():
+            assert first.exists(), "its agent runs"
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_loses_no_more_than_its_step(launcher: Launcher, tmp_path: Path) -> None:
+    """Rank 1 is killed in the middle of step 5, without a checkpoint on disk: step 5 is made again, with the bits of other runs."""
+
+    def lines(folder: Path) -> list[str]:
+        return sorted(line for path in tmp_path.glob(f"{folder.name}-*.log") for line in path.read_text().splitlines())
+
+    script, folder, whole = launcher.script(SCRIPT), tmp_path / "ck", tmp_path / "whole"
+    code, _, err = launcher.run("--nproc", "2", "--max-restarts", "1", script, str(folder), "12", "0", "0", "dies")
+    assert code == 0 and "restart 1 of 1" in err and "SIGKILL" in err, err
+    code, _, err = launcher.run("--nproc", "2", script, str(whole), "12", "0", "0")
+    assert code == 0, err
+    made, expected = lines(folder), lines(whole)
+    assert sorted({*made}) == expected and len(made) == len(expected) + 2, "step 5, on both ranks"
+    assert all(line.startswith("5 ") for line in made if made.count(line) > 1)
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_launcher(launcher: Launcher, tmp_path: Path) -> None:
     """Both signals save the step that runs, and the next start continues as if nothing had happened, bit for bit."""
@@ -168,6 +256,7 @@ def test_hosts_leave_and_join(launcher: Launcher, tmp_path: Path) -> None:
 def test_wrong_settings() -> None:
     for checkpoint, message in (
         ({"every_steps": 3}, "without a folder"),
+        ({"memory_every_steps": 1}, "memory_every_steps without a folder"),
         ({"folder": "a", "on_signal": ["SIGKILL"]}, r"on_signal has SIGKILL"),
         ({"folder": "a", "on_signal": "USR1"}, r"on_signal has USR1"),
     ):

@@ -796,6 +796,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.checkpoint.every_minutes": st.floats(0, 9),
     "slipstream.checkpoint.on_signal": st.sampled_from([[], "SIGTERM", ["SIGUSR1", "SIGKILL"]]),
     "slipstream.checkpoint.resume": flags,
+    "slipstream.checkpoint.memory_every_steps": st.integers(0, 2),
     "slipstream.broadcast_buffers": flags,
     "slipstream.fused_layers": flags,
     "slipstream.noise_scale_every": st.integers(0, 9),

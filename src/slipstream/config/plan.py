@@ -367,6 +367,7 @@ class CheckpointPlan:
     every_minutes: float = key("slipstream.checkpoint.every_minutes")  # 0 = not by time
     on_signal: tuple[str, ...] = key("slipstream.checkpoint.on_signal", read=tuple, shown=list)  # save, and exit with code 85
     resume: bool = key("slipstream.checkpoint.resume")
+    memory_every_steps: int = key("slipstream.checkpoint.memory_every_steps")  # 0 = none in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

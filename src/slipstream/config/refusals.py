@@ -149,6 +149,11 @@ class Case:
         return " and ".join(f"{name} ({size})" for name, size in next(differing, []))
 
     @property
+    def asks_to_save(self) -> str:
+        names = ("every_steps", "every_minutes", "memory_every_steps")
+        return " and ".join(name for name in names if getattr(self.plan.checkpoint, name))
+
+    @property
     def wrong_signals(self) -> str:
         known = {each.name for each in signal.Signals} - {"SIGKILL", "SIGSTOP"}
         return ", ".join(name for name in self.plan.checkpoint.on_signal if name not in known)
@@ -380,8 +385,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "engine.save_checkpoint() in the script",
     ),
     Refusal(
-        lambda c: (c.plan.checkpoint.every_steps or c.plan.checkpoint.every_minutes) and not c.plan.checkpoint.folder,
-        "slipstream.checkpoint has every_steps or every_minutes without a folder; set slipstream.checkpoint.folder",
+        lambda c: c.asks_to_save and not c.plan.checkpoint.folder,
+        "slipstream.checkpoint has {c.asks_to_save} without a folder; set slipstream.checkpoint.folder",
     ),
     Refusal(
         lambda c: c.wrong_signals,

@@ -330,6 +330,12 @@ class AutomaticCheckpoints(Block):
         ["SIGTERM", "SIGUSR1"], "Signals to any rank after which all save at the end of the step and exit with code 85.", _AUTOSAVE
     )
     resume: bool = honored(True, "`initialize` loads the newest checkpoint of the directory, if there is one.", _AUTOSAVE)
+    memory_every_steps: Size = honored(
+        0,
+        "Steps between checkpoints in the host's memory, for ranks that `slipstream run --max-restarts` or `--elastic` starts "
+        "again; 0: none.",
+        "test_checkpoints_in_memory",
+    )
 
 
 _ADAPTS = "test_the_batch_follows_the_noise_scale"

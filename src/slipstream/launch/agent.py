@@ -10,6 +10,7 @@ Names of torch used here: `torch.distributed.run.{parse_args, run}`, `ChildFaile
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import logging
 import os
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from slipstream.launch.worker import read_records, read_stack
 from slipstream.observe.host import num_cores, read_pressure
 
 __all__ = ["main", "run_node"]
+
+_SHARED_MEMORY, _KEPT = Path("/dev/shm"), "slipstream-memory-"
 
 
 def _quiet_torchrun() -> None:
@@ -99,7 +102,8 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     os.environ[brief.RECORDS] = str(folder)
     before = read_pressure()
     try:
-        with RankWatch(folder, patient=":" in options.nnodes) as watch, _reporting_reaped_ranks(watch):
+        restarts = _memory_of_host() if options.max_restarts else nullcontext()
+        with restarts, RankWatch(folder, patient=":" in options.nnodes) as watch, _reporting_reaped_ranks(watch):
             if lease:
                 _stop_with_stdin(watch)
             try:
@@ -136,6 +140,41 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
 
 def _saved(folder: Path) -> str:
     return f"all ranks have stopped after a signal; {brief.last_checkpoint(str(folder))}; exit code {brief.AGAIN}: start again"
+
+
+@contextmanager
+def _memory_of_host() -> Iterator[None]:
+    """A folder in this host's memory for the newest checkpoint: it outlives the ranks that write it, and goes with this agent.
+
+    Those of agents that were killed are removed: their locks are gone.
+    """
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        yield
+        return
+    for left in _SHARED_MEMORY.glob(f"{_KEPT}*"):
+        with suppress(OSError):
+            os.close(_locked(left))
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=_KEPT, dir=_SHARED_MEMORY)
+    lock = _locked(folder)
+    os.environ[brief.MEMORY] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop(brief.MEMORY, None)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(folder: str | Path) -> int:
+    """A descriptor that holds a folder's lock. Raises OSError if another process holds it, or another user owns the folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 @contextmanager

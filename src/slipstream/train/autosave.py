@@ -1,5 +1,8 @@
 """Checkpoints that an engine saves by itself: every so many steps or minutes, and on a signal, before the process ends.
 
+With `memory_every_steps` the newest checkpoint is also in the host's memory, in a folder of the launcher's agent, which outlives
+the ranks: those that it starts again resume from there, if none on disk is newer. It is an ordinary checkpoint, complete or absent.
+
 A signal may reach one rank only (a scheduler signals the first process of a job, or one host). Its wish is one more number in the
 exchange that every step has anyway, so that all ranks save at the end of the same step. Then all exit with code 85: "start again".
 """
@@ -14,8 +17,13 @@ import time
 from types import FrameType
 from typing import Any, Protocol
 
-from slipstream import brief
+import torch.distributed as dist
+
+from slipstream import brief, checkpoint
+from slipstream.checkpoint import CheckpointError
 from slipstream.config.plan import CheckpointPlan
+from slipstream.world.join import local_world_size
+from slipstream.world.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 SAVE, STOP = 1.0, 2.0  # wishes of a rank; the largest of all ranks is done
@@ -38,11 +46,15 @@ class Saved(Protocol):
 
 
 class Autosave:
-    """The automatic checkpoints of one engine. `is_first`: this is the rank whose clock counts, and which logs."""
+    """The automatic checkpoints of one engine. `is_first`: this is the rank whose clock counts, and which logs.
 
-    def __init__(self, plan: CheckpointPlan, *, is_first: bool) -> None:
-        self.plan, self.is_first = plan, is_first
+    memory: the folder of those in memory; None: there are none
+    """
+
+    def __init__(self, plan: CheckpointPlan, mesh: Mesh) -> None:
+        self.plan, self.is_first, self._group = plan, mesh.is_first, mesh.world.group
         self.loaded = False
+        self.memory = self._find_memory(mesh.world.size) if plan.memory_every_steps else None
         self._last = time.monotonic()
         self._signal = 0
         self._handlers: dict[int, Any] = {}
@@ -50,6 +62,15 @@ class Autosave:
             for name in plan.on_signal:
                 number = signal.Signals[name]
                 self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def _find_memory(self, num_ranks: int) -> str | None:
+        folder, hosts = os.environ.get(brief.MEMORY), num_ranks > local_world_size()
+        if (folder is None or hosts) and self.is_first:
+            why = (
+                "the ranks are on several hosts" if hosts else "only `slipstream run` with --max-restarts or --elastic has a place"
+            )
+            logger.warning("slipstream.checkpoint.memory_every_steps has no effect here: %s", why)
+        return None if hosts else folder
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal:  # the second one does not wait
@@ -80,6 +101,8 @@ class Autosave:
         if self.plan.folder is None:
             return
         if not wish and not (self.plan.every_steps and engine.global_steps % self.plan.every_steps == 0):
+            if self.memory is not None and engine.global_steps % self.plan.memory_every_steps == 0:
+                self._save_in_memory(engine, self.memory)
             return
         self._last = time.monotonic()
         engine.save_checkpoint(self.plan.folder)
@@ -89,9 +112,27 @@ class Autosave:
                 logger.warning("step %d is saved after a signal; exit code %d", engine.global_steps, brief.AGAIN)
             raise Preempted(brief.AGAIN)
 
+    def _save_in_memory(self, engine: Saved, folder: str) -> None:
+        """Collective, and never the end of training: where memory does not suffice, there are no more of them."""
+        try:
+            engine.save_checkpoint(folder)
+        except CheckpointError as error:
+            self.memory = None
+            if self.is_first:
+                logger.warning("no more checkpoints in memory: %s", error)
+
     def resume(self, engine: Saved) -> None:
-        """Load the newest checkpoint of the folder, if the config asks for it. Collective."""
-        if self.plan.folder is not None and self.plan.resume and os.path.isdir(self.plan.folder):
+        """Load the newest checkpoint of the folder or in memory, if the config asks for it. Collective."""
+        if self.plan.folder is None or not self.plan.resume:
+            return
+        if self.memory is not None and _steps_in(self.memory, self._group) > _steps_in(self.plan.folder, self._group):
+            try:
+                engine.load_checkpoint(self.memory)
+                return
+            except CheckpointError as error:
+                if self.is_first:
+                    logger.warning("the checkpoint in memory is left out: %s", error)
+        if os.path.isdir(self.plan.folder):
             engine.load_checkpoint(self.plan.folder)
 
     def close(self) -> None:
@@ -100,3 +141,13 @@ class Autosave:
             number, handler = self._handlers.popitem()
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
+
+
+def _steps_in(directory: str, group: dist.ProcessGroup | None) -> int:
+    """The number of steps before a directory's latest checkpoint; -1: there is none that can be read. Collective."""
+    try:
+        tag = checkpoint.latest_tag(directory, group=group)
+        counters = {} if tag is None else checkpoint.load_metadata(directory, tag, group=group).shared.get("counters", {})
+    except CheckpointError:
+        return -1
+    return int(counters.get("global_steps", -1))

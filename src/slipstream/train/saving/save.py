@@ -33,7 +33,7 @@ class Saves:
 
     def __init__(self, states: States) -> None:
         self.states, self.plan, self.mesh = states, states.plan.checkpoint, states.mesh
-        self.auto = Autosave(self.plan, is_first=self.mesh.is_first)
+        self.auto = Autosave(self.plan, self.mesh)
         self.staging = checkpoint.Staging(pinned=states.device.type == "cuda")  # host memory of asynchronous saves
         self._in_flight: checkpoint.AsyncSave | None = None
 
@@ -51,7 +51,7 @@ class Saves:
         rank, also for the previous asynchronous save."""
         self.finish()
         self._warn_of_what_is_left_out(directory)
-        world, states = self.mesh.world, self.states
+        world, states, in_memory = self.mesh.world, self.states, directory == self.auto.memory
         tag = f"global_step{loop.global_steps}" if tag is None else tag
         failed = f"checkpoint {directory}/{tag} was not saved"
         agree(world, failed, {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen, "contents": contents})
@@ -87,11 +87,11 @@ class Saves:
             "mesh": self.mesh.sizes,
             "save_latest": save_latest,
             "tag_validation": self.plan.tag_validation.capitalize(),
-            "keep": self.plan.keep,
+            "keep": 1 if in_memory else self.plan.keep,
         }
-        if self.mesh.is_first:
+        if self.mesh.is_first and not in_memory:
             brief.note_save(f"{directory}/{tag}")
-        if self.plan.asynchronous:
+        if self.plan.asynchronous and not in_memory:
             self._in_flight = checkpoint.save_async(directory, tag, self.staging, **options)
         else:
             checkpoint.save(directory, tag, **options)
