@@ -168,6 +168,8 @@ LEGS = (
     Leg("profiling", 2, 1, "what the flops profiler adds to the step that it profiles", "profiling:run_profiling"),
     Leg("tune", 2, 15, "what `slipstream tune` chooses over the best of an exhaustive grid, and its time", "tuning:run"),
     Leg("monitors", 2, 4, "what monitors add to a step of 50 ms, and what one that hangs adds", "monitors:run"),
+    Leg("logs", 2, 2, "what comms_logger and wall_clock_breakdown add to a step of two ranks", "monitors:run_logs"),
+    Leg("restart", 2, 4, "seconds until a run trains again after a rank is killed, and the steps lost", "restart:run"),
     Leg("disk", 2, 3, "bytes per second of the disk layer over fio's", "disk:run"),
     Leg("save", 2, 5, "seconds until a checkpoint is on disk: fio, torch.save, DeepSpeed; 200 kills", "save:run", "deepspeed"),
     Leg("install", 2, 2, "seconds from a wheel to the first training step in an environment without a compiler", "install:run"),

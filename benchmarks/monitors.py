@@ -1,8 +1,8 @@
-"""The leg `monitors`: what monitors add to a step, and what one that hangs adds.
+"""The legs `monitors` and `logs`: what monitors add to a step, and one that hangs; what the logs of traffic and of times add.
 
-One rank, one thread, one core. Processes differ among themselves by more than monitors take, so steps with and without them
-alternate in one process, in an order that is drawn anew each round: `off again` is the noise. What the monitors' own threads
-compute, at any time, is read from their clocks and added.
+Monitors: one rank, one thread, one core. Processes differ among themselves by more than monitors take, so steps with and without
+them alternate in one process, in an order that is drawn anew each round: `off again` is the noise. What the monitors' own threads
+compute, at any time, is read from their clocks and added. Logs: the same on two ranks, of which the slower one counts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.experts_quality import example
 from benchmarks.legs import Options
+from benchmarks.ranks import Ranks
 from benchmarks.report import percent_over, table, verdict, verdicts
 from benchmarks.worker import Worker
 
@@ -118,5 +119,77 @@ def run(options: Options) -> str:
             "target.",
             table(["monitors", "ms of a step without", "without again, %", "with, %", "in their threads, %"], rows),
             verdicts(judged),
+        )
+    )
+
+
+LOGS = {"comms_logger": 1.0, "wall_clock_breakdown": 0.5}  # targets, in % of a step
+LOG_MODES = ("off", "off again", *LOGS)
+LOG_ROUNDS = 300
+
+
+def logged_steps(channel: Channel) -> None:
+    """A worker's target, of one rank: its handler makes rounds of a step in each mode, and returns their seconds."""
+    torch.set_num_threads(1)
+    import slipstream
+    from slipstream.observe import traffic
+
+    models = example("model")
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3},
+        "slipstream": {"transport": "gloo"},  # with the most operations to log
+        "comms_logger": {"enabled": True},
+        "wall_clock_breakdown": True,
+    }
+    model = models.LanguageModel(models.ModelConfig(vocab_size=VOCAB, **SIZES))
+    engine = slipstream.initialize(model=model, config=config)[0]
+    states, tells = engine.states, engine.progress.times  # of rank 0
+    tokens = torch.randint(VOCAB, (BATCH, CONTEXT))
+    draws = random.Random(0)
+    states.resources.pop("traffic").close()
+
+    def step(mode: str) -> float:
+        if mode == "comms_logger":
+            traffic.record(engine)
+        engine.progress.times = tells and mode == "wall_clock_breakdown"
+        begin = time.perf_counter()
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        seconds = time.perf_counter() - begin
+        if mode == "comms_logger":
+            states.resources.pop("traffic").close()
+        return seconds
+
+    def run(rounds: int) -> dict[str, list[float]]:
+        seconds: dict[str, list[float]] = {mode: [] for mode in LOG_MODES}
+        for _ in range(rounds):
+            for mode in draws.sample(LOG_MODES, len(LOG_MODES)):
+                seconds[mode].append(step(mode))
+        return seconds
+
+    channel.serve({"run": run})
+
+
+def run_logs(options: Options) -> str:
+    rounds = options.num_rounds(LOG_ROUNDS)
+    with Ranks("benchmarks.monitors:logged_steps", {}, 2, name="logs") as ranks:
+        ranks.call("run", rounds=5)
+        told = ranks.call("run", rounds=rounds)
+    slower = {mode: [*map(max, *(each[mode] for each in told))] for mode in LOG_MODES}
+    over = percent_over(slower)
+    usual = statistics.median(slower["off"])
+    return "\n\n".join(
+        (
+            f"A GPT of {SIZES['layers']} blocks of width {SIZES['dim']}, {BATCH * CONTEXT} tokens a rank, two ranks over gloo at "
+            f"stage 3, fp32; {rounds} rounds of a step without logs, one without them again, and one with each. Medians of rounds "
+            "of the slower rank, in % of a step without.",
+            table(
+                ["ms of a step without", "without again, %", *(f"{name}, %" for name in LOGS)],
+                [[f"{1e3 * usual:.1f}", f"{over['off again']:+.2f}", *(f"{over[name]:+.2f}" for name in LOGS)]],
+            ),
+            verdicts([verdict(f"{name}: % of a step", over[name], target) for name, target in LOGS.items()]),
         )
     )
