@@ -130,6 +130,14 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
         {"data_efficiency.data_routing.random_ltd.enabled": True},
         {"data_efficiency.data_sampling.curriculum_learning.enabled": True},
         {"data_efficiency.data_sampling.dynamic_batching.enabled": True},
+        *(
+            {"data_efficiency.enabled": False, f"data_efficiency.{block}.enabled": False, f"data_efficiency.{block}.{part}": True}
+            for block, part in (
+                ("data_routing", "random_ltd.enabled"),
+                ("data_sampling", "curriculum_learning.enabled"),
+                ("data_sampling", "dynamic_batching.enabled"),
+            )
+        ),
         efficient(data_routing="random_ltd"),
         efficient(data_sampling="dynamic_batching"),
         efficient(data_sampling="curriculum_learning"),

@@ -172,7 +172,12 @@ def _divisors(ranks: int) -> str:
 
 
 def _is_alone(inner: str, outer: str, case: Case) -> bool:
-    return bool(case.values[inner] and not case.values[outer])
+    """Whether a switch is on whose outer one is explicitly off."""
+    return bool(case.values[inner] and not case.values[outer] and case.values.is_given(outer))
+
+
+def _is_implied(inner: str, outer: str, case: Case) -> bool:
+    return bool(case.values[inner] and not case.values.is_given(outer))
 
 
 def _idle(path: str, why: str, when: Callable[[Any], Any]) -> Refusal:
@@ -293,7 +298,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "curriculum_learning is not built with pipelines and shares of sequences (pp {c.plan.mesh.pp}, sp {c.plan.mesh.sp}); use "
         "pp 1 and sp 1{c.instead}, or drop it",
     ),
-    *(Refusal(partial(_is_alone, inner, outer), f"{inner} is true and {outer} is not; set both") for inner, outer in _SWITCHES),
+    *(Refusal(partial(_is_alone, inner, outer), f"{inner} is true and {outer} is false; set both") for inner, outer in _SWITCHES),
     Refusal(
         lambda c: c.drops_tokens and (c.plan.mesh.pp > 1 or c.plan.mesh.sp > 1 or c.plan.tensor.shares_tokens),
         f"{_EFFICIENCY}.data_routing.random_ltd is not built with pipelines and shares of sequences (pp {{c.plan.mesh.pp}}, sp "
@@ -437,6 +442,10 @@ SURGERY: tuple[Refusal, ...] = (
 )
 
 NO_EFFECT: tuple[Refusal, ...] = (
+    *(
+        Refusal(partial(_is_implied, inner, outer), f"{inner} is true and {outer} is not set: it is on, as in DeepSpeed")
+        for inner, outer in _SWITCHES
+    ),
     Refusal(lambda c: c.offload.optimizer == "cpu" and c.on_cpu, f"{_OPTIMIZER} (cpu) has no effect here: {_ON_HOST}"),
     Refusal(lambda c: c.offload.param == "cpu" and c.on_cpu, f"{_PARAM} (cpu) has no effect here: {_ON_HOST}"),
     Refusal(

@@ -187,16 +187,17 @@ def for_inference(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _efficiency(values: Values) -> dict[str, Any] | None:
-    """The enabled parts of `data_efficiency`, each with its seed and loader options beside it."""
+    """The enabled parts of `data_efficiency`, each with its seed and loader options beside it. Switches around them count only
+    if they are off (refusals.py)."""
     block = values.parsed.config.data_efficiency
     sampling, routing = block.data_sampling, block.data_routing
     parts = {
-        "curriculum": sampling.curriculum_learning if sampling.enabled else None,
-        "dynamic_batching": sampling.dynamic_batching if sampling.enabled else None,
-        "random_ltd": routing.random_ltd if routing.enabled else None,
+        "curriculum": sampling.curriculum_learning.model_dump(),
+        "dynamic_batching": sampling.dynamic_batching.model_dump(),
+        "random_ltd": routing.random_ltd.model_dump(),
     }
-    enabled = {name: part.model_dump() if part is not None and part.enabled else None for name, part in parts.items()}
-    if not block.enabled or not any(enabled.values()):
+    enabled = {name: part if part["enabled"] else None for name, part in parts.items()}
+    if not any(enabled.values()):
         return None
     return {"seed": block.seed, "num_epochs": sampling.num_epochs, "num_workers": sampling.num_workers, **enabled}
 
