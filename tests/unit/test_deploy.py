@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,16 @@ def pods(value: Any) -> list[dict[str, Any]]:
         return []
     own = [value] if "containers" in value.get("spec", {}) else []
     return own + [pod for item in value.values() for pod in pods(item)]
+
+
+def notebook(folder: Path) -> list[str]:
+    """The code of the Databricks notebook, cell by cell, without magics, and with its own folder for checkpoints."""
+    document = json.loads((DEPLOY / "databricks.ipynb").read_text())
+    assert document["nbformat"] == 4 and not any(cell.get("outputs") for cell in document["cells"])
+    cells = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
+    parameter = 'folder = "/Volumes/main/default/runs/first"'
+    assert sum(parameter in cell for cell in cells) == 1
+    return [cell.replace(parameter, f"folder = {str(folder)!r}") for cell in cells if not cell.startswith("%")]
 
 
 @pytest.mark.parametrize("name", ["indexed-job", "jobset"])
@@ -75,9 +86,9 @@ def test_the_image_serves_as_an_ordinary_user() -> None:
 @pytest.mark.slow
 def test_spark_s_function_trains(tmp_path: Path) -> None:
     """As TorchDistributor runs it: pickled, in a process of torchrun. Here in one process of its own."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import databricks; print(databricks.train({str(tmp_path / 'c')!r}, 3))"
-    )
+    *cells, last = notebook(tmp_path / "checkpoints")
+    assert "TorchDistributor" in last
+    code = "\n".join([*cells, "print(train(folder, 3))"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and float(done.stdout.split()[-1]) > 0, done.stderr
 
@@ -89,8 +100,9 @@ def test_spark_starts_its_ranks(tmp_path: Path) -> None:
     """Two on this host; a second call finds the run at its end."""
     environment = {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Spark calls torchrun
+    (tmp_path / "cells.py").write_text("\n".join(notebook(tmp_path / "checkpoints")))
     for last in (r"last loss \d+\.\d+", "last loss nan"):
-        command = [sys.executable, str(DEPLOY / "databricks_job.py"), str(tmp_path / "checkpoints")]
+        command = [sys.executable, str(tmp_path / "cells.py")]
         done = subprocess.run(command, env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0 and re.search(last, done.stdout), done.stdout + done.stderr
         assert "FAILED" not in done.stdout + done.stderr
