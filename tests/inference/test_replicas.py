@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingPar
 from slipstream.inference.engine import ClosedError, Engine
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.server import ReplicaError, Router
-from slipstream.inference.server.process import Connected
+from slipstream.inference.server.process import Connected, EngineProcess
 from slipstream.inference.server.router import ATTEMPTS, Backlog, prefix_keys, ranked
 from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
@@ -276,29 +276,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_chat.write(tmp_path_factory.mktemp("chat"))
 
 
-def test_processes(folder: Path) -> None:
-    """The model's answers, a kill, and a refusal, with processes."""
-    prompts = ["one", "two", "three " * 20]
+def test_a_process(folder: Path) -> None:
+    """It has the model's answers, also after a kill; what had not begun waits for its return."""
     with slipstream.init_inference(folder, threads=1) as alone:
-        expected = [wait(ask(alone.engine, prompt, SAMPLED)).ids() for prompt in prompts]
-    options = {"threads": 1, "max_context": 256}
-    with closing(Router.local(str(folder), options, [[], []])) as router:
-        found = [submit(router, prompt, SAMPLED) for prompt in prompts]
-        assert [wait(answer).ids() for answer in found] == expected
-        pids = [source.pid for source in router._sources]  # type: ignore[attr-defined]
-        streams = [submit(router, "a long answer", LONG) for _ in range(8)]
-        os.kill(pids[0], signal.SIGKILL)
-        began = time.monotonic()
-        ends = {wait(stream).last().finish for stream in streams}
-        assert ends <= {Finish.LENGTH, Finish.ERROR}
-        assert [wait(submit(router, prompt, SAMPLED)).ids() for prompt in prompts] == expected, "meanwhile"
-        until(lambda: len(router._ready()) == 2)
-        print(f"back after {time.monotonic() - began:.1f} s")
-        assert router.engines[0].starts == 2 and router._sources[0].pid != pids[0]  # type: ignore[attr-defined]
-        pids = [source.pid for source in router._sources]  # type: ignore[attr-defined]
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        expected = wait(ask(alone.engine, "a prompt", SAMPLED)).ids()
+    with closing(Router.local(str(folder), {"threads": 1, "max_running": 1}, [[]])) as router:
+        source = router._sources[0]
+        assert isinstance(source, EngineProcess)
+        assert wait(submit(router, "a prompt", SAMPLED)).ids() == expected
+        first = source.pid
+        long = replace(LONG, max_tokens=480)
+        answers = [submit(router, "a prompt", params) for params in (long, long, long, SAMPLED)]  # one after the other
+        assert first is not None and answers[0].started.wait(60)
+        os.kill(first, signal.SIGKILL)
+        assert all(answer.over.wait(100) for answer in answers)
+        assert answers[0].last().finish in (Finish.LENGTH, Finish.ERROR)
+        assert answers[-1].ids() == expected
+        second = source.pid
+        assert router.engines[0].starts == 2 and second not in (first, None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(second or 0, 0)
+
+
+@pytest.mark.slow
+def test_a_process_refuses_as_an_engine_does(folder: Path) -> None:
+    with pytest.raises(ValueError, match="max_context is 5000, but the model has only 512 positions; lower it"):
+        Router.local(str(folder), {"max_context": 5000}, [[]])
 
 
 def test_refusals(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +310,6 @@ def test_refusals(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         ("--replicas 0", "argument --replicas: '0' is not a whole number above 0"),
         ("--replicas 2", "--replicas 2 is more than the 1 cores of this process: start fewer, or say --threads 1"),
         ("--replicas 2 --weights-socket x", "--weights-socket needs the engine in the server's process; leave --replicas out"),
-        ("--replicas 1 --max-context 5000", "max_context is 5000, but the model has only 512 positions; lower it"),
     ):
         with pytest.raises(SystemExit) as ended:
             sys.exit(main(["serve", str(folder), "--port", "0", *options.split()]))
