@@ -41,7 +41,7 @@ from tests.budget import add_workers
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report
 from tests.on_gpu import ON_GPU
 
-MAX_WORLD = 4
+MAX_WORLD = 8
 GRACE_S = 0.3  # after the first failure, for the other ranks to report their own failures
 PATIENCE_S = 2.0  # after the interrupt, for the other ranks to react
 CLEAN_UP_S = 15.0

@@ -1,7 +1,7 @@
 """Pipelines: the same bits as one stage, for every schedule and ZeRO stage, and as plain torch."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -64,9 +64,11 @@ def train(engine: Any, steps: int = STEPS) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def twin(num_batches: int, count: int = MICRO) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Plain torch in one process, on the batches of all data-parallel ranks."""
-    whole = module(num_stages=1, stages=(0,))
+def twin(
+    num_batches: int, count: int = MICRO, build: Callable[..., PipelineModule] | None = None
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Plain torch in one process, on the batches of all data-parallel ranks. build: of the model (default: `module`)."""
+    whole = module(num_stages=1, stages=(0,)) if build is None else build(whole=True, num_stages=1, stages=(0,))
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
     for step in range(STEPS):
@@ -724,6 +726,52 @@ def test_a_topology_with_a_model_axis(own: bool, stage: int) -> None:
         assert engine.global_grad_norm == pytest.approx(float(norm), rel=1e-5)
     for name, value in engine.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], atol=2e-5, rtol=1e-4)
+    engine.destroy()
+
+
+def of_three_axes(whole: bool = False, **kwargs: Any) -> PipelineModule:
+    torch.manual_seed(0)
+    specs = [LayerSpec(nn.Linear, 8, DIM), *(LayerSpec(Sliced, not whole, None, 0) for _ in range(4)), LayerSpec(nn.Linear, DIM, 4)]
+    return PipelineModule(specs, loss_fn=mse_loss, seed_layers=True, **kwargs)
+
+
+@distributed(world_size=8)
+def test_three_axes_of_two_are_one_process() -> None:
+    """pp 2 x dp 2 x tp 2 at each ZeRO stage: the losses, norms and weights of plain torch on both replicas' batches; equal bits."""
+    losses, norms, weights = twin(2, build=of_three_axes)
+    sums = set()
+    for stage in range(4):
+        engine = make(of_three_axes(topology=PipeModelDataParallelTopology(2, 2, 2)), stage, "auto")
+        assert engine.mesh.sizes == {"pp": 2, "batch": 2, "tp": 2}
+        assert engine.mesh.names == {rank: f"stage {rank // 4}, tp {rank % 2}" for rank in range(8)}
+        own, own_norms = train(engine)
+        assert own == pytest.approx(losses, rel=1e-5) and own_norms == pytest.approx(norms, rel=1e-5), stage
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, weights[name], atol=2e-5, rtol=1e-4)
+        sums.add(int(toy.checksum(engine)))
+        engine.destroy()
+    assert len(sums) == 1
+
+
+@pytest.mark.slow
+@distributed(world_size=8)
+@pytest.mark.parametrize(("stage", "axes"), [(1, "tp"), (2, "tp"), (3, "tp"), (1, "sp"), (3, "sp")])
+def test_a_decoder_on_three_axes_of_two(stage: int, axes: str) -> None:
+    """pp 2 x dp 2 x tp 2 (or sp 2) of an unmodified Llama: the losses of plain torch within 1e-5 over 20 steps of two batches."""
+    plain = decoder()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1)
+    own = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}, "slipstream": {"mesh": {"pp": 2, axes: 2}}}
+    engine = make(decoder(), stage, "auto", **own)
+    for step in range(20):
+        micros = [list(token_samples(index, step)) for index in range(2)]
+        optimizer.zero_grad()
+        expected = torch.stack([plain(**each, use_cache=False).loss for samples in micros for each in samples]).mean()
+        expected.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        assert float(engine.train_batch(iter(micros[engine.mesh.batch.index]))) == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-4, rtol=0)
     engine.destroy()
 
 

@@ -277,7 +277,7 @@ def test_leaks_fail_the_test(function: Callable[[], None], message: str) -> None
 
 
 def test_wrong_use_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"world_size \(5\) is not in 1\.\.4"):
+    with pytest.raises(ValueError, match=r"world_size \(9\) is not in 1\.\.8"):
         run(5, pids)
     with pytest.raises(ValueError, match="define it at the top of its module"):
         run(2, lambda: None)

@@ -305,6 +305,21 @@ def test_own_layers(stage: int) -> None:
     compare("", stage, 2, model=build_own)
 
 
+@distributed(world_size=4)
+@pytest.mark.parametrize("model", [build, build_own])
+def test_stages_of_slices_have_equal_bits(model: Any) -> None:
+    """tp 2 x dp 2, clipped, in bf16: weights, losses and norms of stages 0 to 3, also with the tokens shared between layers."""
+    for shares in (False, True) if model is build else (False,):
+        results = []
+        for stage in range(4):
+            own = {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": shares}}
+            config = settings(stage, bf16={"enabled": True}, slipstream=own)
+            losses, norms, engine = trained(model("llama"), config, 2, dist.get_rank() // 2)
+            results.append((losses, norms, int(toy.checksum(engine))))
+            engine.destroy()
+        assert results[1:] == results[:1] * 3, shares
+
+
 @distributed(world_size=2)
 def test_values_that_are_cut_as_they_arise(tmp_path: Path) -> None:
     """zero.Init's recorded values, a module's own on meta, and files: each rank gets its part of the whole's values."""
@@ -633,6 +648,19 @@ def test_deepspeeds_tp_model_init() -> None:
     engine.destroy()
     with pytest.raises(ValueError, match=r"slipstream.mesh.tp \(1\) and the model or an argument \(2\)"):
         slipstream.initialize(model=tp_model_init(build("llama"), 2), config=settings(1, slipstream={"mesh": {"tp": 1}}))
+
+
+@distributed(world_size=4)
+def test_layers_that_are_too_few_name_the_slices_that_fit() -> None:
+    """On meta, before anything is allocated."""
+    for changes, message in (
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, "2 query and 2 key heads .* cannot be dealt to 4 tp ranks; use 2"),
+        ({"intermediate_size": 3}, r"3 features cannot be shared among 4 tp ranks; use tp 2 \(slipstream.mesh.tp\)"),
+    ):
+        with slipstream.zero.Init():
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | {"intermediate_size": 48} | changes))
+        with pytest.raises(ValueError, match=message):
+            slipstream.initialize(model=model, config=settings(1, tensor_parallel={"autotp_size": 4}))
 
 
 @distributed(world_size=2)

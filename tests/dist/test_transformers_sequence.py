@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.parallel.transformers_sequence import SequenceShares
+from tests import toy
 from tests.dist.test_tensor import DECODERS, SMALL, VOCAB, build, settings
 from tests.pool import distributed
 
@@ -79,6 +80,25 @@ def compare(kind: str, stage: int, sp: int, data: str = "", **changes: Any) -> N
 )
 def test_an_unmodified_model(kind: str, stage: int, data: str) -> None:
     compare(kind, stage, 2, data, **({"sliding_window": 4} if kind == "mistral" and not data else {}))
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("heads", [4, 1])
+def test_stages_of_shares_have_equal_bits(heads: int) -> None:
+    """sp 2 x dp 2, clipped, in bf16: losses, norms and weights of stages 0 to 3. Also as a ring."""
+    results = []
+    for stage in range(4):
+        config = settings(stage, bf16={"enabled": True}, sequence_parallel_size=2)
+        model = build("llama", num_attention_heads=heads, num_key_value_heads=min(heads, 2))
+        engine, losses = slipstream.initialize(model=model, config=config)[0], []
+        for step in range(STEPS):
+            loss = engine(**batch(10 * step + engine.mesh.batch.index)).loss
+            engine.backward(loss)
+            engine.step()
+            losses += [float(loss.detach()), engine.global_grad_norm]
+        results.append((losses, int(toy.checksum(engine))))
+        engine.destroy()
+    assert results[1:] == results[:1] * 3
 
 
 @distributed(world_size=4)
@@ -248,6 +268,10 @@ def test_models_whose_outputs_are_not_by_token_are_refused() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="computes attention by 'eager'"):
         slipstream.initialize(model=build("bloom"), config=settings(1, sequence_parallel_size=2))
+    sizes = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 50.0}
+    capped = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**sizes), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"caps its scores or has sinks, .* use tp 2 instead"):
+        slipstream.initialize(model=capped, config=settings(1, sequence_parallel_size=2))
     dropped = build("llama", num_attention_heads=1, num_key_value_heads=1, attention_dropout=0.5)
     engine = slipstream.initialize(model=dropped, config=settings(1, sequence_parallel_size=2))[0]
     with pytest.raises(ValueError, match=r"has attention dropout 0\.5, and more ranks share a sequence than it has heads"):
