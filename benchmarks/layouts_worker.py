@@ -3,7 +3,8 @@
 compute:half   forwards and backwards of half of the micro-batches on each rank, without communication; compute:llama: of the Llama
 slipstream:pp  a pipeline; variants: the schedules, and stages of a rank      slipstream:dp  data parallelism (ZeRO-1)
 slipstream:tp  sliced layers; variants: overlap (tp_overlap_comm), tokens, or sums: its sums alone
-slipstream:mesh:pp2.tp2  any mesh
+slipstream:mesh:pp2.tp2  any mesh; with the word gloo off shared memory
+slipstream:sp  shares of sequences in a Llama of transformers
 half:tp        a model with half of the heads and half of each MLP, and AdamW: the products and updates of one of two slices
 deepspeed:pp   its PipelineModule                       deepspeed:tp   AutoTP; variant: overlap
 torch:tp       parallelize_module, with DTensors
@@ -246,7 +247,9 @@ def _parallel(variants: list[str]) -> dict[str, Any]:
     return {"autotp_size": dist.get_world_size(), "tp_overlap_comm": "overlap" in variants, "partition_config": specs}
 
 
-def _trained(model: nn.Module, work: Workload, backward: Callable[[Tensor], Any], update: Callable[[], Any]) -> Callable[[], Any]:
+def _trained(
+    model: Callable[..., Tensor], work: Workload, backward: Callable[[Tensor], Any], update: Callable[[], Any]
+) -> Callable[[], Any]:
     items = batches(work, 0)
 
     def step() -> Any:
@@ -292,7 +295,8 @@ def _mesh(work: Workload, micros: int, stage: int, variants: list[str]) -> Calla
     parallel = {"partition_config": {"layer_specs": _SPECS, "use_default_specs": False}}
     pipeline = {"reduce": variants[1] if variants[1:] else "step", "schedule": "zero_bubble" if "zero_bubble" in words else "1f1b"}
     micros //= sizes.get("dp", 1)
-    settings = config(work, micros, stage, slipstream={"mesh": mesh, "pipeline": pipeline}, tensor_parallel=parallel)
+    own = {"mesh": mesh, "pipeline": pipeline, "transport": _transport(words)}
+    settings = config(work, micros, stage, slipstream=own, tensor_parallel=parallel)
     if sizes.get("pp", 1) == 1:
         engine = slipstream.initialize(model=Llama(work), config=settings)[0]
         one = _trained(engine, work, engine.backward, engine.step)
@@ -308,6 +312,26 @@ def _mesh(work: Workload, micros: int, stage: int, variants: list[str]) -> Calla
     engine = slipstream.initialize(model=model, config=settings)[0]
     items = batches(work, engine.mesh.batch.index)
     return lambda: engine.train_batch(items)
+
+
+def _shares(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import slipstream
+
+    slipstream.init_distributed(verbose=False)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_hidden_layers": work.depth, "num_attention_heads": work.heads}
+    llama = LlamaConfig(vocab_size=work.vocab, hidden_size=work.width, intermediate_size=4 * work.width, **sizes)
+    own = {"mesh": {"sp": dist.get_world_size()}, "transport": _transport(variants)}
+    engine = slipstream.initialize(model=LlamaForCausalLM(llama), config=config(work, micros, stage, slipstream=own))[0]
+
+    def loss_with(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(input_ids=tokens, shift_labels=targets).loss
+        return loss
+
+    one = _trained(loss_with, work, engine.backward, engine.step)
+    return lambda: [one() for _ in range(micros)][-1]
 
 
 def _half(work: Workload, micros: int, stage: int, variants: list[str]) -> Callable[[], Any]:
@@ -361,6 +385,7 @@ _BUILDERS: dict[str, Callable[[Workload, int, int, list[str]], Callable[[], Any]
     "deepspeed:pp": _deepspeed_pipeline,
     "slipstream:tp": _slices,
     "slipstream:mesh": _mesh,
+    "slipstream:sp": _shares,
     "half:tp": _half,
     "torch:tp": _torch_slices,
     "deepspeed:tp": _autotp,

@@ -2,22 +2,26 @@
 
 Each rank runs in a network namespace of its own; a bridge joins them. What its interface has sent is read before and after K
 steps, while all ranks wait. Shared memory sends nothing, so ours runs with gloo forced.
+
+Of slices and shares of sequences, steps of one and of three micro-batches differ by the activations of two: gradients are reduced
+once a step at stage 0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks import systems
 from benchmarks.legs import Options
 from benchmarks.peers import Peers, prepare
-from benchmarks.ranks import Seat
+from benchmarks.ranks import Ranks, Seat
 from benchmarks.report import table, verdict, verdicts
 from benchmarks.step import start
 from benchmarks.worker import Failed
@@ -40,6 +44,14 @@ FORMULA = {
     "deepspeed:1": 2,
     "deepspeed:2": 2,
     "deepspeed:3": 3,
+}
+
+AXES = Workload(name="axes", width=256, depth=4, heads=8, vocab=64, batch=2, length=512)
+# In (N-1)/N x the bytes of a micro-batch's activations [b, S, h] (parallelism.md 3 and 4): four sums over slices, which send each
+# element twice, or eight all-to-alls of shares
+PER_BLOCK: Mapping[str, Callable[[int], float]] = {
+    "slipstream:mesh:tp{}.gloo": lambda ranks: 8,
+    "slipstream:sp:gloo": lambda ranks: 8 / ranks,
 }
 
 _networks = itertools.count()
@@ -138,6 +150,50 @@ def sent_per_step(system: str, world: int, peers: Peers) -> list[float]:
         return [(after - before) / K for before, after in zip(sent(), sent(), strict=True)]
 
 
+def sent_per_block(system: str, world: int) -> float:
+    """Bytes of a block's forward and backward of a micro-batch, by the rank that sends most."""
+    sent = []
+    for micros in (1, 3):
+        arguments = {"system": system, "work": dataclasses.asdict(AXES), "micros": micros, "stage": 0}
+        with (
+            network(world) as (seat, counters),
+            Ranks("benchmarks.layouts_worker:train", arguments, world, name=system, seat=seat) as ranks,
+        ):
+            read = []
+            for _ in range(2):
+                ranks.call("steps", count=K)
+                read.append([int(counter.read_text()) for counter in counters])
+            sent.append([(after - before) / K for before, after in zip(*read, strict=True)])
+    return max((three - one) / 2 / AXES.depth for one, three in zip(*sent, strict=True))
+
+
+def axes(options: Options) -> str:
+    """The tables of slices and of shares of sequences. Raises NoNetwork."""
+    rows, judged = [], []
+    for name, factor in PER_BLOCK.items():
+        for world in (2,) if options.quick else (2, 4):
+            system = name.format(world)
+            axis = "slices (tp)" if "tp" in name else "shares of sequences (Ulysses)"
+            try:
+                sent = sent_per_block(system, world)
+            except Failed as error:
+                print(error)
+                rows.append([str(world), axis, "", error.reason])
+                continue
+            formula = factor(world) * (world - 1) / world * AXES.batch * AXES.length * AXES.width * 4
+            print(f"  wire {world} ranks {system}: {sent / formula:.3f} of the formula", flush=True)
+            rows.append([str(world), axis, f"{formula / 1e6:.3f}", f"{sent / 1e6:.3f}", f"{sent / formula:.3f}"])
+            judged.append(verdict(f"bytes of a block over the formula, {axis}, {world} ranks", sent / formula, TARGET, digits=3))
+    return "\n\n".join(
+        (
+            f"Activations of a block of a Llama (width {AXES.width}, {AXES.batch}x{AXES.length} tokens, fp32), forward and "
+            f"backward of a micro-batch: MB sent by the rank that sends most, beside the formula.",
+            table(["ranks", "axis", "formula, MB", "sent, MB", "over it"], rows),
+            verdicts(judged),
+        )
+    )
+
+
 def run(options: Options) -> str:
     peers = prepare(options.peers)
     names = [name for name in FORMULA if peers.python or not systems.needs_peers(name)]
@@ -170,5 +226,6 @@ def run(options: Options) -> str:
             f"compression hook on CPUs. {peers}.",
             table(["ranks", "contender", "formula, MB", "sent, MB", "over it"], rows),
             verdicts([verdict(f"bytes on the wire over the formula, worst ({where})", worst, TARGET, digits=3)]),
+            axes(options),
         )
     )
