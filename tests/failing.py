@@ -545,8 +545,8 @@ def mappings() -> list[str]:
     return [line for line in maps if "/memfd:slipstream" in line]
 
 
-def serve_experts(folder: str, bad: int, how: str, nth: int = 20) -> None:
-    """Answer by the experts of three processes until the bad rank acts in a forward; `how` "interrupt": as Ctrl-C does."""
+def serve_ranks(folder: str, bad: int, how: str, split: dict[str, int], nth: int = 20) -> None:
+    """Answer by several processes until the bad rank acts in a forward; `how` "interrupt": as Ctrl-C does."""
     import slipstream
     from slipstream.inference.native import NativeDecoder
 
@@ -569,7 +569,7 @@ def serve_experts(folder: str, bad: int, how: str, nth: int = 20) -> None:
     NativeDecoder._run = running  # type: ignore[method-assign]
     (Path(folder) / "pids").mkdir(exist_ok=True)
     (Path(folder) / "pids" / str(os.getpid())).touch()
-    with noting_errors(), slipstream.init_inference(folder, ep_size=3, token_budget=64, max_running=4, device="cpu") as engine:
+    with noting_errors(), slipstream.init_inference(folder, **split, token_budget=64, max_running=4, device="cpu") as engine:
         answered = 0
         while engine.leads and (how != "kill when idle" or answered < 12):
             engine.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True)

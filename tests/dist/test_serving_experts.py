@@ -212,7 +212,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 def test_a_lost_process_ends_the_others(nursery: Nursery, folder: Path) -> None:
     jobs = [(0, "kill"), (2, "kill"), (1, "raise"), (1, "kill when idle")]
     for bad, how in jobs:
-        nursery.start(f"{how} {bad}", "serve_experts", world=3, folder=str(folder), bad=bad, how=how)
+        nursery.start(f"{how} {bad}", "serve_ranks", world=3, folder=str(folder), bad=bad, how=how, split={"ep_size": 3})
     outcomes = nursery.end()
     for bad, how in jobs:
         outcome = outcomes[f"{how} {bad}"]
@@ -226,7 +226,7 @@ def test_a_lost_process_ends_the_others(nursery: Nursery, folder: Path) -> None:
 def test_an_interrupt_ends_all(nursery: Nursery, tmp_path: Path) -> None:
     folder = tmp_path / "mixtral"
     folder.mkdir()
-    nursery.start("it", "serve_experts", world=3, folder=str(write_mixtral(folder)), bad=0, how="interrupt")
+    nursery.start("it", "serve_ranks", world=3, folder=str(write_mixtral(folder)), bad=0, how="interrupt", split={"ep_size": 3})
     outcome = nursery.end()["it"]
     assert outcome.codes == [-signal.SIGINT, 0, 0], outcome
     assert outcome.records[0]["error"] == "KeyboardInterrupt", outcome

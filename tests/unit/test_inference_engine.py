@@ -632,12 +632,11 @@ def test_settings_of_sampling() -> None:
 
 
 def test_deepspeed_s_arguments(tmp_path: Any) -> None:
-    names = ["dtype", "max_context"]
-    arguments = {"mp_size": 1, "tensor_parallel": {"tp_size": 1}, "replace_with_kernel_inject": True, "max_out_tokens": 77}
-    assert _translated(arguments, names) == {"max_context": 77}
+    names = ["dtype", "max_context", "tp_size"]
+    arguments = {"mp_size": 1, "replace_with_kernel_inject": True, "max_out_tokens": 77}
+    assert _translated(arguments, names) == {"max_context": 77, "tp_size": 1}
     for word, value, why in (
-        ("mp_size", 2, "one engine per device"),
-        ("tensor_parallel", {"tp_size": 2}, "one engine per device"),
+        ("mpu", object(), "the ranks are those of the job"),
         ("checkpoint", {"type": "BLOOM"}, "the model's folder"),
         ("zero", {"stage": 3}, "int4"),
         ("quant", {"enabled": True}, "int8"),

@@ -19,11 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.compat import kernels, slices
+from slipstream.config.plan import TensorPlan
 from slipstream.inference.generate import suggestion
 from slipstream.inference.precision import parse_dtype
+from slipstream.parallel.exchange import connect_activations
+from slipstream.parallel.slicing import slice_model
+from slipstream.world.join import init_distributed
+from slipstream.world.mesh import Axis
+from slipstream.world.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +44,6 @@ _ALIASES = {
     "tp": "tensor_parallel",
     "mp_size": "tensor_parallel",
 }
-_ONE_DEVICE = (
-    "this engine is of one device: tensor parallelism is not built for it, except for a module whose own slices `mpu` counts"
-)
 _EXPERTS = "experts are not spread over ranks here; slipstream.init_inference(ep_size=...) serves mixtures over processes"
 # Options of features that are missing: the values that ask for nothing, and why.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -57,6 +61,7 @@ _NO_EFFECT = {
     "return_tuple": "outputs are the module's",
     "training_mp_size": "the checkpoint's files say it",
 }
+_PATIENCE_S = 1800.0  # for the other ranks, in a forward
 _SIZES = ("ep_size", "enabled", "stage")  # the keys of a block that hold the requested value
 
 
@@ -68,7 +73,8 @@ class DeepSpeedInferenceConfig:
     replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same.
     injection_policy: {class of a block: names of its linear layers}, checked against the module.
     checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device (set_empty_params).
-    mpu: of a module that is a slice of its own, of the size tensor_parallel or mp_size; the checkpoint is cut for it.
+    tensor_parallel, mp_size: the ranks of the job, over which the module is cut by its plan (transformers', or DeepSpeed's).
+    mpu: of a module that is a slice of its own, of that size; the checkpoint is cut for it.
     save_mp_checkpoint_path: a folder that gets the weights, and a description that `checkpoint` takes.
     max_out_tokens: prompts of `generate` may be as long. min_out_tokens: new tokens at least.
 
@@ -110,8 +116,11 @@ class DeepSpeedInferenceConfig:
             block = value if isinstance(value, Mapping) else {}
             if next((block[key] for key in _SIZES if key in block), value) not in (*off, False):
                 raise ValueError(f"{name} is {value!r:.200}: {why}")
-        if (self.tensor_parallel or self.place[1]) != self.place[1]:
-            raise ValueError(f"tensor_parallel is {self.tensor_parallel!r}, and slices are {self.place[1]}: {_ONE_DEVICE}")
+        if self.mpu is not None and (self.tensor_parallel or self.place[1]) != self.place[1]:
+            raise ValueError(f"tensor_parallel is {self.tensor_parallel!r}, and the slices that mpu counts are {self.place[1]}")
+        if self.cuts and (self.kind == "int8" or self.replace_with_kernel_inject):
+            what = "int8" if self.kind == "int8" else "kernels of whole modules (replace_with_kernel_inject)"
+            raise ValueError(f"tensor_parallel is {self.cuts}, and {what} are not cut; leave out one of the two")
 
     @classmethod
     def of(cls, config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
@@ -143,6 +152,11 @@ class DeepSpeedInferenceConfig:
         if self.mpu is None:
             return 0, 1
         return self.mpu.get_model_parallel_rank(), self.mpu.get_model_parallel_world_size()
+
+    @property
+    def cuts(self) -> int:
+        """The ranks that the module is cut over here; 0: none, or it is a slice of its own already."""
+        return int(self.tensor_parallel) if self.mpu is None and (self.tensor_parallel or 1) > 1 else 0
 
     @property
     def kind(self) -> str | None:
@@ -183,7 +197,9 @@ class InferenceEngine(nn.Module):
         self.module.eval()
         inject = self._config.replace_with_kernel_inject or kind == "int8"
         encoder = kernels.Encoder.of(self.module, kind) if inject else None
-        self._decoder = kernels.Decoder(self.module, kind)
+        self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
+        if self._config.cuts:
+            _cut(self.module, self._config.cuts)
         if kind == "int8":
             packed = kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
             self.module = packed if encoder is None else self.module
@@ -216,7 +232,7 @@ class InferenceEngine(nn.Module):
         if self._config.min_out_tokens:
             kwargs.setdefault("min_new_tokens", self._config.min_out_tokens)
         times = self._model_times if self.model_profile_enabled else None
-        answers = self._decoder.generate(ids, generation_config, kwargs, times)
+        answers = None if self._decoder is None else self._decoder.generate(ids, generation_config, kwargs, times)
         if answers is not None:
             return answers
         return self.module.generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[operator]
@@ -248,6 +264,20 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     options as keywords. Raises ValueError for options that are unknown, contradictory or not built.
     """
     return InferenceEngine(model, DeepSpeedInferenceConfig.of(config, kwargs))
+
+
+def _cut(module: nn.Module, size: int) -> None:
+    """Cut a module's layers over all ranks of the job, in place: every rank calls it with the same inputs, and has its outputs.
+    Collective. Raises ValueError if the job has another size, or for a model without a plan."""
+    init_distributed(verbose=False)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != size:
+        raise ValueError(f"tensor_parallel is {size}, and {world} ranks run this: start it by slipstream run --nproc {size} SCRIPT")
+    device = next(module.parameters()).device
+    axis = Axis("tp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
+    plan = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
+    if (cut := slice_model(module, axis, plan)) is not None:
+        cut.exchange = connect_activations(axis, device, "auto", Watch(_PATIENCE_S))
 
 
 def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:

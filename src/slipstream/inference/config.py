@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-COLUMNS = 16  # experts are cut at multiples of this many columns: a panel of csrc/decoder.h
+COLUMNS = 16  # products are cut at multiples of this many columns: a panel of csrc/decoder.h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,35 +63,72 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsPart:
-    """What one of several processes computes of the experts: of an `ep_size`-th of them, a `tp_size`-th of the columns of each of
-    the three products; of a shared expert, a part of the columns over all processes. The whole, by default."""
+class ModelPart:
+    """What one of several processes computes: a `tp_size`-th of the heads and of each product's columns; a `moe_tp_size`-th of the
+    columns of an `ep_size`-th of the experts; of a shared expert, a part of the columns over all processes. The whole, by default.
+    `tp_size` is 1 or `size`."""
 
     index: int = 0  # ranks that cut the same experts are neighbors
     ep_size: int = 1
+    moe_tp_size: int = 1
     tp_size: int = 1
 
     @property
     def size(self) -> int:
-        return self.ep_size * self.tp_size
+        return max(self.ep_size * self.moe_tp_size, self.tp_size)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this process computes logits, if the model does."""
+        return self.index == 0 or self.tp_size > 1
 
     def experts(self, num: int) -> range:
-        place = self.index // self.tp_size
+        place = self.index // self.moe_tp_size
         return range(num * place // self.ep_size, num * (place + 1) // self.ep_size)
 
-    def columns(self, num: int, *, shared: bool = False) -> slice:
-        """The columns, of `num`, of one expert."""
-        return _cut(num, self.index, self.size) if shared else _cut(num, self.index % self.tp_size, self.tp_size)
+    def columns(self, num: int) -> slice:
+        """The columns, of `num`, of every product but those of experts."""
+        return _cut(num, self.index if self.tp_size > 1 else 0, self.tp_size)
+
+    def expert_columns(self, num: int, *, shared: bool = False) -> slice:
+        return _cut(num, self.index, self.size) if shared else _cut(num, self.index % self.moe_tp_size, self.moe_tp_size)
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
+        """The heads of queries, and those of keys and values: whole groups, or parts of one group, whose key and value others have
+        too. Raises ValueError if neither is possible."""
+        size, index, group = self.tp_size, self.index, num_heads // num_kv_heads
+        if size == 1:
+            return slice(0, num_heads), slice(0, num_kv_heads)
+        if size <= num_kv_heads:
+            first, last = (num_kv_heads * end // size for end in (index, index + 1))
+            return slice(first * group, last * group), slice(first, last)
+        if size % num_kv_heads or num_heads % size:
+            possible = [*range(2, num_kv_heads + 1), *range(2 * num_kv_heads, num_heads + 1, num_kv_heads)]
+            sizes = [str(one) for one in possible if one <= num_kv_heads or num_heads % one == 0]
+            have = f"{num_heads} heads with {num_kv_heads} keys and values"
+            raise ValueError(f"tp_size is {size}, which does not split {have}; it can be {', '.join(sizes) or 1}")
+        per, kv = num_heads // size, index * num_kv_heads // size
+        return slice(index * per, (index + 1) * per), slice(kv, kv + 1)
 
     def of(self, config: TransformerConfig) -> TransformerConfig:
         """The configuration with this part. Raises ValueError if a process would have nothing to compute."""
+        part = replace(self, moe_tp_size=self.tp_size) if self.ep_size * self.moe_tp_size == 1 else self
         routed = [layer.experts for layer in config.layers if layer.experts is not None]
-        shares = [(experts.num, self.ep_size, experts.intermediate_size, self.tp_size) for experts in routed]
-        shares += [(1, 1, experts.shared_size, self.size) for experts in routed if experts.shared_size]
-        if not routed or any(num < ep or min(inner, config.hidden_size) < tp * COLUMNS for num, ep, inner, tp in shares):
-            split = f"ep_size {self.ep_size} x moe_tp_size {self.tp_size} do not split {routed[:1] or 'a model without experts'}"
-            raise ValueError(f"{split}: each process computes {COLUMNS} columns or more of an expert; give fewer")
-        return replace(config, part=self)
+        shares = [(experts.num, part.ep_size, experts.intermediate_size, part.moe_tp_size) for experts in routed]
+        shares += [(1, 1, experts.shared_size, part.size) for experts in routed if experts.shared_size]
+        if self.tp_size > 1:
+            if why := config.uncut:
+                raise ValueError(f"tp_size is {self.tp_size}, and this {config.family} model is computed by one process: {why}")
+            self.heads(config.num_heads, config.num_kv_heads)
+            shares.append((1, 1, min(config.intermediate_size, config.vocab_size), self.tp_size))
+        unrouted = not routed and self.ep_size * self.moe_tp_size > 1
+        if unrouted or any(num < ep or min(inner, config.hidden_size) < tp * COLUMNS for num, ep, inner, tp in shares):
+            what = routed[:1] or ("a model without experts" if unrouted else f"products of {config.hidden_size} features")
+            sizes = f"ep_size {self.ep_size} x moe_tp_size {self.moe_tp_size}, tp_size {self.tp_size}"
+            raise ValueError(
+                f"{sizes} do not split {what}: each process computes {COLUMNS} columns or more of a product; give fewer"
+            )
+        return replace(config, part=part)
 
 
 def _cut(num: int, place: int, size: int) -> slice:
@@ -145,7 +182,19 @@ class TransformerConfig:
     attn_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: off
     logit_softcap: float = 0.0
     end_ids: tuple[int, ...] = ()
-    part: ExpertsPart = ExpertsPart()
+    part: ModelPart = ModelPart()  # that this process computes
+
+    @property
+    def uncut(self) -> str:
+        """Why no `tp_size` cuts this model; "" if one may."""
+        if not self.has_head:
+            return "it embeds texts"
+        return "heads share one latent" if self.latent else "queries have a norm over all heads" if self.qk_norm_whole else ""
+
+    @property
+    def own_heads(self) -> tuple[slice, slice]:
+        """Those of queries, and of keys and values, of this process."""
+        return self.part.heads(self.num_heads, self.num_kv_heads)
 
     @property
     def unlike_llama(self) -> str | None:

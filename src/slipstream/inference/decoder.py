@@ -69,7 +69,8 @@ def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
 
 
 def head_shapes(config: TransformerConfig) -> list[HeadShape]:
-    return [HeadShape(config.num_kv_heads, config.head_dim)] * len(config.layers)
+    _, own = config.own_heads
+    return [HeadShape(own.stop - own.start, config.head_dim)] * len(config.layers)
 
 
 class Decoder:

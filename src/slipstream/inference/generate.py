@@ -140,7 +140,7 @@ class InferenceEngine:
 
     @property
     def leads(self) -> bool:
-        """Whether this process answers: False on ranks above 0 of an engine with `ep_size`, whose `close` waits for rank 0's."""
+        """Whether this process answers: False on ranks above 0 of an engine over processes, whose `close` waits for rank 0's."""
         return self._ranks is None or self._ranks.index == 0
 
     def close(self) -> None:

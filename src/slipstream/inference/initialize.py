@@ -25,6 +25,7 @@ import torch
 from slipstream.extras import MODELS, MissingPackageError, needs
 from slipstream.inference import generic, num_bytes, outputs, precision, recommended, trained
 from slipstream.inference.adapters import Opener, opener
+from slipstream.inference.config import ModelPart
 from slipstream.inference.core import Runner
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
@@ -47,26 +48,28 @@ __all__ = ["init_inference", "pipeline"]
 
 logger = logging.getLogger(__name__)
 
-_ONE_DEVICE = "tensor parallelism is not built for serving yet; run one engine per device"
+_JOB = 'the ranks are those of the job: tensor_parallel={"tp_size": 2} under slipstream run --nproc 2'
 # DeepSpeed's arguments that are not supported: the values that ask for nothing, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel": ((None, 1), _ONE_DEVICE),
-    "tp": ((None, 1), _ONE_DEVICE),
-    "mp_size": ((None, 1), _ONE_DEVICE),
-    "mpu": ((None,), _ONE_DEVICE),
+    "mpu": ((None,), _JOB),
+    "tp_group": ((None,), _JOB),
     "training_mp_size": ((None, 1), "checkpoints in tensor-parallel parts are not read; export one Hugging Face folder"),
     "checkpoint": ((None,), "descriptions of checkpoints are not read; give the model's folder as `model`"),
     "base_dir": ((None, ""), "it belongs to `checkpoint`; give the model's folder as `model`"),
-    "save_mp_checkpoint_path": ((None,), "there are no tensor-parallel parts to save"),
+    "save_mp_checkpoint_path": ((None,), "each process reads its part of the model's folder; there are no other parts to save"),
     **dict.fromkeys(("ep_group", "expert_group", "ep_mp_group"), ((None,), "all ranks of the job share the experts")),
     "moe_type": ((None, "standard", "Standard", "residual", "Residual"), "the kinds are standard and residual (PR-MoE)"),
     "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
     "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
     "keep_module_on_host": ((None, False), "weights are on the device that computes; choose it with `device`"),
 }
-# Keys of DeepSpeed's `moe` whose arguments have other names.
-_MOE = {"tp_size": "moe_tp_size", "num_experts": "moe_experts", "type": "moe_type", "expert_group": "ep_group"}
-_SIZES = ("tp_size", "enabled", "stage")  # the keys of a dictionary value that hold the requested value
+# DeepSpeed's blocks, and their keys whose arguments have other names.
+_BLOCK_NAMES: dict[str, dict[str, str]] = {
+    "moe": {"tp_size": "moe_tp_size", "num_experts": "moe_experts", "type": "moe_type", "expert_group": "ep_group"},
+    "tensor_parallel": {},
+    "tp": {},
+}
+_SIZES = ("enabled", "stage")  # the keys of a dictionary value that hold the requested value
 _KERNELS = "the fastest available forward is chosen"
 _FROM_CONFIG = "the model's structure is read from its configuration"
 _NO_EFFECT = {
@@ -77,6 +80,7 @@ _NO_EFFECT = {
     **dict.fromkeys(("enable_cuda_graph", "use_triton", "triton_autotune"), _KERNELS),
     "return_tuple": "there is one form of result",
     "set_empty_params": "weights are never created twice",
+    "tp_grain_size": "columns are cut at multiples of 16",
     "min_out_tokens": "set the minimum length of an answer by generate(min_new_tokens=)",
 }
 _INTEGERS = {  # minimum, and maximum if there is one
@@ -84,6 +88,7 @@ _INTEGERS = {  # minimum, and maximum if there is one
     "max_context": (1,),
     "kv_cache_bytes": (1,),
     "expert_cache_bytes": (1,),
+    "tp_size": (1,),
     "ep_size": (1,),
     "moe_tp_size": (1,),
     "max_running": (1,),
@@ -104,13 +109,14 @@ _NOT_YET = "this engine was opened from a configuration and has no weights yet: 
 _ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "the blocks of its file have another form; open it with dtype=, or open the unquantized model"
-_SPLIT = "its experts are split over processes; open it again from the new weights"
+_SPLIT = "it is split over processes; open it again from the new weights"
 _EMBEDS = "encoders take no new weights yet; open it again from the new ones"
 _ADAPTERS = "they need the native kernels of one process on a CPU, and here it is {}; merge one into the model, and serve that"
 _FOLLOWS = "rank {} computes for rank 0, which answers: call it there, `if engine.leads:`"
 _SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
 # Names of options in transformers, DeepSpeed and DeepSpeed-MII.
 _LOADING_ALIASES = {"max_out_tokens": "max_context", "max_tokens": "max_context", "max_length": "max_context"}
+_LOADING_ALIASES |= dict.fromkeys(("tensor_parallel", "tp", "mp_size"), "tp_size")
 
 
 def init_inference(
@@ -125,6 +131,7 @@ def init_inference(
     max_context: int | None = None,
     kv_cache_bytes: int | str | None = None,
     expert_cache_bytes: int | str | None = None,
+    tp_size: int | None = None,
     ep_size: int | None = None,
     moe_tp_size: int | None = None,
     max_running: int | None = None,
@@ -156,10 +163,9 @@ def init_inference(
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
         expert_cache_bytes: memory for the experts of a mixture, a number or "4G"; the others are in a temporary file, and the least
             recently used one makes room for one that is needed. On a CPU with native kernels only. Default: all are in memory.
-        ep_size, moe_tp_size: processes that have different experts of a mixture, and different columns of each (1, 1). Rank 0's
-            engine answers, the others compute their part until it is closed (docs/EXPERTS.md). On CPUs with native kernels only.
-        max_running: sequences generated at once (64).
-        max_waiting: requests in the queue; further ones are rejected (1024).
+        tp_size, ep_size, moe_tp_size: processes that cut all products, a mixture's list of experts, or each expert (1). Rank 0's
+            engine answers, the others compute their part until it is closed. On CPUs with native kernels (docs/SERVING.md).
+        max_running, max_waiting: sequences generated at once (64), and requests in the queue; further ones are rejected (1024).
         token_budget: tokens per forward (512, or max_running if that is more).
         token_interval: seconds between the tokens of a running answer while prompts are computed: limits the prompt tokens of a
             forward, by the durations of the last forwards. Default: only token_budget limits them.
@@ -168,8 +174,8 @@ def init_inference(
         adapters: PEFT adapters by name: folders with adapter_config.json, as PEFT and `make finetune` write them. A request names
             one, or none; requests with different ones share a batch. On a CPU with native kernels only (docs/SERVING.md).
         model_name: the name that clients of a server use; default: the last part of its path.
-        deepspeed: DeepSpeed's other arguments. moe={"ep_size": 2, "tp_size": 1} is honored; those that ask for an unsupported
-            feature raise; the others have no effect.
+        deepspeed: DeepSpeed's other arguments. tensor_parallel={"tp_size": 2}, mp_size and moe={"ep_size": 2} are honored; those
+            that ask for an unsupported feature raise; the others have no effect.
     """
     given = {name: value for name, value in locals().items() if name not in ("model", "config", "deepspeed")}
     return _open(model, **_options(given, {} if config is None else _read_config(config), deepspeed))
@@ -178,10 +184,10 @@ def init_inference(
 def _options(given: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
     """The options of all sources, checked, without those that are None."""
     options, sources = dict(given), list(others)
-    for moe in [
-        source["moe"] for source in others if isinstance(source.get("moe"), Mapping) and source["moe"].get("enabled", True)
-    ]:
-        sources.append({_MOE.get(key, key): value for key, value in moe.items() if key != "enabled"})
+    for source in others:
+        for word, names in _BLOCK_NAMES.items():
+            if isinstance(block := source.get(word), Mapping) and block.get("enabled", True):
+                sources.append({names.get(str(key), str(key)): value for key, value in block.items() if key != "enabled"})
     for source in sources:
         for name, value in _translated(source, names=options).items():
             if options[name] is not None and options[name] != value:
@@ -225,11 +231,12 @@ def open_runner(
     return served.forward.runner
 
 
-def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, **options: Any) -> InferenceEngine:
+def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, tp_size: int = 1, **options: Any) -> InferenceEngine:
     budget = budget_of(options.get("token_budget"), options.get("max_running", MAX_RUNNING))
-    if ep_size * moe_tp_size == 1:
+    part = ModelPart(ep_size=ep_size, moe_tp_size=moe_tp_size, tp_size=tp_size)
+    if part.size == 1:
         return _open_here(model, ranks=None, **options)
-    ranks = ServingRanks(ep_size, moe_tp_size, max_rows=budget)
+    ranks = ServingRanks(part, max_rows=budget)
     try:
         return _open_here(model, ranks=ranks, **options)
     except BaseException:
@@ -384,7 +391,7 @@ def _opener(loaded: LoadedModel, forward: Opened, ranks: ServingRanks | None) ->
     """Opens adapters, or why they are not served."""
     if ranks is None and isinstance(forward.runner, NativeDecoder):
         return opener(loaded.config, loaded.dtype)
-    return _ADAPTERS.format("experts over processes" if ranks else forward.forward)
+    return _ADAPTERS.format("a model over processes" if ranks else forward.forward)
 
 
 def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
@@ -557,6 +564,8 @@ def _translated(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     names, options = list(names), {}
     for word, value in arguments.items():
         name = _LOADING_ALIASES.get(word, word)
+        if word in _BLOCK_NAMES and (value is None or isinstance(value, Mapping) or (word, type(value)) == ("moe", bool)):
+            continue  # `_options` has read it
         if name in names:
             options[name] = value
         elif word in _REFUSED:
@@ -564,7 +573,7 @@ def _translated(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str,
             requested = next((value[key] for key in _SIZES if key in value), value) if isinstance(value, Mapping) else value
             if requested not in off:
                 raise ValueError(f"{word}={value!r} is not served: {why}")
-        elif word not in _NO_EFFECT and not (word == "moe" and isinstance(value, (Mapping, bool))):
+        elif word not in _NO_EFFECT:
             raise TypeError(f"init_inference() has no argument {word!r}; {suggestion(word, [*names, *_REFUSED, *_NO_EFFECT])}")
     return options
 

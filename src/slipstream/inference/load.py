@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import huggingface
-from slipstream.inference.config import ExpertsPart, Rope, TransformerConfig
+from slipstream.inference.config import ModelPart, Rope, TransformerConfig
 from slipstream.inference.families import FAMILIES, UnsupportedModel
 from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
 from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, outline, shape_of
@@ -45,14 +45,14 @@ def load(
     dtype: str | torch.dtype = "stored",
     group_size: int = 32,
     device: torch.device | str = "cpu",
-    part: ExpertsPart | None = None,
+    part: ModelPart | None = None,
 ) -> LoadedModel:
     """Read a model and move its weights to `device`.
 
     dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: blocks of
     Q4 and, on CPUs, Q8_0 unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a file's 4-bit
     blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which
-    follow the rule of `precision`. group_size: weights per scale in int4. part: of the experts; others are not read.
+    follow the rule of `precision`. group_size: weights per scale in int4. part: of the model; the rest is not read.
     """
     loaded = _read(source, parse_dtype(dtype), group_size, torch.device(device), part)
     kind = loaded.opening.kind
@@ -67,13 +67,13 @@ def load(
     return replace(loaded, weights=_map_weights(weights, place))
 
 
-def _read(source: str | Path | Any, kind: str, group: int, device: torch.device, part: ExpertsPart | None) -> LoadedModel:
+def _read(source: str | Path | Any, kind: str, group: int, device: torch.device, part: ModelPart | None) -> LoadedModel:
     """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
-    if part is not None and (is_config(source) or (path is not None and path.suffix == ".gguf")):
-        raise ValueError("experts are split from a Hugging Face folder, a checkpoint or a live model; give one of these")
+    if part is not None and is_config(source):
+        raise ValueError("a model without weights is not split: give a folder, a .gguf file, a checkpoint or a live model")
     if path is not None and path.suffix == ".gguf" and path.is_file():
-        return _gguf(path, kind, group, device)
+        return _gguf(path, kind, group, device, part)
     opening = Opening("stored" if kind == "auto" else kind, part=part)
     if is_config(source):
         return _blank(source, opening)
@@ -307,13 +307,14 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf(path: Path, kind: str, group: int, device: torch.device) -> LoadedModel:
+def _gguf(path: Path, kind: str, group: int, device: torch.device, part: ModelPart | None) -> LoadedModel:
     file = read_gguf(path)
     config = _gguf_config(path, file)
     opening = Opening("stored" if kind == "auto" else kind)
     if kind == "auto" and any(is_block(stored) for stored in file.tensors.values()):
         num_weights = sum(math.prod(stored.shape) for stored in file.tensors.values())
         opening = choose(num_weights, any(is_block4(stored) for stored in file.tensors.values()), device)
+    opening = opening._replace(part=part)
     keep = opening.kind in ("stored", "int4")
     wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)
     llama = file.metadata["general.architecture"] == "llama"

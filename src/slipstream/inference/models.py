@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.inference.config import ExpertsPart, Latent, Layer, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import Latent, Layer, ModelPart, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, FamilyRow, Keys, UnsupportedModel
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
 
@@ -206,6 +206,10 @@ def _all(w: Tensor) -> Tensor:
     return w
 
 
+def _rows(own: slice, num: int) -> Pick:
+    return _all if own == slice(0, num) else lambda w: w[own]
+
+
 class _Source(Protocol):
     """Returns weights by name and checks the shape, which the configuration determines."""
 
@@ -350,8 +354,8 @@ class _Reader:
     def row(self) -> FamilyRow:
         return FAMILIES[self.config.family]
 
-    def table(self, role: str, *shape: int) -> Tensor:
-        return self.source.tensor(f"{self.row.names[role]}.weight", *shape)
+    def table(self, role: str, *shape: int, pick: Pick = _all) -> Tensor:
+        return self.source.tensor(f"{self.row.names[role]}.weight", *shape, pick=pick)
 
     def norm(self, at: str, role: str, present: bool) -> dict[str, Tensor]:
         if not present:
@@ -371,11 +375,20 @@ class _Reader:
             found[f"{role}_bias"] = self.source.tensor(f"{name}.bias", stored, pick=pick)
         return found
 
+    def own(self, role: str, rows: int) -> Pick:
+        """Picks this process's rows of a matrix."""
+        if self.config.part.tp_size == 1:
+            return _all
+        if role not in ("q", "k", "v"):
+            return _rows(self.config.part.columns(rows), rows)
+        heads, dim = self.config.own_heads[role != "q"], self.config.head_dim
+        return _rows(slice(heads.start * dim, heads.stop * dim), rows)
+
     def _part(self, role: str, rows: int) -> tuple[int, Pick]:
-        """The rows of the stored matrix, and what picks those of a role."""
+        """The rows of the stored matrix, and what picks this process's rows of a role."""
         c, row = self.config, self.row
         kv, group, dim = c.num_kv_heads, c.num_heads // c.num_kv_heads, c.head_dim
-        stored, pick = rows, _all
+        stored, pick, own = rows, _all, self.own(role, rows)
         if role not in row.names and role in ("gate", "up"):
             stored, pick = 2 * rows, lambda w: w[:rows] if role == "gate" else w[rows:]
         elif role not in row.names:
@@ -387,9 +400,9 @@ class _Reader:
                 pick = lambda w: w[place.start * kv * dim : place.stop * kv * dim]  # noqa: E731
         ropes = [layer.rope for layer in c.layers if layer.rope is not None]
         if not row.interleaved or role not in ("q", "k") or not ropes:
-            return stored, pick
+            return stored, pick if own is _all else lambda w: own(pick(w))
         num = 2 * len(ropes[0].inv_freq)
-        return stored, lambda w: _halves(pick(w), dim, num)
+        return stored, lambda w: _halves(own(pick(w)), dim, num)
 
 
 def _halves(w: Tensor, head_dim: int, num: int) -> Tensor:
@@ -402,11 +415,11 @@ def _halves(w: Tensor, head_dim: int, num: int) -> Tensor:
 def _weights(config: TransformerConfig, source: _Source) -> DecoderWeights:
     c, hidden, read = config, config.hidden_size, _Reader(config, source)
     names = read.row.names
-    has_head = c.has_head and c.part.index == 0
+    has_head, own = c.has_head and c.part.has_head, _rows(c.part.columns(c.vocab_size), c.vocab_size)
     return DecoderWeights(
-        embed=read.table("embed", c.vocab_size, hidden),
-        head=source.tensor(head_name(c), c.vocab_size, hidden) if has_head and not c.tied else None,
-        head_bias=source.tensor(f"{names['head']}.bias", c.vocab_size) if has_head and c.head_bias else None,
+        embed=read.table("embed", c.vocab_size, hidden, pick=own),
+        head=source.tensor(head_name(c), c.vocab_size, hidden, pick=own) if has_head and not c.tied else None,
+        head_bias=source.tensor(f"{names['head']}.bias", c.vocab_size, pick=own) if has_head and c.head_bias else None,
         positions=read.table("positions", c.num_positions, hidden) if c.num_positions else None,
         token_types=read.table("token_types", c.num_token_types, hidden) if c.num_token_types else None,
         **{"final_norm": None, **read.norm("", "final_norm", c.final_norm), **read.norm("", "embed_norm", c.embed_norm)},
@@ -446,7 +459,7 @@ def _add_experts(weights: LayerWeights, read: _Reader, experts: RoutedExperts, a
         weights.router_bias = source.tensor(moe + "gate.e_score_correction_bias", experts.num)
     weights.experts = _expert_mlps(source, moe + "experts.", experts, hidden, c.part)
     if size := experts.shared_size:
-        own = c.part.columns(size, shared=True), c.part.columns(hidden, shared=True)
+        own = c.part.expert_columns(size, shared=True), c.part.expert_columns(hidden, shared=True)
         weights.shared = _expert(source, f"{moe}shared_expert{'' if experts.shared_gate else 's'}.", size, hidden, own)
         if experts.shared_gate:
             weights.shared_gate = source.tensor(moe + "shared_expert_gate.weight", 1, hidden)
@@ -504,10 +517,10 @@ def _expert(source: _Source, at: str, size: int, hidden: int, own: tuple[slice, 
     )
 
 
-def _expert_mlps(source: _Source, at: str, experts: RoutedExperts, hidden: int, part: ExpertsPart) -> list[Mlp]:
+def _expert_mlps(source: _Source, at: str, experts: RoutedExperts, hidden: int, part: ModelPart) -> list[Mlp]:
     """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and a dense MLP's names for each expert."""
     size, mine = experts.intermediate_size, part.experts(experts.num)
-    own = inner, out = part.columns(size), part.columns(hidden)
+    own = inner, out = part.expert_columns(size), part.expert_columns(hidden)
     if at + "gate_up_proj" not in source:
         names = "w1 w3 w2" if at + "0.w1.weight" in source else _DENSE
         return [_expert(source, f"{at}{e}.", size, hidden, own, names) for e in mine]

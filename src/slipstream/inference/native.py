@@ -80,7 +80,8 @@ class _LayerRecord(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size")),
+        *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size", "attended_size")),
+        *((name, _long) for name in ("first_attended", "first_hidden", "first_inner", "first_token", "num_tokens")),
         *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
         *((name, _int) for name in ("latent_rank", "q_latent_rank", "plain_dim", "value_dim", "qk_norm_whole")),
         *((name, _int) for name in ("cache_type", "embed_type", "activation", "centered", "residual", "plain", "both_ways")),
@@ -102,7 +103,7 @@ class _Batch(ctypes.Structure):
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
         *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
         ("low_size", _long),
-        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow")),
+        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "added")),
         *((name, _pointer) for name in ("codes", "scales", "totals", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
@@ -136,6 +137,7 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
     inner = max((max(experts.intermediate_size, experts.shared_size) for experts in routed), default=0)
     places = max((experts.top_k + 1 for experts in routed), default=1)  # of a row in the experts' lists
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    queries, keys = (own.stop - own.start for own in config.own_heads)
     latent = config.latent or NO_LATENT
     narrow = config.num_heads * max(latent.plain_dim + latent.rotary_dim, latent.value_dim)
     # Of one head at a time, codes are padded to whole groups.
@@ -147,7 +149,7 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
         "normed": (hidden, torch.float32),
         "low_q": (latent.q_rank, torch.float32),
         "narrow": (narrow, torch.float32),
-        "qkv": (heads + 2 * config.num_kv_heads * config.head_dim, torch.float32),
+        "qkv": ((queries + 2 * keys) * config.head_dim, torch.float32),
         "attended": (heads, torch.float32),
         "act": (config.intermediate_size, torch.float32),
         "codes": (places * widest, torch.int8),
@@ -199,7 +201,7 @@ class NativeDecoder:
     ) -> None:
         """`keeps`: whether keys and values outlive their layer; without, only `hidden` may be called. `expert_nbytes`: memory for
         experts, the others are on disk (`expert_store`); None: all are in memory. `ranks`: the processes that compute the parts of
-        the experts (`config.part`); creating it is collective then."""
+        the model (`config.part`); creating it is collective then."""
         reason = why_not(config)
         if reason is not None:
             raise ValueError(f"the native forward cannot run this model: {reason}")
@@ -208,7 +210,8 @@ class NativeDecoder:
         self.config, self.num_blocks, self.block_size, self.ranks = config, num_blocks, PANEL, ranks
         self.vocab_size, self.max_context = config.vocab_size if config.has_head else 0, config.max_context
         self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
-        shape = (len(config.layers) if keeps else 1, num_blocks, config.num_kv_heads, config.head_dim, PANEL)
+        self._num_heads, self._num_kv_heads = (heads.stop - heads.start for heads in config.own_heads)
+        shape = (len(config.layers) if keeps else 1, num_blocks, self._num_kv_heads, config.head_dim, PANEL)
         # Zeros: masked positions add 0 * value, so their values must be finite.
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
@@ -230,16 +233,29 @@ class NativeDecoder:
             self._layers = (_LayerRecord * len(layers))(*layers)
             self._model = self._decoder(weights, head.result())
         self._widths = _scratch_widths(config)
-        self._shared: dict[str, int] = {}
+        self._logits, self._shared = np.empty((0, self.vocab_size), np.float32), dict[str, int]()
         if ranks is not None:
-            self._shared = ranks.share(*(self._widths.pop(name)[0] for name in ("expert_act", "expert_out")))
+            self._shared = self._share(ranks)
         self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
         self._low = torch.empty(0)
-        self._rows, self._batch, self._logits = 0, _Batch(), np.empty((0, self.vocab_size), np.float32)
+        self._rows, self._batch = 0, _Batch()
         self._team = self._library.slipstream_team_new(self.threads)
         if not self._team:
             raise ValueError(f"cannot start {self.threads} threads; give between 1 and {MAX_THREADS}")
         self.close = weakref.finalize(self, self._library.slipstream_team_free, self._team)  # no forward may run after it
+
+    def _share(self, ranks: ServingRanks) -> dict[str, int]:
+        """Allocate the scratch memory that all processes fill."""
+        widths = {name: self._widths.pop(name)[0] for name in [*self._widths] if name.startswith("expert_")}
+        if "expert_out" in widths:  # two, taken in turn
+            ranks.record.turn_size, widths["expert_out"] = ranks.max_rows * widths["expert_out"], 2 * widths["expert_out"]
+        if self.config.part.tp_size == 1:
+            return ranks.share(widths)
+        cut = {name: self._widths.pop(name)[0] for name in ("attended", "act")}
+        shared = ranks.share(widths | cut | {"added": self.config.hidden_size, "logits": self.vocab_size})
+        logits = ctypes.cast(shared["logits"], ctypes.POINTER(_float))
+        self._logits = np.ctypeslib.as_array(logits, (ranks.max_rows, self.vocab_size))
+        return shared
 
     # -- the C structs --
 
@@ -257,8 +273,8 @@ class NativeDecoder:
         return self._packed([matrix], None if bias is None else [bias])
 
     def _head(self, weights: DecoderWeights) -> MatrixRecord:
-        """Empty without a head, and in processes of other parts, which compute no logits."""
-        if self.config.part.index or not self.config.has_head:
+        """Empty without a head, and in processes that compute no logits."""
+        if not (self.config.part.has_head and self.config.has_head):
             return MatrixRecord()
         return self._matrix(weights.embed if weights.head is None else weights.head, weights.head_bias)
 
@@ -373,10 +389,10 @@ class NativeDecoder:
         mine, num = part.experts(experts.num), experts.num + (weights.shared is not None)
         lists: list[Mlp | None] = [None] * num
         lists[mine.start : mine.stop] = weights.experts
-        inner, out = ([part.columns(size).start] * num for size in (experts.intermediate_size, hidden))
+        inner, out = ([part.expert_columns(size).start] * num for size in (experts.intermediate_size, hidden))
         if weights.shared is not None:
             lists[-1] = weights.shared
-            inner[-1], out[-1] = (part.columns(size, shared=True).start for size in (experts.shared_size, hidden))
+            inner[-1], out[-1] = (part.expert_columns(size, shared=True).start for size in (experts.shared_size, hidden))
         first, store = self._first_stored[index] - mine.start, self.store
         pairs = [
             (MatrixRecord(), MatrixRecord())
@@ -396,7 +412,7 @@ class NativeDecoder:
             top_groups=experts.top_groups,
             scale=experts.scale,
             bias=self._vector(weights.router_bias),
-            is_cut=part.tp_size > 1 or (weights.shared is not None and part.size > 1),
+            is_cut=part.moe_tp_size > 1 or (weights.shared is not None and part.size > 1),
             inner_size=experts.intermediate_size,
             shared_size=experts.shared_size,
             widest=max(experts.intermediate_size, experts.shared_size),
@@ -421,15 +437,22 @@ class NativeDecoder:
         return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
 
     def _decoder(self, weights: DecoderWeights, head: MatrixRecord) -> _Decoder:
-        config, latent = self.config, self.config.latent or NO_LATENT
+        config, part, latent = self.config, self.config.part, self.config.latent or NO_LATENT
         self._embed = embed = weights.embed.detach().contiguous()
+        heads, _ = config.own_heads
         return _Decoder(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             vocab_size=self.vocab_size,
+            attended_size=config.num_heads * config.head_dim,
+            first_attended=heads.start * config.head_dim,
+            first_hidden=part.columns(config.hidden_size).start,
+            first_inner=part.columns(config.intermediate_size).start,
+            first_token=part.columns(config.vocab_size).start,
+            num_tokens=len(embed),
             num_layers=len(config.layers),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
             head_dim=config.head_dim,
             latent_rank=latent.rank,
             q_latent_rank=latent.q_rank,
@@ -454,7 +477,7 @@ class NativeDecoder:
             embed=embed.data_ptr(),
             positions=None if weights.positions is None else self._vector(weights.positions[config.position_offset :]),
             token_types=self._vector(weights.token_types),
-            slopes=self._vector(torch.tensor(config.alibi)) if config.alibi else None,
+            slopes=self._vector(torch.tensor(config.alibi[heads])) if config.alibi else None,
             embed_norm=self._norm(weights, "embed_norm"),
             final_norm=self._norm(weights, "final_norm"),
             head=head,
@@ -560,7 +583,7 @@ class NativeDecoder:
             assert self.ranks is None or rows <= self.ranks.max_rows, "batches are within the token budget"
             scratch = {name: torch.empty(rows * width, dtype=dtype) for name, (width, dtype) in self._widths.items()}
             addresses = {name: part.data_ptr() for name, part in scratch.items()}
-            self._batch = _Batch(logits=self._logits.ctypes.data, **addresses, **self._shared)
+            self._batch = _Batch(**{"logits": self._logits.ctypes.data, **addresses, **self._shared})
             self._scratch, self._rows = scratch, rows
         if num_logits > len(self._logits):
             self._logits = np.empty((num_logits, self.vocab_size), np.float32)
@@ -653,14 +676,14 @@ class NativeDecoder:
             self._run(*numbers, adapters=self._adapters(batch))
         else:
             self._allocate(len(ids), len(logit_rows))  # an error after the others have begun would be final
-            with self.ranks.forward(batch.copies, numbers[:-1]):
+            with self.ranks.forward(batch.copies, (*numbers[:-1], logit_rows if self.config.part.tp_size > 1 else array("i"))):
                 self._run(*numbers)
         return self._logits[: len(logit_rows)]
 
     def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
-        """Compute this process's part of a forward of rank 0: `numbers` are `_NUMBERS` without the rows of logits."""
+        """Compute this process's part of a forward of rank 0: `numbers` are `_NUMBERS`."""
         self.copy(copies)
-        self._run(*numbers, array("i"))
+        self._run(*numbers)
 
     def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
         """Run one forward, with the values of `_NUMBERS`, types of tokens (None: all 0) and `_adapters`."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream.inference.config import ExpertsPart
+from slipstream.inference.config import ModelPart
 from slipstream.inference.runner import free_memory
 from slipstream.ops import cpu
 
@@ -30,7 +30,7 @@ class Opening(NamedTuple):
 
     kind: str  # of DTYPES, but not "auto"
     why: str = ""  # for the log; "" if it was requested
-    part: ExpertsPart | None = None  # of the experts, that this process opens; None: all
+    part: ModelPart | None = None  # that this process opens; None: all
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> str:

@@ -1,9 +1,10 @@
-"""The processes that compute one model's experts: rank 0 schedules, samples and answers, the others compute what it tells them.
+"""The processes that compute one model, or its experts: rank 0 schedules, samples and answers, the others compute what it says.
 
-Every process has the whole model but the experts (`config.ExpertsPart`) and the head (rank 0 only), and computes all else for the
-whole batch: inputs, and so routes, are the same bits everywhere. A column of an expert's product is computed by one process, in the
-order of one process, so results are those of one process, bit for bit. On one host the experts' outputs are in memory that all
-processes map, and an exchange is a barrier (ranks_meet of csrc/decoder.c); between hosts gloo adds them to zeros.
+`config.ModelPart` says which columns of which product a process computes: with `tp_size` of all, heads and their cache included;
+else of experts, and every process computes the rest for the whole batch. A column of a product is computed by one process, in the
+order of one process, from whole rows of inputs: results are those of one process, bit for bit, and nothing that is quantized in
+groups is cut. On one host the rows are in memory that all processes map, and an exchange is a barrier (ranks_meet of
+csrc/decoder.c), four in a dense layer; between hosts gloo adds them to zeros.
 
 Rank 0 sends each forward to the others before it computes its own part; to stop them, a text that says why, or is empty. A process
 that ends closes its connection: waits in a forward end, rank 0's engine fails, and it names the process to the others.
@@ -22,9 +23,10 @@ import socket
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import accumulate
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -33,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slipstream.inference.config import ExpertsPart
+from slipstream.inference.config import ModelPart
 from slipstream.inference.load import LoadedModel
 from slipstream.ops import cpu
 from slipstream.world.join import init_distributed
@@ -66,15 +68,18 @@ class RanksRecord(ctypes.Structure):
 class ServingRanks:
     """Creating it is collective over all processes of the job. `max_rows`: tokens of a forward."""
 
-    def __init__(self, ep_size: int, tp_size: int, *, max_rows: int) -> None:
+    def __init__(self, part: ModelPart, *, max_rows: int) -> None:
         init_distributed(verbose=False)
-        size = ep_size * tp_size
+        size = part.size
         world = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = f"ep_size ({part.ep_size}) x moe_tp_size ({part.moe_tp_size})"
+        if part.tp_size not in (1, size) or (part.tp_size > 1 and part.ep_size * part.moe_tp_size not in (1, size)):
+            raise ValueError(f"tp_size ({part.tp_size}) != {sizes}: all processes cut the model; give the same, or one of them")
         if world != size:
-            need = f"ep_size ({ep_size}) x moe_tp_size ({tp_size}) need {size} processes, and {world} run this"
+            need = f"{sizes if part.tp_size == 1 else f'tp_size ({size})'} need {size} processes, and {world} run this"
             raise ValueError(f"{need}: start them by slipstream run --nproc {size} SCRIPT")
         self.index, self.size, self.max_rows = dist.get_rank(), size, max_rows
-        self.part = ExpertsPart(index=self.index, ep_size=ep_size, tp_size=tp_size)
+        self.part = replace(part, index=self.index)
         self.record = RanksRecord(size=size, index=self.index)
         self.why = ""  # this engine cannot go on; "" if it can
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
@@ -102,7 +107,7 @@ class ServingRanks:
         told = ""
         try:
             loaded = read()
-            model = hashlib.sha256(repr(replace(loaded.config, part=ExpertsPart())).encode()).hexdigest()[:8]
+            model = hashlib.sha256(repr(replace(loaded.config, part=ModelPart())).encode()).hexdigest()[:8]
             told = f"model {model}, {loaded.opening.kind}, {loaded.dtype}, token_budget {self.max_rows}, instructions {cpu.isa()}"
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
@@ -113,20 +118,21 @@ class ServingRanks:
             raise ValueError(f"the ranks differ; open one model with one dtype and token_budget on like processors: {known}")
         return loaded
 
-    def share(self, inner: int, out: int) -> dict[str, int]:
-        """Allocate what all processes fill: `inner` and `out` elements for each row, `out` twice. Returns their addresses."""
+    def share(self, widths: Mapping[str, int]) -> dict[str, int]:
+        """Allocate what all processes fill: fp32 rows of these widths. Returns their addresses. Pages take memory when written."""
         counters = -(-self.size * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-        nbytes = counters + self.max_rows * 4 * (inner + 2 * out)
-        with os.fdopen(os.memfd_create("slipstream-experts", os.MFD_CLOEXEC), "r+b") as own:
+        sizes = [-(-self.max_rows * 4 * width // _LINE) * _LINE for width in widths.values()]
+        nbytes = counters + sum(sizes)
+        with os.fdopen(os.memfd_create("slipstream-ranks", os.MFD_CLOEXEC), "r+b") as own:
             own.truncate(nbytes)
             pid, number = self._peers[0].pid if self._one_host else os.getpid(), self.gather(own.fileno())
             with open(f"/proc/{pid}/fd/{number[0 if self._one_host else self.index]}", "r+b", buffering=0) as file:
                 self._mapping = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED)
             self.gather(None)  # all have opened it
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self.record.turn_size, self.record.exchange = self.max_rows * out, self._callback
+        self.record.exchange = self._callback
         self.record.arrived = address if self._one_host else None
-        return {"expert_act": address + counters, "expert_out": address + counters + self.max_rows * 4 * inner}
+        return dict(zip(widths, accumulate(sizes, initial=address + counters), strict=False))
 
     def _connect(self) -> list[Connection]:
         place = "127.0.0.1" if self._one_host else ""

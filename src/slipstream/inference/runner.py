@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16  # tokens; the native cache supports no other
 _SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free after the weights are loaded
-ON_NATIVE = "expert_cache_bytes, ep_size and moe_tp_size"
+ON_NATIVE = "expert_cache_bytes, tp_size, ep_size and moe_tp_size"
 _MAX_ON_CPU = 1 << 30  # bytes; other processes need host memory too
 _GENERIC_CONTEXT = 2048  # sizes the cache when the model's context is known only later; a single request may be longer
 
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
     max_context: int | None  # None: the model's
     threads: int | None = None  # of the native forward
     expert_nbytes: int | None = None  # memory for experts, see `expert_store`
-    ranks: ServingRanks | None = None  # the processes of the parts of the experts
+    ranks: ServingRanks | None = None  # the processes of the parts of the model
     num_blocks: int | None = None  # of the cache; None: as many as kv_cache_bytes hold
     spare_bytes: int | None = None  # memory that the cache leaves free; None: a share
     replicas: int = 1  # engines that take such a share of the same memory

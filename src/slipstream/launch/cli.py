@@ -36,6 +36,7 @@ _ELSEWHERE = {  # an option of vLLM or transformers -> ours
     "--enable-lora": "--lora-modules",
     "--quantization": "--dtype",
     "--max-new-tokens": "--max-tokens",
+    "--tensor-parallel-size": "--tp",
 }
 
 
@@ -308,6 +309,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--group-size", type=int, choices=(32, 64, 128), metavar="N", help="int4 weights per scale; default 32")
     add("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda if available")
     add("--threads", type=_positive, metavar="N", help="CPU threads, 1 to 64; default: torch's (OMP_NUM_THREADS)")
+    tp = "processes on this host that compute the model together, each with its threads and part of the memory; default 1"
+    add("--tp", type=_positive, dest="tp_size", metavar="N", help=tp)
     add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json, for a MODEL without one")
     add("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="size of the KV cache: 512M, 2G; default: as needed")
     add("--expert-cache-bytes", type=_bytes, metavar="SIZE", help="memory for experts, the others on disk: 4G; default: all")

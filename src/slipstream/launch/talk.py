@@ -12,12 +12,13 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.launch import cores
+from slipstream.launch.followers import following
 
 if TYPE_CHECKING:
     from slipstream.inference import Delta, InferenceEngine
@@ -33,7 +34,7 @@ _SAMPLING = (
 )
 _LOADING = (
     *("dtype", "group_size", "device", "threads", "tokenizer", "kv_cache_bytes", "expert_cache_bytes", "max_context"),
-    *("max_running", "max_waiting", "token_budget", "token_interval", "num_draft", "model_name"),
+    *("max_running", "max_waiting", "token_budget", "token_interval", "num_draft", "model_name", "tp_size"),
 )
 
 
@@ -201,6 +202,8 @@ def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
         if options.weights_socket is not None:
             stack.enter_context(handover.Receiver(engine, options.weights_socket))
         return engine.engine
+    if options.tp_size is not None:
+        raise ValueError("--tp cuts one model over processes, and --replicas starts several of it; leave out one of the two")
     if options.weights_socket is not None:
         raise ValueError("--weights-socket needs the engine in the server's process; leave --replicas out")
     from slipstream.inference import server
@@ -223,14 +226,23 @@ def _cores(options: argparse.Namespace) -> list[list[int]]:
     return [[cpu for core in cores.share(own, "all", options.replicas, index) for cpu in core] for index in range(options.replicas)]
 
 
-def _engine(options: argparse.Namespace) -> InferenceEngine:
-    """Load the model and print its description and the loading time."""
+@contextmanager
+def _engine(options: argparse.Namespace) -> Iterator[InferenceEngine]:
+    """Load the model, with `--tp` in other processes too, and print its description and the loading time."""
     import slipstream
 
     started = time.perf_counter()
-    engine = slipstream.init_inference(options.model, **_arguments(options))
-    _note(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s")
-    return engine
+    arguments = _arguments(options)
+    with (
+        following(os.fspath(options.model), arguments, options.tp_size or 1) as opened,
+        slipstream.init_inference(options.model, **arguments) as engine,
+    ):
+        opened()
+        if not engine.leads:  # started by a launcher; closing it waits for rank 0
+            engine.close()
+            sys.exit()
+        _note(f"{engine.description}; ready in {time.perf_counter() - started:.1f} s")
+        yield engine
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

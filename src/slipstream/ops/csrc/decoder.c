@@ -205,8 +205,7 @@ static int prepare(struct team *team, int64_t widest, int stages)
 static int64_t widest_of(const struct decoder *model)
 {
     int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
-    const int64_t attended = (int64_t)model->num_heads * model->head_dim;
-    widest = attended > widest ? attended : widest; /* a tile of queries is smaller */
+    widest = model->attended_size > widest ? model->attended_size : widest; /* a tile of queries is smaller */
     for (int i = 0; i < model->num_layers; ++i)
         if (model->layers[i].experts && model->layers[i].experts->widest > widest)
             widest = model->layers[i].experts->widest;

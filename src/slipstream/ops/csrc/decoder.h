@@ -45,8 +45,8 @@ struct expert_store {
     int32_t file, num_slots, num_loads, error; /* error: errno of a failed read */
 };
 
-/* The processes that compute a model's experts, each some columns of each product: a column is computed by one process, so results
- * are those of one process. inference/ranks.py fills it. */
+/* The processes that compute a model, or its experts, each some columns of each product: a column is computed by one process, so
+ * results are those of one process. inference/ranks.py fills it. */
 struct ranks {
     int32_t size, index;
     int32_t lost;      /* set by another thread: waits end, and the forward fails */
@@ -111,7 +111,10 @@ struct layer {
 
 struct decoder {
     int64_t hidden_size, intermediate_size, vocab_size;
-    int32_t num_layers, num_heads, num_kv_heads, head_dim;
+    int64_t attended_size; /* features of all heads, of all processes */
+    int64_t first_attended, first_hidden, first_inner, first_token; /* where the columns of this process begin */
+    int64_t num_tokens;    /* that it embeds, from first_token on */
+    int32_t num_layers, num_heads, num_kv_heads, head_dim; /* heads: of this process */
     int32_t latent_rank, q_latent_rank; /* features of the latents; 0: none. All heads have one key: rotated features, then these */
     int32_t plain_dim, value_dim; /* with latents: features of a query beside the rotated ones, and of a head's value */
     int32_t qk_norm_whole; /* the norms of q and k are over all heads together */
@@ -124,7 +127,7 @@ struct decoder {
     int32_t both_ways;  /* a row attends to its whole sequence, of which a batch has all rows */
     float latent_eps, norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
     float residual_scale, logit_scale; /* factors of what is added to the residual, and of logits; 0: none */
-    const void *embed; /* [vocab][hidden] */
+    const void *embed; /* [num_tokens][hidden] */
     const float *positions, *token_types; /* [max_context][hidden], [types][hidden], added to the embedding, or NULL */
     const float *slopes; /* [num_heads] ALiBi's: added to a score times the key's position less the query's, or NULL */
     struct norm embed_norm, final_norm;
@@ -161,6 +164,8 @@ struct batch {
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
     float *low_q, *narrow; /* with latents, [num_rows][...]: that of queries; queries before and mixtures after attention */
+    float *added;  /* [num_rows][hidden] what is added to x, if processes cut all matrices: they share it, attended, act and logits;
+                      NULL: every process computes whole rows of all but experts */
     int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is int8 or int4 */
     float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
     int32_t *totals;  /* [num_rows][widest / CODES]: a group's sum of codes */

@@ -307,7 +307,7 @@ TARGET static void attention(const struct decoder *model, const struct layer *la
         for (int i = 0; i < count; ++i) {
             const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
             queries.q[i] = batch->qkv + (row + r) * width + head * dim;
-            queries.to[i] = batch->attended + ((row + r) * model->num_heads + head) * dim;
+            queries.to[i] = batch->attended + (row + r) * model->attended_size + model->first_attended + head * dim;
             queries.own[i] = batch->start[sequence] + r;
             queries.last[i] = model->both_ways ? batch->start[sequence] + rows - 1 : queries.own[i];
             queries.first[i] = layer->window && queries.own[i] >= layer->window ? queries.own[i] - layer->window + 1 : 0;

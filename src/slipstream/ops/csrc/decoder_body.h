@@ -67,12 +67,40 @@ TARGET static void shrink(const struct product *jobs, int num_jobs, struct worke
     meet(worker);
 }
 
+/* A barrier of the threads of all processes; after it, every process has all rows of the lists. Between hosts, rows are added: what a
+ * process does not compute is 0 there. */
+TARGET static void meet_ranks(struct ranks *ranks, float *rows, int64_t count, struct worker *worker)
+{
+    if (worker->thread == 0 && ranks->arrived)
+        ranks_meet(ranks, &worker->ahead);
+    else if (worker->thread == 0 && !ranks->lost && ranks->exchange(rows, count))
+        ranks->lost = 1;
+    meet(worker);
+}
+
+/* A barrier, after which every process has whole rows of what they share: [rows][size], of which this process has computed `columns`
+ * from `first` on. */
+TARGET static void complete(const struct decoder *model, const struct batch *batch, float *rows, int64_t num_rows, int64_t size, int64_t first,
+                          int64_t columns, struct worker *worker)
+{
+    const int64_t last = first + columns, threads = team_size(worker->team);
+    if (batch->added && !model->ranks->arrived)
+        for (int64_t row = num_rows * worker->thread / threads; row < num_rows * (worker->thread + 1) / threads; ++row) {
+            memset(rows + row * size, 0, (size_t)first * sizeof(float));
+            memset(rows + row * size + last, 0, (size_t)(size - last) * sizeof(float));
+        }
+    meet(worker);
+    if (batch->added)
+        meet_ranks(model->ranks, rows, num_rows * size, worker);
+}
+
 /* x += W y, or x += norm(W y) after a barrier if the layer has a norm there; with RESIDUAL_AFTER, x = norm(x + W y). */
 TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
                             struct low_terms low, const struct norm *post_norm, struct worker *worker)
 {
-    const int apart = post_norm->weight && model->residual != RESIDUAL_AFTER;
-    struct product job = {.w = w, .x = y, .y = apart ? batch->normed : batch->x, .x_stride = size, .y_stride = model->hidden_size,
+    const int apart = batch->added || (post_norm->weight && model->residual != RESIDUAL_AFTER);
+    float *const to = batch->added ? batch->added : apart ? batch->normed : batch->x;
+    struct product job = {.w = w, .x = y, .y = to + model->first_hidden, .x_stride = size, .y_stride = model->hidden_size,
                           .num_rows = batch->num_rows, .epilogue = apart ? STORE : ADD, .scale = model->residual_scale, .low = low};
     if (wants(w)) {
         job.coded = code_rows(batch, y, size, wants(w), worker);
@@ -82,13 +110,18 @@ TARGET static void residual(const struct decoder *model, const struct batch *bat
     multiply(&job, 1, worker);
 }
 
-TARGET static void settle(const struct decoder *model, const struct batch *batch, const struct norm *post_norm, struct worker *worker)
+TARGET static void settle(const struct decoder *model, const struct batch *batch, const struct matrix *w, const struct norm *post_norm,
+                          struct worker *worker)
 {
-    meet(worker);
-    if (post_norm->weight && model->residual == RESIDUAL_AFTER)
-        norm_rows(model, batch->x, batch->x, post_norm, worker, 0);
+    const int64_t hidden = model->hidden_size;
+    const int apart = post_norm->weight && model->residual != RESIDUAL_AFTER;
+    complete(model, batch, batch->added, batch->num_rows, hidden, model->first_hidden, w->num_columns, worker);
+    if (batch->added && !apart)
+        add_row(batch->x + worker->from * hidden, batch->added + worker->from * hidden, (worker->until - worker->from) * hidden);
+    if (apart)
+        norm_rows(model, batch->x, batch->added ? batch->added : batch->normed, post_norm, worker, 1);
     else if (post_norm->weight)
-        norm_rows(model, batch->x, batch->normed, post_norm, worker, 1);
+        norm_rows(model, batch->x, batch->x, post_norm, worker, 0);
 }
 
 /* ---- experts ---- */
@@ -185,17 +218,6 @@ TARGET static void make_lists(const struct experts *experts, const struct routin
             routing->place[row * (top_k + 1) + i] = next[routing->chosen[row * top_k + i]]++;
         routing->place[row * (top_k + 1) + top_k] = next[experts->num] + row;
     }
-}
-
-/* A barrier of the threads of all processes; after it, every process has all rows of the lists. Between hosts, rows are added: what a
- * process does not compute is 0 there. */
-TARGET static void meet_ranks(struct ranks *ranks, float *rows, int64_t count, struct worker *worker)
-{
-    if (worker->thread == 0 && ranks->arrived)
-        ranks_meet(ranks, &worker->ahead);
-    else if (worker->thread == 0 && !ranks->lost && ranks->exchange(rows, count))
-        ranks->lost = 1;
-    meet(worker);
 }
 
 /* One product for each list: x and y have a row per place. Inputs are quantized first if the matrices are; `inner`: they are an
@@ -309,20 +331,31 @@ TARGET static void routed(const struct decoder *model, int layer, const struct b
 
 /* ---- the model ---- */
 
-/* This thread's rows of the embedding, with what is added to it. */
+/* This thread's rows of the embedding, with what is added to it. If matrices are cut, the process that has a token embeds it. */
 TARGET static void embed(const struct decoder *model, const struct batch *batch, struct worker *worker)
 {
     const int64_t hidden = model->hidden_size;
     for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
-        float *x = batch->x + row * hidden;
+        float *x = (batch->added ? batch->added : batch->x) + row * hidden;
+        const int64_t id = batch->ids[row] - model->first_token;
         while (row >= batch->first_row[sequence + 1])
             ++sequence;
-        embed_row(model, batch->ids[row], x);
+        if (batch->added && (id < 0 || id >= model->num_tokens)) {
+            if (!model->ranks->arrived)
+                memset(x, 0, (size_t)hidden * sizeof(float));
+            continue;
+        }
+        embed_row(model, id, x);
         if (model->token_types)
             add_row(x, model->token_types + (batch->types ? batch->types[row] : 0) * hidden, hidden);
         if (model->positions)
             add_row(x, model->positions + (batch->start[sequence] + row - batch->first_row[sequence]) * hidden, hidden);
         norm_row(model, x, x, &model->embed_norm, 0);
+    }
+    if (batch->added) {
+        complete(model, batch, batch->added, batch->num_rows, hidden, 0, hidden, worker);
+        memcpy(batch->x + worker->from * hidden, batch->added + worker->from * hidden,
+               (size_t)((worker->until - worker->from) * hidden) * sizeof(float));
     }
 }
 
@@ -397,6 +430,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
 {
     const int64_t hidden = model->hidden_size, dim = model->head_dim;
     const int64_t q_width = model->num_heads * dim, kv_width = model->num_kv_heads * dim, width = q_width + 2 * kv_width;
+    const int64_t inner = model->intermediate_size, attended = model->attended_size;
     struct worker self = {.team = team, .thread = thread, .scratch = scratch}, *const worker = &self;
     share(worker, batch->num_rows);
     embed(model, batch, worker);
@@ -405,10 +439,11 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         const struct matrix *const w[] = {&layer->q, &layer->k, &layer->v};
         float *const y[] = {batch->qkv, batch->qkv + q_width, batch->qkv + q_width + kv_width};
         struct product qkv[4];
-        struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act, .x_stride = hidden,
-                                .y_stride = model->intermediate_size, .num_rows = batch->num_rows,
+        struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act + model->first_inner,
+                                .x_stride = hidden, .y_stride = inner, .num_rows = batch->num_rows,
                                 .epilogue = model->plain ? ACTIVATED : GATED, .activation = model->activation,
                                 .low = low_of(batch, index, model->plain ? LOW_UP : LOW_GATE)};
+        const int64_t columns = layer->gate_up.num_columns / (model->plain ? 1 : 2);
         const int parallel = model->residual == RESIDUAL_PARALLEL, joined = parallel && !layer->mlp_norm.weight;
         norm_rows(model, batch->normed, batch->x, &layer->input_norm, worker, 0);
         const int of_keys = model->latent_rank ? wants(&layer->latent) : wants(w[1]) | wants(w[2]);
@@ -453,9 +488,9 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             meet(worker);
         }
         attention(model, layer, batch, worker);
-        meet(worker);
+        complete(model, batch, batch->attended, batch->num_rows, attended, model->first_attended, q_width, worker);
         const float *mixed = batch->attended;
-        int64_t mixed_width = q_width;
+        int64_t mixed_width = attended;
         if (model->latent_rank) {
             mixed = batch->narrow;
             mixed_width = model->num_heads * model->value_dim;
@@ -466,7 +501,9 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         residual(model, batch, &layer->out, mixed, mixed_width, low_of(batch, index, LOW_OUT), &layer->attn_post_norm, worker);
         if (!layer->experts)
             expect((const struct matrix *const[]){parallel ? &layer->down : &layer->gate_up}, 1, batch->num_rows, worker);
-        settle(model, batch, &layer->attn_post_norm, worker);
+        settle(model, batch, &layer->out, &layer->attn_post_norm, worker);
+        if (parallel && batch->added) /* here, so that all have read `added` */
+            complete(model, batch, batch->act, batch->num_rows, inner, model->first_inner, columns, worker);
         if (!parallel) {
             norm_rows(model, batch->normed, batch->x, &layer->mlp_norm, worker, 0);
             if (layer->experts) {
@@ -479,24 +516,25 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             shrink(&gated, 1, worker);
             multiply(&gated, 1, worker);
             expect((const struct matrix *const[]){&layer->down}, 1, batch->num_rows, worker);
-            meet(worker);
+            complete(model, batch, batch->act, batch->num_rows, inner, model->first_inner, columns, worker);
         }
-        residual(model, batch, &layer->down, batch->act, model->intermediate_size, low_of(batch, index, LOW_DOWN), &layer->mlp_post_norm,
-                 worker);
+        residual(model, batch, &layer->down, batch->act, inner, low_of(batch, index, LOW_DOWN), &layer->mlp_post_norm, worker);
         expect_next(model, index, batch, worker);
-        settle(model, batch, &layer->mlp_post_norm, worker);
+        settle(model, batch, &layer->down, &layer->mlp_post_norm, worker);
     }
     meet(worker);
     share(worker, batch->num_logits);
     for (int64_t i = worker->from; i < worker->until; ++i) {
         norm_row(model, batch->normed + i * hidden, batch->x + batch->logit_rows[i] * hidden, &model->final_norm, 0);
     }
-    struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits, .x_stride = hidden,
+    struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits + model->first_token, .x_stride = hidden,
                            .y_stride = model->vocab_size, .num_rows = batch->num_logits, .scale = model->logit_scale};
     head.coded = code_rows(batch, batch->normed, hidden, wants(head.w), worker);
     meet(worker);
     multiply(&head, 1, worker);
-    if (model->logit_softcap > 0.0f) {
+    if (batch->added)
+        complete(model, batch, batch->logits, batch->num_logits, model->vocab_size, model->first_token, model->head.num_columns, worker);
+    if (model->logit_softcap > 0.0f && !(batch->added && model->ranks->index)) {
         meet(worker);
         share(worker, batch->num_logits * model->vocab_size);
         for (int64_t i = worker->from; i < worker->until; ++i)

@@ -1,0 +1,240 @@
+"""A model whose products several processes cut: the bits of one process, its memory divided, one bad end for all."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slipstream
+from slipstream.compat.inference import init_inference as compat_init_inference
+from slipstream.inference import ranks
+from slipstream.inference.config import ModelPart
+from slipstream.inference.load import load
+from slipstream.inference.native import NativeDecoder
+from slipstream.inference.weights import leaves
+from slipstream.ops import build
+from slipstream.world.peers import meet
+from tests import tiny_chat
+from tests.dist.test_serving_experts import answers, write_mixtral
+from tests.failing import Nursery
+from tests.inference.twins import SIZES, tiny
+from tests.pool import distributed, single_threaded
+
+pytestmark = pytest.mark.skipif(build.load().kernels is None, reason="no native kernels")
+
+_OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1, "max_context": 64, "token_budget": 64, "max_running": 8}
+_GPT = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": SIZES,  # biases of queries, keys and values
+    "Gemma2": {**SIZES, "head_dim": 16},  # norms of outputs, soft caps
+    "GPT2": _GPT,  # transposed, learnt positions, tied
+    "GPTJ": {**_GPT, "rotary_dim": 8},  # parallel, one norm; a bias of the head
+    "GPTNeoX": SIZES,  # parallel, grouped queries, keys and values
+    "Bloom": {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4},  # ALiBi
+    "Falcon": {**SIZES, "alibi": False, "multi_query": True},  # one key and value, which all processes have
+    "Phi3": SIZES,  # one matrix of queries, keys and values
+    "Qwen2Moe": {
+        **SIZES,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+    },
+}
+
+
+def cache_nbytes(runner: NativeDecoder) -> int:
+    return runner.keys.nbytes + runner.values.nbytes
+
+
+def check(family: str, dtype: str, sizes: dict[str, Any], *, moe: dict[str, int] | None = None, **options: Any) -> None:
+    model, size = tiny(family, **sizes), dist.get_world_size()
+    options = {**_OPTIONS, **options}
+    with slipstream.init_inference(model, dtype=dtype, **options) as whole:
+        expected = answers(whole)
+    with slipstream.init_inference(model, dtype=dtype, tensor_parallel={"tp_size": size}, moe=moe, **options) as engine:
+        if engine.leads:
+            assert answers(engine) == expected, (family, dtype)
+            assert answers(engine) == expected, (family, dtype)
+
+
+@distributed(world_size=2)
+def test_two_processes_have_the_bits_of_one() -> None:
+    for family, dtype in {"Llama": "int4", "Gemma2": "fp32", "GPTNeoX": "int8", "Qwen2Moe": "bf16"}.items():
+        check(family, dtype, _FAMILIES.get(family, SIZES))
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_every_kind_has_the_bits_of_one_process() -> None:
+    for dtype in ("fp32", "bf16", "int8"):
+        check("Llama", dtype, SIZES)
+    for family, sizes in _FAMILIES.items():
+        check(family, "int8" if family == "Qwen2" else "fp32", sizes)
+    threads = torch.get_num_threads()
+    check("GPTNeoX", "bf16", SIZES, threads=2)
+    torch.set_num_threads(threads)
+    check("Llama", "fp32", {**SIZES, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3})  # 1 and 2 of 3
+    check("Qwen2Moe", "bf16", _FAMILIES["Qwen2Moe"], moe={"ep_size": 2})  # whole experts
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_more_processes_than_keys_and_values() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_LOOK_S", 0.0)  # also while the other thread is in the middle of a message
+        check("Llama", "int4", SIZES)
+        check("Qwen2Moe", "fp32", _FAMILIES["Qwen2Moe"], moe={"ep_size": 2, "tp_size": 2})
+
+
+@distributed(world_size=2)
+def test_between_hosts() -> None:
+    """Without shared memory: the other ranks' columns arrive by gloo."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "meet", lambda axis: [peer._replace(host=str(peer.rank)) for peer in meet(axis)])
+        check("Llama", "int8", SIZES)
+        check("GPTNeoX", "fp32", SIZES)
+        check("Gemma2", "fp32", _FAMILIES["Gemma2"])
+        check("Qwen2Moe", "bf16", _FAMILIES["Qwen2Moe"])
+
+
+@distributed(world_size=2)
+def test_the_cache_is_divided() -> None:
+    options: dict[str, Any] = {**_OPTIONS, "kv_cache_bytes": "1M", "max_running": 64}
+    with slipstream.init_inference(tiny("Llama", **SIZES), **options) as whole:
+        blocks, nbytes = whole.engine.runner.num_blocks, cache_nbytes(whole.engine.runner)
+    with slipstream.init_inference(tiny("Llama", **SIZES), mp_size=2, **options) as engine:
+        runner: Any = engine.engine.runner
+        assert (runner.num_blocks, cache_nbytes(runner)) == (min(2 * blocks, 256), nbytes * min(2 * blocks, 256) // (2 * blocks))
+
+
+@pytest.mark.parametrize(("family", "tied"), [("Llama", False), ("Llama", True), ("GPT2", True)])
+def test_parts_are_the_whole_and_divide_its_memory(family: str, tied: bool, tmp_path: Path) -> None:
+    gpt = {"vocab_size": 2048, "n_embd": 256, "n_layer": 2, "n_head": 8, "n_positions": 32}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    llama = {**SIZES, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 640, **heads}
+    model = tiny(family, **(gpt if family == "GPT2" else llama), tie_word_embeddings=tied).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    whole = dict(leaves(load(tmp_path).weights))
+    nbytes = sum(one.nbytes for one in whole.values())
+    for size, share in ((2, 0.55), (4, 0.30)):
+        parts = [dict(leaves(load(tmp_path, part=ModelPart(index=i, tp_size=size)).weights)) for i in range(size)]
+        for role, weight in whole.items():
+            pieces: Any = [part[role] for part in parts]
+            cut = pieces[0].shape != weight.shape
+            assert torch.equal(torch.cat(pieces) if cut else pieces[-1], weight), role
+        for part in parts:
+            assert sum(one.nbytes for one in part.values()) <= share * nbytes
+        kinds = [load(tmp_path, dtype="int4", part=ModelPart(index=i, tp_size=size)).weights.layers[0].out for i in range(size)]
+        own: Any = load(tmp_path, dtype="int4").weights.layers[0].out
+        assert all(torch.equal(torch.cat([kind[i] for kind in kinds]), own[i]) for i in range(3))
+
+
+def test_heads_of_processes() -> None:
+    def heads(size: int, num: int, kv: int) -> list[tuple[int, int, int, int]]:
+        parts = [ModelPart(index=i, tp_size=size).heads(num, kv) for i in range(size)]
+        return [(q.start, q.stop, k.start, k.stop) for q, k in parts]
+
+    assert heads(2, 9, 3) == [(0, 3, 0, 1), (3, 9, 1, 3)]
+    assert heads(4, 8, 2) == [(0, 2, 0, 1), (2, 4, 0, 1), (4, 6, 1, 2), (6, 8, 1, 2)]
+    assert heads(1, 7, 7) == [(0, 7, 0, 7)]
+    with pytest.raises(ValueError, match=r"tp_size is 5.*9 heads with 3 keys and values; it can be 2, 3, 9$"):
+        heads(5, 9, 3)
+
+
+@distributed(world_size=2)
+def test_a_module_of_deepspeeds_engine() -> None:
+    """All ranks call it with the same inputs, as in DeepSpeed: outputs and answers are the module's."""
+    for family, sizes in (("Llama", SIZES), ("GPT2", _GPT)):
+        model, ids = tiny(family, **sizes), torch.arange(1, 9)[None]
+        numel = sum(one.numel() for one in model.parameters())
+        with torch.no_grad():
+            expected = model(ids).logits, model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        engine = compat_init_inference(model, tensor_parallel={"tp_size": 2})
+        torch.testing.assert_close(engine(ids).logits, expected[0], rtol=1e-5, atol=1e-5)
+        assert engine.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).equal(expected[1])
+        assert sum(one.numel() for one in engine.module.parameters()) < 0.8 * numel
+    with pytest.raises(ValueError, match=r"tensor_parallel is 4, and 2 ranks run this: .*--nproc 4"):
+        compat_init_inference(tiny("Llama", **SIZES), mp_size=4)
+
+
+@distributed(world_size=2)
+def test_refusals(tmp_path: Path) -> None:
+    def refused(text: str, source: Any = None, **options: Any) -> None:
+        with pytest.raises(ValueError, match=text):
+            slipstream.init_inference(source or tiny("Llama", **SIZES), **{**_OPTIONS, **options})
+
+    refused(r"tp_size \(3\) need 3 processes, and 2 run this: start them by slipstream run --nproc 3", mp_size=3)
+    refused(r"tp_size \(2\) != ep_size \(4\) x moe_tp_size \(1\): all processes cut the model", tp_size=2, ep_size=4)
+    refused(
+        "tp_size 2 do not split products of 16 features",
+        source=tiny("Llama", **{**SIZES, "hidden_size": 16, "head_dim": 16}),
+        tp_size=2,
+    )
+    refused("do not split a model without experts", tp_size=2, ep_size=2)
+    refused(
+        "this olmo2 model is computed by one process: queries have a norm over all heads", source=tiny("Olmo2", **SIZES), tp_size=2
+    )
+    refused(
+        "need the native kernels: model_type 'gpt_bigcode' is not supported",
+        source=tiny("GPTBigCode", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32),
+        tp_size=2,
+    )
+    refused("the ranks differ", tp_size=2, dtype="int8" if dist.get_rank() else "bf16")
+
+
+def test_keys_of_deepspeed() -> None:
+    """Without processes: what asks for nothing is accepted, the rest is refused by name."""
+    model = tiny("Llama", **SIZES)
+    for options in ({"tp": {"enabled": False, "tp_size": 8}}, {"tensor_parallel": {"tp_size": 1}}, {"mp_size": 1}, {"tp": None}):
+        slipstream.init_inference(model, **options, **_OPTIONS).close()
+    for options, text in (
+        ({"tensor_parallel": {"tp_size": 2}}, r"tp_size \(2\) need 2 processes, and 1 run this"),
+        ({"mp_size": 2, "tp_size": 3}, "tp_size is given twice"),
+        ({"tp": {"tp_size": 1, "mpu": object()}}, "mpu=.* is not served: the ranks are those of the job"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            slipstream.init_inference(model, **options, **_OPTIONS)
+    with pytest.raises(TypeError, match="no argument 'tp_sizes'; did you mean tp_size"):
+        slipstream.init_inference(model, tp={"tp_sizes": 2})
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(tmp_path_factory.mktemp("ranks"))
+    yield nursery
+    assert not nursery.survivors()
+    nursery.close()
+
+
+def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path) -> None:
+    nursery.start("it", "serve_ranks", folder=str(write_mixtral(tmp_path)), bad=1, how="kill", split={"tp_size": 2})
+    outcome = nursery.end()["it"]
+    assert outcome.codes[0] == 1, outcome
+    assert "rank 1" in outcome.records[0]["text"] and "is gone" in outcome.records[0]["text"], outcome
+    assert outcome.late(0, 1) < 5.0, outcome
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """`slipstream generate --tp 2`, and the end of a process that never opens the model."""
+    folder, other = tiny_chat.write(tmp_path / "model"), tmp_path / "other"
+    command = [sys.executable, "-m", "slipstream", "generate", str(folder), "One river", "--max-tokens", "8", "--dtype", "fp32"]
+    environment = single_threaded(os.environ)
+
+    def run(*more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=120, env=environment | variables)
+
+    alone, both = run(), run("--tp", "2")
+    assert both.returncode == 0 and both.stdout == alone.stdout, both.stderr
+    assert "in each of 2 processes" in both.stderr
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1':\n    os._exit(3)\n")
+    lost = run("--tp", "2", PYTHONPATH=os.pathsep.join([str(other), environment.get("PYTHONPATH", "")]))
+    assert lost.returncode == 1 and "rank 1 ended with code 3 before the model was open" in lost.stderr, lost.stderr
