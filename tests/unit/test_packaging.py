@@ -44,19 +44,20 @@ def test_a_source_archive_makes_a_wheel_that_trains_without_a_compiler(tmp_path:
 
 
 def test_the_version_is_in_one_place() -> None:
-    """Of each distribution: its package's `__version__`. The alias names ours in its own."""
-    for file in (ROOT / "pyproject.toml", ROOT / "compat" / "deepspeed" / "pyproject.toml"):
-        project = tomllib.loads(file.read_text())
+    """Of each distribution: its package's `__version__`. The aliases name ours in their own."""
+    for folder, package in ((ROOT, "slipstream"), (ROOT / "compat" / "deepspeed", "deepspeed"), (ROOT / "compat" / "mii", "mii")):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
         assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
-        name = project["project"]["name"]
-        assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{name}.__version__"}
-    source = (ROOT / "compat" / "deepspeed" / "deepspeed" / "__init__.py").read_text()
-    (alias,) = (
-        ast.literal_eval(line.value)
-        for line in ast.parse(source).body
-        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__version__"
-    )
-    assert alias.partition("+slipstream.")[2] == slipstream.__version__
+        assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{package}.__version__"}
+        if package == "slipstream":
+            continue
+        source = (folder / package / "__init__.py").read_text()
+        (alias,) = (
+            ast.literal_eval(line.value)
+            for line in ast.parse(source).body
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "__version__"
+        )
+        assert alias.partition("+slipstream.")[2] == slipstream.__version__
     dates = re.findall(r"^## (\S+) - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert dates[0][0] == slipstream.__version__
 
