@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
-from slipstream.inference import init_inference
+from slipstream.inference import draft_model, init_inference
 from tests import toy
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
 from tests.pool import run
@@ -62,6 +63,53 @@ def test_sizes_are_checked_before_the_model_is_read() -> None:
         init_inference(Path("nowhere"), max_running=600, token_budget=512)
     with init_inference(tiny("Llama", **SIZES), device="cpu", max_running=600) as engine:
         assert engine.generate([1, 2], max_new_tokens=1).token_ids
+
+
+DRAWS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 1, "top_p": 0.9, "repetition_penalty": 1.2}]
+
+
+def told(draft: Any, **options: Any) -> tuple[list[Any], str, int, int]:
+    """What a Llama answers: one prompt after the other, greedily and not."""
+    with init_inference(tiny("Llama", **SIZES), device="cpu", threads=1, draft=draft, **options) as engine:
+        answers = [
+            (one.token_ids, one.logprobs)
+            for settings in DRAWS
+            for prompt in PROMPTS
+            for one in [engine.generate(prompt, max_new_tokens=20, logprobs=1, **settings)]
+        ]
+        stats = engine.engine.stats()
+        return answers, engine.description, stats.draft_tokens, stats.accepted_tokens
+
+
+def test_a_draft_model_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor log-probabilities: a row's logits do not depend on the others of its forward."""
+    monkeypatch.setattr(draft_model, "best_number", lambda likely, most, *_: most)
+    expected, description, proposed, _ = told(None)
+    assert "drafts" not in description and not proposed
+    same, description, proposed, accepted = told(tiny("Llama", **SIZES))
+    assert same == expected and "drafts by LlamaForCausalLM: native kernels, 1 threads" in description
+    assert proposed == accepted > 60
+    other, _, proposed, accepted = told(tiny("Qwen2", **SIZES | {"hidden_size": 32}), num_draft=3)
+    assert other == expected and accepted < proposed / 2
+
+
+def test_a_draft_model_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    def folder(name: str, words: list[str], **sizes: Any) -> Path:
+        tiny("Llama", **SIZES | sizes).save_pretrained(tmp_path / name)
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+        backend.save(str(tmp_path / name / "tokenizer.json"))
+        return tmp_path / name
+
+    model, other = folder("model", ["a", "b", "c"]), folder("other", ["a", "c", "b"])
+    padded = folder("padded", ["a", "b", "c", "d"], vocab_size=VOCAB + 64)
+    with pytest.raises(ValueError, match="token 1 is 'b' to the model and 'c' to the draft other; give one with the same vocab"):
+        init_inference(model, device="cpu", draft=other)
+    with init_inference(model, device="cpu", draft=padded) as engine:
+        assert engine.generate("a b", max_new_tokens=5).token_ids
+    with pytest.raises(ValueError, match=r"draft has 192 tokens, and the model 128; give one with the same vocabulary"):
+        init_inference(tiny("Llama", **SIZES), device="cpu", draft=padded)
+    with pytest.raises(ValueError, match="draft is a LlamaConfig, which has no weights"):
+        init_inference(model, device="cpu", draft=tiny("Llama", **SIZES).config)
 
 
 def test_a_gpu_that_is_not_there() -> None:

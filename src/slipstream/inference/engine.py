@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
 from slipstream.inference.core import Batch, Chunk, Finish, Request, RequestPhase, Runner, SamplingParams
+from slipstream.inference.draft_model import FEW, DraftModel
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import LogitsRow, Sampled, Sampler, SamplingError
 from slipstream.inference.scheduler import MAX_RUNNING, Scheduler, budget_of, receivers
@@ -167,6 +168,7 @@ class Engine:
         max_running: int = MAX_RUNNING,
         max_waiting: int = 1024,
         num_draft: int = 0,
+        draft: DraftModel | None = None,
         token_interval: float | None = None,
         prefix_caching: bool = True,
         split: bool = True,
@@ -180,6 +182,7 @@ class Engine:
     ) -> None:
         """Without a tokenizer, prompts are token ids and outputs have no text. The options not listed are the scheduler's.
 
+        draft      speculates; then num_draft, the tokens to look up in a request's own, is 0
         end_ids    the model's end tokens; the tokenizer's are added
         sampling   the model's recommended SamplingParams by field name, for callers that ask for them (`recommended`)
         expert_use the counts of `expert_store`, for `stats`
@@ -199,11 +202,10 @@ class Engine:
             num_draft=num_draft,
             token_interval=token_interval,
         )
-        self._sampler = Sampler(runner.vocab_size)
-        self._grammars_lock = threading.Lock()
+        self._sampler, self._drafter = Sampler(runner.vocab_size), draft
+        self._grammars_lock, self._process = threading.Lock(), os.getpid()
         # Guards the scheduler and all fields below. Reentrant: the garbage collector can call close() at any allocation.
         self._lock = threading.RLock()
-        self._process = os.getpid()
         self._work = threading.Condition(self._lock)  # notified when there is work or the state changes
         self._state, self._why = _EngineState.SERVING, ""  # the reason for DEAD
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
@@ -213,8 +215,7 @@ class Engine:
         self._unavailable = unavailable  # why it cannot serve; "" if it can
         self._pause = threading.Lock()  # one pause at a time
         self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
-        self._meters = Meters()
-        self._ids = itertools.count()
+        self._meters, self._ids = Meters(), itertools.count()
         self._thread: threading.Thread | None = None
         for name, folder in (adapters or {}).items():
             self.load_adapter(name, folder)
@@ -406,6 +407,8 @@ class Engine:
         """Raise AssertionError unless every block is accounted for. For tests; no step may be running."""
         with self._lock:
             self._scheduler.pool.check(request.blocks for request in self._scheduler.running)
+            if self._drafter is not None:
+                self._drafter.check()
 
     def prepare(self) -> None:
         """Build now what the first requests would wait for: the tokenizer's tables and the vocabulary of JSON schemas."""
@@ -485,6 +488,9 @@ class Engine:
         batch = self._schedule()
         if batch is None:
             return False
+        if self._drafter is not None:
+            batch = self._speculate(batch, self._drafter)
+            start = time.perf_counter()
         if self._compute(batch) is not None:
             self._compute_in_parts(batch)
         self._send_outputs()
@@ -528,6 +534,21 @@ class Engine:
             assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
         self._send_outputs()
         return batch
+
+    def _speculate(self, batch: Batch, drafter: DraftModel) -> Batch:
+        """Add what the draft model proposes. If it fails, all goes on without it."""
+        with self._lock:
+            wanted = self._scheduler.draftable(batch, FEW)
+        if not wanted:
+            return batch
+        try:
+            drafts = drafter.guess(wanted, self._scheduler.pace.seconds)
+        except Exception as error:  # any error of the model or device; the requests do not need it
+            logger.error("the draft model failed, and is not used any more: %s", _text(error), exc_info=True)
+            self._drafter = None
+            return batch
+        with self._lock:
+            return self._scheduler.add_drafts(batch, drafts)
 
     def _compute(self, batch: Batch) -> str | None:
         """Run the forward, sample and commit. Return None, or the error text; then no request has changed.
@@ -695,6 +716,8 @@ class Engine:
     def _forget(self, sequence: _Sequence, finish: Finish) -> None:
         del self._sequences[sequence.request]
         self._sampler.forget(sequence.request)
+        if self._drafter is not None:
+            self._drafter.forget(sequence.request)
         self._meters.finished[finish] += 1
         now = time.perf_counter()
         self._meters.whole.add(now - sequence.submitted)

@@ -27,6 +27,7 @@ from slipstream.inference import generic, num_bytes, outputs, precision, recomme
 from slipstream.inference.adapters import Opener, opener
 from slipstream.inference.config import ModelPart
 from slipstream.inference.core import Runner
+from slipstream.inference.draft_model import FEW, MOST, DraftModel
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
 from slipstream.inference.families import UnsupportedModel
@@ -139,6 +140,7 @@ def init_inference(
     token_budget: int | None = None,
     token_interval: float | None = None,
     num_draft: int | None = None,
+    draft: Any | None = None,
     prefix_caching: bool | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
     model_name: str | None = None,
@@ -155,8 +157,7 @@ def init_inference(
             quantized blocks is opened in bf16 or int8 if that fits easily (docs/SERVING.md has the rule).
         group_size: weights per scale with dtype int4: 32, 64 or 128 (32).
         device: default: CUDA if available.
-        threads: of the CPU, 1 to 64; sets torch's too, for the whole process. Default: torch's (OMP_NUM_THREADS), at most the cores
-            that the process may use.
+        threads: of the CPU, 1 to 64; sets torch's too, for the process. Default: torch's (OMP_NUM_THREADS), at most its cores.
         tokenizer: a folder or a `Tokenizer`, if the model does not bring its own.
         max_context: tokens of prompt and answer together; default: the model's.
         kv_cache_bytes: size of the KV cache, a number or "512M", "2G"; default: what `max_running` full contexts need,
@@ -167,9 +168,9 @@ def init_inference(
             engine answers, the others compute their part until it is closed. On CPUs with native kernels (docs/SERVING.md).
         max_running, max_waiting: sequences generated at once (64), and requests in the queue; further ones are rejected (1024).
         token_budget: tokens per forward (512, or max_running if that is more).
-        token_interval: seconds between the tokens of a running answer while prompts are computed: limits the prompt tokens of a
-            forward, by the durations of the last forwards. Default: only token_budget limits them.
-        num_draft: draft tokens per forward, from prompt lookup (0); the output is the same.
+        token_interval: seconds between the tokens of a running answer while prompts are computed, which are cut accordingly.
+        num_draft: draft tokens per forward: from prompt lookup (0), or at most so many from `draft` (8); the output is the same.
+        draft: a smaller model with the same vocabulary, in any form of `model`, to draft tokens on a CPU (docs/SERVING.md).
         prefix_caching: reuse the KV cache of common prompt prefixes (True).
         adapters: PEFT adapters by name: folders with adapter_config.json, as PEFT and `make finetune` write them. A request names
             one, or none; requests with different ones share a batch. On a CPU with native kernels only (docs/SERVING.md).
@@ -276,9 +277,8 @@ def _open_here(
     **loop: Any,
 ) -> InferenceEngine:
     """Load the model, choose the forward and start the loop. `replicas`: processes that do so with the same memory. `loop`: the
-    other arguments of `Engine`."""
-    name = model_name or (Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__)
-    source, kind = _source(model), precision.parse_dtype(dtype)
+    other arguments of `Engine`, and `draft`, a model."""
+    name, source, kind = model_name or _name(model), _source(model), precision.parse_dtype(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
     group = group_size or GROUP_SIZES[0]
@@ -299,8 +299,10 @@ def _open_here(
         vectors = EmbeddingEngine(forward, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
         description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
         return InferenceEngine(vectors, description, _EMBEDS, _module(source, served.kind, place, group))
+    runner = served.forward.runner
+    drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
     engine = Engine(
-        served.forward.runner,
+        runner,
         own_tokenizer,
         max_running=sizes.max_running,
         end_ids=served.ends,
@@ -311,9 +313,8 @@ def _open_here(
         open_adapter=served.open_adapter,
         **loop,
     )
-    runner = served.forward.runner
     sizes_text = f"cache of {runner.num_blocks * runner.block_size:,} tokens, context of {engine.max_context:,}"
-    description = f"{name}: {served.weights}, {served.forward.forward}, {sizes_text}"
+    description = f"{name}: {served.weights}, {served.forward.forward}, {sizes_text}{drafted}"
     if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
         ranks.start(runner.follow, engine.fail)
     return InferenceEngine(engine, description, served.target, _module(source, served.kind, place, group), ranks)
@@ -331,6 +332,45 @@ def _outputs(
     description = f"{name}: {weights}, outputs only{f', {packed} linear layers by kernels' if packed else ''}"
     engine: Any = outputs.OutputsEngine(name)
     return InferenceEngine(engine, description, _ONCE.replace("transformers' modules are", "it is"), lambda: module)
+
+
+def _name(model: Any) -> str:
+    return Path(model).name if isinstance(model, (str, os.PathLike)) else type(model).__name__
+
+
+def _add_draft(loop: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, place: torch.device, sizes: Sizes) -> str:
+    """Open the model that `loop` has as `draft`, if any. Returns words for the description."""
+    if (draft := loop.pop("draft", None)) is None:
+        return ""
+    opened = _draft(draft, vocab_size, tokenizer, place, sizes)
+    loop["draft"] = DraftModel(opened.runner, vocab_size, loop.pop("num_draft", MOST))
+    return f", drafts by {_name(draft)}: {opened.forward}"
+
+
+def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torch.device, sizes: Sizes) -> Opened:
+    """The forward of a draft model, in the precision of its weights. Raises ValueError unless its tokens are the model's."""
+    if place.type != "cpu" or sizes.ranks:
+        where = "experts are split over processes" if sizes.ranks else f"the model runs on {place}"
+        raise ValueError(f"draft needs a CPU and one process, and here {where}; leave it out")
+    source = _source(draft)
+    if is_config(source):
+        raise ValueError(f"draft is a {type(source).__name__}, which has no weights; give the model or its folder")
+    served = _serve(source, precision.parse_dtype(None), place, GROUP_SIZES[0], Sizes(None, FEW, None, sizes.threads))
+    if served.embeds:
+        raise ValueError(f"draft is {_name(draft)}, which embeds texts and generates none; give a small decoder")
+    own, size = _own_tokenizer(source, served.metadata), served.forward.runner.vocab_size
+    if own is None or tokenizer is None:  # only sizes are known; with tokenizers, they may differ by padding
+        if size != vocab_size:
+            raise ValueError(f"draft has {size:,} tokens, and the model {vocab_size:,}; give one with the same vocabulary")
+        return served.forward
+    tokens, theirs = ({number: text for text, number in one.backend.get_vocab().items()} for one in (tokenizer, own))
+    for number, text in tokens.items():
+        if theirs.get(number, text) != text:
+            raise ValueError(
+                f"token {number} is {text!r} to the model and {theirs[number]!r} to the draft {_name(draft)}; "
+                "give one with the same vocabulary"
+            )
+    return served.forward
 
 
 def _place(device: torch.device | str | None, threads: int | None, ranks: ServingRanks | None) -> tuple[torch.device, int | None]:

@@ -1,4 +1,4 @@
-"""Estimates how many tokens a forward can compute in a given time, from past forwards."""
+"""Estimates how many tokens a forward can compute in a given time, and how long one takes, from past forwards."""
 
 from __future__ import annotations
 
@@ -29,3 +29,9 @@ class Pace:
             if more > tokens:
                 tokens, elapsed = more, longest
         return int(tokens * seconds / elapsed) if elapsed else 0
+
+    def seconds(self, tokens: int) -> float:
+        """The usual time of a forward of `tokens`, from the nearest known bucket that is not above theirs; 0 if there is none."""
+        known = [bits for bits in self._recent if bits <= tokens.bit_length()]
+        times = sorted(seconds for seconds, _ in self._recent[max(known)]) if known else [0.0]
+        return times[len(times) // 2]

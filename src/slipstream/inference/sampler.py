@@ -187,24 +187,31 @@ class Sampler:
         arrays = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
         return [_with_logprobs(raw, token, num, self._weights) for raw, token in zip(arrays, tokens, strict=True)]
 
+    def tokens(self, logits: Floats, rows: Sequence[LogitsRow]) -> list[int]:
+        """The token of each row, or -1 if none can be sampled."""
+        return [self._token(raw, row) for raw, row in zip(logits, rows, strict=True)]
+
     def _sample(self, raw: Floats, row: LogitsRow) -> Sampled | None:
         """None if no token can be sampled."""
+        token, num = self._token(raw, row), row.request.params.logprobs
+        if token < 0:
+            return None
+        return Sampled(token) if num is None else _with_logprobs(raw, token, num, self._weights)
+
+    def _token(self, raw: Floats, row: LogitsRow) -> int:
+        """-1 if no token can be sampled."""
         params = row.request.params
         logits = self._edited(raw, row) if _is_edited(row) else raw
         if params.temperature > 0 and self._kernel is not None:
-            token = self._kernel(np.ascontiguousarray(logits), params, uniform(row.request.seed, _number(row)))
-            if token < 0:
-                return None
-        elif not math.isfinite(logits[token := int(logits.argmax())]):
-            return None
-        elif params.temperature > 0:
+            return self._kernel(np.ascontiguousarray(logits), params, uniform(row.request.seed, _number(row)))
+        if not math.isfinite(logits[token := int(logits.argmax())]):
+            return -1
+        if params.temperature > 0:
             weights = _exp(logits, token, params.temperature, self._weights)
             ids = _filtered(weights, params)
             u = uniform(row.request.seed, _number(row))
             token = _draw(weights, u) if ids is None else int(ids[_draw(weights[ids], u)])
-        if params.logprobs is None:
-            return Sampled(token)
-        return _with_logprobs(raw, token, params.logprobs, self._weights)
+        return token
 
     def _edited(self, raw: Floats, row: LogitsRow) -> Floats:
         """A copy with penalties, bias and forbidden tokens, valid until the next call."""

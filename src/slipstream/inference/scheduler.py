@@ -253,6 +253,23 @@ class Scheduler:
                 self._preempt(chunk.request)
         return tuple(chunk for chunk in batch.chunks if chunk.request.phase is RequestPhase.RUNNING)
 
+    def draftable(self, batch: Batch, few: int) -> dict[Request, int]:
+        """The requests of a batch to which `add_drafts` may add tokens, and how many at most. None unless all of the batch
+        generate, and they are at most `few`."""
+        if len(batch.chunks) > few or not all(_generates(chunk) for chunk in batch.chunks):
+            return {}
+        left = self.token_budget - batch.num_tokens
+        return {chunk.request: room for chunk in batch.chunks if (room := min(left, self._room(chunk))) > 0}
+
+    def add_drafts(self, batch: Batch, drafts: Mapping[Request, tuple[int, ...]]) -> Batch:
+        """The batch with these draft tokens, as far as budget and free blocks allow."""
+        plan = _Plan(self.token_budget - batch.num_tokens, list(batch.chunks), list(batch.copies))
+        for index, chunk in enumerate(batch.chunks):
+            draft = drafts.get(chunk.request, ())[: max(0, min(plan.budget, self._room(chunk)))]
+            if draft:
+                self._draft(plan, index, draft)
+        return Batch(tuple(plan.chunks), tuple(plan.copies))
+
     # ---- the parts of a batch, in the order of `schedule`
 
     def _budget(self) -> int:
@@ -372,18 +389,25 @@ class Scheduler:
     def _add_drafts(self, plan: _Plan) -> None:
         """Spend the remaining budget and free blocks on draft tokens for the generations."""
         for index, chunk in enumerate(plan.chunks if self.num_draft else ()):
-            request, entry = chunk.request, self._entries[chunk.request]
-            generates = request.num_generated > 0 and chunk.samples and chunk.stop - chunk.start == 1
-            if not generates or request.params.constrained:
-                continue
-            left = min(request.params.max_tokens - request.num_generated, self.max_context - len(request.tokens))
-            num = min(entry.num_draft, left - 1, plan.budget, self._capacity(request) - 1)
+            entry = self._entries[chunk.request]
+            num = min(entry.num_draft, plan.budget, self._room(chunk))
             if num > 0:
                 entry.lookup = entry.lookup or Lookup()
-                draft = entry.lookup.guess(request.tokens, num)
-                plan.copies += self.pool.reserve(request.blocks, chunk.stop, chunk.stop + len(draft))
-                plan.chunks[index] = chunk._replace(draft=draft)
-                plan.budget -= len(draft)
+                self._draft(plan, index, entry.lookup.guess(chunk.request.tokens, num))
+
+    def _room(self, chunk: Chunk) -> int:
+        """How many draft tokens a chunk can take, apart from the budget."""
+        request = chunk.request
+        if not _generates(chunk) or request.params.constrained:
+            return 0
+        left = min(request.params.max_tokens - request.num_generated, self.max_context - len(request.tokens))
+        return min(left, self._capacity(request)) - 1
+
+    def _draft(self, plan: _Plan, index: int, draft: tuple[int, ...]) -> None:
+        chunk = plan.chunks[index]
+        plan.copies += self.pool.reserve(chunk.request.blocks, chunk.stop, chunk.stop + len(draft))
+        plan.chunks[index] = chunk._replace(draft=draft)
+        plan.budget -= len(draft)
 
     # ---- operations on one request
 
@@ -479,6 +503,11 @@ class _Plan:
 def _pending(request: Request) -> int:
     """Known tokens that are not computed yet. 1: it generates, or is about to."""
     return len(request.tokens) - request.num_computed
+
+
+def _generates(chunk: Chunk) -> bool:
+    """Whether it is the one token of a request that has generated before."""
+    return chunk.request.num_generated > 0 and chunk.samples and chunk.stop - chunk.start == 1
 
 
 def _pending_siblings(request: Request) -> tuple[Request, ...]:

@@ -32,7 +32,9 @@ _ELSEWHERE = {  # an option of vLLM or transformers -> ours
     "--served-model-name": "--model-name",
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--gpu-memory-utilization": "--kv-cache-bytes",
-    "--speculative-config": "--num-draft",
+    "--speculative-config": "--draft",
+    "--speculative-model": "--draft",
+    "--model-draft": "--draft",
     "--enable-lora": "--lora-modules",
     "--quantization": "--dtype",
     "--max-new-tokens": "--max-tokens",
@@ -319,7 +321,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--max-waiting", type=_positive, metavar="N", help="maximum number of queued requests; default 1024")
     add("--token-budget", type=_positive, metavar="N", help="maximum tokens per forward; default 512")
     add("--token-interval", type=_above_zero, metavar="SECONDS", help="target time between tokens while prompts are computed")
-    add("--num-draft", type=_count, metavar="N", help="tokens to speculate by prompt lookup; default 0")
+    add("--num-draft", type=_count, metavar="N", help="tokens to speculate by prompt lookup (default 0) or --draft (8)")
+    add("--draft", type=_model, metavar="MODEL", help="a smaller model with the same vocabulary, to speculate; on CPUs")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

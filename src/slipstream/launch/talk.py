@@ -34,7 +34,7 @@ _SAMPLING = (
 )
 _LOADING = (
     *("dtype", "group_size", "device", "threads", "tokenizer", "kv_cache_bytes", "expert_cache_bytes", "max_context"),
-    *("max_running", "max_waiting", "token_budget", "token_interval", "num_draft", "model_name", "tp_size"),
+    *("max_running", "max_waiting", "token_budget", "token_interval", "num_draft", "draft", "model_name", "tp_size"),
 )
 
 

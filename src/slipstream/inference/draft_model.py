@@ -1,0 +1,165 @@
+"""Speculative decoding by a smaller model (Leviathan et al. 2023, arXiv 2211.17192): it proposes the next tokens, one by one.
+
+It has a cache of its own, in which a *twin* of each request holds the request's tokens and then the proposed ones. What the model
+rejects is taken back: the twin's next tokens are computed over them. A proposed token is drawn as the model draws the token of that
+position, with the same settings and the same random number, so that both choose the same where they judge alike.
+
+[Note: How many tokens] A forward of the model with k proposed tokens gives 1 + a + a^2 + ... + a^k tokens, a: the share of
+proposals that came true lately. It costs what a forward of k + 1 tokens takes, and k forwards of the small model; both are
+measured. The k of the best rate is proposed, which is 0 if proposals do not pay. Every PROBE tokens, PROBES are proposed all the
+same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from slipstream.inference.blocks import BlockPool
+from slipstream.inference.core import Batch, Chunk, Request, Runner, SamplingParams
+from slipstream.inference.sampler import Floats, LogitsRow, Sampler
+
+MOST = 8  # tokens proposed at once, by default
+FEW = 4  # requests that get proposals: with more, forwards of the model are limited by arithmetic
+CATCH_UP = 512  # tokens of a forward of the small model: a long prompt takes several, each beside one of the model
+PROBE, PROBES = 32, 2
+RECENT = 0.1  # the weight of the last proposal, or duration
+
+
+@dataclass(slots=True, eq=False)
+class _Twin:
+    request: Request  # its tokens and blocks in the small model's cache
+    known: int  # of its tokens are the model's, the others proposed
+    published: int  # positions that the prefix cache has
+    likely: float  # the share of proposals that came true lately
+    proposed: tuple[int, ...] = ()  # after the known tokens
+    waited: int = 0  # tokens since the last proposal
+
+
+class DraftModel:
+    """Proposes tokens. Only the engine's thread calls it."""
+
+    def __init__(self, runner: Runner, vocab_size: int, most: int = MOST) -> None:
+        """`vocab_size`: of the model. The small model's logits may be padded to another size."""
+        self._runner, self._vocab_size, self._most = runner, vocab_size, most
+        self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._sampler = Sampler(vocab_size)
+        self._twins: dict[Request, _Twin] = {}  # by the model's request; those used last come last
+        self._likely = 0.7  # of requests so far
+        self._step = 0.0  # seconds of a forward of one token per request lately; 0: none yet
+
+    def guess(self, wanted: Mapping[Request, int], seconds: Callable[[int], float]) -> dict[Request, tuple[int, ...]]:
+        """Tokens that may follow each request's, at most as many as wanted. `seconds`: what a forward of the model with so many
+        tokens takes; 0 if that is not known."""
+        numbers: dict[Request, int] = {}
+        for request, most in wanted.items():
+            twin = self._twins[request] = self._twins.pop(request, None) or self._begin(request)
+            _follow(twin, request)
+            most = min(most, self._most, self._runner.max_context - len(request.tokens))
+            number = best_number(twin.likely, most, len(wanted), seconds, self._step)
+            if number == 0 and twin.waited >= PROBE:
+                number = min(PROBES, most)
+            if number > 0:
+                numbers[request], twin.waited = number, 0
+        drafts: dict[Request, tuple[int, ...]] = dict.fromkeys(numbers, ())
+        going = list(numbers)
+        while going:
+            start, is_step = time.perf_counter(), any(drafts.values())
+            tokens = self._compute(going, drafts)
+            if is_step and tokens:
+                self._step += (time.perf_counter() - start - self._step) * (RECENT if self._step else 1.0)
+            going = []
+            for request, token in tokens.items():
+                drafts[request] += (token,)
+                if len(drafts[request]) < numbers[request] and token not in request.end_ids:
+                    self._twins[request].request.tokens.append(token)
+                    going.append(request)
+        for request, draft in drafts.items():
+            self._twins[request].proposed = draft
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """Free the state of a request."""
+        self._sampler.forget(request)
+        if (twin := self._twins.pop(request, None)) is not None:
+            self._likely += RECENT * (twin.likely - self._likely)
+            self._pool.free(twin.request.blocks)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is accounted for. For tests."""
+        self._pool.check(twin.request.blocks for twin in self._twins.values())
+
+    def _begin(self, request: Request) -> _Twin:
+        own = Request(id=f"{request.id}, drafted", tokens=list(request.tokens), params=SamplingParams(), salt=request.salt)
+        own.num_prompt = request.num_prompt
+        own.blocks = self._pool.fork(self._pool.match(own.tokens, own.salt))
+        own.num_computed = len(own.blocks) * self._pool.block_size
+        return _Twin(own, known=len(own.tokens), published=own.num_computed, likely=self._likely)
+
+    def _compute(self, requests: Iterable[Request], drafts: Mapping[Request, tuple[int, ...]]) -> dict[Request, int]:
+        """Compute the twins' tokens that are not computed yet, CATCH_UP at most. Returns the next token of those that now are."""
+        left, copies = CATCH_UP, list[tuple[int, int]]()
+        chunks: dict[Request, Chunk] = {}
+        for request in requests:
+            own = self._twins[request].request
+            start, num = own.num_computed, min(len(own.tokens) - own.num_computed, left)
+            if num and self._make_room(own, start + num, drafts):
+                copies += self._pool.reserve(own.blocks, start, start + num)
+                chunks[request] = Chunk(own, start, start + num)
+                left -= num
+        if not chunks:
+            return {}
+        logits = self._fitted(self._runner.forward(Batch(tuple(chunks.values()), tuple(copies))))
+        for request, chunk in chunks.items():
+            twin, own = self._twins[request], chunk.request
+            own.num_computed, known = chunk.stop, min(chunk.stop, twin.known)
+            self._pool.publish(own.blocks, own.tokens, twin.published, known, own.salt)
+            twin.published = known
+        rows = [LogitsRow(request, drafts[request]) for request, chunk in chunks.items() if chunk.samples]
+        return {row.request: token for row, token in zip(rows, self._sampler.tokens(logits, rows), strict=True) if token >= 0}
+
+    def _make_room(self, own: Request, stop: int, kept: Mapping[Request, object]) -> bool:
+        """Forget requests that are not kept, the least recently used first, until positions up to `stop` have blocks."""
+        others = iter([request for request in self._twins if request not in kept])
+        while self._pool.num_lacking(own.blocks, own.num_computed, stop) > self._pool.num_free:
+            if (other := next(others, None)) is None:
+                return False
+            self.forget(other)
+        return True
+
+    def _fitted(self, logits: object) -> Floats:
+        """With as many columns as the model has tokens: a token that the small model lacks is never proposed."""
+        assert isinstance(logits, (Tensor, np.ndarray)), "what a runner returns"
+        array: Floats = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
+        if array.shape[1] >= self._vocab_size:
+            return np.ascontiguousarray(array[:, : self._vocab_size])
+        return np.pad(array, ((0, 0), (0, self._vocab_size - array.shape[1])), constant_values=-np.inf)
+
+
+def _follow(twin: _Twin, request: Request) -> None:
+    """Replace what was proposed by what the model has generated since, and learn how much of it came true."""
+    new, right = request.tokens[twin.known :], 0
+    while right < min(len(new), len(twin.proposed)) and new[right] == twin.proposed[right]:
+        right += 1
+    for index in range(min(right + 1, len(new), len(twin.proposed))):  # up to the first that is wrong
+        twin.likely += RECENT * ((index < right) - twin.likely)
+    twin.request.tokens[twin.known :] = new
+    twin.request.num_computed = min(twin.request.num_computed, twin.known + right)
+    twin.known, twin.proposed, twin.waited = len(request.tokens), (), twin.waited + len(new)
+
+
+def best_number(likely: float, most: int, num_requests: int, seconds: Callable[[int], float], step: float) -> int:
+    """How many tokens to propose for each request: [Note: How many tokens]. `step`: seconds of a forward of the small model."""
+    alone = seconds(num_requests)
+    if not alone:
+        return 0  # first, a forward without proposals is measured
+    best, rate, tokens = 0, 1 / alone, 1.0
+    for number in range(1, most + 1):
+        tokens += likely**number
+        if (one := tokens / (seconds(num_requests * (number + 1)) + number * step)) > rate:
+            best, rate = number, one
+    return best
