@@ -4,12 +4,13 @@ First ours over torch's fused AdamW (with the passes that bf16 gradients and wei
 from memory; then the cost of a call on 64 elements; then each family on every vector instruction set of this machine. There the
 optimizers, the sum over ranks and quantization work on arrays that stay in second-level cache, limited by arithmetic, and on
 arrays that do not ("from memory"). The decoder is a Llama of 88 million random weights: one sequence, limited by reading the
-weights, sixteen, and a prompt.
+weights, sixteen, and a prompt. Last, sampling the rows of a forward, on one thread and on all.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.quantize import quantize
+from slipstream.inference.sampler import LogitsRow, Sampler
 from slipstream.inference.weights import DecoderWeights
 from slipstream.ops import cpu, onebit
 from slipstream.ops.rows import RowForm, dequantize_rows, quantize_rows
@@ -51,6 +53,16 @@ LLAMA: dict[str, Any] = {
 }
 PROMPT, TOGETHER = 256, 16  # tokens; sequences
 TURN = 0.01  # seconds of a turn, at least
+VOCABULARY, ROWS = 151_936, 64  # of Qwen; sequences that run by default
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "top-p 0.9": {"top_p": 0.9},
+    "no filter": {},
+    "top-k 50": {"top_k": 50},
+    "min-p 0.05": {"min_p": 0.05},
+    "top-p 0.9 and a repetition penalty": {"top_p": 0.9, "repetition_penalty": 1.1},
+    "top-p 0.9 at temperature 2.5": {"top_p": 0.9, "temperature": 2.5},
+    "greedy": {"temperature": 0.0},
+}
 
 
 class Case(NamedTuple):
@@ -232,6 +244,35 @@ def call_costs() -> str:
     return table(["call on 64 elements", "us"], rows)
 
 
+def sampling(rounds: int) -> list[str]:
+    """Milliseconds to sample ROWS rows, whose 50 likeliest tokens have most of the probability, with one thread and all cores."""
+    logits, cores = torch.randn(ROWS, VOCABULARY) * 2, len(os.sched_getaffinity(0))
+    for row in logits:
+        row[torch.randint(VOCABULARY, (50,))] += torch.linspace(6, 14, 50)
+    rows, judged = [], []
+    for name, params in SAMPLINGS.items():
+        asked = [
+            LogitsRow(Request(id=str(i), tokens=list(range(200)), params=SamplingParams(**params), seed=i)) for i in range(ROWS)
+        ]
+        times: dict[int, list[float]] = {}
+        samplers = {}
+        for threads in sorted({1, cores}):
+            torch.set_num_threads(threads)
+            samplers[threads] = Sampler(VOCABULARY)
+        for turn in range(rounds + 1):
+            for threads, sampler in samplers.items():
+                took = 1e3 * seconds(partial(sampler.sample, logits, asked), 1)
+                if turn:
+                    times.setdefault(threads, []).append(took)
+        spreads = [Spread.of(each) for each in times.values()]
+        rows.append([name, *(spread.show(2) for spread in spreads), Spread.ratio(times[1], times[cores]).show(2)])
+        if name == "top-p 0.9" and cores == 2:
+            judged.append(verdict(f"{ROWS} rows, {name}, 2 cores, ms", spreads[-1].median, 6, at_least=False))
+    torch.set_num_threads(1)
+    head = [f"sampling of {ROWS} rows of {VOCABULARY:,} logits, ms", *(f"threads: {num}" for num in times), "gain"]
+    return [table(head, rows), *([verdicts(judged)] if judged else [])]
+
+
 # -- every instruction set --
 
 
@@ -288,6 +329,7 @@ def run(options: Options) -> str:
                 over_peers((4 if options.quick else 64) << 20, rounds),
                 *over_adamw((4 if options.quick else 16) << 20, rounds),
                 call_costs(),
+                *sampling(rounds),
             ]
         return "\n\n".join((*text, *over_avx2(options, rounds)))
     finally:

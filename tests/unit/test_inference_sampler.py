@@ -160,18 +160,29 @@ def test_top_p_keeps_the_first_of_equal_ones_and_top_k_all() -> None:
     assert filtered_ids(logits, top_p=1e-9) == [50]
 
 
+def edited(sampler: Sampler, logits: module.Floats, row: LogitsRow) -> module.Floats:
+    """A copy with penalties and bias; undoing them must give the logits again."""
+    copy = logits.copy()
+    before = sampler._edit(copy, row)
+    result = copy.copy()
+    for tokens, values in reversed(before):
+        copy[tokens] = values
+    assert np.array_equal(copy, logits)
+    return result
+
+
 def test_penalties_are_those_of_transformers_and_openai() -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     req = request(output=(3, 5, 5), repetition_penalty=1.4)
     sampler = Sampler(VOCAB)
-    actual = sampler._edited(logits[0].numpy(), LogitsRow(req, draft=(8,)))
+    actual = edited(sampler, logits[0].numpy(), LogitsRow(req, draft=(8,)))
     reference = processors.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([[*req.tokens, 8]]), logits.clone())
     assert torch.equal(torch.from_numpy(actual), reference[0])
     req = request(output=(3, 5, 5), presence_penalty=0.5, frequency_penalty=0.25, logit_bias={6: -100.0})
     expected = logits[0].clone()
     expected[[3, 5, 1, 6]] -= torch.tensor([0.5 + 0.25, 0.5 + 3 * 0.25, 0.5 + 0.25, 100.0])
-    actual = sampler._edited(logits[0].numpy(), LogitsRow(req, (5, 1)))
+    actual = edited(sampler, logits[0].numpy(), LogitsRow(req, (5, 1)))
     torch.testing.assert_close(torch.from_numpy(actual), expected)
 
 
@@ -186,7 +197,7 @@ def test_what_is_kept_for_penalties_is_what_would_be_counted_anew(penalties: dic
         req.tokens += random.integers(8, size=random.integers(3)).tolist()
         draft = tuple(random.integers(8, size=4).tolist())
         for row in [LogitsRow(req, draft[:num]) for num in range(5)] + [LogitsRow(req)]:
-            assert np.array_equal(sampler._edited(logits, row), Sampler(VOCAB)._edited(logits, row))
+            assert np.array_equal(edited(sampler, logits, row), edited(Sampler(VOCAB), logits, row))
     for one in requests:
         sampler.forget(one)
     assert not sampler._edits
@@ -301,13 +312,16 @@ def test_the_kernel_draws_what_its_twin_draws(isa: str, spread: float) -> None:
             twin._kernel = None
             filters = [settings for settings in MIXED if settings.keys() <= {"temperature", "top_k", "top_p", "min_p"}]
             filters += [{"top_p": 0.9}, {"top_p": 1e-6}, {"top_k": 7, "min_p": 0.5}, {"top_p": 0.5, "top_k": VOCAB - 1}]
+            filters += [{"repetition_penalty": 1.3, "prompt": min(vocab, 3)}] if vocab > 9 else []
             for params in filters:
                 logits = torch.randn(100, vocab, generator=generator) * spread
                 logits[:, 1::3] = -torch.inf  # forbidden ones
-                rows = [LogitsRow(request(seed=seed, **params)) for seed in range(100)]
+                masks = [None, bitmask(list(range(0, vocab, 2)), vocab)]
+                rows = [LogitsRow(request(seed=seed, **params), mask=masks[seed % 2]) for seed in range(100)]
                 actual, reference = ([one.token for one in way.sample(logits, rows)] for way in (kernel, twin))
                 differing = [row for row in range(100) if actual[row] != reference[row]]
                 assert len(differing) <= 1, (vocab, params, differing)  # rounding decides seldom
                 assert all(logits[row, actual[row]] > -torch.inf for row in range(100))
+                assert not any(token % 2 for token in actual[1::2]), "every second row has a mask"
     finally:
         assert cpu.use_isa(used)

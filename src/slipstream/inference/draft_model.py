@@ -57,7 +57,8 @@ class DraftModel:
         tokens takes; 0 if that is not known."""
         numbers: dict[Request, int] = {}
         for request, most in wanted.items():
-            twin = self._twins[request] = self._twins.pop(request, None) or self._begin(request)
+            known = self._twins.pop(request) if request in self._twins else None
+            twin = self._twins[request] = known or self._begin(request)
             _follow(twin, request)
             most = min(most, self._most, self._runner.max_context - len(request.tokens))
             number = best_number(twin.likely, most, len(wanted), seconds, self._step)

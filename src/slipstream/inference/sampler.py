@@ -2,9 +2,9 @@
 
 [Note: Seeded sampling] Each generated token has one uniform number, a hash of (request.seed, index of the token). So a seed gives
 the same text alone and in any batch, after a preemption, and with or without drafts. All arithmetic is per row, on one thread: a
-reduction over a batch would sum in an order that depends on the batch. A compiled kernel (ops/csrc/sample_body.h) samples five to
-ten times faster than the numpy version here, and returns the same tokens unless rounding decides. numpy is the fallback without a
-compiler.
+reduction over a batch would sum in an order that depends on the batch. A compiled kernel (ops/csrc/sample_body.h) samples all rows
+of a forward in one call, several at a time on a team of threads, and returns the tokens of the numpy version here unless rounding
+decides. numpy is the fallback without a compiler.
 
 [Note: Guessed tokens] Every row of a draft is sampled with its own number, as if its draft tokens had been generated, and
 `drafts.accept` keeps samples up to the first that differs from the draft. So a kept sample was drawn from the model's distribution
@@ -22,10 +22,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,6 +41,7 @@ Ids = NDArray[np.int64]
 BLOCK = 256  # of the two-level search in `_draw`
 HEADS = (1e-3, 1e-6)  # fractions of the largest probability: top-p tries the tokens above these before the whole vocabulary
 HASH = (1 << 64) - 1
+MAX_THREADS = 64  # of a team (csrc/decoder.h)
 
 
 class LogitsRow(NamedTuple):
@@ -67,33 +71,43 @@ class _Sampling(ctypes.Structure):
     """As in csrc/decoder.h."""
 
     _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "allowed")),
         *((name, ctypes.c_double) for name in ("top_p", "u")),
-        *((name, ctypes.c_int64) for name in ("vocab_size", "top_k")),
+        ("top_k", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("temperature", "min_p")),
-        *((name, ctypes.c_void_p) for name in ("weights", "candidates", "most", "sums")),
     )
 
 
 class _Kernel:
-    """The C version of `_draw` and the filters before it."""
+    """The C version of `_twin`, for all rows of a call, on the threads that torch has."""
 
     def __init__(self, kernels: ctypes.CDLL, vocab_size: int) -> None:
-        blocks = -(-vocab_size // BLOCK)
-        self._scratch = [np.empty(blocks * BLOCK, np.float32) for _ in range(2)], np.empty(blocks, np.float32), np.empty(blocks)
-        (weights, candidates), most, sums = self._scratch
-        addresses = (array.ctypes.data for array in (weights, candidates, most, sums))
-        self._record = _Sampling(1, 0, vocab_size, 0, 1, 0, *addresses)
+        self._vocab_size, self._rows = vocab_size, (_Sampling * 0)()
+        kernels.slipstream_team_new.restype, kernels.slipstream_team_free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
+        self._team = kernels.slipstream_team_new(threads)
+        if not self._team:
+            raise RuntimeError(f"cannot start {threads} threads")
+        weakref.finalize(self, kernels.slipstream_team_free, self._team)
         self._choose = kernels.slipstream_choose
-        self._choose.argtypes, self._choose.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int64
-        self._at = ctypes.addressof(self._record)
+        self._choose.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
 
-    def __call__(self, logits: Floats, params: SamplingParams, u: float) -> int:
-        """Return a token, or -1 if none can be sampled."""
-        record = self._record
-        record.top_p, record.u, record.min_p = params.top_p, u, params.min_p
-        record.top_k = min(params.top_k, record.vocab_size)  # the parameter is unbounded, the field has 64 bits
-        record.temperature = max(params.temperature, 1e-30)
-        return self._choose(logits.ctypes.data, self._at)
+    def __call__(self, logits: Floats, rows: Sequence[LogitsRow]) -> list[int]:
+        """The token of each row, or -1 if none can be sampled. `logits`: [rows, vocab], contiguous, with the rows' edits."""
+        if len(rows) > len(self._rows):
+            self._rows = (_Sampling * len(rows))()
+        at, step, tokens = logits.ctypes.data, logits.strides[0], (ctypes.c_int64 * len(rows))()
+        for record, row in zip(self._rows, rows, strict=False):
+            params = row.request.params
+            record.logits, record.allowed = at, None if row.mask is None else row.mask.data_ptr()
+            record.temperature = params.temperature and max(params.temperature, 1e-30)
+            if params.temperature > 0:
+                record.top_p, record.u, record.min_p = params.top_p, uniform(row.request.seed, _number(row)), params.min_p
+                record.top_k = min(params.top_k, self._vocab_size)  # the parameter is unbounded, the field has 64 bits
+            at += step
+        if self._choose(self._team, self._rows, len(rows), self._vocab_size, tokens):
+            raise MemoryError(f"no memory to sample {len(rows)} rows")
+        return list(tokens)
 
 
 class _Edits:
@@ -101,7 +115,7 @@ class _Edits:
 
     def __init__(self, request: Request, vocab_size: int) -> None:
         params = request.params
-        self.ends: Ids = np.array([token for token in request.end_ids if token < vocab_size], np.int64)
+        self._ends: Ids = np.array([token for token in request.end_ids if token < vocab_size], np.int64)
         self._biased: Ids = np.array([*params.logit_bias], np.int64)
         self._biases: Floats = np.array([*params.logit_bias.values()], np.float32)
         self._penalty = np.float32(params.repetition_penalty)
@@ -115,20 +129,35 @@ class _Edits:
         self._tokens[: len(distinct)] = [*distinct]
         self._counts: Ids = np.zeros(len(self._tokens), np.int64)  # how often each was generated
 
-    def apply(self, logits: Floats, row: LogitsRow) -> None:
-        """Apply penalties and bias in place."""
+    def apply(self, logits: Floats, row: LogitsRow) -> list[tuple[Ids, Floats]]:
+        """Apply penalties, bias and min_tokens in place. Returns the tokens and what they had before, in order."""
+        before: list[tuple[Ids, Floats]] = []
         if self._penalized:
             tokens = row.request.tokens
             self._count(tokens[self._counted :])
             self._counted = len(tokens)
             num_places = len(self._places)
             self._count(row.draft)
-            self._penalize(logits)
+            before.append(self._penalize(logits))
             for token in row.draft:
                 self._counts[self._places[token]] -= 1
             while len(self._places) > num_places:
                 self._places.popitem()  # those that the draft added
-        logits[self._biased] += self._biases
+        if len(self._biased):
+            before.append((self._biased, logits[self._biased]))
+            logits[self._biased] += self._biases
+        if _number(row) < row.request.params.min_tokens and not self._must_end(row.mask, len(logits)):
+            before.append((self._ends, logits[self._ends]))
+            logits[self._ends] = -np.inf
+        return before
+
+    def _must_end(self, mask: Tensor | None, vocab_size: int) -> bool:
+        """Whether a mask allows only end tokens: a complete grammar, which overrides min_tokens."""
+        if mask is None:
+            return False
+        allowed = np.unpackbits(mask.numpy().view(np.uint8), count=vocab_size, bitorder="little")
+        allowed[self._ends] = 0
+        return not allowed.any()
 
     def _count(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -136,14 +165,14 @@ class _Edits:
             self._tokens[place] = token
             self._counts[place] += 1
 
-    def _penalize(self, logits: Floats) -> None:
+    def _penalize(self, logits: Floats) -> tuple[Ids, Floats]:
         num = len(self._places)
-        tokens, counts = self._tokens[:num], self._counts[:num]
-        values = logits[tokens]
+        tokens, counts = self._tokens[:num].copy(), self._counts[:num]
+        values = before = logits[tokens]
         if self._penalty != 1:
             values = np.where(values < 0, values * self._penalty, values / self._penalty)
-        values -= (self._presence * (counts > 0) + self._frequency * counts).astype(np.float32)
-        logits[tokens] = values
+        logits[tokens] = values - (self._presence * (counts > 0) + self._frequency * counts).astype(np.float32)
+        return tokens, before
 
 
 class Sampler:
@@ -152,7 +181,7 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         # Reused: page faults of fresh memory of this size would cost more than the arithmetic.
-        self._logits, self._weights = np.empty((2, vocab_size), dtype=np.float32)
+        self._weights = np.empty(vocab_size, dtype=np.float32)
         kernels = build.load().kernels
         self._kernel = None if kernels is None else _Kernel(kernels, vocab_size)
         self._edits: dict[Request, _Edits] = {}
@@ -168,19 +197,24 @@ class Sampler:
         self._edits.pop(request, None)
 
     def sample(self, logits: Tensor | Floats, rows: Sequence[LogitsRow]) -> list[Sampled]:
-        """Sample one token per row. `logits`: fp32 [rows, vocab], not modified; numpy if forwards are so short that a call of torch
-        counts. Raises SamplingError, after which it may be called again: a request's state is derived from its tokens."""
+        """Sample one token per row. `logits`: fp32 [rows, vocab], as before afterwards; numpy if forwards are so short that a call
+        of torch counts. Raises SamplingError, after which it may be called again: a request's state is derived from its tokens."""
         assert logits.shape == (len(rows), self.vocab_size), f"{len(rows)} rows of {self.vocab_size}: {tuple(logits.shape)}"
         if isinstance(logits, Tensor) and logits.is_cuda and all(_is_plain(row) for row in rows):
             best = logits.argmax(dim=-1, keepdim=True)  # on the CPU, numpy's argmax is ten times faster than torch's
             best = best.masked_fill(~logits.gather(1, best).isfinite(), -1)  # argmax selects NaN
-            sampled = [Sampled(token) if token >= 0 else None for token in best.flatten().tolist()]
+            arrays, tokens = np.empty((0, 0), np.float32), best.flatten().tolist()
         else:
-            arrays = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
-            sampled = [self._sample(raw, row) for raw, row in zip(arrays, rows, strict=True)]
-        if None in sampled:
-            raise SamplingError([row.request for row, one in zip(rows, sampled, strict=True) if one is None])
-        return [one for one in sampled if one is not None]
+            arrays = np.ascontiguousarray(logits.cpu().numpy() if isinstance(logits, Tensor) else logits)
+            tokens = self.tokens(arrays, rows)
+        if -1 in tokens:
+            raise SamplingError([row.request for row, token in zip(rows, tokens, strict=True) if token < 0])
+        return [
+            Sampled(token)
+            if row.request.params.logprobs is None
+            else _with_logprobs(arrays[index], token, row.request.params.logprobs, self._weights)
+            for index, (row, token) in enumerate(zip(rows, tokens, strict=True))
+        ]
 
     def score(self, logits: Tensor | Floats, tokens: Sequence[int], num: int) -> list[Sampled]:
         """The log-probability of each token in its row, [rows, vocab], and the `num` likeliest tokens of the row."""
@@ -188,48 +222,42 @@ class Sampler:
         return [_with_logprobs(raw, token, num, self._weights) for raw, token in zip(arrays, tokens, strict=True)]
 
     def tokens(self, logits: Floats, rows: Sequence[LogitsRow]) -> list[int]:
-        """The token of each row, or -1 if none can be sampled."""
-        return [self._token(raw, row) for raw, row in zip(logits, rows, strict=True)]
+        """The token of each row, or -1 if none can be sampled. `logits`: [rows, vocab], contiguous; as before afterwards."""
+        edited: list[tuple[Floats, list[tuple[Ids, Floats]]]] = []
+        try:
+            for raw, row in zip(logits, rows, strict=True):
+                if _is_edited(row):
+                    edited.append((raw, self._edit(raw, row)))
+            if self._kernel is not None:
+                return self._kernel(logits, rows)
+            return [_twin(raw, row, self._weights) for raw, row in zip(logits, rows, strict=True)]
+        finally:
+            for raw, before in edited:
+                for tokens, values in reversed(before):
+                    raw[tokens] = values
 
-    def _sample(self, raw: Floats, row: LogitsRow) -> Sampled | None:
-        """None if no token can be sampled."""
-        token, num = self._token(raw, row), row.request.params.logprobs
-        if token < 0:
-            return None
-        return Sampled(token) if num is None else _with_logprobs(raw, token, num, self._weights)
-
-    def _token(self, raw: Floats, row: LogitsRow) -> int:
-        """-1 if no token can be sampled."""
-        params = row.request.params
-        logits = self._edited(raw, row) if _is_edited(row) else raw
-        if params.temperature > 0 and self._kernel is not None:
-            return self._kernel(np.ascontiguousarray(logits), params, uniform(row.request.seed, _number(row)))
-        if not math.isfinite(logits[token := int(logits.argmax())]):
-            return -1
-        if params.temperature > 0:
-            weights = _exp(logits, token, params.temperature, self._weights)
-            ids = _filtered(weights, params)
-            u = uniform(row.request.seed, _number(row))
-            token = _draw(weights, u) if ids is None else int(ids[_draw(weights[ids], u)])
-        return token
-
-    def _edited(self, raw: Floats, row: LogitsRow) -> Floats:
-        """A copy with penalties, bias and forbidden tokens, valid until the next call."""
-        logits, mask = self._logits, row.mask
+    def _edit(self, logits: Floats, row: LogitsRow) -> list[tuple[Ids, Floats]]:
+        """Apply a row's edits in place. Returns the tokens and what they had before."""
         edits = self._edits.get(row.request)
         if edits is None:
             edits = self._edits[row.request] = _Edits(row.request, self.vocab_size)
-        np.copyto(logits, raw)
-        edits.apply(logits, row)
-        if mask is not None:
-            bits = np.unpackbits(mask.numpy().view(np.uint8), count=len(logits), bitorder="little")
-            logits[bits == 0] = -np.inf
-        if _number(row) < row.request.params.min_tokens and len(edits.ends):
-            before = logits[edits.ends]
-            logits[edits.ends] = -np.inf
-            if mask is not None and logits.max() == -np.inf:
-                logits[edits.ends] = before  # a complete grammar allows only end tokens; it overrides min_tokens
-        return logits
+        return edits.apply(logits, row)
+
+
+def _twin(logits: Floats, row: LogitsRow, scratch: Floats) -> int:
+    """The numpy version of csrc/sample_body.h."""
+    params = row.request.params
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.numpy().view(np.uint8), count=len(logits), bitorder="little")
+        logits = np.where(bits != 0, logits, np.float32(-np.inf))
+    if not math.isfinite(logits[token := int(logits.argmax())]):
+        return -1
+    if params.temperature == 0:
+        return token
+    weights = _exp(logits, token, params.temperature, scratch)
+    ids = _filtered(weights, params)
+    u = uniform(row.request.seed, _number(row))
+    return _draw(weights, u) if ids is None else int(ids[_draw(weights[ids], u)])
 
 
 def uniform(seed: int, index: int) -> float:
@@ -247,8 +275,7 @@ def _mix(x: int) -> int:
 def _is_edited(row: LogitsRow) -> bool:
     p = row.request.params
     return (
-        row.mask is not None
-        or p.repetition_penalty != 1
+        p.repetition_penalty != 1
         or p.presence_penalty != 0
         or p.frequency_penalty != 0
         or bool(p.logit_bias)
@@ -258,7 +285,7 @@ def _is_edited(row: LogitsRow) -> bool:
 
 def _is_plain(row: LogitsRow) -> bool:
     """Whether it is plain argmax."""
-    return row.request.params.temperature == 0 and row.request.params.logprobs is None and not _is_edited(row)
+    return row.request.params.temperature == 0 and row.request.params.logprobs is None and row.mask is None and not _is_edited(row)
 
 
 def _number(row: LogitsRow) -> int:

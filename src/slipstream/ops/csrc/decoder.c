@@ -1,4 +1,4 @@
-/* The threads of a decoder, and the entry point that runs one forward on them.
+/* The threads of a decoder or a sampler, and the entry points that run a forward, a product or the choice of tokens on them.
  *
  * A team's threads sleep between forwards and spin inside one: a forward has hundreds of barriers, microseconds apart. Threads
  * take work item by item (team_next), so that a descheduled thread delays one item only. Each thread starts with its own share,
@@ -24,10 +24,13 @@ struct team {
     size_t scratch_bytes;
     pthread_mutex_t mutex;
     pthread_cond_t posted;
-    uint64_t forward; /* counts forwards; guarded by mutex */
-    const struct decoder *model;
+    uint64_t posts; /* counts tasks; guarded by mutex */
+    void (*task)(struct team *, int thread);
+    const struct decoder *model; /* of a forward */
     const struct batch *batch;
-    const struct linear *linear; /* in place of a model's forward, or NULL */
+    const struct linear *linear; /* of a product on its own */
+    const struct sampling *rows; /* of a choice of tokens */
+    int64_t num_rows, vocab_size, *tokens;
     const struct decoder_isa *isa;
     char *inputs; /* of a product on its own */
     size_t input_bytes;
@@ -107,12 +110,14 @@ void ranks_meet(struct ranks *ranks, struct ahead *ahead)
         }
 }
 
-static void run_part(struct team *team, int thread)
+static void run_forward(struct team *team, int thread) { team->isa->run(team->model, team->batch, team, thread, team->scratch[thread]); }
+
+static void run_linear(struct team *team, int thread) { team->isa->linear(team->linear, team, thread, team->scratch[thread]); }
+
+static void run_choice(struct team *team, int thread)
 {
-    if (team->linear)
-        team->isa->linear(team->linear, team, thread, team->scratch[thread]);
-    else
-        team->isa->run(team->model, team->batch, team, thread, team->scratch[thread]);
+    for (int64_t row; (row = team_next(team, 0, thread, team->num_rows)) < team->num_rows;)
+        team->tokens[row] = team->isa->choose(&team->rows[row], team->vocab_size, team->scratch[thread]);
 }
 
 static void *work(void *argument)
@@ -122,14 +127,14 @@ static void *work(void *argument)
     free(argument);
     for (uint64_t seen = 0;;) {
         pthread_mutex_lock(&team->mutex);
-        while (team->forward == seen && !team->stop)
+        while (team->posts == seen && !team->stop)
             pthread_cond_wait(&team->posted, &team->mutex);
-        seen = team->forward;
+        seen = team->posts;
         const int stop = team->stop;
         pthread_mutex_unlock(&team->mutex);
         if (stop)
             return NULL;
-        run_part(team, seat.thread);
+        team->task(team, seat.thread);
         atomic_fetch_add_explicit(&team->done, 1, memory_order_release);
     }
 }
@@ -175,10 +180,10 @@ SLIPSTREAM_API struct team *slipstream_team_new(int size)
     return team;
 }
 
-/* Memory for four widened panels of `widest` features per thread, and counters of `stages`. */
-static int prepare(struct team *team, int64_t widest, int stages)
+/* Scratch memory of each thread, and counters of `stages`. */
+static int prepare(struct team *team, int64_t scratch_bytes, int stages)
 {
-    const size_t bytes = (size_t)widest * 4 * PANEL * sizeof(float);
+    const size_t bytes = (size_t)scratch_bytes;
     if (bytes > team->scratch_bytes) {
         for (int i = 0; i < team->size; ++i) {
             free(team->scratch[i]);
@@ -202,6 +207,9 @@ static int prepare(struct team *team, int64_t widest, int stages)
     return 0;
 }
 
+/* Four widened panels. */
+static int64_t scratch_to_multiply(int64_t features) { return features * 4 * PANEL * (int64_t)sizeof(float); }
+
 static int64_t widest_of(const struct decoder *model)
 {
     int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
@@ -222,22 +230,17 @@ static const struct decoder_isa *isa_in_use(void)
     return decoder_portable;
 }
 
-/* Sample a token from a row of logits; -1 if that is impossible. */
-SLIPSTREAM_API int64_t slipstream_choose(const float *logits, const struct sampling *sampling)
-{
-    return isa_in_use()->choose(logits, sampling);
-}
-
-/* Run what is set in the team on all its threads. */
-static void run_all(struct team *team)
+/* Run a task on all threads, and wait for it. */
+static void run_all(struct team *team, void (*task)(struct team *, int thread))
 {
     pthread_mutex_lock(&team->mutex);
+    team->task = task;
     team->isa = isa_in_use();
     atomic_store_explicit(&team->done, 1, memory_order_relaxed);
-    ++team->forward;
+    ++team->posts;
     pthread_cond_broadcast(&team->posted);
     pthread_mutex_unlock(&team->mutex);
-    run_part(team, 0);
+    task(team, 0);
     for (int spins = 0; atomic_load_explicit(&team->done, memory_order_acquire) < team->size; ++spins)
         relax(spins % (1 << 30));
 }
@@ -245,12 +248,11 @@ static void run_all(struct team *team)
 /* Run one forward; returns -1 if memory is short, -2 if another process is lost. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
 {
-    if (prepare(team, widest_of(model), model->num_layers * 10 + 1))
+    if (prepare(team, scratch_to_multiply(widest_of(model)), model->num_layers * 10 + 1))
         return -1;
     team->model = model;
     team->batch = batch;
-    team->linear = 0;
-    run_all(team);
+    run_all(team, run_forward);
     return model->ranks && __atomic_load_n(&model->ranks->lost, __ATOMIC_RELAXED) ? -2 : 0;
 }
 
@@ -270,7 +272,7 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
         team->inputs = aligned_alloc(64, (bytes + 63) / 64 * 64);
         team->input_bytes = team->inputs ? bytes : 0;
     }
-    if (!team->inputs || prepare(team, w->num_features, (int)((num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS)))
+    if (!team->inputs || prepare(team, scratch_to_multiply(w->num_features), (int)((num_rows + LINEAR_ROWS - 1) / LINEAR_ROWS)))
         return -1;
     char *const in = team->inputs; /* 32 bytes or a multiple for each group and part: all parts are aligned */
     biased.bias = bias;
@@ -278,7 +280,24 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
                               {.codes = (int8_t *)in, .halves = (uint16_t *)(in + numbers), .scales = (float *)(in + numbers * 3),
                                .totals = (int32_t *)(in + numbers * 3 + scales * 8)}};
     team->linear = &of;
-    run_all(team);
+    run_all(team, run_linear);
+    return 0;
+}
+
+/* Sample a token from each row; -1 where that is impossible. Returns -1 if memory is short. One call at a time per team. */
+SLIPSTREAM_API int slipstream_choose(struct team *team, const struct sampling *rows, int64_t num_rows, int64_t vocab_size, int64_t *tokens)
+{
+    if (prepare(team, scratch_to_choose(vocab_size), 1))
+        return -1;
+    team->rows = rows;
+    team->num_rows = num_rows;
+    team->vocab_size = vocab_size;
+    team->tokens = tokens;
+    if (num_rows > 1)
+        run_all(team, run_choice);
+    else /* not worth waking the others */
+        for (int64_t row = 0; row < num_rows; ++row)
+            tokens[row] = isa_in_use()->choose(&rows[row], vocab_size, team->scratch[0]);
     return 0;
 }
 

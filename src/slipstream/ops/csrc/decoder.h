@@ -173,15 +173,23 @@ struct batch {
     struct routing routing; /* if a layer has experts; the four buffers above then have a row per place */
 };
 
-/* How to sample a token from a row, and scratch memory. inference/sampler.py fills it. */
+#define BLOCK_OF_SUMS 256 /* logits */
+
+/* How to sample a token from a row. inference/sampler.py fills it. */
 struct sampling {
-    double top_p, u; /* u: uniform in [0, 1) */
-    int64_t vocab_size, top_k;
-    float temperature, min_p;
-    float *weights, *candidates; /* [vocab_size, to a multiple of 256] */
-    float *most;                 /* [of that / 256] */
-    double *sums;                /* as most */
+    const float *logits;     /* [vocab_size] */
+    const uint32_t *allowed; /* bit t % 32 of word t / 32: token t is allowed; NULL: all are */
+    double top_p, u;         /* u: uniform in [0, 1) */
+    int64_t top_k;
+    float temperature, min_p; /* temperature 0: the first of the likeliest tokens */
 };
+
+/* Bytes of scratch memory to sample a token. */
+static inline int64_t scratch_to_choose(int64_t vocab_size)
+{
+    const int64_t blocks = (vocab_size + BLOCK_OF_SUMS - 1) / BLOCK_OF_SUMS;
+    return (3 * blocks + 2) * BLOCK_OF_SUMS * (int64_t)sizeof(float) + blocks * (int64_t)(sizeof(double) + 3 * sizeof(float));
+}
 
 /* y = x W^T + bias for rows of fp32. `batch` has the scratch memory: codes, scales, totals and halves of LINEAR_ROWS rows. */
 struct linear {
@@ -198,7 +206,7 @@ struct decoder_isa {
     const char *name;
     void (*run)(const struct decoder *, const struct batch *, struct team *, int thread, float *scratch);
     void (*linear)(const struct linear *, struct team *, int thread, float *scratch);
-    int64_t (*choose)(const float *logits, const struct sampling *);
+    int64_t (*choose)(const struct sampling *, int64_t vocab_size, float *scratch);
 };
 
 /* NULL if the compiler does not target that architecture. */

@@ -1,7 +1,8 @@
 /* Sampling a token from one row of logits, over 16 fp32 lanes; included after decoder_body.h. The numpy twin inference/sampler.py
- * gives the reasons. A row's sums are over fixed blocks, whatever else is sampled. */
-
-#define BLOCK_OF_SUMS 256
+ * gives the reasons. A row's sums are over fixed blocks, whatever else is sampled.
+ *
+ * Weights (probabilities up to a factor, the largest is 1) are not stored: a row is read once for its largest logit and once for
+ * the sum and the largest weight of each block. Filters list the blocks that may have a weight to keep, and compute these again. */
 
 INLINE uint32_t weight_bits(float weight)
 {
@@ -28,16 +29,96 @@ INLINE vec some_logits(const float *logits, int64_t at, int64_t size)
     return load_f32(lanes);
 }
 
-/* The largest logit, or NaN if any is NaN or +inf. */
-TARGET static float largest_logit(const float *logits, int64_t size)
+/* A row, and memory of its thread. */
+struct row {
+    const float *logits;
+    int64_t size, blocks, num_listed;
+    float largest, temperature;
+    float *most;                            /* [blocks] the largest logit of a block, then the largest weight */
+    double *sums;                           /* [blocks], then [listed] */
+    float *weights, *candidates, *masked;   /* [listed][BLOCK_OF_SUMS]; as weights; [blocks][BLOCK_OF_SUMS] */
+    float *listed_most;                     /* [listed] */
+    int32_t *listed;                        /* numbers of blocks, ascending */
+};
+
+/* Replace the row by a copy in which tokens without a bit in `allowed` have -inf. */
+TARGET static void mask_row(struct row *row, const uint32_t *allowed)
 {
-    vec most = vec_set(-INFINITY), wrong = vec_zero();
-    for (int64_t i = 0; i < size; i += 16) {
-        const vec a = some_logits(logits, i, size);
-        most = vec_max(most, a);
-        wrong = vec_fma(vec_max(vec_set(-3e38f), a), vec_zero(), wrong); /* max returns its second operand if one is NaN */
+    for (int64_t i = 0; i < row->size; i += 16) {
+        const uint32_t bits = allowed[i / 32] >> i % 32 & 0xffff;
+        const vec a = some_logits(row->logits, i, row->size);
+        store_f32(row->masked + i, vec_pick(vec_by_bits(bits, vec_set(1)), vec_zero(), a, vec_set(-INFINITY)), 0);
     }
-    return lanes_max(most) + lanes_sum(wrong);
+    row->logits = row->masked;
+}
+
+/* The largest logit, also of each block. Returns 0 if one is NaN or +inf, or if all are -inf. */
+TARGET static int find_largest(struct row *row)
+{
+    vec all = vec_set(-INFINITY), wrong = vec_zero();
+    for (int64_t b = 0; b < row->blocks; ++b) {
+        vec most = vec_set(-INFINITY);
+        for (int64_t i = b * BLOCK_OF_SUMS; i < (b + 1) * BLOCK_OF_SUMS; i += 16) {
+            const vec a = some_logits(row->logits, i, row->size);
+            most = vec_max(most, a);
+            wrong = vec_fma(vec_max(vec_set(-3e38f), a), vec_zero(), wrong); /* max returns its second operand if one is NaN */
+        }
+        row->most[b] = lanes_max(most);
+        all = vec_max(all, most);
+    }
+    row->largest = lanes_max(all) + lanes_sum(wrong);
+    return row->largest > -INFINITY && row->largest < INFINITY;
+}
+
+/* The first of the largest logits. */
+TARGET static int64_t most_likely(const struct row *row)
+{
+    int64_t b = 0;
+    while (row->most[b] != row->largest)
+        ++b;
+    int64_t i = b * BLOCK_OF_SUMS;
+    while (row->logits[i] != row->largest)
+        ++i;
+    return i;
+}
+
+INLINE vec some_weights(const struct row *row, int64_t at)
+{
+    vec a = vec_sub(some_logits(row->logits, at, row->size), vec_set(row->largest));
+    if (row->temperature != 1)
+        a = vec_div(a, vec_set(row->temperature));
+    return vec_sub(vec_exp(a), vec_exp(vec_set(-1e30f))); /* what vec_exp gives on underflow becomes exactly 0 */
+}
+
+/* Sum the weights by block, and find the largest of each. Returns their sum. */
+TARGET static double sum_blocks(struct row *row)
+{
+    double total = 0;
+    for (int64_t b = 0; b < row->blocks; ++b) {
+        vec sum = vec_zero(), most = vec_zero();
+        for (int64_t i = b * BLOCK_OF_SUMS; i < (b + 1) * BLOCK_OF_SUMS; i += 16) {
+            const vec a = some_weights(row, i);
+            sum = vec_add(sum, a);
+            most = vec_max(most, a);
+        }
+        total += row->sums[b] = (double)lanes_sum(sum);
+        row->most[b] = lanes_max(most);
+    }
+    return total;
+}
+
+/* List the blocks with a weight of at least `least`, with their weights. */
+TARGET static void list_blocks(struct row *row, float least)
+{
+    row->num_listed = 0;
+    for (int64_t b = 0; b < row->blocks; ++b) {
+        if (row->most[b] < least)
+            continue;
+        for (int64_t i = 0; i < BLOCK_OF_SUMS; i += 16)
+            store_f32(row->weights + row->num_listed * BLOCK_OF_SUMS + i, some_weights(row, b * BLOCK_OF_SUMS + i), 0);
+        row->listed_most[row->num_listed] = row->most[b];
+        row->listed[row->num_listed++] = (int32_t)b;
+    }
 }
 
 /* The smallest weight that is kept, and how many of those that equal it. */
@@ -88,36 +169,35 @@ TARGET static struct share share_from(const float *weights, const float *most, i
     return (struct share){(double)lanes_sum(count), (double)lanes_sum(sums), lanes_min(least), lanes_max(below)};
 }
 
-/* Copy the weights in [least, largest] to the candidates, padded with zeros to a whole block. Returns the number of blocks. */
-TARGET static int64_t gather(const struct sampling *s, int64_t blocks, float least, float largest)
+/* Copy the listed weights in [least, largest] to the candidates, padded with zeros to a whole block. Returns the number of blocks. */
+TARGET static int64_t gather(const struct row *row, float least, float largest)
 {
     int64_t found = 0;
-    for (int64_t b = 0; b < blocks; ++b)
-        for (int64_t i = b * BLOCK_OF_SUMS; s->most[b] >= least && i < (b + 1) * BLOCK_OF_SUMS; ++i) {
-            s->candidates[found] = s->weights[i];
-            found += (s->weights[i] >= least) & (s->weights[i] <= largest);
-        }
+    for (int64_t b = 0; b < row->num_listed; ++b)
+        for (int64_t i = b * BLOCK_OF_SUMS; row->listed_most[b] >= least && i < (b + 1) * BLOCK_OF_SUMS; i += 16)
+            for (uint32_t bits = 0xffff & vec_signs(vec_sub(load_f32(row->weights + i), vec_set(least))); bits; bits &= bits - 1) {
+                row->candidates[found] = row->weights[i + __builtin_ctz(bits)];
+                found += row->candidates[found] <= largest;
+            }
     while (found % BLOCK_OF_SUMS)
-        s->candidates[found++] = 0;
+        row->candidates[found++] = 0;
     return found / BLOCK_OF_SUMS;
 }
 
-/* The fewest largest weights whose number, or sum, is at least `wanted`; `total` is the sum of all. Bisects between two weights by
- * their bits, whose order is that of the values in [0, 1]. Each step ends at a weight, so the number of steps is about that of a
+/* The fewest largest weights whose number, or sum, is at least `wanted`; `in`: enough of the listed ones. Bisects between two weights
+ * by their bits, whose order is that of the values in [0, 1]. Each step ends at a weight, so the number of steps is about that of a
  * bisection of their count. When few are left between, it continues with these alone. */
-TARGET static struct cut fewest(const struct sampling *s, int64_t blocks, int by_count, double wanted, double total)
+TARGET static struct cut fewest(const struct row *row, struct share in, int by_count, double wanted)
 {
+    const float *weights = row->weights, *most = row->listed_most;
+    int64_t blocks = row->num_listed;
     const double size = (double)(blocks * BLOCK_OF_SUMS);
-    const float *weights = s->weights, *most = s->most;
     struct share above = {0, 0, 2, 1}, out = above; /* no longer among `weights`; too few */
-    struct share in = {size, total, 0, 0};          /* enough: all weights, or all but those whose sum is negligible */
-    if (!by_count)
-        in.least = (float)((total - wanted) / size / 2);
     while (weight_bits(out.below) > weight_bits(in.least)) {
         if (most && in.count - out.count < size / 16) {
             above = out;
-            blocks = gather(s, blocks, in.least, out.below);
-            weights = s->candidates;
+            blocks = gather(row, in.least, out.below);
+            weights = row->candidates;
             most = 0;
         }
         const uint32_t low = weight_bits(in.least) + 1, high = weight_bits(out.below);
@@ -143,82 +223,128 @@ TARGET static struct cut fewest(const struct sampling *s, int64_t blocks, int by
     return (struct cut){in.least, enough < ties ? (int64_t)enough : INT64_MAX, out.sum + enough * weight};
 }
 
-/* Set the weights that are not kept to 0, also in the sums. */
-TARGET static void drop(const struct sampling *s, int64_t blocks, struct cut cut)
+/* A weight that at least `count` blocks reach; 0 if there are fewer blocks. */
+TARGET static float reached_by(const struct row *row, int64_t count)
 {
-    for (int64_t b = 0; b < blocks; ++b) {
-        s->sums[b] = 0;
-        if (s->most[b] < cut.weight)
+    uint32_t low = 0, high = count > row->blocks ? 0 : weight_bits(1);
+    while (low < high) {
+        const uint32_t middle = low + (high - low + 1) / 2;
+        int64_t reached = 0;
+        for (int64_t b = 0; b < row->blocks; ++b)
+            reached += row->most[b] >= bits_weight(middle);
+        if (reached >= count)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return bits_weight(low);
+}
+
+/* List the blocks of the weights that top-k and top-p, of these weights, keep, and return the cut. */
+TARGET static struct cut cut_at(struct row *row, int64_t top_k, double top_p, double total)
+{
+    struct share in = {0, 0, 0, 0};
+    struct cut cut = {0, INT64_MAX, total};
+    const int by_count = top_k > 0 && top_k < row->size;
+    const float heads[] = {by_count ? reached_by(row, top_k) : 1e-3f, by_count ? 0 : 1e-5f, 0};
+    const double wanted = by_count ? (double)top_k : top_p * total;
+    for (int try = 0; try < 3 && (!try || (by_count ? in.count : in.sum) < wanted); ++try) {
+        if (!try || row->num_listed < row->blocks)
+            list_blocks(row, heads[try]);
+        if (heads[try] > 0)
+            in = share_from(row->weights, row->listed_most, row->num_listed, heads[try]);
+        else /* all weights, or all but those whose sum is negligible */
+            in = (struct share){(double)(row->blocks * BLOCK_OF_SUMS), total, 0, 0};
+    }
+    if (by_count)
+        cut = fewest(row, in, 1, wanted);
+    if (top_p < 1) {
+        if (in.least == 0)
+            in.least = (float)((total - top_p * cut.mass) / in.count / 2);
+        cut = fewest(row, in, 0, top_p * cut.mass);
+    }
+    return cut;
+}
+
+/* Set the listed weights that are not kept to 0, and sum the others by block. Returns their sum. */
+TARGET static double drop(const struct row *row, struct cut cut)
+{
+    double total = 0;
+    for (int64_t b = 0; b < row->num_listed; ++b) {
+        row->sums[b] = 0;
+        if (row->listed_most[b] < cut.weight)
             continue;
         const int64_t first = b * BLOCK_OF_SUMS, end = first + BLOCK_OF_SUMS;
         if (cut.ties < INT64_MAX)
             for (int64_t i = first; i < end; ++i)
-                if (s->weights[i] == cut.weight && --cut.ties < 0)
-                    s->weights[i] = 0;
+                if (row->weights[i] == cut.weight && --cut.ties < 0)
+                    row->weights[i] = 0;
         vec sum = vec_zero();
         for (int64_t i = first; i < end; i += 16) {
-            const vec a = load_f32(s->weights + i);
-            sum = vec_add(sum, store_f32(s->weights + i, vec_pick(a, vec_set(cut.weight), a, vec_zero()), 0));
+            const vec a = load_f32(row->weights + i);
+            sum = vec_add(sum, store_f32(row->weights + i, vec_pick(a, vec_set(cut.weight), a, vec_zero()), 0));
         }
-        s->sums[b] = (double)lanes_sum(sum);
+        total += row->sums[b] = (double)lanes_sum(sum);
     }
+    return total;
 }
 
-/* Sample a token from softmax(logits / temperature) after the filters, by its uniform `u`. Returns -1 if a logit is NaN or +inf, or
- * if all are -inf. */
-TARGET static int64_t choose(const float *logits, const struct sampling *s)
+/* The token at which the running sum of the weights exceeds `target`; never one of weight 0. `listed`: of the listed ones. */
+TARGET static int64_t token_at(struct row *row, double target, int listed)
 {
-    const int64_t size = s->vocab_size, blocks = (size + BLOCK_OF_SUMS - 1) / BLOCK_OF_SUMS;
-    const int filtered = (s->top_k > 0 && s->top_k < size) || s->top_p < 1 || s->min_p > 0;
-    const float largest = largest_logit(logits, size);
-    if (!(largest > -INFINITY && largest < INFINITY))
-        return -1;
-    const vec least = vec_exp(vec_set(-1e30f)); /* vec_exp's result for underflowing inputs; such weights become exactly 0 */
-    double total = 0;
-    for (int64_t b = 0; b < blocks; ++b) {
-        vec sum = vec_zero(), most = vec_zero();
-        for (int64_t i = b * BLOCK_OF_SUMS; i < (b + 1) * BLOCK_OF_SUMS; i += 16) {
-            vec a = vec_sub(some_logits(logits, i, size), vec_set(largest));
-            if (s->temperature != 1)
-                a = vec_div(a, vec_set(s->temperature));
-            a = vec_sub(vec_exp(a), least);
-            store_f32(s->weights + i, a, 0);
-            sum = vec_add(sum, a);
-            most = vec_max(most, a);
-        }
-        total += s->sums[b] = (double)lanes_sum(sum);
-        if (filtered)
-            s->most[b] = lanes_max(most);
-    }
-    if (filtered) {
-        struct cut cut = {0, INT64_MAX, total};
-        if (s->top_k > 0 && s->top_k < size)
-            cut = fewest(s, blocks, 1, (double)s->top_k, total);
-        if (s->top_p < 1)
-            cut = fewest(s, blocks, 0, s->top_p * cut.mass, total);
-        if (s->min_p > cut.weight)
-            cut = (struct cut){s->min_p, INT64_MAX, 0};
-        drop(s, blocks, cut);
-        total = 0;
-        for (int64_t b = 0; b < blocks; ++b)
-            total += s->sums[b];
-    }
-    const double target = s->u * total;
     double before = 0; /* the sum of the weights before `block` */
     int64_t block = -1, token = -1;
-    for (int64_t b = 0; b < blocks; ++b)
-        if (s->sums[b] > 0) {
-            before += block < 0 ? 0 : s->sums[block];
+    for (int64_t b = 0; b < (listed ? row->num_listed : row->blocks); ++b)
+        if (row->sums[b] > 0) {
+            before += block < 0 ? 0 : row->sums[block];
             block = b;
-            if (before + s->sums[b] > target)
+            if (before + row->sums[b] > target)
                 break;
         }
-    for (int64_t i = block * BLOCK_OF_SUMS; i < (block + 1) * BLOCK_OF_SUMS; ++i)
-        if (s->weights[i] > 0) {
-            token = i;
-            before += (double)s->weights[i];
+    const int64_t number = listed ? row->listed[block] : block;
+    const float *weights = row->weights + (listed ? block * BLOCK_OF_SUMS : 0);
+    for (int64_t i = 0; i < BLOCK_OF_SUMS && !listed; i += 16)
+        store_f32(row->weights + i, some_weights(row, block * BLOCK_OF_SUMS + i), 0);
+    for (int64_t i = 0; i < BLOCK_OF_SUMS; ++i)
+        if (weights[i] > 0) {
+            token = number * BLOCK_OF_SUMS + i;
+            before += (double)weights[i];
             if (before > target)
                 break;
         }
     return token;
+}
+
+/* Sample a token of `size` from softmax(logits / temperature) after the filters, by its uniform `u`. Returns -1 if a logit is NaN or
+ * +inf, or if all are -inf. `scratch`: scratch_to_choose(size) bytes. */
+TARGET static int64_t choose(const struct sampling *s, int64_t size, float *scratch)
+{
+    const int64_t blocks = (size + BLOCK_OF_SUMS - 1) / BLOCK_OF_SUMS, whole = blocks * BLOCK_OF_SUMS;
+    struct row row = {.logits = s->logits, .size = size, .blocks = blocks, .temperature = s->temperature};
+    row.weights = scratch;
+    row.candidates = row.weights + whole + BLOCK_OF_SUMS;
+    row.masked = row.candidates + whole + BLOCK_OF_SUMS;
+    row.sums = (double *)(row.masked + whole);
+    row.most = (float *)(row.sums + blocks);
+    row.listed_most = row.most + blocks;
+    row.listed = (int32_t *)(row.listed_most + blocks);
+    if (s->allowed)
+        mask_row(&row, s->allowed);
+    if (!find_largest(&row))
+        return -1;
+    if (s->temperature == 0)
+        return most_likely(&row);
+    double total = sum_blocks(&row);
+    const int cuts = (s->top_k > 0 && s->top_k < size) || s->top_p < 1, filtered = cuts || s->min_p > 0;
+    if (filtered) {
+        struct cut cut = {0, INT64_MAX, 0};
+        if (cuts)
+            cut = cut_at(&row, s->top_k, s->top_p, total);
+        else
+            list_blocks(&row, s->min_p);
+        if (s->min_p > cut.weight)
+            cut = (struct cut){s->min_p, INT64_MAX, 0};
+        total = drop(&row, cut);
+    }
+    return token_at(&row, s->u * total, filtered);
 }
