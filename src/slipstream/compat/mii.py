@@ -263,7 +263,7 @@ class MIIPipeline(_Generator):
     def __init__(self, config: ModelConfig) -> None:
         """Raises as `slipstream.init_inference`."""
         self.config = config
-        options = {"dtype": config.precision, "tokenizer": config.tokenizer, "device": config.device}
+        options: dict[str, Any] = {"dtype": config.precision, "tokenizer": config.tokenizer, "device": config.device}
         self.inference_engine: InferenceEngine = init_inference(config.model_name_or_path, **options)
         self.tokenizer = self.inference_engine.tokenizer
 

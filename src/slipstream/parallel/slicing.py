@@ -469,9 +469,8 @@ class _Slicing:
                 f"{name.rpartition('.')[0]!r} ({type(parent).__name__}) does not tell its number of heads; skip its layers"
             )
         size = self.axis.size
-        if queries < size or (keys < size and (size % keys or queries % size)):
-            divisors = [n for n in range(1, size) if size % n == 0]
-            fits = [n for n in divisors if queries >= n and (keys >= n or (n % keys == 0 and queries % n == 0))]
+        if not _can_deal(queries, keys, size):
+            fits = [n for n in range(1, size) if size % n == 0 and _can_deal(queries, keys, n)]
             raise ValueError(
                 f"{queries} query and {keys} key heads ({type(parent).__name__}) cannot be dealt to {size} tp ranks; use "
                 f"{fits[-1]} (slipstream.mesh.tp)"
@@ -650,6 +649,10 @@ def sliced_class(cls: type, mixin: type[Sliced]) -> type:
     if key not in _CLASSES:
         _CLASSES[key] = type(f"{mixin.__name__}Parallel{cls.__name__}", (mixin, cls), {"__module__": __name__})
     return _CLASSES[key]
+
+
+def _can_deal(queries: int, keys: int, size: int) -> bool:
+    return queries >= size and (keys >= size or (size % keys == 0 and queries % size == 0))
 
 
 def _own_slopes(heads: int, own: range) -> Callable[..., Any]:

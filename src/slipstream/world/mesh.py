@@ -279,12 +279,7 @@ def build_mesh(
     lengths = Place(pp, len(ranks) // (pp * sp * tp), sp, tp)
     if places is None:
         places = dict(zip(ranks, itertools.starmap(Place, itertools.product(*map(range, lengths))), strict=True))
-    size = len(ranks) // pp
-    if shard_size is not None and size % shard_size:
-        raise ValueError(
-            f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({size}); "
-            + (f"use {nearest_divisor(size, shard_size)}" if dist.is_initialized() else "start with `slipstream run`")
-        )
+    _check_shards(len(ranks) // pp, shard_size)
     groups = _Groups(rank, list(places), group if len(ranks) > 1 else None)
     axes: dict[str, Axis] = {}
     for i, name in enumerate(Place._fields):
@@ -308,6 +303,14 @@ def build_mesh(
         groups=groups,
     )
     return replace(mesh, families={(): mesh._family(())})
+
+
+def _check_shards(size: int, shard_size: int | None) -> None:
+    if shard_size is not None and size % shard_size:
+        raise ValueError(
+            f"zero_optimization.mics_shard_size ({shard_size}) does not divide the data-parallel size ({size}); "
+            + (f"use {nearest_divisor(size, shard_size)}" if dist.is_initialized() else "start with `slipstream run`")
+        )
 
 
 def _columns(rows: Sequence[Sequence[int]]) -> list[list[int]]:

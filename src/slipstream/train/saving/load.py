@@ -232,11 +232,7 @@ def _take_values(
     if (average := states.average) is not None and shared.get("average") is not None:
         undo.append(partial(setattr, average, "num_updates", average.num_updates))
         average.num_updates = _whole(shared["average"]["num_updates"], "number of averages")
-    kept = shared.get("kept", {})
-    for name, part in ((name, part) for name, part in entries.kept(states).items() if name in kept):
-        _check_like(kept[name], part.state_dict(), name)
-        undo.append(_restoring(part))
-        part.load_state_dict(kept[name])
+    _take_kept(states, shared.get("kept", {}), undo)
     ranks, mesh, device = "", states.mesh, states.device
     if num_saved != mesh.world.size:
         ranks = f"the number of ranks was {num_saved} when the checkpoint was saved and is {mesh.world.size} now"
@@ -255,6 +251,14 @@ def _take_values(
             "ranks beyond those of the checkpoint are seeded from one of it",
             " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items()),
         )
+
+
+def _take_kept(states: States, kept: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
+    """Apply what features keep over a resumption (`entries.kept`)."""
+    for name, part in ((name, part) for name, part in entries.kept(states).items() if name in kept):
+        _check_like(kept[name], part.state_dict(), name)
+        undo.append(_restoring(part))
+        part.load_state_dict(kept[name])
 
 
 def _take_schedule(part: Any, state: Any, undo: list[Callable[[], None]]) -> None:
