@@ -32,6 +32,7 @@ from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
 from tests import tiny_chat
 from tests.inference.test_server import COMPLETIONS, call, serving, until
+from tests.ports import free_port
 from tests.unit.test_inference_engine import GREEDY, Answer, HashRunner, ask, byte_tokenizer, running, wait
 
 SAMPLED = SamplingParams(max_tokens=12, seed=3, logprobs=2, prompt_logprobs=1, stop=("qq",), logit_bias={97: 1.5})
@@ -276,6 +277,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_chat.write(tmp_path_factory.mktemp("chat"))
 
 
+@pytest.mark.slow
 def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""
     with slipstream.init_inference(folder, threads=1) as alone:
@@ -304,21 +306,22 @@ def test_a_process_refuses_as_an_engine_does(folder: Path) -> None:
         Router.local(str(folder), {"max_context": 5000}, [[]])
 
 
-def test_refusals(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").touch()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     for options, message in (
-        ("--replicas 0", "argument --replicas: '0' is not a whole number above 0"),
+        ("--replicas 0", "argument --replicas: '0' is not a number of 1 or more"),
         ("--replicas 2", "--replicas 2 is more than the 1 cores of this process: start fewer, or say --threads 1"),
         ("--replicas 2 --weights-socket x", "--weights-socket needs the engine in the server's process; leave --replicas out"),
     ):
         with pytest.raises(SystemExit) as ended:
-            sys.exit(main(["serve", str(folder), "--port", "0", *options.split()]))
+            sys.exit(main(["serve", str(tmp_path), "--port", str(free_port()), *options.split()]))
         assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 @contextmanager
 def server(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0", *options]
+    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", str(free_port()), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
