@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -421,7 +422,7 @@ def serve(
         raise ServerError(
             f"a deployment {name!r} runs already; end it by mii.client({name!r}).terminate_server(), or take another name"
         )
-    deployment = _start(name, config, own.get("port_number", 0))
+    deployment = _start(name, config, own.get("port_number") or _free_port())
     deployment.write()
     return MIIClient(deployment)
 
@@ -433,6 +434,12 @@ def client(model_or_deployment_name: str) -> MIIClient:
             return MIIClient(deployment)
     running = sorted(file.stem for file in _folder().glob("*.json"))
     raise DeploymentNotFoundError(f"no deployment {model_or_deployment_name!r} runs; there are {', '.join(running) or 'none'}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _start(name: str, config: ModelConfig, port: int) -> Deployment:
