@@ -330,29 +330,6 @@ def pipeline(transport: str, bad: int, how: str, pause_s: float = 0.0) -> None:
             engine.train_batch(iter(pipes.batches(0, step)))
 
 
-def apart(transport: str, axis: str, folder: str) -> None:
-    """Rank 1 of a mesh with an axis of two saves, and rank 0 does not."""
-    import slipstream
-    from tests import toy
-    from tests.dist import test_pipeline as pipes
-
-    slipstream.init_distributed()
-    if axis == "pp":
-        engine = pipes.make(pipes.module(num_stages=2), 1, transport)
-    else:
-        model = toy.seeded(lambda: pipes.Sliced(True, None, 0) if axis == "tp" else toy.Net())
-        engine = toy.make(model, 1, transport, slipstream={"mesh": {axis: 2}})
-    with noting_errors():
-        if _rank == 1:
-            engine.save_checkpoint(folder, "alone")
-        for step in range(3):
-            if axis == "pp":
-                engine.train_batch(iter(pipes.batches(0, step)))
-            else:
-                engine.backward(engine(toy.floats(0, step)).square().mean())
-                engine.step()
-
-
 def early(stage: int, transport: str, traceback: str) -> None:
     """Rank 1 ends its script after one step; the others do not catch their error."""
     os.environ["SLIPSTREAM_TRACEBACK"] = traceback

@@ -202,18 +202,6 @@ def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Pat
             assert "PeerError: all ranks wait for each other" in outcome.stderr[1], told
 
 
-def test_the_table_has_the_places_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """On a mesh with stages, slices or shares of sequences, beside each rank."""
-    words = {"pp": "stage", "tp": "tp", "sp": "sp"}
-    for axis in words:
-        nursery.start(axis, "apart", transport="gloo", axis=axis, folder=str(tmp_path / axis))
-    outcomes = nursery.end(90)
-    for axis, word in words.items():
-        said = outcomes[axis].stderr[0].replace("[rank0]: ", "")
-        rows = rf"rank  place +step  phase .*waits in\n0 +{word} 0 +\d .*\n1 +{word} 1 +\d "
-        assert re.search(rows, said), f"{axis}\n{story(outcomes[axis])}"
-
-
 # ---- busy ranks
 
 

@@ -278,7 +278,7 @@ def test_leaks_fail_the_test(function: Callable[[], None], message: str) -> None
 
 def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match=r"world_size \(9\) is not in 1\.\.8"):
-        run(5, pids)
+        run(9, pids)
     with pytest.raises(ValueError, match="define it at the top of its module"):
         run(2, lambda: None)
     with pytest.raises(ValueError, match="go together"):

@@ -268,10 +268,6 @@ def test_models_whose_outputs_are_not_by_token_are_refused() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="computes attention by 'eager'"):
         slipstream.initialize(model=build("bloom"), config=settings(1, sequence_parallel_size=2))
-    sizes = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "attn_logit_softcapping": 50.0}
-    capped = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**sizes), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match=r"caps its scores or has sinks, .* use tp 2 instead"):
-        slipstream.initialize(model=capped, config=settings(1, sequence_parallel_size=2))
     dropped = build("llama", num_attention_heads=1, num_key_value_heads=1, attention_dropout=0.5)
     engine = slipstream.initialize(model=dropped, config=settings(1, sequence_parallel_size=2))[0]
     with pytest.raises(ValueError, match=r"has attention dropout 0\.5, and more ranks share a sequence than it has heads"):

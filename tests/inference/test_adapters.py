@@ -76,8 +76,16 @@ class Adapted:
         return self.runner.forward(batch)
 
 
-CASES = {**{f"families-{case}": test_families.model_of for case in test_families.CASES}}
+LATENT = [case for case in test_families.CASES if case.startswith("deepseek")]
+CASES = {**{f"families-{case}": test_families.model_of for case in test_families.CASES if case not in LATENT}}
 CASES |= {f"models-{case}": test_models.model_of for case in test_models.CASES}
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    model = test_families.model_of(LATENT[0])
+    write(tmp_path / "a", model, ["model.layers.0.self_attn.o_proj"], rank=2)
+    with pytest.raises(ValueError, match="adapters of models with latent attention are not served; merge it"):
+        adapters.read(tmp_path / "a", from_hf(model.config.to_dict()))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -193,7 +193,7 @@ def test_refusals(make: Callable[[list[nn.Parameter]], Any], message: str) -> No
 def test_sparse_gradients_are_refused(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
     (param,) = parameters([(3, 3)])
     param.grad = torch.ones(3, 3).to_sparse()
-    with pytest.raises(ValueError, match=r"parameter of shape \(3, 3\) is sparse"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \(3, 3\) in group 0 has a sparse gradient: drop"):
         make([param]).step()
 
 
