@@ -236,7 +236,8 @@ def test_deepspeeds_names() -> None:
     assert 0 < engine._gather_latency + engine._generate_latency < engine._total_latency
 
     tokenizer = types.SimpleNamespace(pad_token_id=0, eos_token_id=5)
-    rollout = build_rollout(RolloutConfig(), engine, tokenizer)
+    profiled = types.SimpleNamespace(engine="hybrid_engine", enable_profiling=True)  # any object, as in DeepSpeed
+    rollout = build_rollout(profiled, student_engine=engine, tokenizer=tokenizer)
     assert isinstance(rollout, HybridEngineRollout)
     for temperature in (0.0, 1.0):
         batch = rollout.generate(RolloutRequest(ids, mask), SamplingConfig(8, temperature, n_samples_per_prompt=2))
@@ -249,10 +250,14 @@ def test_deepspeeds_names() -> None:
     assert targets.target_ids[targets.response_mask].equal(batch.input_ids[:, 9:][batch.attention_mask[:, 9:] == 1])
     empty = rollout.generate(RolloutRequest(ids[:0], mask[:0]), SamplingConfig(4))
     assert empty.batch_size == 0
+    assert isinstance(build_rollout(RolloutConfig(), engine, tokenizer).get_last_profile(), type(None))
+    assert rollout.get_last_profile()["num_generated_tokens"] == 0  # type: ignore[index]
+    with pytest.raises(ValueError, match="needs student_engine and tokenizer"):
+        build_rollout(RolloutConfig(), engine)
     with pytest.raises(ValueError, match="the rollout engine is 'vllm'"):
         build_rollout(RolloutConfig("vllm"), engine, tokenizer)
     rollout.shutdown()
-    rollout.sync_weights_from_student(3)
+    rollout.sync_weights(3)
     engine.destroy()
 
 

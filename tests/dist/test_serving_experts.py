@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +198,6 @@ def test_keys_of_deepspeed(folder: Path) -> None:
         slipstream.init_inference(folder, moe=8)
     with pytest.raises(ValueError, match="ep_size is given twice"):
         slipstream.init_inference(folder, moe={"ep_size": 2}, ep_size=4)
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("ranks"))
-    yield nursery
-    assert not nursery.survivors()
-    nursery.close()
 
 
 def test_a_lost_process_ends_the_others(nursery: Nursery, folder: Path) -> None:

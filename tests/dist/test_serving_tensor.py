@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +202,6 @@ def test_keys_of_deepspeed() -> None:
             slipstream.init_inference(model, **options, **_OPTIONS)
     with pytest.raises(TypeError, match="no argument 'tp_sizes'; did you mean tp_size"):
         slipstream.init_inference(model, tp={"tp_sizes": 2})
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("ranks"))
-    yield nursery
-    assert not nursery.survivors()
-    nursery.close()
 
 
 def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
 from tests import tiny_chat
 from tests.inference.test_server import COMPLETIONS, call, serving, until
-from tests.ports import free_port
 from tests.unit.test_inference_engine import GREEDY, Answer, HashRunner, ask, byte_tokenizer, running, wait
 
 SAMPLED = SamplingParams(max_tokens=12, seed=3, logprobs=2, prompt_logprobs=1, stop=("qq",), logit_bias={97: 1.5})
@@ -315,13 +314,13 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         ("--replicas 2 --weights-socket x", "--weights-socket needs the engine in the server's process; leave --replicas out"),
     ):
         with pytest.raises(SystemExit) as ended:
-            sys.exit(main(["serve", str(tmp_path), "--port", str(free_port()), *options.split()]))
+            sys.exit(main(["serve", str(tmp_path), "--port", "0", *options.split()]))
         assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 @contextmanager
 def server(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", str(free_port()), *options]
+    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

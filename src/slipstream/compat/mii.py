@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import stat
 import sys
 import tempfile
@@ -58,20 +57,21 @@ _START_S = 600.0  # for a server to load its model
 _STOP_S = 90.0  # for a server to finish its requests
 _CONNECTIONS = 64  # prompts that a client sends at once
 _NAME = re.compile(r"[\w.-]{1,100}")
-_ONE_PROCESS = "one process computes a model; set it to 1, and start a deployment for each device"
+_ONE_PROCESS = "a pipeline is this process; set it to 1, or start a deployment by mii.serve"
+_OF_SERVERS = {"tensor_parallel": "--tp", "replica_num": "--replicas"}  # options of a deployment, and of `slipstream serve`
 # Options of features that are missing: the values that ask for nothing, and what to do.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel": ((1, None), _ONE_PROCESS),
     "replica_num": ((1, None), _ONE_PROCESS),
-    "replica_configs": (([], (), None), _ONE_PROCESS),
+    "replica_configs": (([], (), None), "replicas are alike; give their number as replica_num"),
     "task": (("text-generation", None), "text-generation is the task; `slipstream serve` also embeds texts"),
     "deployment_type": (("local", "LOCAL", None), "deployments are processes of this machine; examples/deploy has clusters"),
     "enable_restful_api": ((False, None), "the port has OpenAI's API and no other; send requests to /v1/completions"),
 }
 _NO_EFFECT = {
-    **dict.fromkeys(("all_rank_output", "torch_dist_port", "zmq_port_number", "sync_debug"), "one process computes a model"),
+    **dict.fromkeys(("all_rank_output", "torch_dist_port", "zmq_port_number", "sync_debug"), "processes find each other"),
     **dict.fromkeys(("restful_api_port", "restful_api_host", "restful_processes"), "the port has OpenAI's API"),
-    **dict.fromkeys(("version", "instance_type"), "deployments are processes of this machine"),
+    **dict.fromkeys(("version", "instance_type", "hostfile"), "deployments are processes of this machine"),
     "inference_engine_config": "the engine sizes itself; slipstream.init_inference has its options",
     "profile_model_time": "/metrics of a server has the times",
     "hf_auth_token": "models are folders, nothing is downloaded",
@@ -144,7 +144,7 @@ class ModelConfig:
         given: dict[str, Any] = {"model_name_or_path": model} if model else {}
         for source in others:
             for name, value in source.items():
-                if name in _REFUSED:
+                if name in _REFUSED and name not in more:
                     off, why = _REFUSED[name]
                     if getattr(value, "value", value) not in off:
                         raise ValueError(f"{name} is {value!r:.200}: {why}")
@@ -231,8 +231,8 @@ class _Generator(ABC):
         """Answer all prompts in one batch; `GenerateParams` lists the settings.
 
         streaming_fn: gets increments of the answer to the one prompt, each a list of one Response; a client's last has the lengths.
-        Raises UnknownArgument for a
-        setting that there is not, ValueError for a prompt that leaves no room, RuntimeError for a stream of several prompts.
+        Raises UnknownArgument for a setting that there is not, ValueError for a prompt that leaves no room, RuntimeError for a
+        stream of several prompts.
         """
         texts, params = (
             [prompts] if isinstance(prompts, str) else list(prompts),
@@ -409,12 +409,14 @@ def serve(
 ) -> MIIClient:
     """Start a server of a model, which outlives this process, and wait until it answers.
 
-    Beside those of `ModelConfig`: deployment_name (default: the model's, with -mii-deployment), port_number (default: a free one).
+    Beside those of `ModelConfig`: deployment_name (default: the model's, with -mii-deployment), port_number (default: a free one);
+    tensor_parallel or replica_num: the processes that one model is cut over, or that have one each.
+
     Raises as `pipeline`, and ServerError if the server does not start or the name is taken.
     """
     whole = dict(mii_config or {})
     sources = [whole.pop("model_config", {}), model_config or {}, whole, options]
-    config, own = ModelConfig.of(model_name_or_path, sources, ("deployment_name", "port_number"))
+    config, own = ModelConfig.of(model_name_or_path, sources, ("deployment_name", "port_number", *_OF_SERVERS))
     name = own.get("deployment_name") or _default_name(config.model_name_or_path)
     if not _NAME.fullmatch(name):
         raise ValueError(f"deployment_name is {name!r:.200}; it may have letters, digits, '_', '-' and '.', at most 100")
@@ -422,7 +424,8 @@ def serve(
         raise ServerError(
             f"a deployment {name!r} runs already; end it by mii.client({name!r}).terminate_server(), or take another name"
         )
-    deployment = _start(name, config, own.get("port_number") or _free_port())
+    processes = [text for option, flag in _OF_SERVERS.items() if own.get(option, 1) != 1 for text in (flag, str(own[option]))]
+    deployment = _start(name, config, own.get("port_number", 0), processes)
     deployment.write()
     return MIIClient(deployment)
 
@@ -436,15 +439,10 @@ def client(model_or_deployment_name: str) -> MIIClient:
     raise DeploymentNotFoundError(f"no deployment {model_or_deployment_name!r} runs; there are {', '.join(running) or 'none'}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _start(name: str, config: ModelConfig, port: int) -> Deployment:
+def _start(name: str, config: ModelConfig, port: int, more: Sequence[str]) -> Deployment:
     """Start `slipstream serve`, and wait for its address."""
     command = [sys.executable, "-m", "slipstream", "serve", config.model_name_or_path, "--model-name", name, "--port", str(port)]
+    command += more
     for option, value in (("--dtype", config.precision), ("--tokenizer", config.tokenizer), ("--device", config.device)):
         command += [] if value is None else [option, value]
     key, log = secrets.token_urlsafe(24), _folder() / f"{name}.log"

@@ -104,18 +104,31 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 # -- rollouts ---------------------------------------------------------------------------------------------------------------
 
 
+_NO_EFFECT = {  # options of DeepSpeed's rollouts
+    "use_graph_capture": "serving captures CUDA graphs where its kernels run",
+    "use_shared_prefill": "samples of a prompt share its prefix",
+    **dict.fromkeys(
+        ("align_decode_fronts", "enable_cache_trimming", "continuous_cache_capacity"), "the cache of serving is in blocks"
+    ),
+}
+
+
 @dataclass
 class RolloutConfig:
     engine: str = "hybrid_engine"
+    use_graph_capture: bool = False  # without effect
 
 
 @dataclass
 class HybridEngineRolloutConfig:
-    """use_graph_capture, use_shared_prefill: without effect, serving does both where it can. enable_profiling: `last_profile`."""
+    """enable_profiling: `get_last_profile`. The others have no effect: serving does these where it can."""
 
     use_graph_capture: bool = False
     enable_profiling: bool = False
     use_shared_prefill: bool = False
+    align_decode_fronts: bool = False
+    enable_cache_trimming: bool = False
+    continuous_cache_capacity: int | None = None
 
 
 @dataclass
@@ -176,11 +189,8 @@ class RolloutEngine(ABC):
         """Answer every prompt `n_samples_per_prompt` times."""
 
     @abstractmethod
-    def sync_weights_from_student(self, step: int) -> None:
+    def sync_weights(self, step: int) -> None:
         """Hand the current weights over. Collective. step: of the training, for logs."""
-
-    def sync_weights(self, step: int = 0) -> None:
-        self.sync_weights_from_student(step)
 
     def shutdown(self) -> None:  # noqa: B027 (optional for engines that hold nothing)
         """Free what the rollouts have."""
@@ -191,16 +201,20 @@ class HybridEngineRollout(RolloutEngine):
 
     name = "hybrid_engine"
 
-    def __init__(self, engine: Any, tokenizer: Any, cfg: HybridEngineRolloutConfig | None = None) -> None:
-        """tokenizer: gives `pad_token_id` and `eos_token_id`. Raises ValueError if it has neither, or for an engine without it."""
+    def __init__(self, engine: Any, tokenizer: Any, cfg: Any = None) -> None:
+        """tokenizer: gives `pad_token_id` and `eos_token_id`. cfg: any object with attributes of `HybridEngineRolloutConfig`.
+
+        Raises ValueError if the tokenizer has neither, or for an engine without `hybrid_engine.enabled`."""
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if pad is None:
             raise ValueError("the tokenizer has neither pad_token_id nor eos_token_id; set one of them")
         rollouts = engine.states.resources.get("rollouts")
         if rollouts is None:
             raise ValueError('the engine generates nothing; its config needs "hybrid_engine": {"enabled": true}')
-        self.engine, self.tokenizer, self.cfg = engine, tokenizer, cfg or HybridEngineRolloutConfig()
-        self.last_profile: dict[str, float] | None = None  # of the last generate(), with enable_profiling
+        for name in (name for name in _NO_EFFECT if getattr(cfg, name, None)):
+            logger.warning("rollouts: %s has no effect here: %s", name, _NO_EFFECT[name])
+        self.engine, self.tokenizer, self.enable_profiling = engine, tokenizer, bool(getattr(cfg, "enable_profiling", False))
+        self._last_profile: dict[str, float] | None = None
         self._rollouts: Rollouts = rollouts
         self._pad: int = pad
 
@@ -225,18 +239,22 @@ class HybridEngineRollout(RolloutEngine):
         ended = torch.zeros_like(answers) if end is None else (answers == end).long()
         before = ended.cumsum(1) - ended  # end tokens before this one
         kept = mask.repeat_interleave(rows // max(len(mask), 1), 0) if rows else mask
-        if self.cfg.enable_profiling:
+        if self.enable_profiling:
             times = self._rollouts.times
             profile = {"handover_ms": times.handover * 1e3, "generation_ms": times.generation * 1e3}
             new = int((before == 0).sum())
-            self.last_profile = profile | {"num_generated_tokens": new, "tokens_per_second": new / max(times.generation, 1e-9)}
+            self._last_profile = profile | {"num_generated_tokens": new, "tokens_per_second": new / max(times.generation, 1e-9)}
         return RolloutBatch(
             whole,
             torch.cat([kept.long(), (before == 0).long()], 1),
             torch.full((rows,), started, dtype=torch.long, device=whole.device),
         )
 
-    def sync_weights_from_student(self, step: int) -> None:
+    def get_last_profile(self) -> dict[str, float] | None:
+        """Milliseconds and tokens of the last `generate`, with enable_profiling."""
+        return self._last_profile
+
+    def sync_weights(self, step: int) -> None:
         logger.debug("rollouts take the weights of step %d", step)
         self._rollouts.renew()
 
@@ -244,17 +262,19 @@ class HybridEngineRollout(RolloutEngine):
         self._rollouts.release()
 
 
-def build_rollout(cfg: Any, engine: Any, tokenizer: Any) -> RolloutEngine:
-    """The rollout that `cfg.engine` names. Raises ValueError for others than "hybrid_engine"."""
-    if cfg.engine != HybridEngineRollout.name:
+def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **unused: Any) -> RolloutEngine:
+    """The rollout that `rollout_cfg.engine` names; other arguments have no effect. Raises ValueError for others than
+    "hybrid_engine", or without the engine or the tokenizer."""
+    if rollout_cfg.engine != HybridEngineRollout.name:
         raise ValueError(
-            f"the rollout engine is {cfg.engine!r}; set it to {HybridEngineRollout.name!r}, or hand the weights to another server: "
-            "slipstream.handover.send(engine.named_weights(), to=...)"
+            f"the rollout engine is {rollout_cfg.engine!r}; set it to {HybridEngineRollout.name!r}, or hand the weights to another "
+            "server: slipstream.handover.send(engine.named_weights(), to=...)"
         )
-    names = HybridEngineRolloutConfig.__dataclass_fields__
-    return HybridEngineRollout(
-        engine, tokenizer, HybridEngineRolloutConfig(**{name: getattr(cfg, name) for name in names if hasattr(cfg, name)})
-    )
+    if student_engine is None or tokenizer is None:
+        raise ValueError("a rollout by the hybrid engine needs student_engine and tokenizer; give both")
+    if unused:
+        logger.warning("build_rollout: %s have no effect", ", ".join(sorted(unused)))
+    return HybridEngineRollout(student_engine, tokenizer, rollout_cfg)
 
 
 def _check_rows(name: str, rows: Tensor, **masks: Tensor) -> None:

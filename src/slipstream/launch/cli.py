@@ -92,6 +92,7 @@ def _number(kind: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted:
 _positive = _number(int, lambda number: number > 0, "a number of 1 or more")
 _count = _number(int, lambda number: True, "a number of 0 or more")
 _port = _number(int, lambda number: 0 < number < 65536, "a port, 1..65535")
+_port_or_any = _number(int, lambda number: 0 <= number < 65536, "a port, 1..65535, or 0 for a free one")
 _above_zero = _number(float, lambda number: number > 0, "a number above 0")
 _seconds = _number(float, lambda number: number >= 0, "a number of 0 or more")
 _fraction = _number(float, lambda number: 0 <= number < 1, "a fraction: a number from 0 to below 1")
@@ -364,7 +365,7 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_model(parser)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", metavar="HOST", help="default 127.0.0.1; 0.0.0.0 for all interfaces")
-    add("--port", type=_port, default=8000, metavar="PORT", help="default 8000")
+    add("--port", type=_port_or_any, default=8000, metavar="PORT", help="default 8000; 0: a free one, which the first line tells")
     add("--api-key", type=_key, action="append", default=[], metavar="KEY", help="require this key from clients; may be repeated")
     add("--api-key-file", metavar="FILE", help="one key per line; like SLIPSTREAM_API_KEYS=A,B, it does not show the keys in ps")
     add("--priority-keys", metavar="FILE", help="one key per line, whose requests may set priority; other keys then cannot")

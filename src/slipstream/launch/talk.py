@@ -175,7 +175,8 @@ def _stripped(source: str, entries: Iterable[str]) -> list[str]:
 def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
     """Bind a socket to each address of the host before the model loads, so that no other process takes the port meanwhile.
 
-    They refuse connections until the server listens. Raises ValueError if an address cannot be bound.
+    They refuse connections until the server listens. Port 0: a free one, the same on all addresses. Raises ValueError if an address
+    cannot be bound.
     """
     sockets = []
     try:
@@ -185,7 +186,8 @@ def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a server that has just ended is free
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has its own socket
-            bound.bind(address)
+            bound.bind((address[0], port, *address[2:]))
+            port = bound.getsockname()[1]
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else another process could bind too, and listen first
     except OSError as error:
         reason = error.strerror or error
