@@ -250,7 +250,7 @@ def test_deepspeeds_names() -> None:
     assert targets.target_ids[targets.response_mask].equal(batch.input_ids[:, 9:][batch.attention_mask[:, 9:] == 1])
     empty = rollout.generate(RolloutRequest(ids[:0], mask[:0]), SamplingConfig(4))
     assert empty.batch_size == 0
-    assert isinstance(build_rollout(RolloutConfig(), engine, tokenizer).get_last_profile(), type(None))
+    assert build_rollout(RolloutConfig(), engine, tokenizer).get_last_profile() is None
     assert rollout.get_last_profile()["num_generated_tokens"] == 0  # type: ignore[index]
     with pytest.raises(ValueError, match="needs student_engine and tokenizer"):
         build_rollout(RolloutConfig(), engine)
