@@ -329,7 +329,16 @@ def test_key_counts_are_the_code_s() -> None:
     assert tuple(map(int, line.groups())) == (sum(counts) - own, counts.honored - own, counts.no_effect, counts.refused, own)
 
 
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "examples").rglob("*.md")):
-        for link in re.findall(r"\]\((?!http|#)([^)]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+        for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+            name, _, anchor = link.partition("#")
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in _anchors(target), f"{page.name}: {link}"

@@ -119,6 +119,7 @@ def _names(suffix: str) -> set[str]:
     return {f"{name}{suffix}" for name in ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step")}
 
 
+@pytest.mark.alone
 def test_times_cover_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     """The parts of a micro-batch of one step sum to its time, within 2 % at a few milliseconds each."""
     import time

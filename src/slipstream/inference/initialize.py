@@ -364,7 +364,7 @@ def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torc
             raise ValueError(f"draft has {size:,} tokens, and the model {vocab_size:,}; give one with the same vocabulary")
         return served.forward
     tokens, theirs = ({number: text for text, number in one.backend.get_vocab().items()} for one in (tokenizer, own))
-    for number, text in tokens.items():
+    for number, text in sorted(tokens.items()):
         if theirs.get(number, text) != text:
             raise ValueError(
                 f"token {number} is {text!r} to the model and {theirs[number]!r} to the draft {_name(draft)}; "
