@@ -6,10 +6,15 @@ weights, on both transports.
 
 import itertools
 import os
+import zlib
+from collections import defaultdict
 from typing import Any
+
+import pytest
 
 EVERYTHING = os.environ.get("SLIPSTREAM_TESTS") == "all"
 _STAGES = {"shared": (0, 2, 3), "gloo": (1, 3)}
+_BOTH = ("tests/contract/", "tests/parity/", "tests/dist/test_failures.py")
 
 
 def stages(transport: str, of: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[int, ...]:
@@ -36,3 +41,23 @@ def pairs(*factors: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 def _met(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
     return set(itertools.combinations(enumerate(row), 2))
+
+
+def alternate(items: list[pytest.Item]) -> None:
+    """Mark as slow every second transport of the scenarios that run on both: they take turns, and `make test-all` runs all.
+
+    The first turn follows from the name of a test. Parity tests keep both, and so do tests of the transports themselves.
+    """
+    if EVERYTHING:
+        return
+    tests: dict[str, dict[tuple[Any, ...], dict[str, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("transport") in _STAGES and item.get_closest_marker("slow") is None and not item.nodeid.startswith(_BOTH):
+            name, _, ids = item.nodeid.partition("[")
+            scenario = tuple(word for word in ids.rstrip("]").split("-") if word != params["transport"])
+            tests[name][scenario][params["transport"]] = item
+    for name, scenarios in tests.items():
+        for turn, of_scenario in enumerate(scenarios.values(), zlib.crc32(name.encode())):
+            if len(of_scenario) == len(_STAGES):
+                of_scenario[tuple(_STAGES)[turn % 2]].add_marker(pytest.mark.slow)

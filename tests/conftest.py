@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from tests.budget import Budget
-from tests.cases import EVERYTHING
+from tests.cases import EVERYTHING, alternate
 from tests.on_gpu import tensors_of_tests
 from tests.pool import pool
 from tests.ranks import SpawnRanks
@@ -41,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     pool.filters = list(config.getini("filterwarnings"))
     config.pluginmanager.register(Budget())
     config.pluginmanager.register(Skips())
+
+
+@pytest.hookimpl(tryfirst=True)  # before the marks are selected by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    alternate(items)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -156,7 +156,6 @@ def states(engine: Any) -> dict[str, Tensor]:
     engine.states.updater.finish()  # states on disk are updated while this thread goes on
     results: dict[str, Tensor] = {}
     for unit in engine.units:
-        for i, name in enumerate(unit.names):
-            values = optimizer_state.of_parameters(unit, [i], engine.states.steps)[i]
-            results |= {f"{kind} of {name}": value.clone() for kind, value in values.items()}
+        for i, values in optimizer_state.of_parameters(unit, range(len(unit.names)), engine.states.steps).items():
+            results |= {f"{kind} of {unit.names[i]}": value for kind, value in values.items()}
     return results

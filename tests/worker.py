@@ -47,7 +47,7 @@ from tests.on_gpu import tensors_of_tests
 
 # Imported once for all workers, because most tests import them: together seven processor seconds.
 # Hypothesis warns if it is first imported after a plugin's objects were frozen: it then cannot see their referrers.
-PRELOADED = ("torch._dynamo", "slipstream.train.initialize", "hypothesis")
+PRELOADED = ("torch._dynamo", "slipstream.train.initialize", "slipstream.config.parse", "slipstream.compat.engine", "transformers.modeling_utils", "hypothesis", "tests.probe", "tests.toy")
 ROOT = Path(__file__).parents[1]
 SETTLE_S = 1.0  # limit for threads and mappings to disappear after a test
 
