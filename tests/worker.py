@@ -14,6 +14,7 @@ earlier would reset the connections of ranks inside a collective), then cleans u
 """
 
 import ast
+import contextlib
 import faulthandler
 import gc
 import importlib.machinery
@@ -45,9 +46,18 @@ from tests.budget import spent_here
 from tests.jobs import DUMP, FORK, INTERRUPT, READY, REQUEST, WAIT, Job, Report, Status
 from tests.on_gpu import tensors_of_tests
 
-# Imported once for all workers, because most tests import them: together seven processor seconds.
+# Imported once for all workers, because most tests import them: together nine processor seconds.
 # Hypothesis warns if it is first imported after a plugin's objects were frozen: it then cannot see their referrers.
-PRELOADED = ("torch._dynamo", "slipstream.train.initialize", "slipstream.config.parse", "slipstream.compat.engine", "transformers.modeling_utils", "hypothesis", "tests.probe", "tests.toy")
+PRELOADED = (
+    "torch._dynamo",
+    "slipstream.train.initialize",
+    "slipstream.config.parse",
+    "slipstream.compat.engine",
+    "transformers.modeling_utils",
+    "hypothesis",
+    "tests.probe",
+    "tests.toy",
+)
 ROOT = Path(__file__).parents[1]
 SETTLE_S = 1.0  # limit for threads and mappings to disappear after a test
 
@@ -65,7 +75,8 @@ def serve(fd: int) -> None:
     _die_with_parent()
     os.chdir(ROOT)  # pytest's current folder may be deleted with its test
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # of transformers, where it is not installed
+            importlib.import_module(name)
     assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"
     gc.collect()
     gc.freeze()

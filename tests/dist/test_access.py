@@ -15,7 +15,7 @@ from slipstream.checkpoint import CheckpointError, latest_tag
 from tests import cases, toy
 from tests.pool import distributed
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 
 
 class Everything(toy.Net):

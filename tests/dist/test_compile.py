@@ -14,7 +14,7 @@ from torch import Tensor
 from tests import cases, toy
 from tests.pool import distributed
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 
 
 def train(engine: Any) -> list[Tensor]:

@@ -11,7 +11,7 @@ import slipstream
 from tests import cases, probe, toy
 from tests.pool import distributed
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 SGD = {"lr": 0.1, "momentum": 0.9}
 Changes = dict[int, list[tuple[str, bool]]]  # step -> modules that become trainable or frozen before it
 

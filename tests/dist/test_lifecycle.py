@@ -22,7 +22,7 @@ import slipstream
 from tests import cases, toy
 from tests.pool import distributed
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 
 
 def resident() -> int:

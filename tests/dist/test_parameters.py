@@ -14,7 +14,7 @@ from tests.pool import distributed
 
 pytestmark = pytest.mark.disk
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 ON_DISK = {"offload_param": {"device": "nvme", "max_in_cpu": 0}, "offload_optimizer": {"device": "nvme"}}
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tests import cases, probe, toy
 from tests.pool import distributed
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 
 
 def dynamic(**options: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.pool import distributed, run
 
 pytestmark = pytest.mark.disk
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 
 
 class Lora(nn.Module):

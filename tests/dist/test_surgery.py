@@ -16,7 +16,7 @@ from tests.pool import distributed
 
 pytestmark = pytest.mark.disk
 
-STAGES = (0, 1, 2, 3)
+STAGES = cases.STAGES
 TIERS = {
     "memory": {},
     "disk": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},

@@ -45,7 +45,7 @@ def why_not() -> str | None:
     return "SIMDe's headers are not installed (libsimde-dev)" if probe.returncode else None
 
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]  # to compile takes two minutes
 
 
 @pytest.fixture(scope="module")

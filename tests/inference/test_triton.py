@@ -42,6 +42,7 @@ from tests.inference.test_native import Requests
 
 sys.path.remove(APART := os.path.join(sys.prefix, "triton"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEAR = pytest.mark.slow if DEVICE == "cpu" else ()  # seconds in the interpreter
 # The interpreter cuts bf16 off where it should round.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
@@ -79,7 +80,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["plain", "int8", "int4", "int4 of 128"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4", pytest.param("int4 of 128", marks=DEAR)])
 def test_linear(kind: str, dtype: torch.dtype) -> None:
     """One row, few and many; slices of the features in planes and together: the same bits."""
     columns, features, slices = 72, 640, 2
@@ -155,7 +156,10 @@ def test_ranges() -> None:
     assert num_ranges(131_072) == 64
 
 
-@pytest.mark.parametrize(("window", "cap", "dtype"), [(0, 0.0, torch.float16), (0, 3.0, torch.bfloat16), (50, 0.0, torch.float32)])
+@pytest.mark.parametrize(
+    ("window", "cap", "dtype"),
+    [pytest.param(0, 0.0, torch.float16, marks=DEAR), (0, 3.0, torch.bfloat16), (50, 0.0, torch.float32)],
+)
 def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
     """Two requests over scattered blocks, in one tile or many; what is not theirs is NaN."""
     heads, kv_heads, dim, block_size, starts, lengths = 6, 2, 24, 16, (1100, 130), (21, 1)
@@ -375,7 +379,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name if name in ("gemma", "experts") else pytest.param(name, marks=DEAR) for name in MODELS])
 def test_forward_as_the_torch_decoder(model: str) -> None:
     """A prompt in chunks beside a generation, and then both generate."""
     config = config_of(**MODELS[model])
@@ -433,7 +437,7 @@ def test_forward_in_few_bits(kind: str, dtype: torch.dtype) -> None:
     close(actual, reference, torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int4"])  # the output matrix is int8 in int4
+@pytest.mark.parametrize("kind", [pytest.param("bfloat16", marks=DEAR), "int4"])  # the output matrix is int8 in int4
 def test_the_same_bits_in_every_batch(kind: str) -> None:
     """Alone, beside others, with random splits of the prompt, and generating, by graphs where there is a GPU."""
     config, dtype = config_of(qk_norm=True, num_heads=2, layers=config_of().layers[1:]), torch.bfloat16
