@@ -15,8 +15,6 @@ from slipstream.checkpoint import CheckpointError, latest_tag
 from tests import cases, toy
 from tests.pool import distributed
 
-STAGES = cases.STAGES
-
 
 class Everything(toy.Net):
     """Tied and frozen parameters, persistent and other buffers."""

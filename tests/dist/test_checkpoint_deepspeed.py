@@ -21,6 +21,7 @@ from slipstream.checkpoint.deepspeed_parts import Cuts
 from slipstream.checkpoint.flat_slice import whole_box
 from slipstream.compat.moe import MoE, split_params_into_different_moe_groups_for_optimizer
 from tests import deepspeed_checkpoints as ds
+from tests.cases import EVERYTHING
 from tests.pool import distributed
 
 # fp32 differs by the order of sums; in 16 bits a weight may round differently
@@ -89,7 +90,7 @@ def build_parts(case: ds.Case, stage: int, mesh: dict[str, int]) -> Any:
     return slipstream.initialize(model=module, model_parameters=ds.groups(module), config=settings)[0]
 
 
-@distributed(world_size=(1, 2, 4))
+@distributed(world_size=(1, 2, 4) if EVERYTHING else (1, 2))
 def test_stages_and_slices_continue_on_any_axes(world_size: int, folder: Path) -> None:
     """Layers of a pipeline, slices of AutoTP, and a universal checkpoint of a pipeline: tied, frozen, buffers, fused matrices."""
     for case in ds.CASES:
@@ -131,7 +132,7 @@ def build_experts(case: ds.Case, stage: int, ep: int, split: bool) -> Any:
     return slipstream.initialize(model=module, model_parameters=groups, config=settings)[0]
 
 
-@distributed(world_size=(1, 2, 4))
+@distributed(world_size=(1, 2, 4) if EVERYTHING else (1, 2))
 def test_experts_continue_at_any_size(world_size: int, folder: Path) -> None:
     """Without ZeRO, and at stages 1 and 2; layers of 4 and of 2 experts, frozen parameters of experts, a residual branch."""
     for i, case in enumerate(case for case in ds.CASES if case.kind == "moe"):

@@ -86,6 +86,7 @@ def test_codes_on_the_wire(transport: str) -> None:
             engine.destroy()
 
 
+@pytest.mark.slow
 @distributed(world_size=4, transports=("gloo",))
 def test_codes_of_four_ranks_of_clipped_bf16_and_accumulated_gradients(transport: str) -> None:
     """Stages 2 and 3 have equal bits, and int8 is close to no codes."""

@@ -57,7 +57,10 @@ def assert_averages_stand_in(engine: Any, plain: dict[str, Tensor], model: torch
         assert value.equal(state[name]), name
 
 
-@pytest.mark.parametrize("precision, over", [("fp32", "shared"), ("fp32", "gloo"), ("bf16", "gloo"), ("bf16 masters", "shared")])
+AVERAGED = [("fp32", "shared"), ("bf16", "gloo"), *([("fp32", "gloo"), ("bf16 masters", "shared")] if cases.EVERYTHING else [])]
+
+
+@pytest.mark.parametrize("precision, over", AVERAGED)
 @distributed(world_size=2)
 def test_averages_are_plain_torch_s(precision: str, over: str) -> None:
     """Reading them does not affect training."""

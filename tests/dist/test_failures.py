@@ -230,7 +230,7 @@ def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
         ), story(outcome)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_shared_memory_ranks_may_run_different_branches(nursery: Nursery, world: int) -> None:
     for stage in (0, 1, 2, 3):
         nursery.start(str(stage), "branches", world=world, stage=stage)
@@ -316,6 +316,7 @@ def test_under_the_launcher_the_cause_is_what_the_user_sees(launcher: Launcher) 
     assert launcher.gone(within=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo"])  # on shared memory every wait handles signals (tests/unit/test_words.py)
 def test_an_interrupt_ends_everything_without_tracebacks(launcher: Launcher, transport: str) -> None:
     process = launcher.start("--nproc", "2", launcher.script(TRAINING), "interrupt", transport)

@@ -168,6 +168,7 @@ def test_two_nodes_by_ssh_and_environment_files(launcher: Launcher, tmp_path: Pa
     assert ".deepspeed_env: FROM_FILE=it's here" in err
 
 
+@pytest.mark.slow
 def test_a_failure_on_another_node_is_reported_once_and_stops_all(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("""
         import os, time
@@ -268,7 +269,7 @@ def test_exit_codes_and_messages_of_sys_exit(launcher: Launcher) -> None:
     assert (code, "sys.exit(7)" in err, "Traceback" in err) == (7, True, False)
 
 
-@pytest.mark.parametrize("saves", [0, 2])
+@pytest.mark.parametrize("saves", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_ctrl_c_is_one_line_with_the_last_checkpoint(saves: int, launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("""
         import os, sys, time
@@ -381,6 +382,7 @@ def test_a_restart_names_the_rank_and_how_it_ended(launcher: Launcher) -> None:
     assert "restart 2 of 2 after rank 1 exited with code 7 and no message\n" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_torchrun_reaps_first_is_named(launcher: Launcher) -> None:
     """As on a loaded machine, where the watch is late: here it never looks."""
     script = launcher.script("""
@@ -400,6 +402,7 @@ def test_a_rank_that_torchrun_reaps_first_is_named(launcher: Launcher) -> None:
     assert "restart 1 of 1 after rank 1 exited with code 7 and no message\n" in err
 
 
+@pytest.mark.slow
 def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NAME = 'a module beside the script'\n")
     script = launcher.script("""
@@ -420,6 +423,7 @@ def test_scripts_see_what_python_would_show_them(launcher: Launcher, tmp_path: P
     assert (code, out, err) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_ranks_started_by_mpi_find_their_rank(launcher: Launcher, tmp_path: Path) -> None:
     """A substitute for mpirun starts the ranks with Open MPI's variables, and one fails."""
     binary = tmp_path / "bin"

@@ -161,6 +161,7 @@ assert "gloo_tcp_loop" not in names, f"the group's threads live on: {names}"  # 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_every_operation_raises_by_name(spawn_ranks: SpawnRanks, transport: str) -> None:

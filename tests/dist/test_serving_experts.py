@@ -200,6 +200,7 @@ def test_keys_of_deepspeed(folder: Path) -> None:
         slipstream.init_inference(folder, moe={"ep_size": 2}, ep_size=4)
 
 
+@pytest.mark.slow
 def test_a_lost_process_ends_the_others(nursery: Nursery, folder: Path) -> None:
     jobs = [(0, "kill"), (2, "kill"), (1, "raise"), (1, "kill when idle")]
     for bad, how in jobs:

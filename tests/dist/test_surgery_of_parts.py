@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream.zero.leaves import mark_part
-from tests import toy
+from tests import cases, toy
 from tests.dist import test_pipeline as pipeline
 from tests.dist.test_pipeline import Group
 from tests.dist.test_tensor import batch, build, settings
@@ -146,7 +146,7 @@ def changed(kind: str, stage: int, blocks: dict[str, Any], folder: Path) -> None
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("i", range(len(LORA[2])))
+@pytest.mark.parametrize("i", range(len(LORA[2])) if cases.EVERYTHING else (1, 3, 5))
 def test_adapters_are_added_and_removed_on_two_ranks(i: int, tmp_path: Path) -> None:
     changed(*LORA[2][i], tmp_path)
 
@@ -171,7 +171,7 @@ def test_adapters_that_are_there_before_with_shares_of_the_tokens(kind: str) -> 
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("i", range(len(LORA[4])))
+@pytest.mark.parametrize("i", range(len(LORA[4])) if cases.EVERYTHING else (1,))
 def test_adapters_are_added_and_removed_on_four_ranks(i: int, tmp_path: Path) -> None:
     changed(*LORA[4][i], tmp_path)
 

@@ -83,7 +83,7 @@ def test_an_unmodified_model(kind: str, stage: int, data: str) -> None:
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("heads", [4, 1])
+@pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), 1])
 def test_stages_of_shares_have_equal_bits(heads: int) -> None:
     """sp 2 x dp 2, clipped, in bf16: losses, norms and weights of stages 0 to 3. Also as a ring."""
     results = []
@@ -119,7 +119,10 @@ def test_more_ranks_than_heads(world_size: int) -> None:
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize(("kind", "heads", "recompute"), [("llama", 4, False), ("llama", 4, True), ("qwen3", 1, True)])
+@pytest.mark.parametrize(
+    ("kind", "heads", "recompute"),
+    [("llama", 4, False), pytest.param("llama", 4, True, marks=pytest.mark.slow), ("qwen3", 1, True)],
+)
 def test_stages_of_shares(kind: str, heads: int, recompute: bool) -> None:
     """pp 2 x sp 2, micro-batches packed in different ways: a recomputed attention has its own positions. Also as a ring."""
 

@@ -155,6 +155,7 @@ def test_it_is_that_of_simulated_workers(transport: str) -> None:
     compare(transport, 2)
 
 
+@pytest.mark.slow
 @distributed(world_size=4, transports=("gloo",))
 def test_it_is_that_of_simulated_workers_on_four_ranks(transport: str) -> None:
     compare(transport, 4)

@@ -99,6 +99,7 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
         mii.pipeline("model", **options)
 
 
+@pytest.mark.slow
 def test_a_deployment(folder: Path, expected: list[Any], home: Path) -> None:
     client = mii.serve(str(folder), deployment_name="mine", max_length=40)
     check(client(PROMPTS, **GREEDY), expected)

@@ -810,6 +810,7 @@ def test_drains_on_sigterm() -> None:
         assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_answers_everybody_at_once() -> None:
     """Also who waits for a whole answer, or has not sent all of the question."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"

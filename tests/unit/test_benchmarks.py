@@ -76,7 +76,11 @@ def test_a_worker_replies_and_may_be_stopped(one: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("handler", "reason"),
-    [("wrong", "ValueError: a handler's reason"), ("leave", "exit code 7; some last words"), ("none", "KeyError")],
+    [
+        ("wrong", "ValueError: a handler's reason"),
+        pytest.param("leave", "exit code 7; some last words", marks=pytest.mark.slow),
+        pytest.param("none", "KeyError", marks=pytest.mark.slow),
+    ],
 )
 def test_a_worker_that_fails_says_why(one: Worker, handler: str, reason: str) -> None:
     with pytest.raises(Failed, match="one: ") as error:
@@ -92,12 +96,14 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         started.ready(60)
 
 
+@pytest.mark.slow
 def test_a_closed_worker_is_gone_even_if_it_was_stopped(one: Worker) -> None:
     one.stop()
     one.close()
     assert not Path(f"/proc/{one.pid}").exists()
 
 
+@pytest.mark.slow
 def test_ranks_reply_in_order_and_a_dead_one_does_not_block() -> None:
     with Ranks(f"{HERE}:echo", {}, 2, name="pair") as ranks:
         assert ranks.call("rank") == [["0", "2", 1], ["1", "2", 1]]

@@ -18,6 +18,7 @@ from slipstream.optim import fit, resolve_optimizer, rule_of
 from slipstream.optim.rules import Rule
 from slipstream.train import rehearse
 from slipstream.zero.leaves import mark_part, mark_stack
+from tests import cases
 
 Config = dict[str, Any]  # by dotted key
 DEVICES = {
@@ -212,9 +213,12 @@ def case(config: Config) -> tuple[dict[str, Any], ModelFacts, Case]:
 
 
 def test_pairs_of_settings() -> None:
-    """At stage 3 unless the pair says otherwise: the stage of most combinations that depend on one. Every fifth is resolved."""
+    """At stage 3 unless the pair says otherwise: the stage of most combinations that depend on one. Every fifth is resolved.
+
+    `make test` takes every fourth pair; that each row is met needs all of them.
+    """
     met = set()
-    for number, pair in enumerate(pairs(PLANS)):
+    for number, pair in enumerate(list(pairs(PLANS))[:: 1 if cases.EVERYTHING else 4]):
         raw, facts, settings = case(STAGE_3 | pair)
         met |= {row.text for row in (*REFUSALS, *NO_EFFECT) if row.when(settings)}
         refused = list(matching(REFUSALS, settings))
@@ -227,7 +231,7 @@ def test_pairs_of_settings() -> None:
         with pytest.raises(ValueError) as error:
             resolve(raw, world=WORLD, facts=facts)
         assert str(error.value) == refused[0], pair
-    assert {row.text for row in (*REFUSALS, *NO_EFFECT)} == met
+    assert not cases.EVERYTHING or {row.text for row in (*REFUSALS, *NO_EFFECT)} == met
 
 
 def on_mesh(ranks: int, axes: dict[str, int], **zero: int) -> Plan:

@@ -121,6 +121,7 @@ def test_compression_runs(tmp_path: Path) -> None:
     run(script)
 
 
+@pytest.mark.slow
 def test_observing_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(OBSERVING)
@@ -128,6 +129,7 @@ def test_observing_runs(tmp_path: Path) -> None:
     assert f"# {first}\n" in OBSERVING and int(backward) == 3 * 2 * 8 * 64 * 256, "the first layer's input has no gradient"
 
 
+@pytest.mark.slow
 def test_experts_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     check = "\nassert {name: int(load.sum()) for name, load in expert_loads(engine.module).items()} == {'1.moe': 8, '2.moe': 8}\n"
@@ -135,12 +137,14 @@ def test_experts_run(tmp_path: Path) -> None:
     run(script)
 
 
+@pytest.mark.slow
 def test_activations_by_hand_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ACTIVATIONS + "\nassert x.grad is not None and wide(h).shape == (2, 32, 1000)\n")
     run(script)
 
 
+@pytest.mark.slow
 def test_parameters_by_hand_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     check = "\nassert 'exp_avg' not in engine.optimizer_state('0.weight') and average.num_updates == 3\n"
@@ -266,6 +270,7 @@ def test_serving_from_python_runs_and_is_short(smollm2: Path) -> None:
     assert len(out) > 8 and {line[:2] for line in out.splitlines()} >= {"0 ", "1 "}
 
 
+@pytest.mark.slow
 def test_the_server_and_its_client_run(smollm2: Path) -> None:
     """Also the command lines around them."""
     generate, serve = (shlex.split(line) for line in re.findall(r"^slipstream (?:generate|serve) .*", README, re.M))
