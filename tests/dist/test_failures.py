@@ -205,6 +205,7 @@ def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Pat
 # ---- busy ranks
 
 
+@pytest.mark.slow
 def test_a_busy_rank_is_named_and_not_stopped(nursery: Nursery) -> None:
     for transport in TRANSPORTS:
         for by in ("step", "barrier"):
@@ -242,6 +243,7 @@ def test_on_shared_memory_ranks_may_run_different_branches(nursery: Nursery, wor
 # ---- forks and exits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_workers_do_not_affect_the_rank(nursery: Nursery, transport: str) -> None:
     for how in ("", "kill", "kill worker"):

@@ -238,6 +238,7 @@ def test_a_killed_rank_is_explained_and_an_unresponsive_one_causes_no_delay(laun
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_segmentation_fault_shows_the_python_stack(launcher: Launcher) -> None:
     script = launcher.script("""
         import ctypes
@@ -294,6 +295,7 @@ def test_ctrl_c_is_one_line_with_the_last_checkpoint(saves: int, launcher: Launc
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_logs_of_each_rank_cores_and_a_pid_file(launcher: Launcher, tmp_path: Path) -> None:
     """The first failure stays on the terminal; its traceback is in the rank's log, too."""
     script = launcher.script("""

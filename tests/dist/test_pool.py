@@ -351,6 +351,7 @@ def test_spawned_ranks_are_captured_and_killed_with_all_they_started(spawn_ranks
     assert ranks.survivors() == [] and gone(child)
 
 
+@pytest.mark.slow
 @linux
 def test_nothing_outlives_a_killed_pytest(spawn_ranks: SpawnRanks) -> None:
     script = (

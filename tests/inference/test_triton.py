@@ -398,7 +398,9 @@ def test_forward_as_the_torch_decoder(model: str) -> None:
         torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("model", "kind"), [("gemma", ""), ("experts", ""), ("biases, tied", "int8")])
+@pytest.mark.parametrize(
+    ("model", "kind"), [pytest.param("gemma", "", marks=DEAR), ("experts", ""), pytest.param("biases, tied", "int8", marks=DEAR)]
+)
 def test_new_weights_take_the_place_of_old_ones(model: str, kind: str) -> None:
     """The same bits as of a decoder that is made of them."""
     config = config_of(**MODELS[model])
@@ -464,6 +466,7 @@ def test_the_same_bits_in_every_batch(kind: str) -> None:
     assert all(logits.equal(reference) for logits, reference in zip(again, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="there are true graphs in test_the_same_bits_in_every_batch")
 def test_what_is_static_around_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no GPU: stand-ins, whose replay computes again from what was captured."""

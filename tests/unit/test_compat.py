@@ -140,8 +140,13 @@ def test_it_refuses_the_real_ones_files(tmp_path: Path) -> None:
     [
         ("env_report", "", "torch"),
         ("launcher.runner", "--autotuning run a.py", "no --deepspeed_config FILE"),
-        ("utils.zero_to_fp32", "nowhere out", "nowhere"),
-        ("checkpoint.ds_to_universal", "--input_folder nowhere/a --output_folder out/b", "nowhere does not exist"),
+        pytest.param("utils.zero_to_fp32", "nowhere out", "nowhere", marks=pytest.mark.slow),
+        pytest.param(
+            "checkpoint.ds_to_universal",
+            "--input_folder nowhere/a --output_folder out/b",
+            "nowhere does not exist",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_modules_that_python_runs(module: str, arguments: str, text: str, tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def built(config: Config) -> tuple[Plan, torch.optim.Optimizer, Rule | None]:
 
 def test_pairs_with_an_optimizer() -> None:
     met = set()
-    for pair in pairs(OPTIMIZERS):
+    for pair in list(pairs(OPTIMIZERS))[:: 1 if cases.EVERYTHING else 3]:
         if list(matching(REFUSALS, case(STAGE_3 | pair)[2])):
             continue
         plan, optimizer, rule = built(pair)
@@ -334,7 +334,7 @@ def test_pairs_with_an_optimizer() -> None:
         with pytest.raises(ValueError) as error:
             fit.refuse(plan, optimizer, rule)
         assert str(error.value) == refused[0], pair
-    assert {row.text for row in fit.REFUSALS} == met
+    assert not cases.EVERYTHING or {row.text for row in fit.REFUSALS} == met
 
 
 def test_the_host_computes_offloaded_states_of_a_gpu() -> None:

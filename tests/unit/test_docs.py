@@ -216,6 +216,7 @@ def test_learning_from_answers_runs(tmp_path: Path) -> None:
     run(script)
 
 
+@pytest.mark.slow
 def test_loops_of_fsdp_and_lightning_run_here(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     check = "\nassert engine.global_steps == 32 and weights['2.weight'].shape == (1, 32) and engine.global_grad_norm\n"
