@@ -26,7 +26,7 @@ from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingPar
 from slipstream.inference.engine import ClosedError, Engine
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.server import ReplicaError, Router
-from slipstream.inference.server.process import Connected, EngineProcess
+from slipstream.inference.server.process import Connected, EngineProcess, Spare
 from slipstream.inference.server.router import ATTEMPTS, Backlog, prefix_keys, ranked
 from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
@@ -281,7 +281,7 @@ def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""
     with slipstream.init_inference(folder, threads=1) as alone:
         expected = wait(ask(alone.engine, "a prompt", SAMPLED)).ids()
-    with closing(Router.local(str(folder), {"threads": 1, "max_running": 1}, [[]])) as router:
+    with Spare() as spare, closing(Router.local(str(folder), {"threads": 1, "max_running": 1}, [[]], spare)) as router:
         source = router._sources[0]
         assert isinstance(source, EngineProcess)
         assert wait(submit(router, "a prompt", SAMPLED)).ids() == expected
@@ -301,8 +301,8 @@ def test_a_process(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_process_refuses_as_an_engine_does(folder: Path) -> None:
-    with pytest.raises(ValueError, match="max_context is 5000, but the model has only 512 positions; lower it"):
-        Router.local(str(folder), {"max_context": 5000}, [[]])
+    with Spare() as spare, pytest.raises(ValueError, match="max_context is 5000, but the model has only 512 positions; lower it"):
+        Router.local(str(folder), {"max_context": 5000}, [[]], spare)
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_the_end_of_the_server_is_the_end_of_all(folder: Path, number: signal.Si
             for path in Path("/proc").glob("[0-9]*/stat")
             if not gone(int(path.parent.name)) and path.read_text().rsplit(")", 1)[1].split()[1] == str(process.pid)
         ]
-        assert len(engines) == 2
+        assert len(engines) == 3  # with the spare
         replies: list[Any] = []
         body = json.dumps({"model": folder.name, "prompt": "x", "max_tokens": 400, "ignore_eos": True})
         asking = threading.Thread(target=lambda: replies.append(call(address, "POST", COMPLETIONS, body)))

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import torch
+
 from slipstream.inference import wire
 from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine, Handle, Output
@@ -114,12 +116,15 @@ def main(descriptor: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     link = wire.Link(connection)
-    _, model, options, replicas, cores = next(link.messages)
+    from slipstream.inference.initialize import open_replica  # a spare process has imported all before it knows its model
+
+    if (message := next(link.messages, None)) is None:  # the server has ended
+        return 0
+    _, model, options, replicas, cores = message
     if cores:
         os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))  # its default; `open_replica` sets the option's
     threading.Thread(target=_end_with_server, args=(connection,), daemon=True).start()
-    from slipstream.inference.initialize import open_replica
-
     try:
         opened = open_replica(model, options, replicas)
     except (TypeError, ValueError) as error:  # of the user's options, as in one process

@@ -210,8 +210,8 @@ def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
         raise ValueError("--weights-socket needs the engine in the server's process; leave --replicas out")
     from slipstream.inference import server
 
-    started, arguments = time.perf_counter(), _arguments(options)
-    router = stack.enter_context(server.Router.local(options.model, arguments, _cores(options)))
+    started, arguments, spare = time.perf_counter(), _arguments(options), stack.enter_context(server.Spare())
+    router = stack.enter_context(server.Router.local(options.model, arguments, _cores(options), spare))
     _note(f"{options.replicas} x {router.description}; ready in {time.perf_counter() - started:.1f} s")
     return router
 

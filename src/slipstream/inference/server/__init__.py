@@ -4,8 +4,8 @@ from slipstream.extras import needs
 
 with needs("serving over HTTP", extra="serve"):
     from slipstream.inference.server.app import create_app
-    from slipstream.inference.server.process import ReplicaError
+    from slipstream.inference.server.process import ReplicaError, Spare
     from slipstream.inference.server.router import Router
     from slipstream.inference.server.run import DeadEngineError, serve
 
-__all__ = ["DeadEngineError", "ReplicaError", "Router", "create_app", "serve"]
+__all__ = ["DeadEngineError", "ReplicaError", "Router", "Spare", "create_app", "serve"]

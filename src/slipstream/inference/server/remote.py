@@ -136,10 +136,13 @@ class RemoteEngine:
         return self._ask("call", next(self._numbers), name, arguments, timeout=timeout)
 
     def stats(self, timeout: float | None = None) -> Stats:
-        """Since its first start: the engine's figures now, or the last known ones if it does not tell them within `timeout`."""
+        """Since its first start: the engine's figures now, or the last known ones if it does not tell them within `timeout`. Raises
+        LostError if there are none yet."""
         with suppress(LostError, TimeoutError):
             self._stats = wire.stats_of(self.call("stats", timeout=timeout))
-        return total([one for one in (self._stats, self._past) if one is not None])
+        if not (known := [one for one in (self._stats, self._past) if one is not None]):
+            raise LostError(f"{self.name} has ended before it told its figures")
+        return total(known)
 
     def _ask(self, kind: str, number: int, *rest: Any, timeout: float | None = None) -> Any:
         reply = self._replies[number] = Future[Any]()

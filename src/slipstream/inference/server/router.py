@@ -24,7 +24,7 @@ from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
 from slipstream.inference.engine import ClosedError, Engine, Sink
 from slipstream.inference.initialize import open_tokenizer
-from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError
+from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare
 from slipstream.inference.server.remote import LostError, RemoteEngine, ReplicaState, Ticket
 from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
@@ -115,9 +115,10 @@ class Router:
         self.embeds = facts[0]["normalize"] is not None
 
     @classmethod
-    def local(cls, model: str, options: Mapping[str, Any], cores: Sequence[Sequence[int]]) -> Router:
+    def local(cls, model: str, options: Mapping[str, Any], cores: Sequence[Sequence[int]], spare: Spare) -> Router:
         """Engines in processes of this machine, one for each of `cores`, on which it runs (empty: on all). `options`: of
-        `init_inference`. On CUDA, they take the GPUs in turn. Raises ValueError for a model without a tokenizer."""
+        `init_inference`; `spare`: of the server. On CUDA, they take the GPUs in turn. Raises ValueError for a model without a
+        tokenizer."""
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
         sources = [
             EngineProcess(
@@ -126,6 +127,7 @@ class Router:
                 options={**options, "device": f"cuda:{index % gpus}"} if gpus else options,
                 replicas=-(-len(cores) // max(gpus, 1)),
                 cores=() if gpus else own,
+                spare=spare,
             )
             for index, own in enumerate(cores)
         ]
