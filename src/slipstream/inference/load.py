@@ -28,6 +28,7 @@ from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.quantized_files import METHODS, restored
 from slipstream.inference.trained import find
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from slipstream.ops.matrices import blank_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ def load(
     group_size: int = 32,
     device: torch.device | str = "cpu",
     part: ModelPart | None = None,
+    by_layer: bool = False,
 ) -> LoadedModel:
     """Read a model and move its weights to `device`.
 
@@ -53,28 +55,32 @@ def load(
     Q4 and, on CPUs, Q8_0 unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a file's 4-bit
     blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which
     follow the rule of `precision`. group_size: weights per scale in int4. part: of the model; the rest is not read.
+    by_layer: the layers of a folder or GGUF file are not read but by `DecoderWeights.read_layer`, one at a time.
     """
-    loaded = _read(source, parse_dtype(dtype), group_size, torch.device(device), part)
-    kind = loaded.opening.kind
-    has_head = loaded.config.has_head
+    opening = Opening(parse_dtype(dtype), part=part, by_layer=by_layer)
+    loaded = _read(source, opening, group_size, torch.device(device))
+    kind, has_head = loaded.opening.kind, loaded.config.has_head
     weights = quantize(loaded.weights, kind, group_size, has_head=has_head) if kind in QUANTIZED else loaded.weights
 
     def place(m: Matrix) -> Matrix:
         if isinstance(m, Tensor):
-            return m.to(loaded.dtype).to(device)
-        return type(m)(*(part.to(device) for part in m))
+            return m if m.is_meta else m.to(loaded.dtype).to(device)
+        return type(m)(*(part if part.is_meta else part.to(device) for part in m))
 
-    return replace(loaded, weights=_map_weights(weights, place))
+    weights = _map_weights(weights, place)
+    if (read := weights.read_layer) is not None:
+        weights.read_layer = lambda index: _map_weights(read(index), place)
+    return replace(loaded, weights=weights)
 
 
-def _read(source: str | Path | Any, kind: str, group: int, device: torch.device, part: ModelPart | None) -> LoadedModel:
+def _read(source: str | Path | Any, opening: Opening, group: int, device: torch.device) -> LoadedModel:
     """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
-    if part is not None and is_config(source):
+    if opening.part is not None and is_config(source):
         raise ValueError("a model without weights is not split: give a folder, a .gguf file, a checkpoint or a live model")
     if path is not None and path.suffix == ".gguf" and path.is_file():
-        return _gguf(path, kind, group, device, part)
-    opening = Opening("stored" if kind == "auto" else kind, part=part)
+        return _gguf(path, opening, group, device)
+    opening = opening._replace(kind="stored" if opening.kind == "auto" else opening.kind)
     if is_config(source):
         return _blank(source, opening)
     if path is None:
@@ -99,7 +105,9 @@ def _build(
         """Quantize a layer's matrix, before the next one is read."""
         return to_kind(m.contiguous(), kind, group) if kind in QUANTIZED and isinstance(m, Tensor) else m
 
-    return LoadedModel(config=config, weights=from_state(config, state, convert), dtype=dtype, opening=opening)
+    blank = partial(blank_of, kind=kind, group=group, dtype=dtype) if opening.by_layer else None
+    weights = from_state(config, state, convert, blank)
+    return LoadedModel(config=config, weights=weights, dtype=dtype, opening=opening)
 
 
 class _LazyState(Mapping[str, Matrix]):
@@ -199,7 +207,7 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     if quantization:
         return _quantized(path, config, values, quantization, opening, group)
-    weights = _safetensors(path, keep=opening.kind not in QUANTIZED)
+    weights = _safetensors(path, keep=opening.kind not in QUANTIZED and not opening.by_layer)
     stored = _stored(weights)
     if opening.kind == "int4" and (path / huggingface.CODES).is_file():
         weights = _with_codes(path / huggingface.CODES, weights, group, head_name(config))
@@ -307,14 +315,14 @@ _GGUF_NAMES = {
 }
 
 
-def _gguf(path: Path, kind: str, group: int, device: torch.device, part: ModelPart | None) -> LoadedModel:
+def _gguf(path: Path, asked: Opening, group: int, device: torch.device) -> LoadedModel:
     file = read_gguf(path)
     config = _gguf_config(path, file)
-    opening = Opening("stored" if kind == "auto" else kind)
-    if kind == "auto" and any(is_block(stored) for stored in file.tensors.values()):
+    opening = Opening("stored" if asked.kind == "auto" else asked.kind)
+    if asked.kind == "auto" and any(is_block(stored) for stored in file.tensors.values()):
         num_weights = sum(math.prod(stored.shape) for stored in file.tensors.values())
         opening = choose(num_weights, any(is_block4(stored) for stored in file.tensors.values()), device)
-    opening = opening._replace(part=part)
+    opening = opening._replace(part=asked.part, by_layer=asked.by_layer)
     keep = opening.kind in ("stored", "int4")
     wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)
     llama = file.metadata["general.architecture"] == "llama"

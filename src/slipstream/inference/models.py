@@ -282,14 +282,21 @@ def canonical(row: FamilyRow, name: str) -> str:
 
 
 def from_state(
-    config: TransformerConfig, state: Mapping[str, Matrix], convert: Callable[[Matrix], Matrix] | None = None
+    config: TransformerConfig,
+    state: Mapping[str, Matrix],
+    convert: Callable[[Matrix], Matrix] | None = None,
+    blank: Callable[[Matrix], Matrix] | None = None,
 ) -> DecoderWeights:
     """Assign weights by Hugging Face's names to their roles, without copies where a role is a view. `convert` is applied to each
-    matrix of a layer.
+    matrix of a layer. With `blank`, which gives the form of a converted matrix on meta, layers are read later (`read_layer`).
 
     Raises MisfitError naming any weight that is missing, unknown or of the wrong shape."""
-    source = _State(state, FAMILIES[config.family], convert)
+    row = FAMILIES[config.family]
+    source = _State(state, row, blank or convert)
     weights = _weights(config, source)
+    if blank is not None:
+        read, at = _Reader(config, _State(state, row, convert)), row.names["layers"]
+        weights.read_layer = lambda index: _layer(read, config.layers[index], f"{at}.{index}.")
     surplus = sorted(name for name in set(source.stored) - source.used if not is_surplus(config, name))
     if surplus:
         more = f" and {len(surplus) - 5} more" if len(surplus) > 5 else ""
@@ -422,7 +429,7 @@ def _weights(config: TransformerConfig, source: _Source) -> DecoderWeights:
         head_bias=source.tensor(f"{names['head']}.bias", c.vocab_size, pick=own) if has_head and c.head_bias else None,
         positions=read.table("positions", c.num_positions, hidden) if c.num_positions else None,
         token_types=read.table("token_types", c.num_token_types, hidden) if c.num_token_types else None,
-        **{"final_norm": None, **read.norm("", "final_norm", c.final_norm), **read.norm("", "embed_norm", c.embed_norm)},
+        **dict[str, Any](final_norm=None, **read.norm("", "embed_norm", c.embed_norm)) | read.norm("", "final_norm", c.final_norm),
         layers=[_layer(read, layer, f"{names['layers']}.{i}.") for i, layer in enumerate(c.layers)],
     )
 
@@ -525,9 +532,9 @@ def _expert_mlps(source: _Source, at: str, experts: RoutedExperts, hidden: int, 
         names = "w1 w3 w2" if at + "0.w1.weight" in source else _DENSE
         return [_expert(source, f"{at}{e}.", size, hidden, own, names) for e in mine]
 
-    def stacked(name: str, e: int, rows: slice, cut: slice) -> Tensor:
+    def stacked(name: str, e: int, rows: slice, cut: slice) -> Matrix:
         shape = (2 * size, hidden) if name == "gate_up_proj" else (hidden, size)
-        return source.tensor(at + name, experts.num, *shape, pick=lambda w: w[e, rows][cut])
+        return source.matrix(at + name, experts.num, *shape, pick=lambda w: w[e, rows][cut])
 
     return [
         Mlp(

@@ -13,7 +13,8 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain
+from contextlib import nullcontext
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from slipstream.inference.config import NO_LATENT, NORMS, Rope, RoutedExperts, T
 from slipstream.inference.core import Batch
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
+from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
 from slipstream.inference.models import shape_of
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.ranks import ServingRanks
@@ -100,7 +102,7 @@ _NUMBERS = ("ids", "first_row", "start", "tables", "table_at", "logit_rows")
 
 class _Batch(ctypes.Structure):
     _fields_ = (
-        *((name, _int) for name in ("num_rows", "num_sequences", "num_logits")),
+        *((name, _int) for name in ("num_rows", "num_sequences", "num_logits", "first_layer", "until_layer")),
         *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
         ("low_size", _long),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "added")),
@@ -178,6 +180,10 @@ def _packed_nbytes(parts: Sequence[Matrix]) -> int:
     return sum(-(-table.panel_nbytes * table.num_panels(len(parts)) * len(parts) // LINE) * LINE for table in tables)
 
 
+def _mlp_nbytes(mlp: Mlp) -> int:
+    return _packed_nbytes([m for m in (mlp.gate, mlp.up) if m is not None]) + _packed_nbytes([mlp.down])
+
+
 def _write(address: int, values: Tensor) -> None:
     """Copy `values` to `address` as fp32."""
     flat = values.detach().float().contiguous()
@@ -196,11 +202,13 @@ class NativeDecoder:
         cache_dtype: torch.dtype = torch.bfloat16,
         threads: int | None = None,
         expert_nbytes: int | None = None,
+        memory: WeightMemory | None = None,
         ranks: ServingRanks | None = None,
         keeps: bool = True,
     ) -> None:
         """`keeps`: whether keys and values outlive their layer; without, only `hidden` may be called. `expert_nbytes`: memory for
-        experts, the others are on disk (`expert_store`); None: all are in memory. `ranks`: the processes that compute the parts of
+        experts, the others are on disk (`expert_store`); None: all are in memory. `memory`: of weights whose layers are read one by
+        one (`weights.read_layer`); those beyond it are on disk (`layer_store`). `ranks`: the processes that compute the parts of
         the model (`config.part`); creating it is collective then."""
         reason = why_not(config)
         if reason is not None:
@@ -217,6 +225,9 @@ class NativeDecoder:
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
         self._tensors: list[Tensor] = []  # memory that the C structs point to
         self._pool = Pool()  # of the matrices among them
+        self._into: Callable[[int], Tensor] | None = None  # memory for the matrices of a layer that is packed; None: of the pool
+        self.layer_store: LayerStore | None = None
+        self._stops = [0, len(config.layers)]  # the layers of a forward's calls, each of which ends with a stored one
         self._embed_is_own = False
         self.store: ExpertStore | None = None
         self._first_stored = list(accumulate((len(layer.experts) for layer in weights.layers), initial=0))
@@ -227,11 +238,9 @@ class NativeDecoder:
         self._library.slipstream_team_free.argtypes = [_pointer]
         self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
         self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
-        with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
-            head = pool.submit(self._head, weights)
-            layers = list(pool.map(self._layer, range(len(config.layers)), weights.layers))
-            self._layers = (_LayerRecord * len(layers))(*layers)
-            self._model = self._decoder(weights, head.result())
+        layers, head = self._pack(weights) if memory is None else (self._read_layers(weights, memory), self._head(weights))
+        self._layers = (_LayerRecord * len(layers))(*layers)
+        self._model = self._decoder(weights, head)
         self._widths = _scratch_widths(config)
         self._logits, self._shared = np.empty((0, self.vocab_size), np.float32), dict[str, int]()
         if ranks is not None:
@@ -278,6 +287,35 @@ class NativeDecoder:
             return MatrixRecord()
         return self._matrix(weights.embed if weights.head is None else weights.head, weights.head_bias)
 
+    def _pack(self, weights: DecoderWeights) -> tuple[list[_LayerRecord], MatrixRecord]:
+        with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
+            head = pool.submit(self._head, weights)
+            return list(pool.map(self._layer, range(len(self.config.layers)), weights.layers)), head.result()
+
+    def _read_layers(self, weights: DecoderWeights, memory: WeightMemory) -> list[_LayerRecord]:
+        """Read and pack one layer after the other, into memory or the store. Raises ValueError before the first."""
+        sizes, read = [self._layer_nbytes(layer) for layer in weights.layers], weights.read_layer or weights.layers.__getitem__
+        tables = [table for table in (weights.embed, weights.positions, weights.token_types) if table is not None]
+        head = _packed_nbytes([weights.embed if weights.head is None else weights.head])
+        stored = choose(sizes, head + sum(table.nbytes for table in tables), memory.nbytes)
+        if not stored:
+            return [self._layer(index, read(index)) for index in range(len(sizes))]
+        self.layer_store, records = LayerStore([sizes[i] for i in stored], memory.folder), []
+        self._stops = [0, *(i + 1 for i in stored)]  # the last layer is among them
+        for index in range(len(sizes)):
+            with self.layer_store.packing(stored.index(index)) if index in stored else nullcontext() as self._into:
+                records.append(self._layer(index, read(index)))
+        self._into = None
+        self.layer_store.start()
+        return records
+
+    def _layer_nbytes(self, layer: LayerWeights) -> int:
+        """The most that a layer's matrices need when they are packed."""
+        heads = (lambda matrix: [matrix]) if self.config.latent is None else self._heads
+        parts = (layer.q, layer.out, layer.latent, layer.q_latent, *heads(layer.k), *heads(layer.v))
+        mlps = (layer.mlp, layer.shared, *layer.experts)
+        return sum(_packed_nbytes([m]) for m in parts if m is not None) + sum(_mlp_nbytes(mlp) for mlp in mlps if mlp is not None)
+
     def _open_store(self, weights: DecoderWeights, nbytes: int) -> ExpertStore:
         samples = [layer.experts[0] for layer in weights.layers if layer.experts]
         if not samples:
@@ -286,9 +324,7 @@ class NativeDecoder:
             nbytes,
             num_experts=self._first_stored[-1],
             least=max(len(layer.experts) for layer in weights.layers),
-            expert_nbytes=max(
-                _packed_nbytes([m for m in (mlp.gate, mlp.up) if m is not None]) + _packed_nbytes([mlp.down]) for mlp in samples
-            ),
+            expert_nbytes=max(map(_mlp_nbytes, samples)),
         )
 
     def _packed(
@@ -305,7 +341,7 @@ class NativeDecoder:
         for name in tables[0]:
             if name == "low" and all(is_centred(part) for part in parts):
                 continue
-            setattr(packed, name, self._panels([table[name] for table in tables], allocate))
+            setattr(packed, name, self._panels([table[name] for table in tables], allocate or self._into))
         if biases is not None and any(bias is not None for bias in biases):
             filled = [torch.zeros(columns) if bias is None else bias for bias in biases]
             packed.bias = self._panels([bias_table(bias) for bias in filled])
@@ -695,10 +731,16 @@ class NativeDecoder:
             setattr(record, name, values.buffer_info()[0])
         record.types = None if types is None else types.buffer_info()[0]
         record.adapters = None if adapters is None else adapters.buffer_info()[0]
-        failure = self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record))
-        if failure == -2 and self.ranks is not None:
-            raise self.ranks.error()
-        if failure:
-            raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
+        store = self.layer_store
+        for number, (record.first_layer, record.until_layer) in enumerate(pairwise(self._stops)):
+            if store is not None:
+                store.fetch(number)
+            failure = self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record))
+            if failure == -2 and self.ranks is not None:
+                raise self.ranks.error()
+            if failure:
+                raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
+            if store is not None:
+                store.release(number)
         if self.store is not None:
             self.store.check()

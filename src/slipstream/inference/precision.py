@@ -31,6 +31,7 @@ class Opening(NamedTuple):
     kind: str  # of DTYPES, but not "auto"
     why: str = ""  # for the log; "" if it was requested
     part: ModelPart | None = None  # that this process opens; None: all
+    by_layer: bool = False  # a layer is read when it is packed
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> str:

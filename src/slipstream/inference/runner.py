@@ -22,12 +22,13 @@ from slipstream.inference.stats import Use
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from slipstream.inference.layer_store import WeightMemory
     from slipstream.inference.ranks import ServingRanks
     from slipstream.inference.weights import DecoderWeights
 
 BLOCK_SIZE = 16  # tokens; the native cache supports no other
 _SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free after the weights are loaded
-ON_NATIVE = "expert_cache_bytes, tp_size, ep_size and moe_tp_size"
+ON_NATIVE = "weights_bytes, weights_folder, expert_cache_bytes, tp_size, ep_size and moe_tp_size"
 _MAX_ON_CPU = 1 << 30  # bytes; other processes need host memory too
 _GENERIC_CONTEXT = 2048  # sizes the cache when the model's context is known only later; a single request may be longer
 
@@ -44,12 +45,14 @@ class Sizes(NamedTuple):
     num_blocks: int | None = None  # of the cache; None: as many as kv_cache_bytes hold
     spare_bytes: int | None = None  # memory that the cache leaves free; None: a share
     replicas: int = 1  # engines that take such a share of the same memory
+    memory: WeightMemory | None = None  # of weights whose other layers are on disk; None: all are in memory
 
 
 class Opened(NamedTuple):
     runner: Runner
     forward: str  # its name, for the log
     expert_use: Callable[[], Use] = Use  # of experts on disk
+    close: Callable[[], object] = bool  # frees the file of layers on disk; no forward may run afterwards
 
 
 def num_blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, available: int) -> int:
@@ -80,14 +83,18 @@ def open_decoder(
     if on_cpu and reason is None:
         ranks = sizes.ranks
         blocks = blocks if ranks is None else min(ranks.gather(blocks))
-        more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "ranks": ranks}
+        more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "memory": sizes.memory}
+        more["ranks"] = ranks
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **more)
         forward = f"native kernels, {runner.threads} threads"
         forward += "" if ranks is None else f" in each of {ranks.size} processes"
+        if runner.layer_store is not None:
+            on_disk = f"{runner.layer_store.num_layers} of {len(config.layers)} layers on disk"
+            return Opened(runner, f"{forward}, {on_disk}", close=runner.layer_store.close)
         if runner.store is None:
             return Opened(runner, forward)
         return Opened(runner, f"{forward}, {runner.store.describe()}", runner.store.use)
-    if sizes.ranks or sizes.expert_nbytes is not None:
+    if any((sizes.ranks, sizes.expert_nbytes, sizes.memory)):
         raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, and {reason or f'the model is on {device}'}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
     if reason is None:
@@ -105,6 +112,8 @@ def open_encoder(
     from slipstream.inference.decoder import Decoder, head_shapes
     from slipstream.inference.embedding import ROWS
 
+    if sizes.memory is not None:
+        raise ValueError("a model that embeds texts has all layers in memory: leave out weights_bytes and weights_folder")
     config = replace(config, max_context=_context(config.max_context, sizes))
     blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
     reason = native.why_not(config) if device.type == "cpu" else f"on {device.type}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -88,6 +88,7 @@ class DecoderWeights:
     embed_norm_bias: Tensor | None = None
     positions: Tensor | None = None  # [num_positions, hidden]
     token_types: Tensor | None = None  # [num_token_types, hidden]
+    read_layer: Callable[[int], LayerWeights] | None = None  # reads one; in `layers`, matrices are on meta then
 
 
 def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:

@@ -317,6 +317,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json, for a MODEL without one")
     add("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="size of the KV cache: 512M, 2G; default: as needed")
     add("--expert-cache-bytes", type=_bytes, metavar="SIZE", help="memory for experts, the others on disk: 4G; default: all")
+    add("--weights-bytes", type=_bytes, metavar="SIZE", help="memory for all weights, further layers on disk: 16G; default: all")
+    add("--weights-folder", metavar="FOLDER", help="where layers on disk are; default: TMPDIR")
     add("--max-context", type=_positive, metavar="N", help="tokens of prompt and output; default: the model's")
     add("--max-running", type=_positive, metavar="N", help="maximum number of running sequences; default 64")
     add("--max-waiting", type=_positive, metavar="N", help="maximum number of queued requests; default 1024")

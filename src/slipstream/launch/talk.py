@@ -33,7 +33,8 @@ _SAMPLING = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "seed", "ignore_eos"),
 )
 _LOADING = (
-    *("dtype", "group_size", "device", "threads", "tokenizer", "kv_cache_bytes", "expert_cache_bytes", "max_context"),
+    *("dtype", "group_size", "device", "threads", "tokenizer", "kv_cache_bytes", "expert_cache_bytes", "weights_bytes"),
+    *("weights_folder", "max_context"),
     *("max_running", "max_waiting", "token_budget", "token_interval", "num_draft", "draft", "model_name", "tp_size"),
 )
 

@@ -60,6 +60,17 @@ def to_kind(w: Tensor, kind: str, group: int = 32) -> Int8 | Int4:
     return to_int4(w, group) if kind == "int4" and w.shape[1] % group == 0 else to_int8(w)
 
 
+def blank_of(m: Matrix, *, kind: str, group: int, dtype: torch.dtype) -> Matrix:
+    """The form, on meta, that a matrix is loaded in: `to_kind(m, kind, group)`, or a tensor of `dtype`. Codes stay codes."""
+    if not isinstance(m, Tensor):
+        return type(m)(*(part.to("meta") for part in m))
+    (rows, features), new = m.shape, functools.partial(torch.empty, device="meta")
+    if kind == "int4" and features % group == 0:
+        scale = new(rows, features // group)
+        return Int4(new(rows, features // 2, dtype=torch.uint8), scale, scale)
+    return Int8(new(rows, features, dtype=torch.int8), new(rows)) if kind in ("int8", "int4") else new(rows, features, dtype=dtype)
+
+
 def unpack(q: Tensor) -> Tensor:
     """Packed nibbles of `Int4`, uint8 [out, in / 2] -> uint8 [out, in] in 0..15."""
     return torch.stack((q & 15, q >> 4), 2).flatten(1)

@@ -151,6 +151,8 @@ struct routing {
 /* One forward. Rows are tokens; a sequence's rows are adjacent, at consecutive positions. */
 struct batch {
     int32_t num_rows, num_sequences, num_logits;
+    int32_t first_layer, until_layer; /* that this call runs. The first layer's call embeds, the last one's computes logits; between
+                                         calls, x has the rows */
     const int32_t *ids;       /* [num_rows] */
     const int32_t *first_row; /* [num_sequences + 1] */
     const int32_t *start;     /* [num_sequences] position of the first row */

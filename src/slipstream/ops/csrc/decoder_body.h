@@ -257,6 +257,8 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
 TARGET static void expect_next(const struct decoder *model, int index, const struct batch *batch, struct worker *worker)
 {
     const struct layer *next = &model->layers[index + 1];
+    if (index + 1 == batch->until_layer && index + 1 < model->num_layers)
+        return; /* it may be on its way from a disk */
     if (index + 1 < model->num_layers && model->latent_rank)
         expect((const struct matrix *const[]){&next->latent, model->q_latent_rank ? &next->q_latent : &next->q}, 2, batch->num_rows, worker);
     else if (index + 1 < model->num_layers)
@@ -433,8 +435,9 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
     const int64_t inner = model->intermediate_size, attended = model->attended_size;
     struct worker self = {.team = team, .thread = thread, .scratch = scratch}, *const worker = &self;
     share(worker, batch->num_rows);
-    embed(model, batch, worker);
-    for (int index = 0; index < model->num_layers; ++index) {
+    if (!batch->first_layer)
+        embed(model, batch, worker);
+    for (int index = batch->first_layer; index < batch->until_layer; ++index) {
         const struct layer *layer = &model->layers[index];
         const struct matrix *const w[] = {&layer->q, &layer->k, &layer->v};
         float *const y[] = {batch->qkv, batch->qkv + q_width, batch->qkv + q_width + kv_width};
@@ -522,6 +525,8 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         expect_next(model, index, batch, worker);
         settle(model, batch, &layer->down, &layer->mlp_post_norm, worker);
     }
+    if (batch->until_layer < model->num_layers)
+        return;
     meet(worker);
     share(worker, batch->num_logits);
     for (int64_t i = worker->from; i < worker->until; ++i) {
