@@ -80,7 +80,7 @@ class Local:
 
 @contextmanager
 def routed(*sources: Any) -> Iterator[Router]:
-    with closing(Router(sources, byte_tokenizer())) as router:
+    with closing(Router(sources, byte_tokenizer()).open()) as router:
         router.prepare()
         yield router
 
@@ -281,7 +281,7 @@ def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""
     with slipstream.init_inference(folder, threads=1) as alone:
         expected = wait(ask(alone.engine, "a prompt", SAMPLED)).ids()
-    with Spare() as spare, closing(Router.local(str(folder), {"threads": 1, "max_running": 1}, [[]], spare)) as router:
+    with Spare() as spare, closing(Router.local(str(folder), {"threads": 1, "max_running": 1}, [[]], spare).open()) as router:
         source = router._sources[0]
         assert isinstance(source, EngineProcess)
         assert wait(submit(router, "a prompt", SAMPLED)).ids() == expected
@@ -302,7 +302,7 @@ def test_a_process(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_process_refuses_as_an_engine_does(folder: Path) -> None:
     with Spare() as spare, pytest.raises(ValueError, match="max_context is 5000, but the model has only 512 positions; lower it"):
-        Router.local(str(folder), {"max_context": 5000}, [[]], spare)
+        Router.local(str(folder), {"max_context": 5000}, [[]], spare).open()
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +320,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 
 @contextmanager
 def server(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0", *options]
+    command = [sys.executable, "-m", "slipstream", "serve", str(folder), *options, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

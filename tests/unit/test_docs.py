@@ -295,7 +295,7 @@ def test_the_server_and_its_client_run(smollm2: Path) -> None:
 def test_serving_s_lists_are_the_code_s() -> None:
     from slipstream.inference.server.chat import ChatRequest
     from slipstream.inference.server.completions import CompletionRequest
-    from slipstream.inference.server.metrics import Traffic, render
+    from slipstream.inference.server.metrics import Loading, ModelFigures, Traffic, render
     from slipstream.inference.stats import Histogram, Stats
     from slipstream.launch.cli import build_parser
 
@@ -306,7 +306,11 @@ def test_serving_s_lists_are_the_code_s() -> None:
     empty = Histogram((), (0,), 0.0)
     histograms = [name for name, one in Stats.__dataclass_fields__.items() if one.type == "Histogram"]
     numbers = dict.fromkeys(Stats.__dataclass_fields__, 1) | {"finished": {}, **dict.fromkeys(histograms, empty)}
-    metrics = set(re.findall(r"# TYPE slipstream_(\S+)", render(Stats(**numbers), Traffic())))  # type: ignore[arg-type]
+    metrics = set(
+        re.findall(
+            r"# TYPE slipstream_(\S+)", render([ModelFigures("", Stats(**numbers), [], Loading(True, 0, 0, 0, 0))], Traffic())
+        )
+    )  # type: ignore[arg-type]
     assert metrics and metrics <= named, metrics - named
 
     (commands,) = (action for action in build_parser()._actions if action.dest == "command")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.inference.server.metrics import Traffic, render
+from slipstream.inference.server.metrics import ModelFigures, Traffic, render
 from slipstream.inference.stats import Histogram, Stats
 from slipstream.launch import cli, environment
 
@@ -54,7 +54,7 @@ def test_options_and_metrics_are_the_code_s(tmp_path: Path) -> None:
     empty = Histogram((), (0,), 0.0)
     histograms = [name for name, one in Stats.__dataclass_fields__.items() if one.type == "Histogram"]
     numbers = dict.fromkeys(Stats.__dataclass_fields__, 1) | {"finished": {}, **dict.fromkeys(histograms, empty)}
-    metrics = set(re.findall(r"# TYPE (\S+)", render(Stats(**numbers), Traffic())))  # type: ignore[arg-type]
+    metrics = set(re.findall(r"# TYPE (\S+)", render([ModelFigures("", Stats(**numbers))], Traffic())))  # type: ignore[arg-type]
     named = set(re.findall(r"`(slipstream_\w+)`", page))
     assert len(named) >= 6 and named <= metrics, named - metrics
     (unit,) = re.findall(r"^ExecStart=\S+/slipstream (.*)$", page, re.M)

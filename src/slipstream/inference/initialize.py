@@ -223,6 +223,13 @@ def open_tokenizer(model: str, folder: str | None) -> Tokenizer | None:
     return _own_tokenizer(source, read_gguf(source).metadata if source.is_file() else {})
 
 
+def file_bytes(model: str) -> int:
+    """The size of a model's files: about its memory, unless it is opened in another precision."""
+    source = _source(model)
+    files = [source] if source.is_file() else [file for file in source.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
 def open_runner(
     model: Any, sizes: Sizes, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> Runner:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +41,18 @@ def facts_of(engine: Engine | EmbeddingEngine, description: str) -> dict[str, An
         "adapters": list(engine.adapters),
         "num_blocks": engine.runner.num_blocks,
         "block_size": 1 if isinstance(engine, EmbeddingEngine) else engine.runner.block_size,
+        "nbytes": _memory(),
         "normalize": engine.pooling.normalize if isinstance(engine, EmbeddingEngine) else None,  # None: it does not embed
     }
+
+
+def _memory() -> int:
+    """Bytes that end with this process: of its GPU, else its own pages and all of the caches (`untouched_zeros`)."""
+    if torch.cuda.is_initialized():
+        return sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
+    own = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    zeros = [line.split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/zero" in line]
+    return own * 1024 + sum(int(stop.split()[0], 16) - int(start, 16) for start, stop, *_ in zeros)
 
 
 class Session:

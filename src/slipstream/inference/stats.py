@@ -71,7 +71,7 @@ class Stats:
     @property
     def kv_usage(self) -> float:
         """The used fraction of the KV cache, 0 to 1."""
-        return self.blocks_used / self.blocks
+        return self.blocks_used / self.blocks if self.blocks else 0.0  # of no engine any more
 
 
 def total(parts: Sequence[Stats]) -> Stats:

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -304,9 +305,34 @@ def _adapter(text: str) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=FOLDER nor JSON with name and path") from None
 
 
+def _served_model(text: str) -> argparse.Namespace:
+    """MODEL, NAME=MODEL, or one of the two followed by options of its own, which the result has beside `name` and `model`."""
+    name, model, words = None, text, list[str]()
+    if text not in MODELS and not Path(text).exists():
+        try:
+            model, *words = shlex.split(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error or 'it names no model'}") from None
+        if "=" in model and not Path(model).exists():
+            name, _, model = model.partition("=")
+    parser = _Parser(prog=f"slipstream serve {shlex.quote(text)}", add_help=False)
+    _add_engine(parser)
+    _add_adapters(parser)
+    return parser.parse_args(words, argparse.Namespace(name=name, model=_model(model)))
+
+
+def _add_adapters(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    lora = "PEFT adapters: NAME=FOLDER, or JSON with name and path; requests name them as their model"
+    parser.add_argument("--lora-modules", type=_adapter, action="extend", nargs="+", default=[], metavar="NAME=FOLDER", help=lora)
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the options of the engine."""
     parser.add_argument("model", type=_model, metavar="MODEL", help=_MODELS)
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--dtype", metavar="TYPE", help="bf16, fp16, fp32, int8, int4 or stored; default: the file's, see docs/SERVING.md")
     add("--group-size", type=int, choices=(32, 64, 128), metavar="N", help="int4 weights per scale; default 32")
@@ -364,8 +390,11 @@ def _add_chat(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP", description="Serve OpenAI's API, and a chat page at /.")
-    _add_model(parser)
-    add = parser.add_argument_group("server").add_argument
+    models = f"{_MODELS}; NAME=MODEL names it; several, or one with options of its own in quotes, 'NAME=MODEL --dtype int8'"
+    parser.add_argument("models", type=_served_model, nargs="+", metavar="MODEL", help=models)
+    _add_engine(parser)
+    group = parser.add_argument_group("server")
+    add = group.add_argument
     add("--host", default="127.0.0.1", metavar="HOST", help="default 127.0.0.1; 0.0.0.0 for all interfaces")
     add("--port", type=_port_or_any, default=8000, metavar="PORT", help="default 8000; 0: a free one, which the first line tells")
     add("--api-key", type=_key, action="append", default=[], metavar="KEY", help="require this key from clients; may be repeated")
@@ -377,8 +406,7 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--tls-key", metavar="FILE", help="the certificate's key, if it is in another file")
     add("--access-log", action="store_true", help="write a line for each response to stderr")
     add("--otlp-traces", metavar="URL", help="send a span of each request to this collector of OpenTelemetry (the extra otlp)")
-    lora = "PEFT adapters: NAME=FOLDER, or JSON with name and path; requests name them as their model"
-    add("--lora-modules", type=_adapter, action="extend", nargs="+", default=[], metavar="NAME=FOLDER", help=lora)
+    _add_adapters(group)
     add("--lora-root", metavar="FOLDER", help="let clients load and unload the adapters below this folder")
     add("--share-prefixes", action="store_true", help="share cached prefixes between API keys; timing then leaks prompts")
     add("--max-body-bytes", type=_bytes, default=4 << 20, metavar="SIZE", help="maximum request body; default 4M")
@@ -388,6 +416,8 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--model-name", metavar="NAME", help="model name in the API; default: the last part of MODEL")
     replicas = "engines in processes of their own, which share the cores and the requests; default: one, in the server's process"
     add("--replicas", type=_positive, metavar="N", help=replicas)
+    add("--max-loaded", type=_positive, metavar="N", help="models that are loaded at the same time; default: all, once used")
+    add("--max-loaded-bytes", type=_bytes, metavar="SIZE", help="memory of all models that are loaded: 16G; default: no limit")
     add("--weights-socket", metavar="PATH", help="receive new weights on this socket (slipstream.handover.send)")
 
 

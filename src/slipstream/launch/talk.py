@@ -117,7 +117,8 @@ def serve(options: argparse.Namespace) -> int:
         from slipstream.inference import recommended, server
 
         try:
-            engine = _served(options, stack)
+            on_demand = len(options.models) > 1 or (options.max_loaded or options.max_loaded_bytes) is not None
+            engine = (_several if on_demand else _served)(options, stack)
         except server.ReplicaError as error:
             _note(f"slipstream serve: {error}")
             return 1
@@ -198,6 +199,7 @@ def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
 
 def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
     """The engine of a server: in this process, or several in processes of their own."""
+    options = _with_own(options, options.models[0])
     if options.replicas is None:
         from slipstream import handover
 
@@ -212,9 +214,48 @@ def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
     from slipstream.inference import server
 
     started, arguments, spare = time.perf_counter(), _arguments(options), stack.enter_context(server.Spare())
-    router = stack.enter_context(server.Router.local(options.model, arguments, _cores(options), spare))
+    router = stack.enter_context(server.Router.local(options.model, arguments, _cores(options), spare).open())
     _note(f"{options.replicas} x {router.description}; ready in {time.perf_counter() - started:.1f} s")
     return router
+
+
+def _with_own(options: argparse.Namespace, own: argparse.Namespace) -> argparse.Namespace:
+    """The options of all models, and over them those of one."""
+    given = {name: value for name, value in vars(own).items() if value not in (None, [])}
+    name = given.pop("name", options.model_name)
+    return argparse.Namespace(**{**vars(options), **given, "model_name": name})
+
+
+def _several(options: argparse.Namespace, stack: ExitStack) -> Any:
+    """Models that are loaded when they are asked for, each in processes of its own."""
+    for name, remedy in (
+        ("model_name", "write NAME=MODEL"),
+        ("lora_modules", "write them into the quotes of the model that they are of: 'MODEL --lora-modules NAME=FOLDER'"),
+        ("lora_root", "adapters are loaded at run time if there is one model"),
+        ("weights_socket", "new weights need the engine in the server's process"),
+    ):
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} is of one model, and here models are loaded on demand; {remedy}")
+    from slipstream.inference import server
+
+    spare = stack.enter_context(server.Spare())
+    models = [_model(_with_own(options, own), spare) for own in options.models]
+    limits = {"max_loaded": options.max_loaded, "max_bytes": options.max_loaded_bytes}
+    chosen = stack.enter_context(closing(server.Models(models, **limits)))
+    _note(f"{chosen.model_name}: each is loaded at its first request")
+    return chosen
+
+
+def _model(options: argparse.Namespace, spare: Any) -> Any:
+    """One of several, with its own options."""
+    from slipstream.inference import server
+
+    name = options.model_name or Path(options.model).name
+    if options.tp_size is not None:
+        raise ValueError(f"{name}: --tp cuts the one model of a server over processes; leave it out, or serve {name} alone")
+    cores = [list[int]()] if options.replicas is None else _cores(options)
+    arguments = _arguments(options) | {"model_name": name}
+    return server.HostedModel.local(name, options.model, arguments, cores, spare)
 
 
 def _cores(options: argparse.Namespace) -> list[list[int]]:

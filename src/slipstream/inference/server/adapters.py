@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from slipstream.inference.server.bodies import DeletedBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.requests import Fields, parse, without_effect
-from slipstream.inference.server.state import Serving
+from slipstream.inference.server.state import Front, Serving, adapter_of, body_of
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -28,9 +29,10 @@ class UnloadAdapterRequest(Fields):
     lora_name: Name
 
 
-async def load(server: Serving, request: Request) -> Response:
-    def make(body: bytes) -> tuple[Response, list[str]]:
-        root = _root(server)
+async def load(front: Front, request: Request) -> Response:
+    root = _root(front)
+
+    def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
         given = parse(LoadAdapterRequest, body)
         folder = (root / given.lora_path).resolve()
         if not folder.is_relative_to(root):
@@ -41,14 +43,15 @@ async def load(server: Serving, request: Request) -> Response:
             raise RequestError(
                 str(error), param="lora_name" if repr(given.lora_name)[:100] in str(error) else "lora_path"
             ) from None
-        return JSON(server.described(given.lora_name)), without_effect(given)
+        return JSON(adapter_of(body_of(server.engine, int(time.time())), given.lora_name)), without_effect(given)
 
-    return server.respond(*await server.receive(request, make))
+    return await front.respond(request, make)
 
 
-async def unload(server: Serving, request: Request) -> Response:
-    def make(body: bytes) -> tuple[Response, list[str]]:
-        _root(server)
+async def unload(front: Front, request: Request) -> Response:
+    _root(front)
+
+    def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
         given = parse(UnloadAdapterRequest, body)
         try:
             server.engine.unload_adapter(given.lora_name)
@@ -57,10 +60,10 @@ async def unload(server: Serving, request: Request) -> Response:
         answer: DeletedBody = {"id": given.lora_name, "object": "model", "deleted": True}
         return JSON(answer), without_effect(given)
 
-    return server.respond(*await server.receive(request, make))
+    return await front.respond(request, make)
 
 
-def _root(server: Serving) -> Path:
-    if server.lora_root is None:
+def _root(front: Front) -> Path:
+    if front.lora_root is None:
         raise RequestError("adapters are loaded at run time only if the server was started with --lora-root FOLDER", status=403)
-    return server.lora_root
+    return front.lora_root

@@ -1,8 +1,8 @@
-"""The HTTP application: OpenAI's API over one engine, /tokenize, /health, /metrics and the chat page.
+"""The HTTP application: OpenAI's API over one engine or several models, /tokenize, /health, /metrics and the chat page.
 
-A request passes through: `gate` (API keys, draining) -> its route, a function over the `Serving` (`state`), which reads the body,
-parses it (`requests`) and tokenizes it in a worker thread -> `generation`, which runs it and writes the response in a format of
-`answers`.
+A request passes through: `gate` (API keys, draining) -> its route, a function over the `Front` (`state`), which reads the body,
+chooses the model, parses the body (`requests`) and tokenizes it in a worker thread -> `generation`, which runs it and writes the
+response in a format of `answers`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from slipstream.inference.server.errors import ErrorBody, RequestError
 from slipstream.inference.server.gate import AdmissionGate, refusal
 from slipstream.inference.server.generation import Compiling, Deadlines
 from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.models import Models
 from slipstream.inference.server.prepare import Bodies
 from slipstream.inference.server.requests import Fields
 from slipstream.inference.server.router import Served
-from slipstream.inference.server.state import Limits, Serving
+from slipstream.inference.server.state import Front, Limits
 
-Route = Callable[[Serving, Request], Awaitable[Response]]
+Route = Callable[[Front, Request], Awaitable[Response]]
 # Of the routes with a body: path, function, its request and its response.
 _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     ("/v1/completions", completions.answer, completions.CompletionRequest, CompletionBody),
@@ -83,7 +84,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(
-    engine: Served,
+    engine: Served | Models,
     *,
     api_keys: Sequence[str] = (),
     priority_keys: Sequence[str] = (),
@@ -109,8 +110,6 @@ def create_app(
     for name, keys in (("api_keys", api_keys), ("priority_keys", priority_keys)):
         if isinstance(keys, str) or not all(keys):
             raise ValueError(f"{name} must be a sequence of keys, none of them empty")
-    if engine.tokenizer is None:
-        raise ValueError(f"{engine.model_name} has no tokenizer, which the server needs; add --tokenizer FOLDER")
     limits = Limits(
         max_body_bytes=max_body_bytes,
         max_output_tokens=max_output_tokens,
@@ -118,46 +117,35 @@ def create_app(
         body_timeout_s=body_timeout_s,
         schema_timeout_s=schema_timeout_s,
     )
-    server = Serving(
-        engine=engine,
-        tokenizer=engine.tokenizer,
+    front = Front(
+        models=engine if isinstance(engine, Models) else status.OnlyModel(engine, int(time.time())),
         limits=limits,
         traffic=Traffic(),
         deadlines=Deadlines(),
         compiling=Compiling(schema_timeout_s),
         bodies=Bodies(max_body_bytes),
-        model=_model(engine),
         share_prefixes=share_prefixes,
         strict_fields=strict_fields,
         lora_root=None if lora_root is None else Path(lora_root).resolve(),
     )
+    if not isinstance(engine, Models):
+        front.serving(engine)  # which checks it
     # No /docs: FastAPI's pages load scripts from a CDN.
     app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, responses={code: _ERRORS[code] for code in (401, 500)})
-    app.state.traffic, app.state.deadlines = server.traffic, server.deadlines
-    app.add_middleware(AdmissionGate, api_keys=api_keys, priority_keys=priority_keys, traffic=server.traffic)
+    app.state.traffic, app.state.deadlines = front.traffic, front.deadlines
+    app.add_middleware(AdmissionGate, api_keys=api_keys, priority_keys=priority_keys, traffic=front.traffic)
     if cors_origins:  # outside the gate: a browser asks without a key whether it may send one
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, **_CORS)
-    _add_routes(app, server)
+    _add_routes(app, front)
     _add_errors(app)
     app.openapi = partial(_document, app, bool(api_keys or priority_keys))  # type: ignore[method-assign] # FastAPI's documented way
     return app
 
 
-def _model(engine: Served) -> ModelBody:
-    return {
-        "id": engine.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "slipstream",
-        "max_model_len": engine.max_context,
-        "sampling": dict(engine.sampling),
-    }
-
-
-def _add_routes(app: FastAPI, server: Serving) -> None:
+def _add_routes(app: FastAPI, front: Front) -> None:
     def add(method: str, path: str, route: Route, **documented: Any) -> None:
         async def handle(request: Request) -> Response:
-            return await route(server, request)
+            return await route(front, request)
 
         app.add_api_route(path, handle, methods=[method], **documented)
 

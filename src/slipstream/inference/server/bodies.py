@@ -102,10 +102,18 @@ class ChatBody(TypedDict):
 class HealthBody(TypedDict):
     status: Literal["ok", "starting", "draining", "failed"]  # starting: no replica is ready
     replicas: NotRequired[list[str]]  # starting, ready or down: each engine's, if they have processes of their own
+    models: NotRequired[dict[str, str]]  # by name, the values of `ModelStatus`, if there are several
 
 
 class LoadBody(TypedDict):
     server_load: int  # requests that generate or are queued
+
+
+class ModelStatus(TypedDict):
+    """As llama.cpp's router tells it."""
+
+    value: Literal["unloaded", "loading", "loaded", "unloading"]
+    error: NotRequired[str]  # why the last load failed
 
 
 class ModelBody(TypedDict):
@@ -113,9 +121,10 @@ class ModelBody(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
-    sampling: dict[str, float]  # defaults of chats
+    max_model_len: NotRequired[int]  # of a model that is loaded
+    sampling: NotRequired[dict[str, float]]  # defaults of chats, also known when it is loaded
     parent: NotRequired[str]  # of an adapter: the model
+    status: NotRequired[ModelStatus]  # if the server has several
 
 
 class DeletedBody(TypedDict):

@@ -27,12 +27,12 @@ from slipstream.inference.server.requests import (
     parse,
     wrong,
 )
-from slipstream.inference.server.state import Caller, Prepared, Serving
+from slipstream.inference.server.state import Caller, Front, Prepared, Serving
 from slipstream.inference.text import MARKS, Tokenizer
 
 
-async def answer(server: Serving, request: Request) -> Response:
-    return await server.answer(request, prepare)
+async def answer(front: Front, request: Request) -> Response:
+    return await front.answer(request, prepare)
 
 
 class TextPart(Fields):

@@ -12,11 +12,11 @@ from slipstream.inference.server.answers import CompletionFormat, Echo
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import structured
 from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, SampledFields, TokenId, explained, parse, wrong
-from slipstream.inference.server.state import Caller, Prepared, Serving
+from slipstream.inference.server.state import Caller, Front, Prepared, Serving
 
 
-async def answer(server: Serving, request: Request) -> Response:
-    return await server.answer(request, prepare)
+async def answer(front: Front, request: Request) -> Response:
+    return await front.answer(request, prepare)
 
 
 class CompletionRequest(SampledFields):

@@ -23,7 +23,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.requests import LABELS, Fields, TokenId, parse, without_effect, wrong
 from slipstream.inference.server.router import Router
-from slipstream.inference.server.state import Serving
+from slipstream.inference.server.state import Front, Serving
 
 MAX_TEXTS = 2048  # per request, as OpenAI's
 
@@ -72,28 +72,26 @@ class ScoreRequest(Embedding):
         return self
 
 
-async def embeddings(server: Serving, request: Request) -> Response:
-    return await _answer(server, request, EmbeddingRequest, _embeddings)
+async def embeddings(front: Front, request: Request) -> Response:
+    return await _answer(front, request, EmbeddingRequest, _embeddings)
 
 
-async def rerank(server: Serving, request: Request) -> Response:
-    return await _answer(server, request, RerankRequest, _rerank)
+async def rerank(front: Front, request: Request) -> Response:
+    return await _answer(front, request, RerankRequest, _rerank)
 
 
-async def score(server: Serving, request: Request) -> Response:
-    return await _answer(server, request, ScoreRequest, _score)
+async def score(front: Front, request: Request) -> Response:
+    return await _answer(front, request, ScoreRequest, _score)
 
 
 Kind = TypeVar("Kind", bound=Embedding)
 Embedder = EmbeddingEngine | Router
 
 
-async def _answer(
-    server: Serving, request: Request, kind: type[Kind], compute: Callable[[Embedder, Kind, bool], object]
-) -> Response:
+async def _answer(front: Front, request: Request, kind: type[Kind], compute: Callable[[Embedder, Kind, bool], object]) -> Response:
     """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the request."""
 
-    def make(body: bytes) -> tuple[Response, list[str]]:
+    def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
         given, engine = parse(kind, body), server.engine
         server.check_model(given.model or engine.model_name)
         if not isinstance(engine, Embedder) or not engine.embeds:
@@ -109,7 +107,7 @@ async def _answer(
         except ClosedError as error:
             raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
 
-    return server.respond(*await server.receive(request, make))
+    return await front.respond(request, make)
 
 
 def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> EmbeddingsBody:

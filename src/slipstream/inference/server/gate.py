@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -83,8 +84,10 @@ class AdmissionGate:
 
         generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")
         self.traffic.active += generates
+        state = scope.setdefault("state", {})
         try:
-            await (self._refused(scope, generates) or self.app)(scope, receive, counted)
+            with ExitStack() as state["held"]:
+                await (self._refused(scope, generates) or self.app)(scope, receive, counted)
         except Exception:
             if status:
                 raise  # uvicorn logs it and closes the connection; the status has been sent
@@ -92,15 +95,15 @@ class AdmissionGate:
             await refusal(RequestError("internal error; see the server's log", status=500))(scope, receive, counted)
         finally:
             self.traffic.active -= generates
-            seconds, tenant = time.perf_counter() - start, scope["state"]["tenant"] or ""
+            seconds, tenant = time.perf_counter() - start, state["tenant"] or ""
             # The path is shown as a literal: it may hold line breaks. The key is shown by the beginning of its digest.
-            access.info(
-                "%s %s %r %d %.3f s key %s", request_id, scope["method"], scope["path"][:200], status, seconds, tenant[:8] or "-"
-            )
+            model = f" model {state['model']}" if "model" in state else ""  # of several
+            line = "%s %s %r %d %.3f s key %s%s"
+            access.info(line, request_id, scope["method"], scope["path"][:200], status, seconds, tenant[:8] or "-", model)
 
     def _refused(self, scope: Scope, generates: bool) -> Response | None:
         tenant = self._tenant(Headers(scope=scope).get("authorization", "")) if self.keys else ""
-        scope.setdefault("state", {}).update(tenant=tenant, prioritizes=tenant in self.prioritizing)
+        scope["state"].update(tenant=tenant, prioritizes=tenant in self.prioritizing)
         if tenant is None and scope["path"] not in _OPEN:
             error = RequestError("missing or invalid API key; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"

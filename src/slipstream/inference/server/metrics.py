@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slipstream.inference.stats import Histogram, Stats
 
@@ -30,48 +31,105 @@ class Replica(NamedTuple):
     stats: Stats
 
 
-def render(stats: Stats, traffic: Traffic, replicas: Sequence[Replica] = ()) -> str:
-    """`stats`: of all engines. `replicas`: of each, if they have processes of their own, under names that no sum counts twice."""
+class Loading(NamedTuple):
+    """What became of the loads of one of several models."""
+
+    loaded: bool
+    loads: int
+    failures: int
+    waiting: int  # requests that wait for it
+    nbytes: int
+
+
+class ModelFigures(NamedTuple):
+    model: str  # "" if it is the only one: then no label names it
+    stats: Stats | None  # of all its engines; None if there never was one
+    replicas: Sequence[Replica] = ()  # each engine, if they have processes of their own, under names that no sum counts twice
+    loading: Loading | None = None  # if there are several models
+
+
+Values = Iterable[tuple[str, str, float]]  # a suffix of the name, a label, a value
+
+
+def _line(name: str, model: str, suffix: str, label: str, value: float) -> str:
+    named = "model=" + json.dumps(model, ensure_ascii=False) if model else ""  # escaped as Prometheus asks
+    labels = ",".join(filter(None, (named, label)))
+    return f"slipstream_{name}{suffix}{f'{{{labels}}}' if labels else ''} {value:.10g}"
+
+
+def _block(name: str, kind: str, text: str, values: Iterable[tuple[str, str, str, float]]) -> list[str]:
+    """`values`: the model, and as in `Values`."""
+    head = [f"# HELP slipstream_{name} {text}", f"# TYPE slipstream_{name} {kind}"]
+    return head + [_line(name, *value) for value in values]
+
+
+def _of_processes(models: Sequence[ModelFigures]) -> list[str]:
+    lines = list[str]()
+    for name, kind, text, part in _OF_REPLICAS if any(one.replicas for one in models) else ():
+        each = ((one.model, "", f'replica="{index}"', part(each)) for one in models for index, each in enumerate(one.replicas))
+        lines += _block(f"replica_{name}", kind, text, each)
+    for name, kind, text, figure in _OF_LOADING if any(one.loading for one in models) else ():
+        lines += _block(f"model_{name}", kind, text, ((one.model, "", "", figure(one.loading)) for one in models if one.loading))
+    return lines
+
+
+def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
     lines: list[str] = []
 
-    def metric(name: str, kind: str, text: str, *values: tuple[str, float]) -> None:
-        lines.extend((f"# HELP slipstream_{name} {text}", f"# TYPE slipstream_{name} {kind}"))
-        lines.extend(f"slipstream_{name}{suffix} {value:.10g}" for suffix, value in values)
+    def metric(*described: Any) -> None:
+        lines.extend(_block(*described))
 
-    metric("healthy", "gauge", "1 while the engine accepts requests.", ("", stats.healthy))
-    metric("requests_waiting", "gauge", "Queued sequences.", ("", stats.waiting))
-    metric("requests_running", "gauge", "Running sequences, which hold KV blocks.", ("", stats.running))
-    metric("http_requests_active", "gauge", "HTTP requests that generate or are queued.", ("", traffic.active))
-    metric("kv_blocks", "gauge", "Blocks of the KV cache.", ("", stats.blocks))
-    metric("kv_block_tokens", "gauge", "Tokens per KV block.", ("", stats.block_size))
-    metric("kv_usage_ratio", "gauge", "Fraction of the KV cache held by running sequences.", ("", stats.kv_usage))
-    metric("tokens_per_second", "gauge", "Generated, recent average.", ("", stats.tokens_per_second))
-    metric("prompt_tokens_per_second", "gauge", "Computed, recent average.", ("", stats.prompt_tokens_per_second))
-    metric("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", ("", stats.prompt_tokens))
-    metric("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", ("", stats.cached_tokens))
-    metric("generated_tokens_total", "counter", "Generated tokens.", ("", stats.generated_tokens))
-    metric("draft_tokens_total", "counter", "Tokens proposed by speculative decoding.", ("", stats.draft_tokens))
-    metric("accepted_tokens_total", "counter", "Proposed tokens that were accepted.", ("", stats.accepted_tokens))
-    metric("preemptions_total", "counter", "Sequences preempted and recomputed.", ("", stats.preemptions))
-    metric("forwards_total", "counter", "Forward passes of the model.", ("", stats.forwards))
-    metric("expert_hits_total", "counter", "Experts of a layer needed and found in memory.", ("", stats.expert_hits))
-    metric("expert_misses_total", "counter", "Experts of a layer needed and read from disk.", ("", stats.expert_misses))
-    ends = ((f'{{reason="{finish.value}"}}', count) for finish, count in sorted(stats.finished.items(), key=lambda e: e[0].value))
-    metric("finished_total", "counter", "Finished sequences by reason.", *ends)
-    answers = ((f'{{path="{path}",status="{status}"}}', count) for (path, status), count in sorted(traffic.answers.items()))
-    metric("http_requests_total", "counter", "HTTP responses by path and status.", *answers)
-    metric("http_abandoned_total", "counter", "Responses whose client disconnected before their end.", ("", traffic.abandoned))
-    metric("time_to_first_token_seconds", "histogram", "From submission.", *_histogram(stats.time_to_first_token))
-    metric("time_between_tokens_seconds", "histogram", "Per sequence.", *_histogram(stats.between_tokens))
-    metric("queue_seconds", "histogram", "From submission to the first forward, per request.", *_histogram(stats.queue))
-    metric("prefill_seconds", "histogram", "From the first forward to the first token, per request.", *_histogram(stats.prefill))
-    metric("decode_seconds", "histogram", "From the first token to the end, per sequence.", *_histogram(stats.decode))
-    metric("request_seconds", "histogram", "From submission to the end, per sequence.", *_histogram(stats.whole))
-    metric("request_prompt_tokens", "histogram", "Per request.", *_histogram(stats.prompt_lengths))
-    metric("request_output_tokens", "histogram", "Per sequence.", *_histogram(stats.output_lengths))
-    for name, kind, text, value in _OF_REPLICAS if replicas else ():
-        each = ((f'{{replica="{index}"}}', value(one)) for index, one in enumerate(replicas))
-        metric(f"replica_{name}", kind, text, *each)
+    def of_engines(name: str, kind: str, text: str, values: Callable[[Stats], Values]) -> None:
+        metric(name, kind, text, ((one.model, *value) for one in models if one.stats is not None for value in values(one.stats)))
+
+    def one(name: str, kind: str, text: str, value: Callable[[Stats], float]) -> None:
+        of_engines(name, kind, text, lambda stats: [("", "", value(stats))])
+
+    one("healthy", "gauge", "1 while the engine accepts requests.", lambda stats: stats.healthy)
+    one("requests_waiting", "gauge", "Queued sequences.", lambda stats: stats.waiting)
+    one("requests_running", "gauge", "Running sequences, which hold KV blocks.", lambda stats: stats.running)
+    metric("http_requests_active", "gauge", "HTTP requests that generate or are queued.", [("", "", "", traffic.active)])
+    one("kv_blocks", "gauge", "Blocks of the KV cache.", lambda stats: stats.blocks)
+    one("kv_block_tokens", "gauge", "Tokens per KV block.", lambda stats: stats.block_size)
+    one("kv_usage_ratio", "gauge", "Fraction of the KV cache held by running sequences.", lambda stats: stats.kv_usage)
+    one("tokens_per_second", "gauge", "Generated, recent average.", lambda stats: stats.tokens_per_second)
+    one("prompt_tokens_per_second", "gauge", "Computed, recent average.", lambda stats: stats.prompt_tokens_per_second)
+    one("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", lambda stats: stats.prompt_tokens)
+    one("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", lambda stats: stats.cached_tokens)
+    one("generated_tokens_total", "counter", "Generated tokens.", lambda stats: stats.generated_tokens)
+    one("draft_tokens_total", "counter", "Tokens proposed by speculative decoding.", lambda stats: stats.draft_tokens)
+    one("accepted_tokens_total", "counter", "Proposed tokens that were accepted.", lambda stats: stats.accepted_tokens)
+    one("preemptions_total", "counter", "Sequences preempted and recomputed.", lambda stats: stats.preemptions)
+    one("forwards_total", "counter", "Forward passes of the model.", lambda stats: stats.forwards)
+    one("expert_hits_total", "counter", "Experts of a layer needed and found in memory.", lambda stats: stats.expert_hits)
+    one("expert_misses_total", "counter", "Experts of a layer needed and read from disk.", lambda stats: stats.expert_misses)
+    of_engines("finished_total", "counter", "Finished sequences by reason.", _ends)
+    answers = [("", "", f'path="{path}",status="{status}"', num) for (path, status), num in sorted(traffic.answers.items())]
+    metric("http_requests_total", "counter", "HTTP responses by path and status.", answers)
+    metric(
+        "http_abandoned_total",
+        "counter",
+        "Responses whose client disconnected before their end.",
+        [("", "", "", traffic.abandoned)],
+    )
+    of_engines("time_to_first_token_seconds", "histogram", "From submission.", lambda stats: _histogram(stats.time_to_first_token))
+    of_engines("time_between_tokens_seconds", "histogram", "Per sequence.", lambda stats: _histogram(stats.between_tokens))
+    of_engines(
+        "queue_seconds", "histogram", "From submission to the first forward, per request.", lambda stats: _histogram(stats.queue)
+    )
+    of_engines(
+        "prefill_seconds",
+        "histogram",
+        "From the first forward to the first token, per request.",
+        lambda stats: _histogram(stats.prefill),
+    )
+    of_engines(
+        "decode_seconds", "histogram", "From the first token to the end, per sequence.", lambda stats: _histogram(stats.decode)
+    )
+    of_engines("request_seconds", "histogram", "From submission to the end, per sequence.", lambda stats: _histogram(stats.whole))
+    of_engines("request_prompt_tokens", "histogram", "Per request.", lambda stats: _histogram(stats.prompt_lengths))
+    of_engines("request_output_tokens", "histogram", "Per sequence.", lambda stats: _histogram(stats.output_lengths))
+    lines += _of_processes(models)
     return "\n".join(lines) + "\n"
 
 
@@ -85,13 +143,24 @@ _OF_REPLICAS: tuple[tuple[str, str, str, Callable[[Replica], float]], ...] = (
     ("cached_tokens_total", "counter", "Prompt tokens found in its prefix cache.", lambda one: one.stats.cached_tokens),
     ("generated_tokens_total", "counter", "Generated tokens.", lambda one: one.stats.generated_tokens),
 )
+_OF_LOADING: tuple[tuple[str, str, str, Callable[[Loading], float]], ...] = (
+    ("loaded", "gauge", "1 while it is loaded.", lambda one: one.loaded),
+    ("loads_total", "counter", "Loads.", lambda one: one.loads),
+    ("load_failures_total", "counter", "Loads that failed, and engines that could not be started again.", lambda one: one.failures),
+    ("requests_waiting", "gauge", "HTTP requests that wait until it is loaded.", lambda one: one.waiting),
+    ("bytes", "gauge", "Memory that it takes.", lambda one: one.nbytes),
+)
 
 
-def _histogram(histogram: Histogram) -> Iterable[tuple[str, float]]:
+def _ends(stats: Stats) -> Values:
+    return [("", f'reason="{finish.value}"', num) for finish, num in sorted(stats.finished.items(), key=lambda end: end[0].value)]
+
+
+def _histogram(histogram: Histogram) -> Values:
     """Prometheus' buckets are cumulative."""
     total = 0
     for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
         total += count
-        yield f'_bucket{{le="{bound}"}}', total
-    yield "_sum", histogram.sum
-    yield "_count", total
+        yield "_bucket", f'le="{bound}"', total
+    yield "_sum", "", histogram.sum
+    yield "_count", "", total

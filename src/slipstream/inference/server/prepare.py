@@ -49,12 +49,12 @@ class Body:
             self._parts.clear()
             self._hold(0)
 
-    def parts(self) -> list[bytes]:
-        """Hand over the parts to the caller. Raises RequestError if the body was rejected."""
+    def whole(self) -> bytes:
+        """All that has arrived. Raises RequestError if the body was rejected."""
         if self.refused is not None:
             raise self.refused
-        parts, self._parts = self._parts, []
-        return parts
+        self._parts = [b"".join(self._parts)]  # which copies nothing the second time
+        return self._parts[0]
 
     def _hold(self, size: int) -> None:
         self._bodies.nbytes += size - self.nbytes
@@ -62,7 +62,7 @@ class Body:
 
 
 class Bodies:
-    """All bodies in flight, from their first byte until they are prepared. Only the event loop accesses it."""
+    """All bodies in flight, from their first byte until they are prepared. Only the event loop changes it."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_bytes = max_body_bytes
@@ -81,11 +81,7 @@ class Bodies:
 
     async def prepare(self, make: Callable[[bytes], Result], body: Body) -> Result:
         """Run `make(body)` in a worker thread."""
-        parts = body.parts()
-
-        def run() -> Result:
-            joined = b"".join(parts)
-            parts.clear()
-            return make(joined)
-
-        return await asyncio.get_running_loop().run_in_executor(self._long if body.size > SHORT else self._short, run)
+        if body.refused is not None:
+            raise body.refused
+        threads = self._long if body.size > SHORT else self._short
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: make(body.whole()))

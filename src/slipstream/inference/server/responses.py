@@ -20,7 +20,7 @@ from slipstream.inference.server.answers import ChatFormat, Format, Joined, even
 from slipstream.inference.server.chat import ChatRequest, prepare_chat
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, parse, refused, without_effect
-from slipstream.inference.server.state import Caller, Prepared, Serving
+from slipstream.inference.server.state import Caller, Front, Prepared, Serving
 
 _CHAT = {  # fields of chats, and here
     "messages": "input",
@@ -30,8 +30,8 @@ _CHAT = {  # fields of chats, and here
 }
 
 
-async def answer(server: Serving, request: Request) -> Response:
-    return await server.answer(request, prepare)
+async def answer(front: Front, request: Request) -> Response:
+    return await front.answer(request, prepare)
 
 
 class TextOptions(Fields):

@@ -36,6 +36,7 @@ ATTEMPTS = 3  # starts in a row that may fail before the server ends
 SETTLED = 30.0  # seconds after which an end is no consequence of the start
 PAUSE, MAX_PAUSE = 0.25, 10.0  # seconds before the second start in a row, doubled for each further one
 AWAY = "no engine's process is ready; they start again; try again later"
+LOOK = 0.05  # seconds between looks for an engine that starts again
 STATS_WAIT = 1.0  # seconds for an engine to tell its figures, before the last known ones are used
 
 
@@ -76,8 +77,7 @@ class Source(Protocol):
 
 
 class Router:
-    """What the server calls an engine. The first start waits for all engines. Raises ValueError for options that they refuse, and
-    ReplicaError if one cannot start."""
+    """What the server calls an engine, once `open` has returned."""
 
     def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:
         self.tokenizer, self.why = tokenizer, ""  # why it has failed
@@ -89,15 +89,19 @@ class Router:
         self._homeless: list[Ticket] = []  # lost by one engine, and no other is ready
         self._closed = threading.Event()
         self._sources = sources
-        first = [Future[None]() for _ in sources]
+        self._first = [Future[None]() for _ in sources]
         self._threads = [
             threading.Thread(target=self._keep, args=each, name=f"slipstream-{each[0].name}", daemon=True)
-            for each in zip(self.engines, sources, first, strict=True)
+            for each in zip(self.engines, sources, self._first, strict=True)
         ]
-        for thread in self._threads:
-            thread.start()
+
+    def open(self) -> Router:
+        """Start all engines, wait until they are ready, and return self. Raises ValueError for options that they refuse,
+        ReplicaError if one cannot start, and ClosedError if another thread closes it."""
         try:
-            for one in first:
+            for thread in self._threads:
+                thread.start()
+            for one in self._first:
                 one.result()
             facts = [engine.facts for engine in self.engines]
             for name in ("model_name", "max_context", "normalize"):
@@ -113,16 +117,19 @@ class Router:
         self.adapters: tuple[str, ...] = tuple(facts[0]["adapters"])
         self.pooling = Pooling(normalize=bool(facts[0]["normalize"]))
         self.embeds = facts[0]["normalize"] is not None
+        return self
 
     @classmethod
-    def local(cls, model: str, options: Mapping[str, Any], cores: Sequence[Sequence[int]], spare: Spare) -> Router:
+    def local(
+        cls, model: str, options: Mapping[str, Any], cores: Sequence[Sequence[int]], spare: Spare, name: str = "replica"
+    ) -> Router:
         """Engines in processes of this machine, one for each of `cores`, on which it runs (empty: on all). `options`: of
-        `init_inference`; `spare`: of the server. On CUDA, they take the GPUs in turn. Raises ValueError for a model without a
-        tokenizer."""
+        `init_inference`; `spare`: of the server; `name`: of the processes, in the log. On CUDA, they take the GPUs in turn. Raises
+        ValueError for a model without a tokenizer."""
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
         sources = [
             EngineProcess(
-                name=f"replica {index}",
+                name=f"{name} {index}",
                 model=model,
                 options={**options, "device": f"cuda:{index % gpus}"} if gpus else options,
                 replicas=-(-len(cores) // max(gpus, 1)),
@@ -132,6 +139,23 @@ class Router:
             for index, own in enumerate(cores)
         ]
         return cls(sources, open_tokenizer(model, options.get("tokenizer")))
+
+    def wait(self) -> Router:
+        """Until an engine is ready again. Returns self; raises ClosedError if none can be started."""
+        while self.healthy and not self.ready:
+            self._closed.wait(LOOK)
+        if not self.healthy:
+            raise ClosedError(self.why or "the engine is closed")
+        return self
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._ready())
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all engines, as each said when it began."""
+        return sum(engine.facts["nbytes"] for engine in self.engines)
 
     # ---- as an engine's
 
@@ -231,7 +255,8 @@ class Router:
             if engine.state is ReplicaState.STARTING:
                 source.stop()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
 
     def __enter__(self) -> Router:
         return self

@@ -22,6 +22,7 @@ from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import access, refusal
 from slipstream.inference.server.generation import Deadlines
 from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.models import Models
 from slipstream.inference.server.router import Served
 from slipstream.inference.server.traces import Traces
 
@@ -42,7 +43,7 @@ class _Server(uvicorn.Server):
     """Keeps listening while it drains, so that new requests get a 503 with Retry-After instead of a refused connection."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: Served, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
+        self, config: uvicorn.Config, engine: Served | Models, traffic: Traffic, deadlines: Deadlines, drain_timeout_s: float
     ) -> None:
         super().__init__(config)
         self.scheme = "https" if config.is_ssl else "http"
@@ -134,7 +135,7 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
 
 
 def serve(
-    engine: Served,
+    engine: Served | Models,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,

@@ -1,22 +1,23 @@
-"""What the routes of one server share: the engine, the limits, the counters; and the way from a body to an answer."""
+"""What the routes of one server share: the models, the limits, the counters; and the way from a body to an answer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from slipstream.inference.core import SamplingParams
 from slipstream.inference.server.answers import Format
-from slipstream.inference.server.bodies import ModelBody
+from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
-from slipstream.inference.server.metrics import Traffic
+from slipstream.inference.server.metrics import ModelFigures, Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
 from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, shown, without_effect
 from slipstream.inference.server.router import Served
@@ -65,29 +66,51 @@ class Prepared(NamedTuple):
     ignored: Sequence[str]  # fields without effect
 
 
+class Choice(Protocol):
+    """Which models a server has."""
+
+    async def pick(self, front: Front, request: Request, body: Body) -> Serving:
+        """The model of a request whose body has arrived. Raises RequestError."""
+        ...
+
+    def listed(self) -> list[ModelBody]:
+        """The models and their adapters."""
+        ...
+
+    def health(self) -> HealthBody: ...
+
+    async def figures(self) -> Sequence[ModelFigures]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
-class Serving:
-    engine: Served
-    tokenizer: Tokenizer
+class Front:
+    """What the routes of one server share."""
+
+    models: Choice
     limits: Limits
     traffic: Traffic
     deadlines: Deadlines
     compiling: Compiling
     bodies: Bodies
-    model: ModelBody
     share_prefixes: bool
     strict_fields: bool  # fields without effect are refused
     lora_root: Path | None = None  # of the adapters that clients may load; None: they may not
     logged: set[str] = field(default_factory=set)  # fields without effect that are in the log
 
+    def serving(self, engine: Served) -> Serving:
+        """Raises ValueError if the engine has no tokenizer."""
+        if engine.tokenizer is None:
+            raise ValueError(f"{engine.model_name} has no tokenizer, which the server needs; add --tokenizer FOLDER")
+        return Serving(engine=engine, tokenizer=engine.tokenizer, front=self)
+
     async def answer(self, request: Request, prepare: Callable[[Serving, bytes, Caller], Prepared]) -> Response:
         """Receive the body, prepare it outside the event loop, and return the response that runs it."""
         tenant, prioritizes = request.state.tenant, request.state.prioritizes
         caller = Caller(tenant, "" if self.share_prefixes else tenant, prioritizes)
-        prepared = await self.receive(request, lambda body: prepare(self, body, caller))
+        engine, prepared = await self.receive(request, lambda server, body: (server.engine, prepare(server, body, caller)))
         options = prepared.request.stream_options
         return Answer(
-            self.engine,
+            engine,
             prepared.work,
             prepared.form,
             traffic=self.traffic,
@@ -99,8 +122,16 @@ class Serving:
             headers=self.headers(prepared.ignored),
         )
 
-    async def receive(self, request: Request, make: Callable[[bytes], Result]) -> Result:
-        """Receive the body and return `make(body)`, which runs in a worker thread. Raises RequestError."""
+    async def respond(self, request: Request, make: Callable[[Serving, bytes], tuple[Response, Sequence[str]]]) -> Response:
+        """Receive the body and return `make`'s response. Its fields without effect, the second value, are all unknown ones or
+        labels. Raises RequestError as `refuse` does."""
+        response, ignored = await self.receive(request, make)
+        self.refuse(ignored, ignored)
+        response.raw_headers += self.headers(ignored)
+        return response
+
+    async def receive(self, request: Request, make: Callable[[Serving, bytes], Result]) -> Result:
+        """Receive the body and return `make(its model, body)`, which runs in a worker thread. Raises RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(f"content-type is {kind[:100]!r}; it must be application/json", status=415)
@@ -109,41 +140,13 @@ class Serving:
         with self.bodies.arriving() as body:
             async with self.deadlines.within(self.limits.body_timeout_s, late):
                 await self._read(request, body)
-            return await self.bodies.prepare(make, body)
+            return await self.bodies.prepare(partial(make, await self.models.pick(self, request, body)), body)
 
     async def _read(self, request: Request, body: Body) -> None:
         async for part in request.stream():
             body.add(part)
             if body.size > 8 * self.limits.max_body_bytes:
                 break  # rejected bodies are drained up to this size: many clients read no response before they have sent all
-
-    def prepared(
-        self,
-        request: SampledFields,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        form: Format,
-        caller: Caller,
-        *,
-        n: int,
-        ignored: Sequence[str] = (),
-    ) -> Prepared:
-        """Raises RequestError as `refuse` does."""
-        names = sorted({*ignored, *without_effect(request)})
-        self.refuse(names, without_effect(request))
-        if params.prompt_logprobs is not None:
-            check_scores(sum(map(len, prompts)) * n * (1 + params.prompt_logprobs))
-        names += ["priority"] if request.priority and not caller.prioritizes else []
-        work = Work(
-            prompts=prompts,
-            params=params,
-            n=n,
-            priority=(request.priority or 0) if caller.prioritizes else 0,
-            salt=f"{caller.salt}:{request.cache_salt or ''}",
-            tenant=caller.tenant,
-            adapter=request.model if request.model in self.engine.adapters else "",
-        )
-        return Prepared(request, work, form, names)
 
     def refuse(self, names: Sequence[str], unknown: Sequence[str]) -> None:
         """With `strict_fields`, raise RequestError for a field without effect, unknown if it is in `unknown` and no label."""
@@ -160,21 +163,46 @@ class Serving:
             logger.warning("fields of requests that have no effect here: %s", ", ".join(new))
         return [(b"x-slipstream-ignored", ", ".join(names)[:MAX_HEADER].strip().encode())] if names else []
 
-    def respond(self, response: Response, ignored: Sequence[str]) -> Response:
-        """Of a request whose fields without effect are all unknown ones or labels. Raises RequestError as `refuse` does."""
-        self.refuse(ignored, ignored)
-        response.raw_headers += self.headers(ignored)
-        return response
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """One model of a server, for one request."""
+
+    engine: Served
+    tokenizer: Tokenizer
+    front: Front
+
+    def prepared(
+        self,
+        request: SampledFields,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        form: Format,
+        caller: Caller,
+        *,
+        n: int,
+        ignored: Sequence[str] = (),
+    ) -> Prepared:
+        """Raises RequestError as `refuse` does."""
+        names = sorted({*ignored, *without_effect(request)})
+        self.front.refuse(names, without_effect(request))
+        if params.prompt_logprobs is not None:
+            check_scores(sum(map(len, prompts)) * n * (1 + params.prompt_logprobs))
+        names += ["priority"] if request.priority and not caller.prioritizes else []
+        work = Work(
+            prompts=prompts,
+            params=params,
+            n=n,
+            priority=(request.priority or 0) if caller.prioritizes else 0,
+            salt=f"{caller.salt}:{request.cache_salt or ''}",
+            tenant=caller.tenant,
+            adapter=request.model if request.model in self.engine.adapters else "",
+        )
+        return Prepared(request, work, form, names)
 
     def check_model(self, name: str) -> None:
-        served = (self.engine.model_name, *self.engine.adapters)
-        if name not in served:
-            message = f"the model {name[:200]!r} does not exist; this server serves {', '.join(map(repr, served))}"[:1000]
-            raise RequestError(message, status=404, param="model", code="model_not_found")
-
-    def described(self, name: str) -> ModelBody:
-        """The model, or its adapter of that name."""
-        return self.model if name == self.engine.model_name else {**self.model, "id": name, "parent": self.engine.model_name}
+        if name not in (served := (self.engine.model_name, *self.engine.adapters)):
+            raise not_found(name, served)
 
     def check_number(self, prompts: int, n: int) -> None:
         if prompts * n > MAX_SEQUENCES:
@@ -191,7 +219,7 @@ class Serving:
 
     def max_tokens(self, prompts: Sequence[Sequence[int]], requested: int | None, default: int, param: str) -> int:
         """Of the output: `requested`, or at most `default`. Raises RequestError."""
-        longest, limit = max(map(len, prompts)), self.limits.max_output_tokens
+        longest, limit = max(map(len, prompts)), self.front.limits.max_output_tokens
         free = self.engine.max_context - longest
         if free < 1 or (requested or 1) > free:
             message = f"the model's context is {self.engine.max_context} tokens; the prompt has {longest}"
@@ -200,3 +228,25 @@ class Serving:
         if requested is not None and requested > (limit or free):
             raise RequestError(f"max_tokens is {requested}; this server generates at most {limit} per request", param="max_tokens")
         return max(1, requested) if requested is not None else min(default, limit or free, free)
+
+
+def not_found(name: str, served: Iterable[str]) -> RequestError:
+    message = f"the model {name[:200]!r} does not exist; this server serves {', '.join(map(repr, served))}"[:1000]
+    return RequestError(message, status=404, param="model", code="model_not_found")
+
+
+def body_of(engine: Served, created: int) -> ModelBody:
+    """`created`: when it began to be served."""
+    return {
+        "id": engine.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "slipstream",
+        "max_model_len": engine.max_context,
+        "sampling": dict(engine.sampling),
+    }
+
+
+def adapter_of(model: ModelBody, name: str) -> ModelBody:
+    """The description of a model's adapter."""
+    return {**model, "id": name, "parent": model["id"]}

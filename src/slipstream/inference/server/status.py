@@ -6,57 +6,85 @@ import asyncio
 import base64
 import hashlib
 import re
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from slipstream.inference.server.bodies import HealthBody
+from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.metrics import CONTENT_TYPE, Replica, render
-from slipstream.inference.server.router import Router
-from slipstream.inference.server.state import Serving
+from slipstream.inference.server.metrics import CONTENT_TYPE, ModelFigures, Replica, render
+from slipstream.inference.server.prepare import Body
+from slipstream.inference.server.router import Router, Served
+from slipstream.inference.server.state import Front, Serving, adapter_of, body_of, not_found
 from slipstream.inference.stats import total
 
 
-async def models(server: Serving, request: Request) -> Response:
-    return JSON(
-        {"object": "list", "data": [server.described(name) for name in (server.engine.model_name, *server.engine.adapters)]}
-    )
+@dataclass(frozen=True, slots=True)
+class OnlyModel:
+    """The `Choice` of a server with one model, which is loaded before it starts."""
+
+    engine: Served
+    created: int
+
+    async def pick(self, front: Front, request: Request, body: Body) -> Serving:
+        return front.serving(self.engine)
+
+    def listed(self) -> list[ModelBody]:
+        model = body_of(self.engine, self.created)
+        return [model, *(adapter_of(model, name) for name in self.engine.adapters)]
+
+    def health(self) -> HealthBody:
+        states = [one.state.value for one in self.engine.engines] if isinstance(self.engine, Router) else []
+        body: HealthBody = {"status": "ok" if not states or "ready" in states else "starting"}
+        if not self.engine.healthy:
+            body["status"] = "failed"
+        if states:
+            body["replicas"] = states
+        return body
+
+    async def figures(self) -> list[ModelFigures]:
+        if not isinstance(self.engine, Router):
+            return [ModelFigures("", self.engine.stats())]
+        replicas = await asyncio.to_thread(replicas_of, self.engine)
+        return [ModelFigures("", total([one.stats for one in replicas]), replicas)]
 
 
-async def one_model(server: Serving, request: Request) -> Response:
-    server.check_model(request.path_params["name"])
-    return JSON(server.described(request.path_params["name"]))
+def replicas_of(router: Router) -> list[Replica]:
+    """Waits for what the engines say."""
+    pairs = zip(router.engines, router.each(), strict=True)
+    return [Replica(engine.state.value == "ready", engine.starts, stats) for engine, stats in pairs]
 
 
-async def health(server: Serving, request: Request) -> Response:
-    states = [one.state.value for one in server.engine.engines] if isinstance(server.engine, Router) else []
-    body: HealthBody = {"status": "ok" if not states or "ready" in states else "starting"}
-    if not server.engine.healthy:
-        body["status"] = "failed"
-    if server.traffic.draining:
+async def models(front: Front, request: Request) -> Response:
+    return JSON({"object": "list", "data": front.models.listed()})
+
+
+async def one_model(front: Front, request: Request) -> Response:
+    name, models = request.path_params["name"], {model["id"]: model for model in front.models.listed()}
+    if name not in models:
+        raise not_found(name, models)
+    return JSON(models[name])
+
+
+async def health(front: Front, request: Request) -> Response:
+    body = front.models.health()
+    if front.traffic.draining:
         body["status"] = "draining"
-    if states:
-        body["replicas"] = states
     return JSON(body, status_code=200 if body["status"] == "ok" else 503)
 
 
-async def load(server: Serving, request: Request) -> Response:
-    return JSON({"server_load": server.traffic.active})
+async def load(front: Front, request: Request) -> Response:
+    return JSON({"server_load": front.traffic.active})
 
 
-async def metrics(server: Serving, request: Request) -> Response:
-    engine = server.engine
-    if not isinstance(engine, Router):
-        return PlainTextResponse(render(engine.stats(), server.traffic), media_type=CONTENT_TYPE)
-    each = await asyncio.to_thread(engine.each)
-    replicas = [Replica(one.state.value == "ready", one.starts, stats) for one, stats in zip(engine.engines, each, strict=True)]
-    return PlainTextResponse(render(total(each), server.traffic, replicas), media_type=CONTENT_TYPE)
+async def metrics(front: Front, request: Request) -> Response:
+    return PlainTextResponse(render(await front.models.figures(), front.traffic), media_type=CONTENT_TYPE)
 
 
-async def chat_page(server: Serving, request: Request) -> Response:
+async def chat_page(front: Front, request: Request) -> Response:
     page, policy = _page()
     headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return HTMLResponse(page, headers=headers)

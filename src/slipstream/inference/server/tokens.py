@@ -13,7 +13,7 @@ from slipstream.inference.server.chat import Message, Tool
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, check_messages, parse, without_effect, wrong
-from slipstream.inference.server.state import Serving
+from slipstream.inference.server.state import Front, Serving
 from slipstream.inference.text import TooLongError
 
 MAX_TOKENS = 131_072  # of one request: the JSON of its response holds the interpreter for milliseconds
@@ -40,8 +40,8 @@ class DetokenizeRequest(Fields):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
-async def tokenize(server: Serving, request: Request) -> Response:
-    def make(body: bytes) -> tuple[Response, list[str]]:
+async def tokenize(front: Front, request: Request) -> Response:
+    def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
         check_messages(body)
         given = parse(TokenizeRequest, body)
         server.check_model(given.model or server.engine.model_name)
@@ -69,14 +69,14 @@ async def tokenize(server: Serving, request: Request) -> Response:
         answer: TokensBody = {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": texts}
         return JSON(answer), without_effect(given)
 
-    return server.respond(*await server.receive(request, make))
+    return await front.respond(request, make)
 
 
-async def detokenize(server: Serving, request: Request) -> Response:
-    def make(body: bytes) -> tuple[Response, list[str]]:
+async def detokenize(front: Front, request: Request) -> Response:
+    def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
         given = parse(DetokenizeRequest, body)
         server.check_model(given.model or server.engine.model_name)
         answer: TextBody = {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}
         return JSON(answer), without_effect(given)
 
-    return server.respond(*await server.receive(request, make))
+    return await front.respond(request, make)

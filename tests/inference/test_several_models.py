@@ -1,0 +1,324 @@
+"""Several models behind one address: who is loaded, who waits, who goes, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import transformers
+
+from slipstream.inference.server import HostedModel, Models, Router
+from slipstream.inference.server import models as loading
+from slipstream.inference.server.process import Connected
+from slipstream.launch.cli import build_parser, main
+from tests import tiny_chat
+from tests.inference.test_adapters import write as write_adapter
+from tests.inference.test_embedding import folder_of
+from tests.inference.test_replicas import Local, gone, server
+from tests.inference.test_server import COMPLETIONS, Reply, call, serving, until
+from tests.unit.test_inference_engine import byte_tokenizer
+
+
+class Source(Local):
+    """Of a model whose forwards wait for `steps`, if it is slow."""
+
+    def __init__(self, name: str, nbytes: int = 100, slow: bool = False) -> None:
+        self.steps = threading.Semaphore(0)
+        super().__init__(name, (lambda batch: self.steps.acquire(timeout=30)) if slow else (lambda batch: None), model_name=name)
+        self.nbytes, self.error = nbytes, ""
+
+    def open(self) -> Connected:
+        if self.error:
+            self.opens += 1
+            raise ValueError(self.error)
+        link, facts = super().open()
+        return Connected(link, {**facts, "nbytes": self.nbytes})
+
+
+@contextmanager
+def served(*sources: Source, max_loaded: int | None = None, max_bytes: int | None = None, **options: Any) -> Iterator[str]:
+    hosted = [
+        HostedModel(name=source.name, adapters=(), make=lambda source=source: Router([source], byte_tokenizer()), nbytes=10)
+        for source in sources
+    ]
+    with closing(Models(hosted, max_loaded=max_loaded, max_bytes=max_bytes)) as models, serving(models, **options) as address:  # type: ignore[arg-type]
+        yield address
+
+
+def ask(address: str, model: str | None, **fields: Any) -> Reply:
+    body = {"model": model, "prompt": "some text", "max_tokens": 3, "ignore_eos": True, **fields}
+    return call(address, "POST", COMPLETIONS, json.dumps(body))
+
+
+def states(address: str) -> dict[str, str]:
+    return json.loads(call(address, "GET", "/health").body)["models"]
+
+
+def listed(address: str) -> dict[str, Any]:
+    return {one["id"]: one for one in json.loads(call(address, "GET", "/v1/models").body)["data"]}
+
+
+def until_waiting(address: str, model: str, num: int) -> None:
+    line = f'slipstream_model_requests_waiting{{model="{model}"}} {num}\n'.encode()
+    until(lambda: line in call(address, "GET", "/metrics").body)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+def test_a_model_is_loaded_once_at_its_first_request(pool: ThreadPoolExecutor) -> None:
+    a, b = Source("a"), Source("b")
+    a.allowed.clear()
+    with served(a, b) as address:
+        assert states(address) == {"a": "unloaded", "b": "unloaded"} and not a.opens
+        assert "max_model_len" not in listed(address)["a"]
+        replies = [pool.submit(ask, address, "a") for _ in range(4)]
+        until_waiting(address, "a", 4)
+        assert states(address) == {"a": "loading", "b": "unloaded"}
+        assert ask(address, "b").status == 200, "it does not wait for the other"
+        a.allowed.set()
+        assert [reply.result().status for reply in replies] == [200] * 4
+        assert (a.opens, b.opens) == (1, 1)
+        assert listed(address)["a"]["status"] == {"value": "loaded"} and listed(address)["a"]["max_model_len"] > 0
+        assert json.loads(call(address, "GET", "/v1/models/b").body)["id"] == "b"
+        tokens = {name: {"model": name, "prompt": "text"} for name in ("a", "b", "c")}
+        found = [call(address, "POST", "/tokenize", json.dumps(body)) for body in tokens.values()]
+        assert [reply.status for reply in found] == [200, 200, 404]
+        assert found[2].error["message"] == "the model 'c' does not exist; this server serves 'a', 'b'"
+        assert call(address, "POST", "/tokenize", '{"prompt": "text"}').error["param"] == "model"
+        assert ask(address, None).error["message"].startswith("model is missing: this server has several")
+        assert call(address, "POST", "/v1/load_lora_adapter", '{"lora_name": "x", "lora_path": "x"}').status == 403
+        assert call(address, "POST", COMPLETIONS, "{").error["code"] == "invalid_json"
+
+
+def test_the_least_recently_used_goes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sources = [Source(name) for name in "abc"]
+    with served(*sources, max_loaded=2) as address:
+        for name in "abac":
+            assert ask(address, name).status == 200
+        assert states(address) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        assert ask(address, "b").status == 200
+        assert states(address) == {"a": "unloaded", "b": "loaded", "c": "loaded"}
+        assert [source.opens for source in sources] == [1, 2, 1]
+        lines = dict(line.rsplit(" ", 1) for line in call(address, "GET", "/metrics").body.decode().splitlines() if line[0] != "#")
+        assert lines['slipstream_generated_tokens_total{model="a"}'] == "6", "figures outlive the engine"
+        assert lines['slipstream_generated_tokens_total{model="b"}'] == "6"
+        assert lines['slipstream_finished_total{model="b",reason="length"}'] == "2"
+        assert lines['slipstream_model_loads_total{model="b"}'] == "2" and lines['slipstream_model_loaded{model="a"}'] == "0"
+        assert lines['slipstream_replica_ready{model="b",replica="0"}'] == "1"
+    assert "a: unloading, to make room for b" in caplog.text
+
+
+def test_a_model_that_works_stays_and_keeps_nobody_out(pool: ThreadPoolExecutor) -> None:
+    """Requests for it that come later wait behind the one that waits for room."""
+    a, b = Source("a", slow=True), Source("b", slow=True)
+    ended = list[str]()
+
+    def asked(name: str, **fields: Any) -> Future[Reply]:
+        def run() -> Reply:
+            reply = ask(address, name, **fields)
+            ended.append(f"{name}{fields.get('seed', '')}")
+            return reply
+
+        return pool.submit(run)
+
+    with served(a, b, max_loaded=1) as address:
+        replies = [asked("a", seed=1, max_tokens=40)]
+        a.steps.release(3)
+        until(lambda: states(address)["a"] == "loaded")
+        replies.append(asked("b"))
+        until_waiting(address, "b", 1)
+        replies.append(asked("a", seed=2))
+        until_waiting(address, "a", 1)
+        assert states(address) == {"a": "loaded", "b": "unloaded"}
+        a.steps.release(100)
+        until(lambda: states(address)["b"] == "loaded")
+        assert ended == ["a1"]
+        b.steps.release(100)
+        assert [reply.result().status for reply in replies] == [200] * 3
+        assert ended == ["a1", "b", "a2"] and (a.opens, b.opens) == (2, 1)
+
+
+def test_another_model_that_becomes_idle_goes_instead(pool: ThreadPoolExecutor) -> None:
+    a, b, c = Source("a", slow=True), Source("b", slow=True), Source("c")
+    with served(a, b, c, max_loaded=2) as address:
+        first = list[Future[Reply]]()
+        for source in (a, b):
+            first.append(pool.submit(ask, address, source.name, max_tokens=40))
+            source.steps.release(2)
+            until(lambda: states(address)[source.name] == "loaded")
+        waits = pool.submit(ask, address, "c")
+        until_waiting(address, "c", 1)
+        behind = pool.submit(ask, address, "a")
+        until_waiting(address, "a", 1)
+        b.steps.release(100)
+        assert waits.result().status == 200
+        a.steps.release(200)
+        assert [one.result().status for one in (*first, behind)] == [200] * 3
+        assert (a.opens, b.opens, c.opens) == (1, 1, 1)
+
+
+def test_memory_is_what_the_processes_say() -> None:
+    a, b, big = Source("a", 60), Source("b", 60), Source("big", 101)
+    with served(a, b, big, max_bytes=100) as address:
+        assert [ask(address, name).status for name in "ab"] == [200, 200]
+        until(lambda: states(address)["a"] == "unloaded")  # b took more than was thought
+        error = ask(address, "big").error
+        assert "it takes 0 MiB, and --max-loaded-bytes allows 0 MiB" in error["message"]
+        assert ask(address, "big").status == 503 and big.opens == 1, "it is not tried again"
+        assert ask(address, "a").status == 200
+
+
+def test_a_load_that_fails_is_its_own_matter(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = (Source(name) for name in "abc")
+    b.error = "max_context is 5000, but the model has only 512 positions; lower it"
+    with served(a, b, c) as address:
+        assert ask(address, "a").status == 200
+        replies = [pool.submit(ask, address, "b") for _ in range(2)]
+        for reply in (*(one.result() for one in replies), ask(address, "b")):
+            assert (reply.status, reply.headers["retry-after"], reply.error["code"]) == (503, "30", "model_load_failed")
+            assert reply.error["message"] == f"the model 'b' cannot be loaded: {b.error}"
+        assert b.opens == 1, "those that come soon after get the same answer"
+        until(lambda: listed(address)["b"]["status"] == {"value": "unloaded", "error": b.error})
+        assert json.loads(call(address, "GET", "/health").body)["status"] == "ok" and ask(address, "a").status == 200
+        monkeypatch.setattr(loading, "RETRY", 0.0)
+        c.error = "no memory"
+        assert ask(address, "c").status == 503
+        c.error = ""
+        assert ask(address, "c").status == 200
+        assert listed(address)["c"]["status"] == {"value": "loaded"}
+
+
+def test_a_killed_engine_is_waited_for(pool: ThreadPoolExecutor) -> None:
+    a = Source("a")
+    with served(a) as address:
+        assert ask(address, "a").status == 200
+        a.allowed.clear()
+        a.cut()
+        until(lambda: a.opens == 2)
+        reply = pool.submit(ask, address, "a")
+        until_waiting(address, "a", 1)
+        a.allowed.set()
+        assert reply.result().status == 200
+
+
+def test_who_waits_has_the_time_limit_and_may_leave(pool: ThreadPoolExecutor) -> None:
+    a, b = Source("a", slow=True), Source("b")
+    with served(a, b, max_loaded=1, request_timeout_s=1.0) as address:
+        first = pool.submit(ask, address, "a", max_tokens=40)
+        a.steps.release(1)
+        until(lambda: states(address)["a"] == "loaded")
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as client:
+            body = b'{"model": "b", "prompt": "x"}'
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            until_waiting(address, "b", 1)
+        until_waiting(address, "b", 0)
+        late = ask(address, "b")
+        assert late.status == 504
+        assert late.error["message"] == "the model 'b' was not loaded within 1 s" or a.opens == 1
+        a.steps.release(100)
+        assert first.result().status in (200, 504) and b.opens <= 1
+
+
+def test_the_server_ends_while_a_model_loads(pool: ThreadPoolExecutor) -> None:
+    a = Source("a")
+    a.allowed.clear()
+    with served(a) as address:
+        reply = pool.submit(ask, address, "a")
+        until_waiting(address, "a", 1)
+    assert reply.exception() is not None or reply.result().status >= 500
+
+
+def test_what_the_command_line_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "tokenizer.json").touch()
+    words = ["serve", str(tmp_path / "a b"), f"x='{tmp_path}/a b' --dtype int8 --lora-modules s=t", "smollm2", "--max-loaded", "2"]
+    plain, named, known = build_parser().parse_args(words).models
+    assert (plain.name, plain.model, plain.dtype) == (None, str(tmp_path / "a b"), None)
+    assert (named.name, named.model, named.dtype, named.lora_modules) == ("x", str(tmp_path / "a b"), "int8", [("s", "t")])
+    assert (known.name, known.model) == (None, "smollm2")
+    folder = str(tmp_path / "a b")
+    for models, options, message in (
+        ([folder, folder], "", "two models or adapters have the name 'a b'; give one another name: NAME=MODEL"),
+        ([folder, f"x='{folder}' --hosts y"], "", "unknown option --hosts; see slipstream serve"),
+        ([folder, "y=nowhere"], "", "nowhere is not a path"),
+        ([folder, "'"], "", "No closing quotation"),
+        (
+            [folder, f"x='{folder}' --tp 2"],
+            "",
+            "x: --tp cuts the one model of a server over processes; leave it out, or serve x alone",
+        ),
+        ([folder], "--max-loaded 1 --weights-socket s", "--weights-socket is of one model, and here models are loaded on demand"),
+        (
+            [folder],
+            "--max-loaded 1 --model-name s",
+            "--model-name is of one model, and here models are loaded on demand; write NAME=",
+        ),
+        ([folder], "--max-loaded-bytes 1G --lora-modules s=t", "write them into the quotes of the model that they are of"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main(["serve", *models, "--port", "0", *options.split()]))
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_real_processes(tmp_path: Path) -> None:
+    """Two models with room for one: chats, tokens and vectors are routed, memory returns, kill -9 is mended, Ctrl-C ends all."""
+    folder = tiny_chat.write(tmp_path / "small")
+    other = shutil.copytree(folder, tmp_path / "other")
+    modules = [f"model.layers.{index}.self_attn.q_proj" for index in range(2)]
+    write_adapter(tmp_path / "red", transformers.AutoModelForCausalLM.from_pretrained(folder), modules)
+    encoder = folder_of(tmp_path / "vectors")
+    options = ("--threads", "1", "--max-loaded", "1", "--access-log")
+    with_red = f"other={other} --max-context 64 --lora-modules red={tmp_path / 'red'}"
+    with server(folder, with_red, str(encoder), *options) as (process, address):
+        assert states(address) == {"small": "unloaded", "other": "unloaded", "vectors": "unloaded"}
+        assert listed(address)["red"]["parent"] == "other"
+
+        def engines() -> list[int]:
+            found = Path(f"/proc/{process.pid}/task").glob("*/children")
+            pids = [int(pid) for file in found for pid in file.read_text().split()]
+            return [pid for pid in pids if not gone(pid)]
+
+        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+        for name, context in (("small", 512), ("other", 64), ("red", 64), ("small", 512)):
+            assert call(address, "POST", "/v1/chat/completions", json.dumps({"model": name, **chat})).status == 200
+            assert listed(address)[name]["max_model_len"] == context
+        loaded = max(engines(), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+        body = {"model": "vectors", "input": [5, 6, 7]}
+        vectors = json.loads(call(address, "POST", "/v1/embeddings", json.dumps(body)).body)
+        assert len(vectors["data"][0]["embedding"]) == 64
+        assert ask(address, "vectors").status == 400 and gone(loaded)
+        until(lambda: len(engines()) == 2)  # with the spare
+        for pid in engines():
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: call(address, "POST", "/v1/embeddings", json.dumps(body)).status == 200)
+        last = engines()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        until(lambda: all(map(gone, last)))
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert "other: unloading, to make room for small" in log and "200 " in log and "key - model other" in log
