@@ -155,14 +155,18 @@ def save(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
     engine = make(build("top-2, gated", ep), stage)
     train(engine)
     engine.save_checkpoint(str(path), tag="x")
-    return train(engine, STEPS, 2)
+    results = train(engine, STEPS, 2)
+    engine.destroy()
+    return results
 
 
 def resume(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
     torch.manual_seed(1)
     engine = make(Model("top-2, gated", ep), stage)
     engine.load_checkpoint(str(path), tag="x")
-    return train(engine, STEPS, 2)
+    results = train(engine, STEPS, 2)
+    engine.destroy()
+    return results
 
 
 def test_checkpoints_load_at_any_expert_parallel_size(tmp_path: Path) -> None:

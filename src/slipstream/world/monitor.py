@@ -80,9 +80,10 @@ class StatusMonitor:
             return
         status = self._own_status(watch)
         self.store.set(f"at{self.index}", json.dumps(asdict(status)))
-        for rank in watch.peers.gone():
+        for rank in list(watch.peers.gone()):
             if rank not in watch.left and self.store.check([f"left{rank}"]):
                 watch.left.add(rank)
+            watch.asked.add(rank)
         if not status.wait_for:
             self.seen.clear()
             return

@@ -43,6 +43,7 @@ from slipstream.world.peers import Peers, meet
 if TYPE_CHECKING:
     from slipstream.world.monitor import StatusMonitor
 
+_MOST_BEATS = 10.0  # that the monitor's thread may be late
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
 _LAST_WORDS = 3.0  # seconds at the end of the script for operations with lost ranks to end
 
@@ -122,6 +123,7 @@ class Watch:
         self.names: Mapping[int, str] = {}  # rank -> its place on the axes, as text
         self.peers = Peers([])
         self.left: set[int] = set()  # ranks whose script ended normally
+        self.asked: set[int] = set()  # ranks of which the monitor has asked for that since their processes ended
         self._pid = os.getpid()
         self._stop = threading.Event()
         self.abandoned = False
@@ -167,10 +169,10 @@ class Watch:
         deadline = time.monotonic() + self.patience_s
         while self.failure is None and not self.peers.gone() and time.monotonic() < deadline:
             time.sleep(0.05)  # a process closes its connections before it has ended
-        deadline = time.monotonic() + 1.5 * self.beat_s
-        while self.failure is None and not self.left and time.monotonic() < deadline:
+        began, gone = time.monotonic(), list(self.peers.gone())
+        while self.failure is None and not self.left and not all(self._is_known(rank, began) for rank in gone or [self.rank]):
             time.sleep(0.05)  # the monitor may still have to read the status that the rank published on exit
-        gone = list(self.peers.gone())
+            gone = list(self.peers.gone())
         gone.sort(key=lambda rank: rank in self.left)
         if self.failure is None:
             self.failure = self.describe_lost(gone[0]) if gone else f"the connection to another rank broke: {error}"
@@ -203,8 +205,16 @@ class Watch:
     def note_lost_peer(self, now: float) -> None:
         """Set `failure` if a peer ended more than `patience_s` ago without having ended its script."""
         for rank, when in self.peers.gone().items():
-            if self.failure is None and rank not in self.left and now - when > self.patience_s:
+            if self.failure is None and rank not in self.left and now - when > self.patience_s and self._is_known(rank, when):
                 self.failure = self.describe_lost(rank)
+
+    def _is_known(self, rank: int, since: float) -> bool:
+        """Whether the monitor has asked how the script of a process ended that is gone, or can no longer be waited for.
+
+        On a loaded machine the monitor's thread may be late by seconds; the store may have ended with rank 0.
+        """
+        beats = _MOST_BEATS if rank in self.peers.gone() and not self.is_gone(0) else 1.5
+        return rank in self.asked or time.monotonic() - since > beats * self.beat_s
 
     def describe_lost(self, rank: int) -> str:
         """The error text for a rank that has ended."""
