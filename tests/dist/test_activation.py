@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.activations.tiled import TiledLinear, fused_linear_cross_entropy
 from tests import cases, probe, toy
+from tests.cases import EVERYTHING
 from tests.dist.test_compile import AFTER, BEFORE, Way, check
 from tests.pool import distributed
 
@@ -69,7 +70,10 @@ def test_a_recomputed_block_is_gathered_as_often_as_before() -> None:
     assert gathers["keep"] == gathers["recompute"] and len(gathers["keep"]) > 6
 
 
-@pytest.mark.parametrize(("ways", "name"), [("before", "by method"), ("before", "by forward"), ("after", "by forward")])
+COMPILED = [("before", "by method"), *([("before", "by forward"), ("after", "by forward")] if EVERYTHING else [])]
+
+
+@pytest.mark.parametrize(("ways", "name"), COMPILED)
 @distributed(world_size=2, timeout=120)
 def test_compiled_blocks_are_recomputed(ways: str, name: str) -> None:
     way: Way = (BEFORE if ways == "before" else AFTER)[name]

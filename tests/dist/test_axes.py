@@ -121,7 +121,7 @@ def make(model: nn.Module, stage: int, transport: str, **mesh: int) -> Any:
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_in_parts(transport: str, tp: int, tmp_path: Path) -> None:
     """`slipstream.mesh.tp`: parts, copies with equal gradients and copies with partial ones, at each stage, as one process."""
     num_batches = 4 // tp

@@ -296,7 +296,7 @@ def test_each_byte_comes_from_the_disk_once(world_size: int, tmp_path: Path) -> 
 KILLS = 12 if cases.EVERYTHING else 3  # at random moments, in addition to one at each call
 
 
-@pytest.mark.parametrize("way", ["at once", "behind", "pretrained"])
+@pytest.mark.parametrize("way", [pytest.param("at once", marks=pytest.mark.slow), "behind", "pretrained"])
 def test_a_crash_at_any_moment_leaves_the_last_one_whole(way: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", crashes.__file__, str(tmp_path), "5", way, str(KILLS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

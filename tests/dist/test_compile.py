@@ -66,6 +66,7 @@ def whole(model: Any, backend: Backend) -> None:
 
 Way = Callable[[Any, Backend], None]
 BEFORE: dict[str, Way] = {"by method": by_method, "by forward": by_forward, "by wrapper": by_wrapper, "the whole": whole}
+MOST = {name: way for name, way in BEFORE.items() if cases.EVERYTHING or name in ("by forward", "the whole")}
 AFTER: dict[str, Way] = {"by method": by_method, "by forward": by_forward, "the whole": whole}
 
 
@@ -108,7 +109,7 @@ def check(way: Way, before: bool, transport: str, backend: str, stages: tuple[in
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("way", BEFORE)
+@pytest.mark.parametrize("way", MOST)
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
 def test_compiled_before_initialize(way: str, transport: str) -> None:
     check(BEFORE[way], True, transport, "aot_eager")

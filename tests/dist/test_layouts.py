@@ -91,6 +91,7 @@ def pairs_of(folder: Path, pairs: list[tuple[str, str]]) -> None:
             assert torch.equal(value, saved[source][name]), f"{tag}: {name}"
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 def test_each_layout_is_saved_and_loaded(tmp_path: Path) -> None:
     names = list(LAYOUTS)

@@ -74,7 +74,7 @@ def end(folder: Path | None, stage: int, dtype: str, micros: int, transport: str
     return results
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16", "fp16"])
 @distributed(world_size=(1, 2), timeout=120)
 def test_disk_equals_memory_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     cases: tuple[tuple[int, str, int], ...] = (

@@ -215,6 +215,7 @@ def test_a_lost_process_ends_the_others(nursery: Nursery, folder: Path) -> None:
             assert outcome.late(rank, bad) < 5.0, outcome
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all(nursery: Nursery, tmp_path: Path) -> None:
     folder = tmp_path / "mixtral"
     folder.mkdir()

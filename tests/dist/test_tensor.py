@@ -186,7 +186,7 @@ def test_four_ranks(kind: str, stage: int, tp: int, changes: dict[str, Any]) -> 
     compare(kind, stage, tp, transport="gloo" if stage == 1 else "auto", **changes)
 
 
-@distributed(world_size=(2, 4))
+@distributed(world_size=(2, 4) if cases.EVERYTHING else 2)
 @pytest.mark.parametrize(
     ("optimizer", "stage", "uneven"),
     [("Lamb", 1, True), ("Lamb", 3, False), ("Muon", 2, True), ("Muon", 0, False), ("Adafactor", 1, True)],

@@ -63,7 +63,7 @@ def document(address: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [pytest.param(COMPLETIONS, marks=pytest.mark.slow), CHAT])
 def test_any_body(document: Any, path: str, mode: GenerationMode) -> None:
     base = {"model": "fake/model", "max_tokens": 5, **({"prompt": "hi"} if path == COMPLETIONS else {"messages": [USER]})}
     names = sorted((CompletionRequest if path == COMPLETIONS else ChatRequest).model_fields)

@@ -45,6 +45,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_each_missing_package_is_one_line(tmp_path: Path) -> None:
     folder, gpt2 = tiny_chat.write(tmp_path / "model"), tmp_path / "gpt2"
     gpt2.mkdir()
