@@ -280,7 +280,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""
     with slipstream.init_inference(folder, threads=1) as alone:
-        expected = wait(ask(alone.engine, "a prompt", SAMPLED)).ids()
+        expected = wait(submit(alone.engine, "a prompt", SAMPLED)).ids()
     with Spare() as spare, closing(Router.local(str(folder), {"threads": 1, "max_running": 1}, [[]], spare).open()) as router:
         source = router._sources[0]
         assert isinstance(source, EngineProcess)
