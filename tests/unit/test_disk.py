@@ -362,7 +362,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_transfer() -> None:
 
 
 def test_the_block_of_a_disk_is_printed_and_nothing_is_left(folder: str) -> None:
-    arguments = ["bench-disk", folder, "--size", "8M", "--block-sizes", "64K,1M", "--depths", "1,4", "--seconds", "0.02", "--json"]
+    arguments = ["bench-disk", folder, "--size", "8M", "--block-sizes", "64K,1M", "--depths", "1,4", "--seconds", "0.2", "--json"]
     done = subprocess.run([sys.executable, "-m", "slipstream.launch.cli", *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
