@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -110,6 +111,8 @@ def _on_all(hosts: Sequence[str], line: str) -> int:
         threads = [threading.Thread(target=show, args=pair) for pair in zip(hosts, running, strict=True)]
         for thread in threads:
             thread.start()
+        while any(process.poll() is None for process in running):
+            time.sleep(0.05)  # a signal that comes just before a wait without a limit would not end it
         codes = [process.wait() for process in running]
         for thread in threads:
             thread.join()
