@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from benchmarks.worker import Channel
 
 OURS, PEER = "Slipstream", "transformers, accelerate's disk offload"
-SIZES = {"vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4}
+SIZES: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 LAYERS, BATCH, PROMPT, TOKENS = 16, 16, 16, 9
 LIMIT = 5 << 28  # bytes of both processes, page cache included
 
@@ -57,7 +63,13 @@ def prompts() -> list[list[int]]:
 def ours(channel: Channel, folder: str) -> None:
     import slipstream
 
-    options = {"device": "cpu", "weights_folder": folder, "max_running": BATCH, "max_context": 64, "prefix_caching": False}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "weights_folder": folder,
+        "max_running": BATCH,
+        "max_context": 64,
+        "prefix_caching": False,
+    }
     engine = slipstream.init_inference(folder, **options)
     store: Any = engine.engine.runner.layer_store  # type: ignore[attr-defined]
 
