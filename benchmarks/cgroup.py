@@ -22,8 +22,8 @@ class Cgroup:
     parts: tuple[str, ...]  # lines of memory.stat
     parent = _ROOT
 
-    def __init__(self) -> None:
-        self.path = self.parent / f"slipstream-bench-{os.getpid()}"
+    def __init__(self, suffix: str = "") -> None:
+        self.path = self.parent / f"slipstream-bench-{os.getpid()}{suffix}"
         self.path.mkdir()
         try:
             self.read()
@@ -78,12 +78,12 @@ class CgroupV2(Cgroup):
 
 
 @contextlib.contextmanager
-def meter() -> Iterator[Cgroup]:
-    """A new memory cgroup. Raises OSError if this machine or user cannot make one."""
+def meter(suffix: str = "") -> Iterator[Cgroup]:
+    """A new memory cgroup; several at once need suffixes. Raises OSError if this machine or user cannot make one."""
     try:
-        made: Cgroup = CgroupV1()
+        made: Cgroup = CgroupV1(suffix)
     except OSError:
-        made = CgroupV2()
+        made = CgroupV2(suffix)
     try:
         yield made
     finally:

@@ -80,7 +80,7 @@ LEGS = (
     Leg("pipeline", 2, 4, "a pipeline of two stages over its bound, and DeepSpeed's", "layouts:pipeline", "deepspeed"),
     Leg("slices", 2, 5, "layers in two slices over the ideal; AutoTP and parallelize_module", "layouts:slices", "deepspeed"),
     Leg("embed", 2, 2, "MiniLM's vectors of 64 texts and of one over transformers; share of the rate of products", "embed:run"),
-    Leg("streamed", 2, 4, "tokens per second of layers on disk over the disk's rate; accelerate's disk offload", "streamed:run"),
+    Leg("streamed", 2, 5, "tokens per second of layers on disk over the disk's rate; accelerate's disk offload", "streamed:run"),
     Leg("anymodule", 2, 2, "a token of GPT-2 in transformers' code with our int8 layers, over torch's fp32 ones", "anymodule:run"),
     Leg(
         "experts",
