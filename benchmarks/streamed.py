@@ -1,8 +1,8 @@
 """The leg `streamed`: a random Llama whose layers are on disk while it generates (ZeRO-Inference), beside transformers with
 accelerate's disk offload, in turns.
 
-Each process is in a memory cgroup whose limit, page cache included, is less than the weights. Slipstream is told how many of them to
-hold; what accelerate read stays in the page cache as far as it has room.
+Each process is in a memory cgroup whose limit, page cache included, is less than the weights. Slipstream is told how many of
+them to hold; what accelerate has read stays in the page cache as far as there is room.
 Tokens per second are those of a batch's decoding, without its prompts. The bound is one read of all stored bytes per forward: the
 batch times the rate at which the same file is read in the same pieces while nothing computes, over these bytes.
 """
@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 }
 LAYERS, BATCH, PROMPT, TOKENS = 16, 16, 16, 9
 LIMIT = 1 << 30  # bytes of each process, page cache included
-HELD = 400 << 20  # bytes of weights that Slipstream holds
+HELD = 560 << 20  # bytes of weights that Slipstream holds
 
 
 # -- the processes; the peer's runs in the clients' environment --
