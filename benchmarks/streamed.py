@@ -167,7 +167,7 @@ def run(options: Options) -> str:
     ]
     memory = f"at most {LIMIT / 1e9:.2f} GB with page cache" if limited else "not limited (no memory cgroup)"
     about = (
-        f"A Llama of {nbytes / 1e9:.2f} GB in bf16, {stored / 1e9:.2f} GB of it in {layers} layers on disk; {BATCH} streams. "
+        f"A Llama of {nbytes / 1e9:.2f} GB in bf16, {stored / 1e9:.2f} GB of its {layers} layers on disk; {BATCH} streams. "
         f"Memory of each process: {memory}; Slipstream holds {HELD / 1e9:.2f} GB of the weights."
     )
     return "\n\n".join((about, table(["", "tokens per second"], rows), verdicts(judgments)))
