@@ -15,7 +15,7 @@ import pytest
 EVERYTHING = os.environ.get("SLIPSTREAM_TESTS") == "all"
 STAGES = (0, 1, 2, 3) if EVERYTHING else (1, 3)  # of scenarios on one transport
 _STAGES = {"shared": (2, 3), "gloo": (0, 3)}
-_BOTH = ("tests/contract/", "tests/parity/")
+_BOTH = "tests/contract/"
 
 
 def stages(transport: str, of: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def _met(row: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
 def alternate(items: list[pytest.Item]) -> None:
     """Mark as slow every second transport of the scenarios that run on both: they take turns, and `make test-all` runs all.
 
-    The first turn follows from the name of a test. Parity tests and contracts keep both.
+    The first turn follows from the name of a test. Contracts keep both.
     """
     if EVERYTHING:
         return

@@ -183,6 +183,7 @@ def load_elsewhere(path: Path, stage: int, split: bool) -> tuple[dict[str, Tenso
     return state, trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", cases.stages("gloo"))
 def test_a_checkpoint_of_experts_loads_into_other_layouts(tmp_path: Path, stage: int) -> None:
     run(4, save_halves, tmp_path, stage)

@@ -98,6 +98,7 @@ def test_each_layout_is_saved_and_loaded(tmp_path: Path) -> None:
     pairs_of(tmp_path, list(zip(names[::2], names[5:] + names[:5], strict=False)))
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 def test_every_layout_writes_a_hugging_face_folder(tmp_path: Path) -> None:
     from safetensors.torch import load_file

@@ -38,6 +38,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
 @distributed(world_size=2, transports=("shared", "gloo"), timeout=120)
 def test_50_cycles_stay_at_flat_memory(transport: str) -> None:

@@ -110,6 +110,7 @@ def test_two_processes_have_the_bits_of_one() -> None:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 def test_whole_experts_and_columns_together() -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -129,6 +129,7 @@ def test_states_of_two_ranks(i: int, tmp_path: Path) -> None:
     whole_states(*LAYOUTS[2][i], tmp_path)
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 @pytest.mark.parametrize("i", range(len(LAYOUTS[4])))
 def test_states_of_four_ranks(i: int, tmp_path: Path) -> None:

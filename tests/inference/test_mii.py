@@ -127,6 +127,7 @@ def test_a_deployment(folder: Path, expected: list[Any], home: Path) -> None:
     client.terminate_server()
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start(tmp_path: Path, home: Path) -> None:
     with pytest.raises(mii.ServerError, match=r"the server of empty-mii-deployment did not start:\n.*empty is not a path"):
         mii.serve(str(tmp_path / "empty"))

@@ -62,6 +62,7 @@ def document(address: str) -> Any:
     return schemathesis.openapi.from_url(f"http://{address}/openapi.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", [pytest.param(COMPLETIONS, marks=pytest.mark.slow), CHAT])
 def test_any_body(document: Any, path: str, mode: GenerationMode) -> None:

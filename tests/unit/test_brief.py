@@ -66,6 +66,7 @@ def test_the_hook_leaves_other_errors_to_the_one_before(
     assert capsys.readouterr().err == f"slipstream.brief.BriefError: in brief\n{brief.SWITCH}=1 shows the whole traceback\n"
 
 
+@pytest.mark.slow
 def test_an_interrupted_script_is_one_line_with_the_last_checkpoint(tmp_path: Path) -> None:
     script = """
 import signal, torch, slipstream

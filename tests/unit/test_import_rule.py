@@ -195,6 +195,7 @@ def test_import_is_cheap_silent_and_starts_nothing(tmp_path: Path) -> None:
     assert not pulled, f"imported where they are not used yet: {pulled}"
 
 
+@pytest.mark.slow
 def test_import_time_beyond_torch(tmp_path: Path) -> None:
     """CPU seconds, so that a busy machine does not count; the best of three, nor does a cold cache."""
     seconds = min(float(import_slipstream(tmp_path / "note")[0][0]) for _ in range(3))

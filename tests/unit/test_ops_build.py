@@ -156,6 +156,7 @@ def test_the_cache_is_the_users_own(finished: Path, compiler: Compiler, tmp_path
         assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+@pytest.mark.slow
 def test_the_sources_compile_without_a_warning() -> None:
     compiler = build.find_compiler()
     if compiler is None:

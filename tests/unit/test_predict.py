@@ -93,6 +93,7 @@ def test_a_model_that_looks_at_values_is_named() -> None:
         dry_run(Looks(), resolved(), (torch.zeros(2, 64),), {}, micro_batch_size=2)
 
 
+@pytest.mark.slow
 def test_the_fastest_that_fits(tmp_path: Path) -> None:
     """Less and less memory: first nothing changes, then recompute or smaller micro-batches, then the disk; then nothing fits."""
     with torch.device("meta"):
