@@ -249,8 +249,23 @@ def test_misfit_splits_are_refused() -> None:
     mark_part(model.blocks[0].up, "ep", 3)
     with pytest.raises(ValueError, match=r"split over ep by 3, which does not divide the data-parallel size \(4\); use ep 2"):
         make(model, 1)
-    torch.manual_seed(0)
-    model = Moe()
-    mark_part(model.blocks[0].up, "ep", 2)
-    with pytest.raises(ValueError, match=r"mics_shard_size \(1\) is not built for parameters split over ep"):
-        toy.make(model, 3, zero_optimization={"mics_shard_size": 1})
+    local = {"local_steps": {"every": 2}}
+    with pytest.raises(ValueError, match=r"ep by 2, on the ranks \[0, 1\] of several replicas that slipstream\.local_steps"):
+        toy.make(halves(), 1, slipstream=local)
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_experts_are_sharded_within_groups(transport: str) -> None:
+    """With mics_shard_size 2, a group has one copy of all experts, each on one of its ranks; with 1 each rank all dense states."""
+    losses, norms, weights = twin(4, 1)
+    for size in (1, 2, 4):
+        blocks = {"gradient_clipping": CLIP, "zero_optimization": {"mics_shard_size": size}}
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+        engine = toy.make(halves(), 3, transport, optimizer=optimizer, **blocks)
+        sizes = {bool(key): (each.copies.size, each.shards.size) for key, each in engine.mesh.families.items()}
+        own = max(size // 2, 1)
+        assert sizes == {False: (4 // size, size), True: (2 // own, own)}
+        assert train(engine, 1) == (pytest.approx(losses, abs=2e-6), pytest.approx(norms, rel=1e-5)), size
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=5e-6, msg=lambda m, n=name: f"{n}: {m}")
+        engine.destroy()

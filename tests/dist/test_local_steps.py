@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.ops.wire import Feedback, nbytes
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import LocalComm
 from slipstream.zero.reduction import Rounded
-from tests import toy
+from tests import cases, toy
 from tests.pool import distributed
 
 EVERY = 3
@@ -28,21 +28,32 @@ def local(exchange: str = "fp32", **others: Any) -> dict[str, Any]:
     return {"local_steps": {"every": EVERY, "outer_lr": 0.7, "outer_momentum": 0.9, "exchange": exchange, **others}}
 
 
-class Twin:
-    """Plain models, one for each replica of some ranks, and torch's SGD with Nesterov momentum on the mean of their differences."""
+def lm_loss(model: nn.Module, index: int, step: int) -> Tensor:
+    loss: Tensor = model(toy.tokens(index, step))
+    return loss
 
-    def __init__(self, replicas: list[list[int]]) -> None:
-        self.replicas, self.models = replicas, [toy.seeded(toy.Lm) for _ in replicas]
+
+class Twin:
+    """Plain models, one for each replica of some data-parallel indices, and torch's SGD with Nesterov momentum on the mean of their
+    differences. loss: of a model, an index and a step."""
+
+    def __init__(
+        self,
+        replicas: list[list[int]],
+        build: Callable[[], nn.Module] = lambda: toy.seeded(toy.Lm),
+        loss: Callable[[nn.Module, int, int], Tensor] = lm_loss,
+    ) -> None:
+        self.replicas, self.loss, self.models = replicas, loss, [build() for _ in replicas]
         self.adams = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) for model in self.models]
-        self.anchor = toy.seeded(toy.Lm)
+        self.anchor = build()
         self.outer = torch.optim.SGD(self.anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         self.count = 0
 
     def step(self, step: int, clip: float = 0.5) -> None:
-        for ranks, model, adam in zip(self.replicas, self.models, self.adams, strict=True):
+        for indices, model, adam in zip(self.replicas, self.models, self.adams, strict=True):
             adam.zero_grad()
-            for rank in ranks:
-                (model(toy.tokens(rank, step)) / len(ranks)).backward()
+            for index in indices:
+                (self.loss(model, index, step) / len(indices)).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             adam.step()
         self.count += 1
@@ -110,6 +121,46 @@ def test_replicas_of_sharded_states(transport: str) -> None:
         engine.destroy()
 
 
+@distributed(world_size=4, transports=("shared", "gloo"))
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_replicas_that_are_cut_into_slices_or_stages(transport: str, axis: str, tmp_path: Path) -> None:
+    """Two replicas of two ranks, of a decoder whose embeddings are tied: both stages hold them. Also from a checkpoint."""
+    tensor = pytest.importorskip("tests.dist.test_tensor")
+
+    def loss(model: nn.Module, index: int, step: int) -> Tensor:
+        each = [model(**tensor.batch(step, 10 * index + micro), use_cache=False).loss for micro in range(2)]
+        return torch.stack(each).mean()
+
+    def train(engine: Any, first: int) -> None:
+        for step in range(first, first + EVERY):
+            micros = [tensor.batch(step, 10 * engine.mesh.batch.index + micro) for micro in range(2)]
+            if axis == "pp":
+                engine.train_batch(iter(micros))
+                continue
+            for each in micros:
+                engine.backward(engine(**each, use_cache=False).loss)
+                engine.step()
+
+    twin = Twin([[0], [1]], lambda: tensor.build("qwen2"), loss)
+    for step in range(2 * EVERY):
+        twin.step(step)
+    options: dict[str, Any] = {"optimizer": ADAMW, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
+    for stage in cases.STAGES:
+        own = {**local(), "mesh": {axis: 2}}
+        engine = toy.make(tensor.build("qwen2"), stage, transport, slipstream=own, **options)
+        assert (engine.mesh.num_apart, engine.mesh.replica.size, engine.mesh.num_means) == (2, 2, 1)
+        train(engine, 0)
+        train(engine, EVERY)
+        compare(engine, twin.anchor.state_dict(), 3e-5)
+        engine.save_checkpoint(str(tmp_path), tag="t")
+        train(engine, 0)
+        sums = int(toy.checksum(engine))
+        engine.load_checkpoint(str(tmp_path), tag="t")
+        train(engine, 0)
+        assert int(toy.checksum(engine)) == sums, stage
+        engine.destroy()
+
+
 @contextmanager
 def sent() -> Iterator[list[str]]:
     """The names of torch's collectives that this rank has called."""
@@ -129,13 +180,14 @@ def sent() -> Iterator[list[str]]:
 
 @distributed(world_size=2, transports=("gloo",))
 def test_nothing_travels_between_rounds(transport: str) -> None:
-    engine = toy.make(toy.seeded(toy.Lm), 1, transport, optimizer=ADAMW, slipstream=local())
-    toy.step(engine, toy.tokens(dist.get_rank(), 0))  # the first forward and step compare what ranks do
-    for step in range(1, 2 * EVERY):
-        with sent() as calls:
-            toy.step(engine, toy.tokens(dist.get_rank(), step))
-        assert bool(calls) == ((step + 1) % EVERY == 0), (step, calls)
-    engine.destroy()
+    for stage in cases.STAGES:
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ADAMW, slipstream=local())
+        toy.step(engine, toy.tokens(dist.get_rank(), 0))  # the first forward and step compare what ranks do
+        for step in range(1, 2 * EVERY):
+            with sent() as calls:
+                toy.step(engine, toy.tokens(dist.get_rank(), step))
+            assert bool(calls) == ((step + 1) % EVERY == 0), (stage, step, calls)
+        engine.destroy()
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
@@ -187,7 +239,7 @@ def test_a_replica_that_skips_a_step_stays_in_the_round() -> None:
     ("keys", "message"),
     [
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}}}, "drop local_steps, or use AdamW"),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "data parallelism alone"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "not built with experts that are split"),
         ({"slipstream": local(outer_momentum=1.0)}, "outer_momentum"),
     ],
 )

@@ -320,6 +320,22 @@ def test_stages_of_slices_have_equal_bits(model: Any) -> None:
         assert all(each == results[0] for each in results), shares
 
 
+@distributed(world_size=4)
+def test_slices_are_sharded_within_groups() -> None:
+    """tp 2 x dp 2 with mics_shard_size 1 and 2: a group of two ranks has all slices, and nothing is gathered beyond it."""
+    losses, norms, weights = reference(build("qwen2"), 2)
+    for size in (1, 2):
+        blocks = {"zero_optimization": {"stage": 3, "mics_shard_size": size}, "slipstream": {"mesh": {"tp": 2}}}
+        trained_on = trained(build("qwen2"), settings(3, **blocks), 2, dist.get_rank() // 2)
+        engine = trained_on[2]
+        assert {bool(key): each.shards.size for key, each in engine.mesh.families.items()} == {False: size, True: 1}
+        if dist.get_rank() < 2:
+            assert trained_on[:2] == (pytest.approx(losses, abs=2e-5), pytest.approx(norms, rel=1e-4))
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, weights[name], atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+        engine.destroy()
+
+
 @distributed(world_size=2)
 def test_values_that_are_cut_as_they_arise(tmp_path: Path) -> None:
     """zero.Init's recorded values, a module's own on meta, and files: each rank gets its part of the whole's values."""

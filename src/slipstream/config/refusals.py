@@ -73,7 +73,7 @@ class Case:
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
         self.sharing = world.ranks // plan.mesh.pp  # ranks that have a replica of a dense parameter
-        self.shards = self.zero.shard_size or (1 if plan.local_steps.every else self.sharing)
+        self.shards = self.zero.shard_size or (plan.mesh.sp * plan.mesh.tp if plan.local_steps.every else self.sharing)
         self.divisors, self.shard_divisors = _divisors(self.sharing), _divisors(self.shards)
         self.sizes = mesh_sizes(values)
         self.whole_blocks = self.offload.block_nbytes >= 4096 and self.offload.block_nbytes % 4096 == 0
@@ -157,14 +157,6 @@ class Case:
     def wrong_signals(self) -> str:
         known = {each.name for each in signal.Signals} - {"SIGKILL", "SIGSTOP"}
         return ", ".join(name for name in self.plan.checkpoint.on_signal if name not in known)
-
-    @property
-    def holders(self) -> int:
-        """The most ranks that hold the same part of a layer's slices or experts; 0 if layers are whole."""
-        if self.plan.mesh.tp > 1 and self.plan.tensor.shares_tokens:
-            return self.sharing  # norms are whole, and see a share of the tokens on each rank
-        split = self.plan.mesh.tp if self.plan.mesh.tp > 1 else self.plan.experts.size
-        return self.sharing // split if split > 1 else 0
 
 
 def _divisors(ranks: int) -> str:
@@ -264,11 +256,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.zero.shard_size is not None and c.sharing % c.zero.shard_size,
         "zero_optimization.mics_shard_size ({c.zero.shard_size}) does not divide the {c.sharing} ranks that share states; use one "
         "of {c.divisors}",
-    ),
-    Refusal(
-        lambda c: c.zero.shard_size is not None and c.zero.shard_size < c.holders,
-        "zero_optimization.mics_shard_size ({c.zero.shard_size}) is not built for parts of layers (tp {c.plan.mesh.tp}, experts "
-        "over {c.plan.experts.size}) that more ranks hold; use {c.holders} or more, or drop it",
     ),
     Refusal(
         lambda c: c.zero.group_size is not None and c.shards % c.zero.group_size,
@@ -379,10 +366,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "hybrid_engine is not built with pipelines (pp {c.plan.mesh.pp}); drop it, and give a server engine.named_weights()",
     ),
     Refusal(
-        lambda c: c.plan.local_steps.every and (c.plan.mesh.model_size > 1 or c.plan.experts.size > 1),
-        "slipstream.local_steps is built for data parallelism alone, but parts of the model are on several ranks (pp "
-        "{c.plan.mesh.pp}, sp {c.plan.mesh.sp}, tp {c.plan.mesh.tp}, experts over {c.plan.experts.size}); make all of these 1, or "
-        "drop it",
+        lambda c: c.plan.local_steps.every and c.plan.experts.size > 1,
+        "slipstream.local_steps is not built with experts that are split (over {c.plan.experts.size} ranks), whose balance all "
+        "ranks share; make that 1, or drop it",
+    ),
+    Refusal(
+        lambda c: c.plan.local_steps.every and c.shards % c.joined,
+        "zero_optimization.mics_shard_size ({c.shards}) is the part of a stage that slipstream.local_steps lets train on its own, "
+        "and a model needs a multiple of {c.joined} ranks (sp {c.plan.mesh.sp} x tp {c.plan.mesh.tp}); use one, or drop it",
     ),
     Refusal(
         lambda c: c.plan.local_steps.every and c.plan.checkpoint.folder,

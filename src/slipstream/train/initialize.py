@@ -149,7 +149,7 @@ def _mesh(plan: Plan, model: nn.Module, group: Any, places: Any) -> Mesh:
     """Collective. Raises PeerError on every rank if the ranks that share states have different models."""
     axes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp}
     is_apart = plan.local_steps.every > 0
-    shards, size = plan.zero.shard_size or (1 if is_apart else None), plan.zero.group_size
+    shards, size = plan.zero.shard_size or (axes["sp"] * axes["tp"] if is_apart else None), plan.zero.group_size
     mesh = build_mesh(**axes, shard_size=shards, group_size=size, is_apart=is_apart, group=group, places=places)
     if isinstance(model, PipelineModule) and model.has_own_topology:
         check_places(model.topology(), mesh)
@@ -414,11 +414,12 @@ def _engine(
     watch.start(mesh.world)
     with ExitStack() as failed, watch.guard("initialize"):
         failed.callback(watch.stop)
-        world, families = connect(mesh, device, transport, watch, gradient_bits=CODE_BITS.get(precision.comm_dtype))
+        world, replica, families = connect(mesh, device, transport, watch, gradient_bits=CODE_BITS.get(precision.comm_dtype))
         for family in families.values():
             for comm in reversed([*family.all()]):
                 failed.callback(comm.close)
         failed.callback(world.close)
+        failed.callback(replica.close)
         open_space = open_spaces(plan.offload, world)
         units, slots, homes = build_units(model, recipe, world, families, device, open_space, values)
         buffers = [b for name, b in model.named_buffers() if values.reader is None or name not in values.reader]
@@ -433,7 +434,7 @@ def _engine(
         plan=plan,
         mesh=mesh,
         world=world,
-        replica=families[()].dp if mesh.is_apart else world,
+        replica=replica,
         families=families,
         units=units,
         slots=slots,

@@ -8,7 +8,8 @@ them. After `every` steps, all replicas take a round:
     anchor   = anchor - outer_lr * (mean + outer_momentum * momentum)           Nesterov's, on the weights of the last round
     master   = anchor
 
-A rank does so for the elements of its optimizer span, with the ranks that have the same span in the other replicas. Calls that
+A rank does so for the elements of its optimizer span, with the ranks that have the same span in the other replicas. A replica may
+be cut into pipeline stages and slices, and its states sharded: it is so many consecutive ranks of each stage. Calls that
 read the weights of the whole engine (a checkpoint, `save_pretrained`, ...) end a period early with a round, so that all replicas
 have the same weights. A checkpoint has the momentum under each parameter's name, and the mean of the replicas' optimizer states,
 which all of them go on from: ranks write parts of them, and a momentum of one replica over the variance of another, which may be
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from slipstream.ops.wire import WIRE_BLOCK, Feedback
 from slipstream.train.saving import entries
 from slipstream.train.saving.entries import spread_weights
 from slipstream.train.states import States
+from slipstream.world.mesh import Differs
 from slipstream.zero.build import connect_axis
 from slipstream.zero.comm import Comm, sum_over
 from slipstream.zero.reduction import Coded, Dense, Reduction, Rounded, wire_numel
@@ -55,23 +58,56 @@ class _Outer:
     served: Feedback | None  # what this rank's part of the mean has lost on the wire
 
 
+class _Link:
+    """The exchange of one family's differences with the other replicas."""
+
+    def __init__(self, comm: Comm, longest: int, exchange: str) -> None:
+        self.comm, bits = comm, _CODES.get(exchange)
+        numel = self.cuts(longest)[-1]
+        self._full = comm.allocate([(numel, torch.float32)])[0]  # differences, and their mean
+        self._wire, self._reduction = self._full, cast(Reduction, Dense(comm))
+        if bits is not None:
+            self._wire = comm.allocate([(wire_numel(numel, bits), torch.uint8)])[0]
+            self._reduction = Coded(comm, 1.0, bits)
+        elif exchange == "bf16":
+            self._wire, self._reduction = comm.allocate([(numel, torch.bfloat16)])[0], Rounded(comm)
+
+    def cuts(self, numel: int) -> list[int]:
+        """The parts of `numel` elements that each replica averages: equal, of whole blocks of codes."""
+        part = -(-numel // (self.comm.size * WIRE_BLOCK)) * WIRE_BLOCK
+        return [part * i for i in range(self.comm.size + 1)]
+
+    def mean(self, outer: _Outer, difference: Tensor, alpha: float) -> Tensor:
+        """`alpha` times the sum over replicas."""
+        cuts = self.cuts(difference.numel())
+        values = torch.cat([difference, difference.new_zeros(cuts[-1] - difference.numel())])
+        sums = self._full.tensor[: cuts[-1]]
+        self.comm.reusable(self._wire)
+        own = sums[cuts[self.comm.index] : cuts[self.comm.index + 1]]
+        self._reduction.scatter(values, self._wire, cuts, own, outer.sent, alpha=alpha, accumulate=False).wait()
+        self._reduction.spread(self._full, self._wire, cuts, outer.served)
+        return sums[: difference.numel()]
+
+
 class LocalSteps:
     """Counts the steps of an engine's states, and takes the rounds."""
 
     def __init__(self, states: States, plan: LocalStepsPlan, transport: str) -> None:
         """Collective."""
         self.states, self.plan = states, plan
-        self.comm: Comm = connect_axis(states.mesh.dense.copies, states.device, transport, states.watch)
         self.since = self.rounds = 0  # steps since the last round; rounds
-        self.bits = _CODES.get(plan.exchange)
-        self._outer = {unit: self._start(unit) for unit in states.units if unit.grads is not None}
-        longest = max((self._cuts(unit.master.numel)[-1] for unit in self._outer), default=0)
-        self._full = self.comm.allocate([(longest, torch.float32)])[0]  # differences, and their mean
-        self._wire = self._full
-        if self.bits is not None:
-            self._wire = self.comm.allocate([(wire_numel(longest, self.bits), torch.uint8)])[0]
-        elif plan.exchange == "bf16":
-            self._wire = self.comm.allocate([(longest, torch.bfloat16)])[0]
+        trained = [unit for unit in states.units if unit.grads is not None]
+        self._links: dict[Differs, _Link] = {}
+        for key, family in sorted(states.mesh.families.items()):
+            longest = max((unit.master.numel for unit in trained if unit.comms.family.differs == key), default=0)
+            comm = connect_axis(family.apart, states.device, transport, states.watch)
+            self._links[key] = _Link(comm, longest, plan.exchange)
+        self._outer = {unit: self._start(unit) for unit in trained}
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks with the same place in each replica, ordered by replica."""
+        return self._links[()].comm
 
     def end_step(self, is_applied: bool) -> None:
         """Count a step, also one that this replica has skipped: the others do not know of it."""
@@ -92,12 +128,12 @@ class LocalSteps:
         self.since, self.rounds = 0, self.rounds + 1
         self.states.settle()
         device = self.states.device  # of the exchange; states may rest elsewhere
-        reduction, mu, finite = self._reduction(), self.plan.momentum, self._find_finite()
+        mu, finite = self.plan.momentum, self._find_finite()
         alpha, is_in = 1 / int(finite.sum()), bool(finite[self.comm.index])
         for unit, outer in self._outer.items():
             anchor = outer.anchor.whole().to(device)
             difference = anchor - unit.master.whole().to(device).float() if is_in else torch.zeros_like(anchor)
-            mean = self._mean(reduction, outer, difference, alpha)
+            mean = self._links[unit.comms.family.differs].mean(outer, difference, alpha)
             momentum = outer.momentum.whole().to(device) * mu + mean
             outer.momentum.put(0, momentum)
             outer.anchor.put(0, anchor - (mean + momentum * mu) * self.plan.lr)
@@ -110,7 +146,7 @@ class LocalSteps:
         Raises RuntimeError if there is none.
         """
         own = all(bool(unit.master.whole().isfinite().all()) for unit in self._outer)
-        whole = self.states.comms.dp.exchange(torch.tensor([float(own)], dtype=torch.float64)).min()
+        whole = self.states.replica.exchange(torch.tensor([float(own)], dtype=torch.float64)).min()
         finite = self.comm.exchange(whole.view(1)).view(-1) > 0
         if not finite.any():
             raise RuntimeError(
@@ -132,33 +168,13 @@ class LocalSteps:
         for piece in steps.pieces():
             for part in steps.states(piece).values():
                 values = read(part).float()
-                sum_over(values, self.comm.axis)
+                sum_over(values, piece.unit.comms.family.apart)
                 write(part, values / self.comm.size)
-
-    def _reduction(self) -> Reduction:
-        if self.bits is not None:
-            return Coded(self.comm, 1.0, self.bits)
-        return Rounded(self.comm) if self._wire is not self._full else Dense(self.comm)
-
-    def _mean(self, reduction: Reduction, outer: _Outer, difference: Tensor, alpha: float) -> Tensor:
-        cuts = self._cuts(difference.numel())
-        values = torch.cat([difference, difference.new_zeros(cuts[-1] - difference.numel())])
-        sums = self._full.tensor[: cuts[-1]]
-        self.comm.reusable(self._wire)
-        own = sums[cuts[self.comm.index] : cuts[self.comm.index + 1]]
-        reduction.scatter(values, self._wire, cuts, own, outer.sent, alpha=alpha, accumulate=False).wait()
-        reduction.spread(self._full, self._wire, cuts, outer.served)
-        return sums[: difference.numel()]
-
-    def _cuts(self, numel: int) -> list[int]:
-        """The parts of `numel` elements that each replica averages: equal, of whole blocks of codes."""
-        part = -(-numel // (self.comm.size * WIRE_BLOCK)) * WIRE_BLOCK
-        return [part * i for i in range(self.comm.size + 1)]
 
     def _start(self, unit: Unit) -> _Outer:
         anchor, momentum = (unit.homes.state(unit.master.numel, torch.float32) for _ in range(2))
         copy_store(anchor, unit.master)
-        cuts = self._cuts(unit.master.numel)
+        cuts = self._links[unit.comms.family.differs].cuts(unit.master.numel)
 
         def lost(numel: int) -> Feedback | None:
             coded = torch.zeros(wire.nbytes(numel, 8), dtype=torch.uint8, device=self.states.device)
@@ -188,5 +204,6 @@ class LocalSteps:
                     feedback.error.zero_()
 
     def close(self) -> None:
-        """Free the transport."""
-        self.comm.close()
+        """Free the transports."""
+        for link in self._links.values():
+            link.comm.close()

@@ -439,19 +439,19 @@ class Pipe:
         )
 
     def _mean(self, losses: Sequence[Tensor], count: int) -> Tensor:
-        """The mean over micro-batches and ranks of the batch, in fp32; also of the additional losses. Collective."""
-        states, mesh = self.engine.states, self.engine.mesh
+        """The mean over micro-batches and the ranks that step together, in fp32; also of the additional losses. Collective."""
+        replica, mesh = self.engine.states.replica, self.engine.mesh
         self.total = torch.stack(list(losses)).sum() if losses else None
         if self.has_reports:
             reported, self.reported = self.reported, []
-            every = gather_objects([{name: float(loss) for name, loss in each.items()} for each in reported], mesh.world)
+            every = gather_objects([{name: float(loss) for name, loss in each.items()} for each in reported], replica.axis)
             sums: dict[str, float] = {}
             for name, value in (item for of_rank in every for each in of_rank for item in each.items()):
                 sums[name] = sums.get(name, 0.0) + value
             over = count * mesh.num_means * mesh.tp.size
             self.additional = {name: torch.tensor(value / over, device=self.engine.device) for name, value in sums.items()} or None
         total = float(torch.stack([loss.double() for loss in losses]).sum()) if losses else 0.0
-        rows = states.world.exchange(torch.tensor([total], dtype=torch.float64))
+        rows = replica.exchange(torch.tensor([total], dtype=torch.float64))
         return torch.tensor(float(rows.sum()) / (count * mesh.num_means * mesh.tp.size), device=self.engine.device)
 
     # -- evaluation --

@@ -185,7 +185,12 @@ class States:
         """The transports of the dense family."""
         return self.families[()]
 
+    @property
+    def stage(self) -> Comm:
+        """The ranks of this pipeline stage that step together."""
+        return self.comms.dp if self.mesh.is_apart else self.comms.data
+
     def transports(self) -> Iterable[Comm]:
         """Each transport once, the widest first."""
         comms = [comm for family in self.families.values() for comm in family.all()]
-        return {id(comm): comm for comm in (*comms, self.world)}.values()
+        return {id(comm): comm for comm in (*comms, self.replica, self.world)}.values()

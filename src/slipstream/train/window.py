@@ -98,8 +98,8 @@ def refuse_unused(states: States, landed: AbstractSet[tuple[int, int]]) -> None:
     """Raise UnusedParameterError on all ranks for the first trainable parameter missing in any rank's `landed`. Collective."""
     places = [(unit, i) for unit in states.units if unit.trainable for i, param in enumerate(unit.params) if param.requires_grad]
     unused = next((unit.names[i] for unit, i in places if (unit.index, i) not in landed), "")
-    if states.world.exchange(torch.tensor([float(bool(unused))], dtype=torch.float64)).any():
-        rank, name = first_said(unused, states.world.axis) or (0, "")
+    if states.replica.exchange(torch.tensor([float(bool(unused))], dtype=torch.float64)).any():
+        rank, name = first_said(unused, states.replica.axis) or (0, "")
         raise UnusedParameterError(
             f"parameter {name!r} got no gradient on rank {rank} since the last step, and "
             f"zero_optimization.ignore_unused_parameters is false: use the parameter in the loss, freeze it, or set the key to true"
@@ -108,9 +108,9 @@ def refuse_unused(states: States, landed: AbstractSet[tuple[int, int]]) -> None:
 
 def reduce_leftovers(states: States) -> None:
     """Reduce gradients that are still in `.grad` on any rank (late ones, and those of no_sync). Collective."""
-    hooks, data = states.hooks, states.comms.data
-    rows = data.exchange(torch.tensor([float(hooks.backwards), *map(float, hooks.leftovers())], dtype=torch.float64))
-    check_rounds(rows[:, 0], data.axis)
+    hooks, stage = states.hooks, states.stage
+    rows = stage.exchange(torch.tensor([float(hooks.backwards), *map(float, hooks.leftovers())], dtype=torch.float64))
+    check_rounds(rows[:, 0], stage.axis)
     for unit in reversed(states.units):
         if rows[:, 1 + unit.index].any():
             hooks.reducer.launch(unit)

@@ -69,9 +69,10 @@ class Family:
 
     differs: Differs
     parts: tuple[Axis, ...]  # for each split, the ranks that hold the parts of one whole
-    both: Axis  # the ranks that hold the same parameters, in (copies, shards) order
-    copies: Axis  # replicas of the shards
+    both: Axis  # the ranks that hold the same parameters, also in replicas that train on their own
+    copies: Axis  # replicas of the shards, which add their gradients in each step
     shards: Axis
+    apart: Axis  # replicas of the shards that train on their own (train/local_steps.py)
     group: Axis | None = None  # of the shards: neighbors, such as the ranks of a host; None: no groups
     across: Axis | None = None  # of the shards: the ranks with the same place in each group
     weight: float = 1.0  # of the sum of gradients over `both`; see [Note: Gradients of copies over tp]
@@ -106,7 +107,8 @@ class Mesh:
     """The axes of one engine. `rank` is global; a place on an axis is an `index`."""
 
     rank: int
-    world: Axis  # all ranks of the engine: they agree on verdicts, checkpoints, disk space and errors
+    world: Axis  # all ranks of the engine: they agree on checkpoints, disk space and errors
+    replica: Axis  # the ranks that step together, and agree on verdicts: all, but for replicas that train on their own
     pp: Axis
     batch: Axis  # the ranks among which a batch is split, in (copies, shards) order
     sp: Axis
@@ -127,7 +129,12 @@ class Mesh:
     @property
     def num_means(self) -> int:
         """The number of ranks over which gradients are averaged: each has a sample or a part of one of its own."""
-        return self.dense.shards.size if self.is_apart else self.batch.size * self.sp.size
+        return self.batch.size * self.sp.size // self.num_apart
+
+    @property
+    def num_apart(self) -> int:
+        """The number of replicas that train on their own; 1: all ranks step together."""
+        return self.world.size // self.replica.size
 
     @property
     def dense(self) -> Family:
@@ -173,6 +180,11 @@ class Mesh:
             for key, ranks in cells.items():
                 rows.setdefault((*key[: i + 1], *key[i + 2 :]), []).append(ranks)
             wholes = [column for cells_of in rows.values() for column in _columns(cells_of)]
+            if self.is_apart and (cut := [each for each in wholes if len({self.blocks[rank] for rank in each}) > 1]):
+                raise ValueError(
+                    f"parameters are split over {split.axis} by {split.size}, on the ranks {cut[0]} of several replicas that "
+                    "slipstream.local_steps lets train on their own; drop one of the two"
+                )
             parts.append(self.groups.axis(split.axis, wholes))
         is_equal = not any(split.axis in ("tp", "ep") for split in splits)
         weight = 1.0 / self.tp.size if is_equal else 1.0
@@ -207,23 +219,46 @@ class Mesh:
         back = [0, *(1 + order.index(i) for i in range(len(splits)))]
         return {tuple(key[i] for i in back): ranks for key, ranks in cells.items()}
 
-    def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis, Axis | None, Axis | None]:
-        """The axes of the replicas of shards, of the shards and of groups of these, in cells of ranks with the same parameters."""
-        if any(split.axis == "pp" for split in splits):  # a copy on each stage
-            rows = [[list(group) for _, group in itertools.groupby(ranks, lambda rank: self.places[rank].pp)] for ranks in cells]
-        elif self.shard_size is None or all(len(ranks) <= self.shard_size for ranks in cells):
-            rows = [[list(ranks)] for ranks in cells]
-        elif splits:
-            axis = splits[0].axis
-            raise ValueError(
-                f"zero_optimization.mics_shard_size ({self.shard_size}) is not built for parameters split over {axis} that more "
-                f"ranks hold; use {max(map(len, cells))} or more, or drop it"
-            )
-        else:
-            rows = [[list(ranks[i : i + self.shard_size]) for i in range(0, len(ranks), self.shard_size)] for ranks in cells]
-        columns = [column for row in rows for column in _columns(row)]
-        shards = [sorted(ranks) for row in rows for ranks in row]
-        return self.groups.axis("dp_replicate", columns), self.groups.axis("dp", shards), *self._grouped(shards)
+    def _copies(self, splits: Differs, cells: Sequence[Sequence[int]]) -> tuple[Axis, Axis, Axis, Axis | None, Axis | None]:
+        """The axes of a family's copies, shards, replicas apart and groups of shards, in cells of ranks with the same parameters.
+
+        Consecutive ranks of a stage are a block; shards do not leave it. A parameter that several stages hold has a copy on each.
+        """
+        on_stages = any(split.axis == "pp" for split in splits)
+        rows: list[list[list[list[int]]]] = []  # for each cell and block, the ranks of shards
+        for ranks in cells:
+            blocks: dict[int, dict[int, list[int]]] = {}
+            for rank in ranks:
+                stage = self.places[rank].pp if on_stages else 0
+                blocks.setdefault(self.blocks[rank], {}).setdefault(stage, []).append(rank)
+            rows.append([list(of_stages.values()) for of_stages in blocks.values()])
+            if len({len(each) for of_stages in rows[-1] for each in of_stages}) > 1:
+                split = next(split for split in splits if split.axis != "pp")
+                raise ValueError(
+                    f"zero_optimization.mics_shard_size ({self.shard_size}) cuts the ranks {list(ranks)}, which hold the same part "
+                    f"of parameters split over {split.axis} by {split.size}, into unequal groups; use a multiple of {split.size}"
+                )
+        whole = [list(itertools.chain.from_iterable(of_blocks)) for of_blocks in rows]
+        added = [block for of_blocks in rows for block in of_blocks] if self.is_apart else whole
+        copies = self.groups.axis("dp_replicate", [column for each in added for column in _columns(each)])
+        shards = [ranks for each in whole for ranks in each]
+        apart = [[list(itertools.chain.from_iterable(block)) for block in of_blocks] for of_blocks in rows]
+        lines = [column for each in apart for column in _columns(each)] if self.is_apart else [[rank] for rank in self.places]
+        return copies, self.groups.axis("dp", shards), self.groups.axis("apart", lines), *self._grouped(shards)
+
+    @property
+    def blocks(self) -> dict[int, int]:
+        """The block of each rank: so many consecutive ranks of a stage as share states; one, of all, without shard_size."""
+        stages: dict[int, list[int]] = {}
+        for rank, place in self.places.items():
+            stages.setdefault(place.pp, []).append(rank)
+        return {rank: i // (self.shard_size or len(ranks)) for ranks in stages.values() for i, rank in enumerate(ranks)}
+
+    def _replica(self) -> Axis:
+        replicas: dict[int, list[int]] = {}
+        for rank, block in self.blocks.items():
+            replicas.setdefault(block if self.is_apart else 0, []).append(rank)
+        return self.groups.axis("replica", list(replicas.values()))
 
     def _grouped(self, shards: Sequence[Sequence[int]]) -> tuple[Axis | None, Axis | None]:
         """The axes within and across groups of the shards; None if some of the shards are not several whole groups."""
@@ -261,9 +296,9 @@ def build_mesh(
     """Build the mesh over `group` (default: all ranks) with the dense family.
 
     pp, sp, tp  the sizes of these axes. The ranks of an axis are consecutive, tp innermost; or they stand at `places`
-    shard_size  (MiCS) shards over so many consecutive ranks only
+    shard_size  (MiCS) shards over so many consecutive ranks of a stage only
     group_size  (ZeRO++) so many consecutive shards are a group
-    is_apart    replicas train on their own
+    is_apart    these ranks, of all stages, are a replica that trains on its own
 
     Collective over the whole world if an axis has several ranks but not all, because it creates process groups. Raises ValueError
     if a size does not divide the number of ranks.
@@ -294,6 +329,7 @@ def build_mesh(
     mesh = Mesh(
         rank,
         world,
+        world,
         **axes,
         places=places,
         families={},
@@ -302,6 +338,7 @@ def build_mesh(
         is_apart=is_apart,
         groups=groups,
     )
+    mesh = replace(mesh, replica=mesh._replica())
     return replace(mesh, families={(): mesh._family(())})
 
 

@@ -75,8 +75,9 @@ def connect_axis(axis: Axis, device: torch.device, transport: str, watch: Watch)
 
 def connect(
     mesh: Mesh, device: torch.device, transport: str, watch: Watch, *, gradient_bits: int | None = None
-) -> tuple[Comm, dict[Differs, Comms]]:
-    """Make the transports of all ranks and of each family. Collective over each axis, in the same order on all of its ranks.
+) -> tuple[Comm, Comm, dict[Differs, Comms]]:
+    """Make the transports of all ranks, of those that step together, and of each family. Collective over each axis, in the same
+    order on all of its ranks.
 
     gradient_bits: communicate gradients in codes of so many bits. Groups have transports only where ranks have to send bytes.
 
@@ -89,7 +90,7 @@ def connect(
     families: dict[Differs, Comms] = {}
     for key, family in sorted(mesh.families.items()):
         dp = comm(family.shards)
-        replicate = LocalComm(_alone(family.copies), device) if mesh.is_apart else comm(family.copies)
+        replicate = comm(family.copies)
         both = dp if family.shards.ranks == family.both.ranks else comm(family.both)
         group = across = coded = None
         far = family.across
@@ -101,13 +102,9 @@ def connect(
         families[key] = Comms(
             family=family, dp=dp, dp_replicate=replicate, data=both, weights=dp, coded=coded, group=group, across=across
         )
-    dense = families[()].data
-    return dense if dense.axis.ranks == mesh.world.ranks else comm(mesh.world), families
-
-
-def _alone(axis: Axis) -> Axis:
-    """The axis of this rank alone."""
-    return Axis(axis.name, None, (axis.ranks[axis.index],), 0, 1)
+    known = {each.axis.ranks: each for each in (families[()].dp, families[()].data)}
+    world = known.setdefault(mesh.world.ranks, known.get(mesh.world.ranks) or comm(mesh.world))
+    return world, known.get(mesh.replica.ranks) or comm(mesh.replica), families
 
 
 def _dtypes(group: Group, recipe: Recipe, comms: Comms, shapes: Sequence[Sequence[int]]) -> Dtypes:

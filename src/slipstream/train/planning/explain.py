@@ -94,16 +94,19 @@ def _part(name: str, block: str, trainable: bool, unit: UnitPlan | Unit, span: i
 
 def _comms(plan: Plan, world: int, differs: Differs) -> Comms:
     """Transports of a family in a world of so many ranks, for their sizes: nothing is sent."""
-    both = world // math.prod(split.size for split in differs)
-    shards = both if differs else plan.zero.shard_size or (1 if plan.local_steps.every else both)
+    parts_of_whole, is_apart = math.prod(split.size for split in differs), plan.local_steps.every > 0
+    both = world // parts_of_whole
+    block = plan.zero.shard_size or (plan.mesh.sp * plan.mesh.tp if is_apart else world)
+    shards = max(block // parts_of_whole, 1)
 
     def comm(name: str, size: int) -> LocalComm:
         return LocalComm(Axis(name, None, tuple(range(size)), 0, size), predict.META)
 
-    together = 1 if plan.local_steps.every else both // shards  # copies that are reduced in a step
+    away, together = (both // shards, 1) if is_apart else (1, both // shards)  # copies that are reduced in a step
     dp, copies, data = comm("dp", shards), comm("dp_replicate", together), comm("both", both)
     parts = tuple(comm(split.axis, split.size).axis for split in differs)
-    family, bits = Family(differs, parts, data.axis, copies.axis, dp.axis), CODE_BITS.get(plan.precision.comm_dtype)
+    family = Family(differs, parts, data.axis, copies.axis, dp.axis, comm("apart", away).axis)
+    bits = CODE_BITS.get(plan.precision.comm_dtype)
     coded = Coded(dp, family.weight, bits) if bits and shards > 1 else None
     return Comms(family=family, dp=dp, dp_replicate=copies, data=data, weights=dp, coded=coded)
 
@@ -114,7 +117,7 @@ def setting_of(plan: Plan, world: int, device: str, *, optimizer: Optimizer | No
     recipe, on_host = recipe_of(plan, inner, rule), device == "cpu"
     private = recipe.poison or recipe.tiers.weights is Tier.DISK  # as _transport in train/initialize.py
     shared = world == 1 or (on_host and not private and plan.zero.transport != "gloo")
-    replicas = world // (plan.zero.shard_size or 1) if plan.local_steps.every else 1
+    replicas = world // (plan.zero.shard_size or plan.mesh.sp * plan.mesh.tp) if plan.local_steps.every else 1
     return _setting(plan, recipe, inner, rule, on_host=on_host, shared=shared, replicas=replicas)
 
 
@@ -186,7 +189,7 @@ def of_states(states: States, *args: Any, **kwargs: Any) -> Forecast:
     """The forecast of an engine; with a batch (the model's arguments), including its peak."""
     plan, data, steps = states.plan, states.comms.data, states.steps
     on_host, shared = states.device.type == "cpu", data.size == 1 or isinstance(data, SharedComm)
-    replicas = states.mesh.dense.copies.size if states.mesh.is_apart else 1
+    replicas = states.mesh.num_apart
     setting = _setting(plan, states.recipe, steps.inner, steps.rule, on_host=on_host, shared=shared, replicas=replicas)
     profile = None
     if args or kwargs:
