@@ -99,7 +99,7 @@ CONTENDERS = (
     Contender(label="1-bit Adam, int4 before", kinds=[(0, "int4"), (FREEZE, "signs")], longer=1.05),
     Contender(label="LAMB, bf16", kinds=[(0, "LAMB")]),
     Contender(label="1-bit LAMB", kinds=[(0, "LAMB"), (FREEZE, "LAMB's signs")], longer=1.05),
-    Contender(label="DiLoCo, int8", kinds=[(0, "local")], longer=1.15),
+    Contender(label="DiLoCo, int8", kinds=[(0, "local")], longer=1.1),
 )
 
 
@@ -266,7 +266,7 @@ def run(options: Options) -> str:
         (
             f"A Llama ({model}), bf16, stage 0, {WORLD} ranks of {BATCH * CONTEXT} tokens, {steps} steps of the text of `make "
             f"train`, cosine schedule, {seeds} seeds. `1-bit Adam` and `1-bit LAMB` freeze variances after {100 * FREEZE:.0f} "
-            f"% of the steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps. They run 5 % and 15 % "
+            f"% of the steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps. They run 5 % and 10 % "
             f"more steps, and have schedules of that length. Last loss: mean of the seeds over `{base.label}`'s, on "
             f"{VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of `{base.label}`; steps, "
             f"seconds and how many times faster than `{base.label}` are medians of the seeds. Losses are of runs without a "

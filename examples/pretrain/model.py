@@ -1,4 +1,4 @@
-"""A small Llama-style language model in plain PyTorch. It knows nothing of Slipstream, but for its layer of experts.
+"""A small Llama-style language model in plain PyTorch. It knows nothing of Slipstream, but for its attention and its experts.
 
 Pre-norm blocks (RMSNorm, rotary attention, SwiGLU) in an `nn.ModuleList`, which is what makes each block a
 unit of its own under ZeRO-3. Shape suffixes: B batch, T time, D model width, H heads, K head width, V
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.attention import causal_attention
 from slipstream.moe import MoE
 
 
@@ -83,10 +84,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-def causal_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
 
 
 class Attention(nn.Module):

@@ -32,7 +32,8 @@ from torch import Tensor
 import data
 import report
 import slipstream
-from model import Attention, First, LanguageModel, Last, Middle, ModelConfig, arithmetic_dtype, causal_attention
+from model import Attention, First, LanguageModel, Last, Middle, ModelConfig, arithmetic_dtype
+from slipstream.attention import causal_attention
 from slipstream.checkpoint import latest_tag
 from slipstream.moe import expert_loads
 from slipstream.parallel.sequence import ulysses_attention

@@ -91,6 +91,22 @@ def test_outputs_and_gradients_are_those_of_dense_attention(implementation: str,
         torch.testing.assert_close(mine.double(), other.double(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 16, 37])
+def test_causal_attention_of_any_length_is_torchs(implementation: str, length: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(length)
+    q, k, v = (heads(2, count, length, 24, dtype) for count in (4, 2, 2))
+    grad = torch.randn(q.shape).to(dtype)
+    found = attention.causal_attention(q, k, v, 0.3)
+    own = torch.autograd.grad(found, (q, k, v), grad)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
+    close = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 5e-2, "check_dtype": False}
+    torch.testing.assert_close(found, expected, **close)
+    for one, other in zip(own, torch.autograd.grad(expected, wide, grad.double()), strict=True):
+        torch.testing.assert_close(one, other, **close)
+
+
 def test_a_query_without_keys_gets_zeros(implementation: str) -> None:
     layout = BlockLayout(torch.ones(1, 4, 4), 16)
     q, k, v = (heads(1, 1, 64, 16) for _ in range(3))

@@ -1,5 +1,6 @@
 """Attention over some blocks of scores: patterns, modules, and unmodified models of transformers."""
 
+from slipstream.attention.dense import causal_attention
 from slipstream.attention.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "SparseSelfAttention",
     "SparsityConfig",
     "VariableSparsityConfig",
+    "causal_attention",
     "draw",
     "register",
     "use_sparse_attention",

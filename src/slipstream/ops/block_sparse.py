@@ -284,7 +284,7 @@ def block_sparse_attention(
     spans = None if spans is None else spans.to(torch.int32).contiguous()
     bias = None if bias is None else _expanded(bias, q)
     scale = dim**-0.5 if scale is None else scale
-    if not (q.is_cpu and (torch.compiler.is_compiling() or _has_kernels())):
+    if not takes(q):
         return _twin(q, k, v, layout, scale, _Added(bias, key_bias, spans), dropout)
     seed = torch.randint(1 << 32, ()) if dropout else None
     arrays = (bias, key_bias, spans, seed, *layout.tiles)
@@ -292,9 +292,10 @@ def block_sparse_attention(
     return out
 
 
-def _has_kernels() -> bool:
+def takes(q: Tensor) -> bool:
     """Whether kernels compute; without flash attention (`sdpa_kernel(SDPBackend.MATH)`) callers differentiate twice."""
-    return _native() is not None and torch.backends.cuda.flash_sdp_enabled()
+    has_kernels = torch.compiler.is_compiling() or (_native() is not None and torch.backends.cuda.flash_sdp_enabled())
+    return q.is_cpu and has_kernels
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, dropout: float) -> None:
