@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -26,8 +27,8 @@ from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingPar
 from slipstream.inference.engine import ClosedError, Engine
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.server import ReplicaError, Router
-from slipstream.inference.server.process import Connected, EngineProcess, Spare
-from slipstream.inference.server.router import ATTEMPTS, Backlog, prefix_keys, ranked
+from slipstream.inference.server.process import ATTEMPTS, Connected, EngineProcess, Spare
+from slipstream.inference.server.router import Backlog, backlog, prefix_keys, ranked
 from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
 from tests import tiny_chat
@@ -41,6 +42,8 @@ LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
 class Local:
     """A source whose engine runs in this process. `cut` is what kill -9 is to a process."""
+
+    address, attempts, max_pause = "", ATTEMPTS, 10.0
 
     def __init__(self, name: str, before: Callable[[Batch], None] = lambda batch: None, **options: Any) -> None:
         self.name, self.before, self.options, self.opens = name, before, options, 0
@@ -141,6 +144,33 @@ def test_the_engine_with_least_to_do_comes_first(loads: list[tuple[int, int]], o
     assert ranked([Backlog(*load) for load in loads]) == order
 
 
+@pytest.mark.parametrize(
+    ("outstanding", "seen"),
+    [
+        ({}, 10),
+        ({"a": 5}, 15),
+        ({"b": 1000}, 20),  # of another's many, as many as its own
+        ({"b": 4, "c": 1000}, 24),
+        ({"a": 90, "b": 4, "c": 1000}, 204),
+    ],
+)
+def test_an_engine_shares_its_time_between_tenants(outstanding: dict[str, int], seen: int) -> None:
+    assert backlog(Counter(outstanding), "a", 10, 3) == Backlog(seen, 3, sum(outstanding.values()))
+
+
+def test_the_requests_of_each_tenant_are_spread(tokens: int = 150) -> None:
+    """A key that floods all engines leaves others their shares on each, also if what they have in common is known to one."""
+    steps = threading.Semaphore(0)
+    sources = [Local(name, lambda batch: steps.acquire(timeout=30)) for name in "ab"]
+    with routed(*sources) as router:
+        many = [submit(router, f"flood {number}", LONG, tenant="many") for number in range(8)]
+        few = [submit(router, f"shared {number}", LONG, tenant="few") for number in range(4)]
+        for one in router.engines:
+            assert [len(one._tickets), one.outstanding_of()["few"]] == [6, 2 * tokens + one.outstanding_of()["few"] % tokens]
+        steps.release(10_000)
+        assert all(wait(one).last().finish is Finish.LENGTH for one in (*many, *few))
+
+
 def test_prefixes_are_equal_only_with_their_salt_and_adapter() -> None:
     keys = prefix_keys(range(20), 4, "", "")
     assert len(keys) == 4 == len(set(keys)), "the last token is never taken from the cache"
@@ -163,7 +193,7 @@ def test_answers_are_those_of_one_engine() -> None:
                     ]
                     assert one.outputs[index][0].prompt_logprobs == other.outputs[index][0].prompt_logprobs
                     assert one.last(index).finish is other.last(index).finish
-        assert all(stats.generated_tokens for stats in router.each()), "both have worked"
+        assert all(stats and stats.generated_tokens for stats in router.each()), "both have worked"
         assert router.stats().generated_tokens == engine.stats().generated_tokens
         with pytest.raises(ValueError, match="tokens are 0 to 256"):
             router.submit([999], GREEDY, sink=Answer())
@@ -176,7 +206,7 @@ def test_a_known_prefix_decides() -> None:
     with routed(Local("a", lambda batch: steps.acquire(timeout=30)), Local("b")) as router:
         busy = submit(router, "the long beginning of everything, one", LONG)
         wait(submit(router, "another one"))
-        assert [bool(stats.forwards) for stats in router.each()] == [False, True], "the second went to the idle engine"
+        assert [bool(stats and stats.forwards) for stats in router.each()] == [False, True], "the second went to the idle engine"
         short = submit(router, "another two", SamplingParams(max_tokens=1))
         assert wait(short).last().usage == (11, 8, 1)
         steps.release(1000)
@@ -311,7 +341,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     for options, message in (
         ("--replicas 0", "argument --replicas: '0' is not a number of 1 or more"),
         ("--replicas 2", "--replicas 2 is more than the 1 cores of this process: start fewer, or say --threads 1"),
-        ("--replicas 2 --weights-socket x", "--weights-socket needs the engine in the server's process; leave --replicas out"),
+        ("--replicas 2 --weights-socket x", "--weights-socket needs the engine in the server's process; leave --replicas and"),
     ):
         with pytest.raises(SystemExit) as ended:
             sys.exit(main(["serve", str(tmp_path), "--port", "0", *options.split()]))

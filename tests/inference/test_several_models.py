@@ -52,10 +52,13 @@ class Source(Local):
 
 
 @contextmanager
-def served(*sources: Source, max_loaded: int | None = None, max_bytes: int | None = None, **options: Any) -> Iterator[str]:
+def served(
+    *sources: Source | list[Source], max_loaded: int | None = None, max_bytes: int | None = None, **options: Any
+) -> Iterator[str]:
+    """A list: a model with several engines."""
+    each = [source if isinstance(source, list) else [source] for source in sources]
     hosted = [
-        HostedModel(name=source.name, adapters=(), make=lambda source=source: Router([source], byte_tokenizer()), nbytes=10)
-        for source in sources
+        HostedModel(name=own[0].name, adapters=(), make=lambda own=own: Router(own, byte_tokenizer()), nbytes=10) for own in each
     ]
     with closing(Models(hosted, max_loaded=max_loaded, max_bytes=max_bytes)) as models, serving(models, **options) as address:  # type: ignore[arg-type]
         yield address
@@ -189,6 +192,31 @@ def test_memory_is_what_the_processes_say() -> None:
         assert ask(address, "a").status == 200
 
 
+def test_a_model_with_several_engines(pool: ThreadPoolExecutor) -> None:
+    """Both work, both take memory, one that ends is waited for by none, and both go when another model needs the room."""
+    pair, b = [Source("a", 60, slow=True), Source("a", 60)], Source("b", 60)
+    with served(pair, b, max_bytes=150) as address:
+        replies = [pool.submit(ask, address, "a", prompt=f"text {number}", max_tokens=40) for number in range(4)]
+        pair[0].steps.release(2)
+        until(lambda: states(address)["a"] == "loaded")
+        pair[1].allowed.clear()
+        until(lambda: sum(reply.done() for reply in replies) == 2)
+        call(address, "GET", "/metrics")  # what an engine has counted is known as it was last asked
+        pair[1].cut()
+        until(lambda: pair[1].opens == 2)
+        pair[0].steps.release(10_000)
+        assert [reply.result().status for reply in replies] == [200] * 4
+        assert ask(address, "a").status == 200
+        lines = call(address, "GET", "/metrics").body.decode()
+        assert 'slipstream_model_bytes{model="a"} 120\n' in lines
+        assert [f'replica_ready{{model="a",replica="{index}"}} {1 - index}\n' in lines for index in range(2)] == [True, True]
+        pair[1].allowed.set()
+        assert ask(address, "b").status == 200
+        until(lambda: states(address) == {"a": "unloaded", "b": "loaded"})
+        lines = call(address, "GET", "/metrics").body.decode()
+        assert f'slipstream_generated_tokens_total{{model="a"}} {4 * 40 + 3}\n' in lines
+
+
 def test_a_load_that_fails_is_its_own_matter(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, c = (Source(name) for name in "abc")
     b.error = "max_context is 5000, but the model has only 512 positions; lower it"
@@ -254,10 +282,12 @@ def test_the_server_ends_while_a_model_loads(pool: ThreadPoolExecutor) -> None:
 def test_what_the_command_line_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b" / "tokenizer.json").touch()
-    words = ["serve", str(tmp_path / "a b"), f"x='{tmp_path}/a b' --dtype int8 --lora-modules s=t", "smollm2", "--max-loaded", "2"]
+    own = "--dtype int8 --lora-modules s=t --replicas 2 --engines h:1,[::1]:2"
+    words = ["serve", str(tmp_path / "a b"), f"x='{tmp_path}/a b' {own}", "smollm2", "--max-loaded", "2"]
     plain, named, known = build_parser().parse_args(words).models
     assert (plain.name, plain.model, plain.dtype) == (None, str(tmp_path / "a b"), None)
     assert (named.name, named.model, named.dtype, named.lora_modules) == ("x", str(tmp_path / "a b"), "int8", [("s", "t")])
+    assert (named.replicas, named.engines, plain.replicas, plain.engines) == (2, ["h:1", "[::1]:2"], None, None)
     assert (known.name, known.model) == (None, "smollm2")
     folder = str(tmp_path / "a b")
     for models, options, message in (
@@ -292,7 +322,7 @@ def test_real_processes(tmp_path: Path) -> None:
     write_adapter(tmp_path / "red", transformers.AutoModelForCausalLM.from_pretrained(folder), modules)
     encoder = folder_of(tmp_path / "vectors")
     options = ("--threads", "1", "--max-loaded", "1", "--access-log")
-    with_red = f"other={other} --max-context 64 --lora-modules red={tmp_path / 'red'}"
+    with_red = f"other={other} --replicas 2 --max-context 64 --lora-modules red={tmp_path / 'red'}"
     with server(folder, with_red, str(encoder), *options) as (process, address):
         assert states(address) == {"small": "unloaded", "other": "unloaded", "vectors": "unloaded"}
         assert listed(address)["red"]["parent"] == "other"
@@ -305,6 +335,7 @@ def test_real_processes(tmp_path: Path) -> None:
         chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         for name, context in (("small", 512), ("other", 64), ("red", 64), ("small", 512)):
             assert call(address, "POST", "/v1/chat/completions", json.dumps({"model": name, **chat})).status == 200
+            until(lambda: len(engines()) == (2 if context == 512 else 3))  # with the spare
             assert listed(address)[name]["max_model_len"] == context
         loaded = max(engines(), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
         body = {"model": "vectors", "input": [5, 6, 7]}

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from slipstream.inference.core import QueueFullError, SamplingParams
     from slipstream.inference.generate import Completion, Delta, GenerationError, InferenceEngine
     from slipstream.inference.initialize import init_inference, pipeline
+    from slipstream.inference.listener import Listener
     from slipstream.inference.served import ServedForward, token_logprobs
 
 _HOMES = {
     **dict.fromkeys(("Completion", "Delta", "GenerationError", "InferenceEngine"), "generate"),
     **dict.fromkeys(("QueueFullError", "SamplingParams"), "core"),
     **dict.fromkeys(("init_inference", "pipeline"), "initialize"),
+    "Listener": "listener",
     **dict.fromkeys(("ServedForward", "token_logprobs"), "served"),
 }
 
@@ -24,6 +26,7 @@ __all__ = [
     "Delta",
     "GenerationError",
     "InferenceEngine",
+    "Listener",
     "QueueFullError",
     "SamplingParams",
     "ServedForward",

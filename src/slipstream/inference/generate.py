@@ -113,12 +113,14 @@ class InferenceEngine:
         open_module: Callable[[], torch.nn.Module] | str = "it has no transformers model",
         ranks: ServingRanks | None = None,
         release: Callable[[], object] = bool,
+        dtype: str = "",
     ) -> None:
         """
         target       where `update_weights` writes; or a text that says why it cannot
         open_module  creates the model of `module`; or a text that says why there is none
         ranks        the processes that compute the model together
         release      frees what the forward holds beside memory, once none runs any more
+        dtype        of the weights, in words
         """
         # The loop itself: submit, cancel, stats. An EmbeddingEngine refuses by itself what it does not do.
         self.engine: Engine = engine  # type: ignore[assignment]
@@ -126,7 +128,7 @@ class InferenceEngine:
         self._open_module = open_module
         self._module: torch.nn.Module | None = None
         self._opening = threading.Lock()
-        self.description = description
+        self.description, self.dtype = description, dtype
         self.tokenizer = engine.tokenizer
         engine.start()
         # The thread references the loop, not this object, so that this object can be collected.

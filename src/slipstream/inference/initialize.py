@@ -8,6 +8,7 @@ Options are checked before the model is read. DeepSpeed's options that are not s
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import logging
@@ -100,6 +101,7 @@ _INTEGERS = {  # minimum, and maximum if there is one
     "group_size": (1,),
 }
 GROUP_SIZES = (32, 64, 128)
+SAMPLES, SAMPLE_BYTES = 64, 1024  # of each file, for `weights_digest`
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "weights_folder": ((str, os.PathLike), "a folder on a disk"),
     "tokenizer": ((str, os.PathLike, Tokenizer), "the folder of a tokenizer.json, or a slipstream Tokenizer"),
@@ -230,6 +232,23 @@ def file_bytes(model: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
+def weights_digest(model: str) -> str:
+    """Tells models apart whose files differ, at the cost of a few samples of them: sizes, headers and some of the weights."""
+    source = _source(model)
+    saved = trained.find(source) if source.is_dir() else None
+    folder = source if saved is None else saved.directory / saved.tag
+    files = [source] if source.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.rglob("*"))
+    digest = hashlib.sha256()
+    for file in filter(Path.is_file, files):
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8))
+        with file.open("rb") as stream:
+            for part in range(SAMPLES):
+                stream.seek(size * part // SAMPLES)
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
 def open_runner(
     model: Any, sizes: Sizes, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> Runner:
@@ -270,6 +289,11 @@ class _Ready(NamedTuple):
     metadata: Mapping[str, Any]  # of a GGUF file
     embeds: int = 0  # the size of an encoder's vocabulary
     open_adapter: Opener | str = _ADAPTERS.format("transformers' code runs this model")
+
+    @property
+    def dtype(self) -> str:
+        """`weights` without the reason."""
+        return self.weights.partition(" (")[0]
 
 
 def _open_here(
@@ -312,7 +336,7 @@ def _open_here(
         folder = source if isinstance(source, Path) else None
         vectors = EmbeddingEngine(runner, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
         description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
-        return InferenceEngine(vectors, description, _EMBEDS, _module(source, served.kind, place, group))
+        return InferenceEngine(vectors, description, _EMBEDS, _module(source, served.kind, place, group), dtype=served.dtype)
     drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
     engine = Engine(
         runner,
@@ -331,7 +355,7 @@ def _open_here(
     if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
         ranks.start(runner.follow, engine.fail)
     module = _module(source, served.kind, place, group)
-    return InferenceEngine(engine, description, served.target, module, ranks, served.forward.close)
+    return InferenceEngine(engine, description, served.target, module, ranks, served.forward.close, served.dtype)
 
 
 def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place: torch.device) -> Sizes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -31,10 +32,15 @@ SWITCH_INTERVAL = 0.001  # seconds, as `server.run`'s
 LOOK = 0.1  # seconds between looks at the engine's health
 
 
-def facts_of(engine: Engine | EmbeddingEngine, description: str) -> dict[str, Any]:
-    """What the server has to know of the engine."""
+def facts_of(engine: Engine | EmbeddingEngine, description: str, dtype: str = "", weights: str = "") -> dict[str, Any]:
+    """What the server has to know of the engine. `weights`: `initialize.weights_digest`."""
     return {
         "description": description,
+        "version": wire.VERSION,
+        "start": secrets.token_hex(8),  # no other one has it
+        "dtype": dtype,
+        "weights": weights,
+        "tokenizer": "" if engine.tokenizer is None else engine.tokenizer.digest(),
         "model_name": engine.model_name,
         "max_context": engine.max_context,
         "sampling": dict(engine.sampling),
@@ -80,6 +86,11 @@ class Session:
                         slow.submit(self._answer, number, _CALLS[name], self.engine, *arguments)
             for handle in list(self._handles.values()):
                 self.engine.cancel(handle)
+
+    @property
+    def idle(self) -> bool:
+        """No request is unfinished."""
+        return not self._handles
 
     def _answer(self, number: int, function: Any, *arguments: Any) -> None:
         try:
@@ -127,7 +138,8 @@ def main(descriptor: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=descriptor)
     link = wire.Link(connection)
-    from slipstream.inference.initialize import open_replica  # a spare process has imported all before it knows its model
+    # A spare process has imported all before it knows its model.
+    from slipstream.inference.initialize import open_replica, weights_digest
 
     if (message := next(link.messages, None)) is None:  # the server has ended
         return 0
@@ -145,7 +157,7 @@ def main(descriptor: int) -> int:
     engine = opened.engine
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    link.send("ready", facts_of(engine, opened.description))
+    link.send("ready", facts_of(engine, opened.description, opened.dtype, weights_digest(model)))
     session = threading.Thread(target=Session(engine, link).run, name="slipstream-session", daemon=True)
     session.start()
     while engine.healthy and session.is_alive():

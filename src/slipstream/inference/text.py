@@ -6,6 +6,7 @@ text and `StopStrings` cuts it at stop strings. The result of both is independen
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -68,6 +69,11 @@ class Tokenizer:
         self.vocab_size: int = max(vocab.values(), default=-1) + 1  # ids may have gaps
         self._max_chars = _max_chars(backend, vocab)
         self._compiled: dict[str, jinja2.Template] = {}
+
+    def digest(self) -> str:
+        """The same for the same tokens under the same numbers."""
+        tokens = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:

@@ -1,22 +1,26 @@
 """Messages between the HTTP server's process and an engine's (`replica`): JSON in frames over a stream socket.
 
-A frame is its length in 4 bytes, little-endian, and a JSON array of messages. A message is an array that begins with its kind:
+A frame is its length in 4 bytes, little-endian, and a JSON array of messages. A message is an array that begins with its kind
+(`open` and `refused` are of an engine that the server starts, `leave` of one that others have started and now end):
 
     to the engine                                from the engine
     open, model, options, replicas, cores        ready, facts   or   refused, why
     submit, number, prompt, params, fields       done, number, value   or   failed, number, kind, why
     call, number, name, arguments                done, number, value   or   failed, number, kind, why
     cancel, number                               output, number, output
+                                                 leave, 0
 
 Numbers are in JSON as Python's repr, so floats arrive as the bits that were sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
@@ -27,16 +31,20 @@ from slipstream.inference.stats import Histogram, Stats
 
 MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
 FLUSH = 2.0  # seconds for the other end to take what was sent before the end
+BEAT = 2.0  # seconds after which an end with nothing to say says so, between hosts
+SILENCE = 5  # beats after which the other end, or the way to it, is taken for lost
 _ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "closed": ClosedError}
 
 
 class Link:
     """One end of a connection. `send` returns at once, from any thread; one thread reads `messages`.
 
-    A thread of its own writes all that was sent since its last frame as the next one: a step of the engine is one frame."""
+    A thread of its own writes all that was sent since its last frame as the next one: a step of the engine is one frame. With a
+    `beat`, in seconds, it writes an empty frame when there was nothing for so long; both ends must have one."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(self, connection: socket.socket, beat: float | None = None) -> None:
+        self.connection, self._beat = connection, beat
+        connection.settimeout(None if beat is None else beat * SILENCE)
         self.messages = self._read()  # until the other end closes the connection
         self._unsent: list[Sequence[Any]] = []
         self._closed = False
@@ -59,21 +67,25 @@ class Link:
         with suppress(OSError):  # the other end was first
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+        with suppress(ValueError):  # another thread reads, and ends it
+            self.messages.close()
 
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._unsent or self._closed)
+                self._changed.wait_for(lambda: self._unsent or self._closed, self._beat)
                 batch, self._unsent = self._unsent, []
-            if not batch:
-                return
+                if not batch and self._closed:
+                    return
             frame = json.dumps(batch, separators=(",", ":"), default=_plain).encode()
             try:
                 self.connection.sendall(len(frame).to_bytes(4, "little") + frame)
-            except OSError:
-                return  # the reader is told so too
+            except OSError:  # it is lost, or takes nothing
+                with suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_RDWR)  # the reader's end
+                return
 
-    def _read(self) -> Iterator[list[Any]]:
+    def _read(self) -> Generator[list[Any]]:
         with self.connection.makefile("rb") as stream:
             try:
                 while len(head := stream.read(4)) == 4:
@@ -129,6 +141,9 @@ def params_of(packed: Mapping[str, Any]) -> SamplingParams:
 
 
 _DEFAULTS = SamplingParams()
+_FIELDS = ",".join(one.name for kind in (SamplingParams, Output, Stats) for one in fields(kind))
+# Of both ends: the package's (which no room may import), and what messages carry, which differs between two commits of it.
+VERSION = f"{sys.modules['slipstream'].__version__} (messages {hashlib.sha256(_FIELDS.encode()).hexdigest()[:8]})"
 
 
 def packed_stats(stats: Stats) -> dict[str, Any]:

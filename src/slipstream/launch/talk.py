@@ -1,4 +1,4 @@
-"""`slipstream generate`, `chat` and `serve`: run a model from the command line.
+"""`slipstream generate`, `chat`, `serve` and `engine`: run a model from the command line.
 
 Output streams to stdout, everything else goes to stderr. Ctrl-C stops the generation.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -23,10 +24,12 @@ from slipstream.launch.followers import following
 if TYPE_CHECKING:
     from slipstream.inference import Delta, InferenceEngine
 
-__all__ = ["chat", "generate", "serve"]
+__all__ = ["chat", "engine", "generate", "serve"]
 
 Messages = list[dict[str, str]]
 
+_OPTION = {"adapters": "--lora-modules", "tp_size": "--tp"}  # whose names are others
+LEAST_SECRET = 16  # bytes of the secret of `engine`; who listens could guess a short one
 _HELP = "Ctrl-C stops an answer, /new starts a new chat, /help shows this help, Ctrl-D quits"
 _SAMPLING = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
@@ -150,6 +153,50 @@ def serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def engine(options: argparse.Namespace) -> int:
+    """Run a model for servers on other hosts until SIGTERM, then let running requests finish. Returns 1 if the engine dies."""
+    secret = _secret(options, os.environ)
+    with ExitStack() as stack:
+        sockets = _bound(options.host, options.port, stack)
+        from slipstream.inference import Listener
+
+        opened = stack.enter_context(_engine(options))
+        listener = Listener.of(opened, options.model, secret)
+
+        def drain(number: int, frame: object) -> None:
+            for again in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(again, lambda number, frame: listener.stop())
+            listener.drain()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, drain)
+        host, port = sockets[0].getsockname()[:2]
+        print(f"Slipstream's engine listens on {f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        listener.run(sockets, options.drain_timeout)
+        if not opened.engine.healthy:
+            _note("slipstream engine: the engine failed permanently; see the log, and restart the process")
+            return 1
+    return 0
+
+
+def _secret(options: argparse.Namespace, environment: Mapping[str, str]) -> bytes:
+    """What servers and engines on other hosts share. Raises ValueError if it is missing or short."""
+    source, text = "SLIPSTREAM_ENGINE_SECRET", environment.get("SLIPSTREAM_ENGINE_SECRET", "")
+    if options.engine_secret_file is not None:
+        source = f"--engine-secret-file {options.engine_secret_file}"
+        try:
+            text = Path(options.engine_secret_file).read_text()
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{source}: {error}") from error
+    if len(secret := text.strip().encode()) < LEAST_SECRET:
+        what = f"{source} has {len(secret)} bytes" if secret else "there is none"
+        raise ValueError(
+            f"servers and engines on other hosts need a common secret of at least {LEAST_SECRET} bytes, and {what}: "
+            "openssl rand -hex 32 > FILE, and --engine-secret-file FILE on all hosts"
+        )
+    return secret
+
+
 def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
     """The API keys of all sources. Raises ValueError if a source is set but empty: the server would accept every client."""
     keys = list(options.api_key)
@@ -200,23 +247,38 @@ def _bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
 def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
     """The engine of a server: in this process, or several in processes of their own."""
     options = _with_own(options, options.models[0])
-    if options.replicas is None:
+    if options.replicas is None and options.engines is None:
         from slipstream import handover
 
         engine = stack.enter_context(_engine(options))
         if options.weights_socket is not None:
             stack.enter_context(handover.Receiver(engine, options.weights_socket))
         return engine.engine
-    if options.tp_size is not None:
+    if options.tp_size is not None and options.replicas is not None:
         raise ValueError("--tp cuts one model over processes, and --replicas starts several of it; leave out one of the two")
     if options.weights_socket is not None:
-        raise ValueError("--weights-socket needs the engine in the server's process; leave --replicas out")
+        raise ValueError("--weights-socket needs the engine in the server's process; leave --replicas and --engines out")
     from slipstream.inference import server
 
     started, arguments, spare = time.perf_counter(), _arguments(options), stack.enter_context(server.Spare())
-    router = stack.enter_context(server.Router.local(options.model, arguments, _cores(options), spare).open())
-    _note(f"{options.replicas} x {router.description}; ready in {time.perf_counter() - started:.1f} s")
+    others = _others(options, arguments)
+    router = stack.enter_context(server.Router.local(options.model, arguments, _cores(options), spare, others=others).open())
+    number = f"{len(router.engines)} x " if len(router.engines) > 1 else ""
+    _note(f"{number}{router.description}; ready in {time.perf_counter() - started:.1f} s")
     return router
+
+
+def _others(options: argparse.Namespace, arguments: Mapping[str, Any]) -> list[Any]:
+    """The engines on other hosts. Raises ValueError for options of engines if all are there."""
+    if options.engines is None:
+        return []
+    from slipstream.inference import server
+
+    if own := [name for name in arguments if name not in ("tokenizer", "model_name")] if options.replicas is None else []:
+        named = ", ".join(_OPTION.get(name, f"--{name.replace('_', '-')}") for name in own)
+        raise ValueError(f"{named}: all engines are on other hosts (--engines); give it to slipstream engine there")
+    secret = _secret(options, os.environ)
+    return [server.EngineAddress(address=address, secret=secret) for address in options.engines]
 
 
 def _with_own(options: argparse.Namespace, own: argparse.Namespace) -> argparse.Namespace:
@@ -231,6 +293,7 @@ def _several(options: argparse.Namespace, stack: ExitStack) -> Any:
     for name, remedy in (
         ("model_name", "write NAME=MODEL"),
         ("lora_modules", "write them into the quotes of the model that they are of: 'MODEL --lora-modules NAME=FOLDER'"),
+        ("engines", "write it into the quotes of the model that it is of: 'MODEL --engines HOST:PORT'"),
         ("lora_root", "adapters are loaded at run time if there is one model"),
         ("weights_socket", "new weights need the engine in the server's process"),
     ):
@@ -253,13 +316,16 @@ def _model(options: argparse.Namespace, spare: Any) -> Any:
     name = options.model_name or Path(options.model).name
     if options.tp_size is not None:
         raise ValueError(f"{name}: --tp cuts the one model of a server over processes; leave it out, or serve {name} alone")
-    cores = [list[int]()] if options.replicas is None else _cores(options)
     arguments = _arguments(options) | {"model_name": name}
-    return server.HostedModel.local(name, options.model, arguments, cores, spare)
+    others = _others(options, arguments)
+    cores = [list[int]()] if options.replicas is None and not others else _cores(options)
+    return server.HostedModel.local(name, options.model, arguments, cores, spare, others)
 
 
 def _cores(options: argparse.Namespace) -> list[list[int]]:
     """Equal shares of this process's cores, neighbors to each replica; with --threads or a GPU, each runs where it can."""
+    if options.replicas is None:
+        return []
     if options.threads is not None or (options.device or "cpu") != "cpu":
         return [[] for _ in range(options.replicas)]
     own = cores.cores_of(os.sched_getaffinity(0))

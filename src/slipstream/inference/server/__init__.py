@@ -5,8 +5,9 @@ from slipstream.extras import needs
 with needs("serving over HTTP", extra="serve"):
     from slipstream.inference.server.app import create_app
     from slipstream.inference.server.models import HostedModel, Models
+    from slipstream.inference.server.network import EngineAddress
     from slipstream.inference.server.process import ReplicaError, Spare
     from slipstream.inference.server.router import Router
     from slipstream.inference.server.run import DeadEngineError, serve
 
-__all__ = ["DeadEngineError", "HostedModel", "Models", "ReplicaError", "Router", "Spare", "create_app", "serve"]
+__all__ = ["DeadEngineError", "EngineAddress", "HostedModel", "Models", "ReplicaError", "Router", "Spare", "create_app", "serve"]

@@ -101,7 +101,8 @@ class ChatBody(TypedDict):
 
 class HealthBody(TypedDict):
     status: Literal["ok", "starting", "draining", "failed"]  # starting: no replica is ready
-    replicas: NotRequired[list[str]]  # starting, ready or down: each engine's, if they have processes of their own
+    replicas: NotRequired[list[str]]  # `ReplicaState`: each engine's, if they have processes of their own
+    engines: NotRequired[dict[str, str]]  # likewise of those on other hosts, by address
     models: NotRequired[dict[str, str]]  # by name, the values of `ModelStatus`, if there are several
 
 

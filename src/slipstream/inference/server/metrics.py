@@ -26,9 +26,10 @@ class Traffic:
 class Replica(NamedTuple):
     """One of several engines' processes."""
 
+    name: str  # its number, or the address of one on another host
     ready: bool
     starts: int
-    stats: Stats
+    stats: Stats | None  # None: it was never there
 
 
 class Loading(NamedTuple):
@@ -65,9 +66,12 @@ def _block(name: str, kind: str, text: str, values: Iterable[tuple[str, str, str
 
 def _of_processes(models: Sequence[ModelFigures]) -> list[str]:
     lines = list[str]()
-    for name, kind, text, part in _OF_REPLICAS if any(one.replicas for one in models) else ():
-        each = ((one.model, "", f'replica="{index}"', part(each)) for one in models for index, each in enumerate(one.replicas))
-        lines += _block(f"replica_{name}", kind, text, each)
+    replicas = [(one.model, f'replica="{each.name}"', each) for one in models for each in one.replicas]
+    for name, kind, text, part in _OF_REPLICAS if replicas else ():
+        lines += _block(f"replica_{name}", kind, text, ((model, "", label, part(one)) for model, label, one in replicas))
+    counted = [(model, label, one.stats) for model, label, one in replicas if one.stats is not None]
+    for name, kind, text, value in _OF_STATS if replicas else ():
+        lines += _block(f"replica_{name}", kind, text, ((model, "", label, value(one)) for model, label, one in counted))
     for name, kind, text, figure in _OF_LOADING if any(one.loading for one in models) else ():
         lines += _block(f"model_{name}", kind, text, ((one.model, "", "", figure(one.loading)) for one in models if one.loading))
     return lines
@@ -135,13 +139,15 @@ def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
 
 _OF_REPLICAS: tuple[tuple[str, str, str, Callable[[Replica], float]], ...] = (
     ("ready", "gauge", "1 while its process serves.", lambda one: one.ready),
-    ("starts_total", "counter", "Starts of its process.", lambda one: one.starts),
-    ("requests_waiting", "gauge", "Queued sequences.", lambda one: one.stats.waiting),
-    ("requests_running", "gauge", "Running sequences.", lambda one: one.stats.running),
-    ("kv_blocks_used", "gauge", "Blocks of its KV cache held by running sequences.", lambda one: one.stats.blocks_used),
-    ("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", lambda one: one.stats.prompt_tokens),
-    ("cached_tokens_total", "counter", "Prompt tokens found in its prefix cache.", lambda one: one.stats.cached_tokens),
-    ("generated_tokens_total", "counter", "Generated tokens.", lambda one: one.stats.generated_tokens),
+    ("starts_total", "counter", "Starts of its process, or connections to one on another host.", lambda one: one.starts),
+)
+_OF_STATS: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
+    ("requests_waiting", "gauge", "Queued sequences.", lambda stats: stats.waiting),
+    ("requests_running", "gauge", "Running sequences.", lambda stats: stats.running),
+    ("kv_blocks_used", "gauge", "Blocks of its KV cache held by running sequences.", lambda stats: stats.blocks_used),
+    ("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", lambda stats: stats.prompt_tokens),
+    ("cached_tokens_total", "counter", "Prompt tokens found in its prefix cache.", lambda stats: stats.cached_tokens),
+    ("generated_tokens_total", "counter", "Generated tokens.", lambda stats: stats.generated_tokens),
 )
 _OF_LOADING: tuple[tuple[str, str, str, Callable[[Loading], float]], ...] = (
     ("loaded", "gauge", "1 while it is loaded.", lambda one: one.loaded),

@@ -34,7 +34,7 @@ from slipstream.inference.server.metrics import Loading, ModelFigures
 from slipstream.inference.server.prepare import Body
 from slipstream.inference.server.process import Spare
 from slipstream.inference.server.requests import refused
-from slipstream.inference.server.router import Router
+from slipstream.inference.server.router import Router, Source
 from slipstream.inference.server.state import Front, Serving, adapter_of, body_of, not_found
 from slipstream.inference.server.status import replicas_of
 from slipstream.inference.stats import Stats, settled, total
@@ -78,10 +78,19 @@ class HostedModel:
     closed: bool = False  # with the server
 
     @classmethod
-    def local(cls, name: str, model: str, options: Mapping[str, Any], cores: Sequence[Sequence[int]], spare: Spare) -> HostedModel:
+    def local(
+        cls,
+        name: str,
+        model: str,
+        options: Mapping[str, Any],
+        cores: Sequence[Sequence[int]],
+        spare: Spare,
+        others: Sequence[Source] = (),
+    ) -> HostedModel:
         """As `Router.local`."""
-        make = partial(Router.local, model, options, cores, spare, name)
-        return cls(name=name, adapters=tuple(options.get("adapters", ())), make=make, nbytes=file_bytes(model))
+        make = partial(Router.local, model, options, cores, spare, name, others)
+        nbytes = file_bytes(model) if cores else 0
+        return cls(name=name, adapters=tuple(options.get("adapters", ())), make=make, nbytes=nbytes)
 
     def open(self) -> Router:
         """Start its engines, or wait for one that starts again."""
@@ -95,8 +104,9 @@ class HostedModel:
 
     def close(self) -> None:
         if (router := self.router) is not None:
-            if all(engine.starts for engine in router.engines):
-                self.past = total([settled(router.stats()), *([] if self.past is None else [self.past])])
+            own = [engine for engine in router.engines if engine.starts and not engine.address]  # others live on, and count
+            parts = [*(settled(engine.stats()) for engine in own), *([] if self.past is None else [self.past])]
+            self.past = total(parts) if parts else None
             router.close()
 
 

@@ -19,6 +19,8 @@ from slipstream.inference.wire import Link
 
 TAIL = 20  # lines of stderr that are kept for the error
 PATIENCE = 5.0  # seconds for a process to end by itself
+ATTEMPTS = 3  # starts in a row that may fail before the server ends
+MAX_PAUSE = 10.0  # seconds between two starts
 SPARE = "spare engine"
 
 
@@ -101,8 +103,11 @@ class Spare:
 
 @dataclass(kw_only=True)
 class EngineProcess:
-    """Starts the process of one engine, again after each end. One thread calls it."""
+    """A `router.Source`: starts the process of one engine, again after each end. One thread calls it."""
 
+    address = ""
+    attempts = ATTEMPTS
+    max_pause = MAX_PAUSE
     name: str
     model: str
     options: Mapping[str, Any]  # of `init_inference`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,7 +31,9 @@ class LostError(ClosedError):
 class ReplicaState(Enum):
     STARTING = "starting"
     READY = "ready"
+    DRAINING = "draining"  # it ends, after the requests that it has
     DOWN = "down"  # it starts again after a pause
+    REFUSED = "refused"  # it is of another model, or has another secret; it is tried again
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -52,6 +54,11 @@ class Ticket:
     uncached: int = 0  # tokens of the prompt that its engine has to compute, as the router knows
     generated: int = 0
     unfinished: set[int] = field(default_factory=set)  # sequences
+
+    @property
+    def size(self) -> int:
+        """Tokens to compute for it, about, before any is."""
+        return len(self.prompt) + self.more["n"] * min(self.params.max_tokens, EXPECTED)
 
     @property
     def outstanding(self) -> int:
@@ -79,13 +86,15 @@ class Ticket:
 class RemoteEngine:
     """Any thread may call it; one thread calls `run` for each connection."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, address: str = "") -> None:
+        """`address`: of an engine on another host."""
+        self.name, self.address = name, address
         self.state = ReplicaState.STARTING
         self.starts = 0  # how often it began to serve
+        self.why = ""  # the last start failed
         self.known: OrderedDict[int, None] = OrderedDict()  # keys of prefixes that its cache may have; the router's
         self.facts: Mapping[str, Any] = {}
-        self._stats: Stats | None = None  # of this connection, the last known
+        self._stats: Stats | None = None  # of this start of its process, the last known
         self._past: Stats | None = None  # of all before
         self._tickets: dict[int, Ticket] = {}  # unfinished ones, by number
         self._replies: dict[int, Future[Any]] = {}
@@ -96,7 +105,14 @@ class RemoteEngine:
     @property
     def outstanding(self) -> int:
         """Tokens to compute, about."""
-        return sum(ticket.outstanding for ticket in list(self._tickets.values()))
+        return self.outstanding_of().total()
+
+    def outstanding_of(self) -> Counter[str]:
+        """Tokens to compute, about, for each tenant."""
+        tokens = Counter[str]()
+        for ticket in list(self._tickets.values()):
+            tokens[ticket.more["tenant"]] += ticket.outstanding
+        return tokens
 
     @property
     def calls(self) -> int:
@@ -104,6 +120,8 @@ class RemoteEngine:
         return len(self._replies)
 
     def connect(self, link: Link, facts: Mapping[str, Any]) -> None:
+        if self._stats is not None and facts["start"] != self.facts["start"]:
+            self._past, self._stats = self.stats(), None
         self._link, self.facts = link, facts
         self.known.clear()
 
@@ -113,7 +131,7 @@ class RemoteEngine:
             if self._link is None:
                 return False
             self.starts += 1
-            self.state = ReplicaState.READY
+            self.state, self.why = ReplicaState.READY, ""
             return True
 
     def submit(self, ticket: Ticket) -> None:
@@ -160,6 +178,9 @@ class RemoteEngine:
         for kind, number, *rest in link.messages:
             if kind == "output":
                 self._deliver(number, wire.output_of(rest[0]))
+            elif kind == "leave":
+                self.state = ReplicaState.DRAINING
+                logger.warning("%s ends; it gets no further requests", self.name)
             else:
                 self._reply(kind, number, *rest)
         with self._turn:
@@ -168,7 +189,7 @@ class RemoteEngine:
         lost = [ticket for ticket in self._tickets.values() if ticket.accepted]
         self._tickets.clear()
         if self._stats is not None:
-            self._past, self._stats = settled(self.stats()), None
+            self._stats = settled(self._stats)
         for reply in list(self._replies.values()):
             reply.set_exception(LostError(f"the engine's process ended ({self.name})"))
         return lost
@@ -186,7 +207,7 @@ class RemoteEngine:
             del self._tickets[number]
 
     def _reply(self, kind: str, number: int, *rest: Any) -> None:
-        if (reply := self._replies.get(number)) is None:
+        if (reply := self._replies.pop(number, None)) is None:
             return  # nobody waits any more
         if kind == "failed":
             reply.set_exception(wire.error_of(*rest))

@@ -1,8 +1,8 @@
 """Several engines as one: `Router` has what the HTTP server needs of an engine, and keeps their processes alive.
 
 A request goes to the engine that has least left to compute for it: `ranked`. If an engine ends, requests without an output so far
-go to another, as new ones; those that have begun end with an error. One thread for each engine starts it, reads from it, and starts
-it again; a request is sent by the thread that submits it.
+go to another, as new ones; those that have begun end with an error. One thread for each engine starts it, or connects to it on
+another host, reads from it, and does so again when it ends; a request is sent by the thread that submits it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import base64
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from slipstream.inference import stats
+from slipstream.inference import stats, wire
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
 from slipstream.inference.engine import ClosedError, Engine, Sink
@@ -32,10 +34,20 @@ from slipstream.inference.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 MOVES = 1  # engines that may end while they have a request: it may be the cause
-ATTEMPTS = 3  # starts in a row that may fail before the server ends
 SETTLED = 30.0  # seconds after which an end is no consequence of the start
-PAUSE, MAX_PAUSE = 0.25, 10.0  # seconds before the second start in a row, doubled for each further one
+PAUSE = 0.25  # seconds before the second start in a row, doubled for each further one
 AWAY = "no engine's process is ready; they start again; try again later"
+AGREED = {  # facts that are equal for all engines -> the remedy
+    "version": "install the same version of Slipstream",
+    "model_name": "serve the same model, or give it this --model-name",
+    "weights": "their files of the model differ; copy the same ones to both",
+    "tokenizer": "their tokens differ; give both the same tokenizer",
+    "dtype": "give both the same --dtype",
+    "max_context": "give both the same --max-context, and a KV cache that has room for it",
+    "adapters": "give both the same --lora-modules",
+    "normalize": "serve the same model",
+    "block_size": "serve the same model",
+}
 LOOK = 0.05  # seconds between looks for an engine that starts again
 STATS_WAIT = 1.0  # seconds for an engine to tell its figures, before the last known ones are used
 
@@ -43,14 +55,25 @@ STATS_WAIT = 1.0  # seconds for an engine to tell its figures, before the last k
 class Backlog(NamedTuple):
     """Of one engine, for one request."""
 
-    outstanding: int  # tokens
+    outstanding: int  # tokens that are computed before its last one
     matched: int  # tokens of the prompt that its prefix cache has, as far as known
+    all: int = 0  # outstanding tokens
+
+
+def backlog(outstanding: Counter[str], tenant: str, size: int, matched: int) -> Backlog:
+    """For a request of `size` tokens. [Note: Shares over engines] An engine shares its time evenly between the tenants that have
+    requests (`scheduler`, [Note: Fair shares]), so until the tenant's last token is computed there, each other one gets as many as
+    it, or all that it has. By this measure the requests of each tenant are spread over all engines, and even shares of each are
+    even shares of all."""
+    own = outstanding[tenant] + size
+    others = sum(min(tokens, own) for other, tokens in outstanding.items() if other != tenant)
+    return Backlog(own + others, matched, outstanding.total())
 
 
 def ranked(loads: Sequence[Backlog]) -> list[int]:
     """The engines, best first: the longest known prefix, unless another has so much less to do that computing it there is sooner;
     then the fewest outstanding tokens."""
-    return sorted(range(len(loads)), key=lambda i: (loads[i].outstanding - loads[i].matched, loads[i].outstanding))
+    return sorted(range(len(loads)), key=lambda i: (loads[i].outstanding - loads[i].matched, loads[i].outstanding, loads[i].all))
 
 
 def prefix_keys(tokens: Sequence[int], block_size: int, salt: str, adapter: str) -> list[int]:
@@ -65,7 +88,23 @@ def prefix_keys(tokens: Sequence[int], block_size: int, salt: str, adapter: str)
 class Source(Protocol):
     """Where an engine comes from."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def address(self) -> str:
+        """Of an engine on another host; empty for a process of this server's."""
+        ...
+
+    @property
+    def attempts(self) -> float:
+        """Starts in a row that may fail before the server ends."""
+        ...
+
+    @property
+    def max_pause(self) -> float:
+        """Seconds between two starts, at most."""
+        ...
 
     def open(self) -> Connected: ...
 
@@ -79,9 +118,11 @@ class Source(Protocol):
 class Router:
     """What the server calls an engine, once `open` has returned."""
 
-    def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer | None, facts: Mapping[str, Any] | None = None) -> None:
+        """`facts`: some of the engines', which they must have."""
         self.tokenizer, self.why = tokenizer, ""  # why it has failed
-        self.engines = [RemoteEngine(source.name) for source in sources]
+        self.engines = [RemoteEngine(source.name, source.address) for source in sources]
+        self._agreed = {name: ("this server", value) for name, value in (facts or {}).items()}  # who said it first, and what
         self._lock = threading.Lock()  # of the choice of an engine: what is known and outstanding
         self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
@@ -96,36 +137,42 @@ class Router:
         ]
 
     def open(self) -> Router:
-        """Start all engines, wait until they are ready, and return self. Raises ValueError for options that they refuse,
-        ReplicaError if one cannot start, and ClosedError if another thread closes it."""
+        """Start all engines, wait until they are ready, and return self. Engines on other hosts may come later, but one has to be
+        there. Raises ValueError for options that they refuse or engines of other models, ReplicaError if one cannot start, and
+        ClosedError if another thread closes it."""
         try:
             for thread in self._threads:
                 thread.start()
             for one in self._first:
                 one.result()
-            facts = [engine.facts for engine in self.engines]
-            for name in ("model_name", "max_context", "normalize"):
-                if len(values := {str(one[name]) for one in facts}) > 1:
-                    raise ValueError(f"the engines are of different models: {name} is {' and '.join(sorted(values))}")
+            self.wait()
         except BaseException:
             self.close()
             raise
-        self.model_name: str = facts[0]["model_name"]
-        self.max_context: int = min(one["max_context"] for one in facts)
-        self.sampling: Mapping[str, Any] = facts[0]["sampling"]
-        self.description: str = facts[0]["description"]
-        self.adapters: tuple[str, ...] = tuple(facts[0]["adapters"])
-        self.pooling = Pooling(normalize=bool(facts[0]["normalize"]))
-        self.embeds = facts[0]["normalize"] is not None
+        facts = next(engine.facts for engine in self.engines if engine.starts)
+        self.model_name: str = facts["model_name"]
+        self.max_context: int = facts["max_context"]
+        self.sampling: Mapping[str, Any] = facts["sampling"]
+        self.description: str = facts["description"]
+        self.block_size: int = facts["block_size"]
+        self.adapters: tuple[str, ...] = tuple(facts["adapters"])
+        self.pooling = Pooling(normalize=bool(facts["normalize"]))
+        self.embeds = facts["normalize"] is not None
         return self
 
     @classmethod
     def local(
-        cls, model: str, options: Mapping[str, Any], cores: Sequence[Sequence[int]], spare: Spare, name: str = "replica"
+        cls,
+        model: str,
+        options: Mapping[str, Any],
+        cores: Sequence[Sequence[int]],
+        spare: Spare,
+        name: str = "replica",
+        others: Sequence[Source] = (),
     ) -> Router:
-        """Engines in processes of this machine, one for each of `cores`, on which it runs (empty: on all). `options`: of
-        `init_inference`; `spare`: of the server; `name`: of the processes, in the log. On CUDA, they take the GPUs in turn. Raises
-        ValueError for a model without a tokenizer."""
+        """Engines in processes of this machine, one for each of `cores`, on which it runs (empty: on all), and `others`. `options`:
+        of `init_inference`; `spare`: of the server; `name`: of the processes, in the log. On CUDA, they take the GPUs in turn.
+        Raises ValueError for a model without a tokenizer."""
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
         sources = [
             EngineProcess(
@@ -138,7 +185,9 @@ class Router:
             )
             for index, own in enumerate(cores)
         ]
-        return cls(sources, open_tokenizer(model, options.get("tokenizer")))
+        tokenizer = open_tokenizer(model, options.get("tokenizer"))
+        facts = {"version": wire.VERSION, "model_name": options.get("model_name") or Path(model).name}
+        return cls([*sources, *others], tokenizer, facts | ({} if tokenizer is None else {"tokenizer": tokenizer.digest()}))
 
     def wait(self) -> Router:
         """Until an engine is ready again. Returns self; raises ClosedError if none can be started."""
@@ -154,8 +203,8 @@ class Router:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all engines, as each said when it began."""
-        return sum(engine.facts["nbytes"] for engine in self.engines)
+        """Memory of all engines on this host, as each said when it began."""
+        return sum(engine.facts["nbytes"] for engine in self.engines if not engine.address)
 
     # ---- as an engine's
 
@@ -187,8 +236,7 @@ class Router:
         if not self.healthy:
             raise ClosedError(self.why or "the engine is closed")
         more = {"n": n, "priority": priority, "salt": salt, "tenant": tenant, "adapter": adapter}
-        block_size = self.engines[0].facts["block_size"]
-        keys = prefix_keys(prompt, block_size, salt, adapter)
+        keys = prefix_keys(prompt, self.block_size, salt, adapter)
         ticket = Ticket(prompt=prompt, params=params, sink=sink, more=more, keys=keys)
         self._place(ticket)
         return ticket
@@ -241,11 +289,11 @@ class Router:
 
     def stats(self) -> Stats:
         """The sum of all engines'."""
-        return stats.total(self.each())
+        return stats.total([one for one in self.each() if one is not None])
 
-    def each(self) -> list[Stats]:
-        """The figures of each engine since its first start, asked now or the last known."""
-        return [engine.stats(STATS_WAIT) for engine in self.engines]
+    def each(self) -> list[Stats | None]:
+        """The figures of each engine since its first start, asked now or the last known. None: it was never there."""
+        return [engine.stats(STATS_WAIT) if engine.starts else None for engine in self.engines]
 
     def close(self) -> None:
         """End all engines; what is unfinished is cancelled."""
@@ -293,9 +341,10 @@ class Router:
         with self._lock:
             if not (engines := [engine for engine in self._ready() if engine not in refused]):
                 return None
-            size = engines[0].facts["block_size"]
             matched = [next((n for n, key in enumerate(ticket.keys) if key not in one.known), len(ticket.keys)) for one in engines]
-            loads = [Backlog(one.outstanding, size * num) for one, num in zip(engines, matched, strict=True)]
+            tenant, size = ticket.more["tenant"], ticket.size
+            pairs = zip(engines, matched, strict=True)
+            loads = [backlog(one.outstanding_of(), tenant, size, self.block_size * num) for one, num in pairs]
             best = ranked(loads)[0]
             engine, ticket.uncached = engines[best], len(ticket.prompt) - loads[best].matched
             for key in reversed(ticket.keys):  # so that the shortest prefix is the last that is dropped
@@ -353,18 +402,14 @@ class Router:
     def _keep(self, engine: RemoteEngine, source: Source, first: Future[None]) -> None:
         """Start the engine, serve it, and start it again when it ends."""
         failed = quick = 0  # starts in a row that failed, and ends in a row soon after the start
-        while not self._closed.wait(_pause(max(failed, quick - 1))):
+        while not self._closed.wait(_pause(max(failed, quick - 1), source.max_pause)):
             engine.state = ReplicaState.STARTING
             try:
-                link, facts = source.open()
+                link, facts = self._connected(source)
             except (ValueError, OSError, ReplicaError) as error:
                 failed += 1
-                refused = isinstance(error, ValueError) and not engine.starts  # the same options would be refused again
-                if (refused or failed == ATTEMPTS) and not self._closed.is_set():
-                    self._fail(error, first)
+                if self._missing(engine, error, failed == source.attempts, first):
                     break
-                if not self._closed.is_set():
-                    logger.warning("%s; start %d of %d follows", error, failed + 1, ATTEMPTS)
                 continue
             failed, began = 0, time.monotonic()
             engine.connect(link, facts)
@@ -375,17 +420,47 @@ class Router:
             why = f"the engine's process {source.end()} ({source.name})"
             quick = quick + 1 if time.monotonic() - began < SETTLED else 1
             if not self._closed.is_set():
-                logger.error("%s with %d unfinished requests; it is started again", why, len(lost))
+                logger.error("%s with %d unfinished requests; it serves again when it is back", why, len(lost))
             self._move(lost, why)
         engine.state = ReplicaState.DOWN
         if not first.done():
             first.set_exception(ClosedError("the router was closed"))
 
+    def _missing(self, engine: RemoteEngine, error: Exception, last: bool, first: Future[None]) -> bool:
+        """It could not be started, or connected to. Returns whether it is not tried again; if it was the last try, the server
+        ends."""
+        if self._closed.is_set():
+            return True
+        refused = isinstance(error, ValueError)
+        if last or (refused and not first.done()):  # the same options would be refused again
+            self._fail(error, first)
+            return True
+        engine.state = ReplicaState.REFUSED if refused else ReplicaState.DOWN
+        if engine.why != (why := str(error)):  # it is tried every second, on another host
+            logger.warning("%s; it is tried again", why)
+        engine.why = why
+        if engine.address and not first.done():
+            first.set_result(None)  # others may be there
+        return False
+
+    def _connected(self, source: Source) -> Connected:
+        """Raises ValueError if it is of another model than the engine that was first."""
+        link, facts = source.open()
+        with self._lock:
+            for name, (whose, agreed) in self._agreed.items():
+                if facts[name] != agreed:
+                    link.close()
+                    source.end()
+                    raise ValueError(f"{source.name} has {name} {facts[name]!r}, and {whose} has {agreed!r}; {AGREED[name]}")
+            self._agreed = {name: (source.name, facts[name]) for name in AGREED} | self._agreed
+        return Connected(link, facts)
+
     def _welcome(self, engine: RemoteEngine, first: Future[None]) -> None:
         """Bring a new engine to the state of the others, and let it serve."""
         with self._loading, suppress(LostError):
             for name in self._removed.intersection(engine.facts["adapters"]):
-                engine.call("unload_adapter", name)
+                with suppress(ValueError):  # it has lived on without it
+                    engine.call("unload_adapter", name)
             for name, folder in self._added.items():
                 try:
                     engine.call("load_adapter", name, folder, True)
@@ -409,9 +484,9 @@ class Router:
             ticket.end(Finish.ERROR, self.why)
 
 
-def _pause(number: int) -> float:
+def _pause(number: int, longest: float) -> float:
     """Seconds before the start after `number` bad ones in a row."""
-    return 0.0 if number <= 0 else min(PAUSE * 2 ** (number - 1), MAX_PAUSE)
+    return 0.0 if number <= 0 else min(PAUSE * 2 ** min(number - 1, 10), longest)
 
 
 Served: TypeAlias = Engine | EmbeddingEngine | Router  # what the HTTP server serves

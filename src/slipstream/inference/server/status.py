@@ -37,25 +37,29 @@ class OnlyModel:
         return [model, *(adapter_of(model, name) for name in self.engine.adapters)]
 
     def health(self) -> HealthBody:
-        states = [one.state.value for one in self.engine.engines] if isinstance(self.engine, Router) else []
-        body: HealthBody = {"status": "ok" if not states or "ready" in states else "starting"}
+        body: HealthBody = {"status": "ok"}
+        if isinstance(self.engine, Router):
+            if not self.engine.ready:
+                body["status"] = "starting"
+            if states := [one.state.value for one in self.engine.engines if not one.address]:
+                body["replicas"] = states
+            if engines := {one.address: one.state.value for one in self.engine.engines if one.address}:
+                body["engines"] = engines
         if not self.engine.healthy:
             body["status"] = "failed"
-        if states:
-            body["replicas"] = states
         return body
 
     async def figures(self) -> list[ModelFigures]:
         if not isinstance(self.engine, Router):
             return [ModelFigures("", self.engine.stats())]
         replicas = await asyncio.to_thread(replicas_of, self.engine)
-        return [ModelFigures("", total([one.stats for one in replicas]), replicas)]
+        return [ModelFigures("", total([one.stats for one in replicas if one.stats is not None]), replicas)]
 
 
 def replicas_of(router: Router) -> list[Replica]:
     """Waits for what the engines say."""
-    pairs = zip(router.engines, router.each(), strict=True)
-    return [Replica(engine.state.value == "ready", engine.starts, stats) for engine, stats in pairs]
+    each = enumerate(zip(router.engines, router.each(), strict=True))
+    return [Replica(one.address or str(index), one.state.value == "ready", one.starts, stats) for index, (one, stats) in each]
 
 
 async def models(front: Front, request: Request) -> Response:

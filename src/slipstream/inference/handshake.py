@@ -1,0 +1,57 @@
+"""The two ends of a connection between hosts show each other that they know one secret, before either parses anything.
+
+    engine -> server    GREETING, a nonce of 32 bytes
+    server -> engine    a nonce of 32 bytes, HMAC(secret, "server", both nonces)
+    engine -> server    HMAC(secret, "engine", both nonces), or 32 zeros: refused
+
+All lengths are fixed. What follows (`wire`) is neither encrypted nor authenticated: the network, or a tunnel, has to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+
+GREETING = b"slipstream engine 1\n"
+SIZE = 32  # bytes of a nonce, and of an HMAC with SHA-256
+TIME = 5.0  # seconds for all of it
+_REFUSED = bytes(SIZE)
+
+
+def admit(connection: socket.socket, secret: bytes) -> bool:
+    """The engine's end. Returns whether the other one knows the secret; raises OSError if it does not say."""
+    deadline, ours = time.monotonic() + TIME, secrets.token_bytes(SIZE)
+    connection.settimeout(TIME)
+    connection.sendall(GREETING + ours)
+    theirs, proof = _receive(connection, SIZE, deadline), _receive(connection, SIZE, deadline)
+    known = hmac.compare_digest(proof, _proof(secret, b"server", ours, theirs))
+    connection.sendall(_proof(secret, b"engine", ours, theirs) if known else _REFUSED)
+    return known
+
+
+def enter(connection: socket.socket, secret: bytes) -> None:
+    """The server's end. Raises ValueError if the secrets differ, OSError if the other end is no engine or does not answer."""
+    deadline, ours = time.monotonic() + TIME, secrets.token_bytes(SIZE)
+    if _receive(connection, len(GREETING), deadline) != GREETING:
+        raise OSError("what listens there is no engine of this version")
+    theirs = _receive(connection, SIZE, deadline)
+    connection.sendall(ours + _proof(secret, b"server", theirs, ours))
+    if not hmac.compare_digest(_receive(connection, SIZE, deadline), _proof(secret, b"engine", theirs, ours)):
+        raise ValueError("the engine has another secret; give both the same --engine-secret-file or SLIPSTREAM_ENGINE_SECRET")
+
+
+def _proof(secret: bytes, role: bytes, engines: bytes, servers: bytes) -> bytes:
+    return hmac.digest(secret, role + engines + servers, hashlib.sha256)
+
+
+def _receive(connection: socket.socket, num: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < num:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        if not (part := connection.recv(num - len(received))):
+            raise ConnectionError("the other end has closed the connection")
+        received += part
+    return received
