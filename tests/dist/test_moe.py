@@ -1231,11 +1231,12 @@ def test_what_an_engine_left_is_not_split_again() -> None:
 
 
 class Mixed(nn.Module):
-    """A layer whose experts can be split, beside one that has a list of them."""
+    """A layer whose experts can be split, beside one whose list of experts cannot."""
 
     def __init__(self, *, both: bool = True) -> None:
         super().__init__()
         self.plain = Choice("experts")
+        self.plain.experts[1] = nn.Linear(8, 8, bias=False)
         self.moe = MoE(8, None, EXPERTS, k=1, expert_size=8) if both else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1243,7 +1244,7 @@ class Mixed(nn.Module):
         return (self.moe(h)[0] if isinstance(self.moe, MoE) else h).square().mean()
 
 
-WHOLE = r"the experts of 'plain' \(Choice\) are no stack of transformers' or slipstream.moe's, and cannot be split"
+WHOLE = r"the experts of 'plain' \(Choice\) do not have parameters of the same names and shapes, and cannot be split"
 
 
 @distributed(world_size=2)

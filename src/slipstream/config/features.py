@@ -52,7 +52,8 @@ class TensorParallel(Block):
     replace_with_kernel_inject: bool = no_effect(False, "modules are not replaced")
 
 
-_BY_MODEL = "a model's experts are found by their class, and computed by grouped products"
+_BY_MODEL = "a model's experts are found by their class or by the name of their list, and its own router decides"
+_BY_COUNTS = "experts of a stack are computed by grouped products, those of a list by their own code"
 _BY_EXCHANGE = "the transport of the ranks decides how tokens travel; counts are exact, without a buffer of a fixed size"
 
 
@@ -75,8 +76,8 @@ class ExpertParallel(Block):
     preset_model: str | None = no_effect(None, _BY_MODEL)
     moe_layer_pattern: str | None = honored(
         None,
-        "Regular expression of the names of layers whose experts are split. One whose experts cannot be split is refused; null: it "
-        "is named in a warning.",
+        "Regular expression of the names of layers whose lists of experts are split. One whose experts cannot be split is refused; "
+        "null: layers of all lists that are named so, and one that cannot be split is named in a warning.",
         "test_experts_that_stay_whole_are_named",
     )
     expert_pattern: str | None = honored(
@@ -85,8 +86,8 @@ class ExpertParallel(Block):
         "test_experts_that_stay_whole_are_named",
     )
     router_pattern: str | None = no_effect(None, _BY_MODEL)
-    use_grouped_mm: bool = no_effect(True, _BY_MODEL)
-    disable_triton_grouped_mm: bool = no_effect(False, _BY_MODEL)
+    use_grouped_mm: bool = no_effect(True, _BY_COUNTS)
+    disable_triton_grouped_mm: bool = no_effect(False, _BY_COUNTS)
     route_norm: bool | None = honored(
         None, f"Whether a token's weights add up to 1; null: {_ROUTERS}", "test_router_settings_of_the_config"
     )
@@ -94,9 +95,9 @@ class ExpertParallel(Block):
     score_apply: Literal["auto", "pre", "post"] = honored(
         "auto", f"Where weights apply: to outputs (post). {_FIXED}", "test_router_settings_of_the_config"
     )
-    combine_impl: str = no_effect("auto", _BY_MODEL)
-    row_weighting_impl: str = no_effect("auto", _BY_MODEL)
-    gate_up_impl: str = no_effect("separate", _BY_MODEL)
+    combine_impl: str = no_effect("auto", _BY_COUNTS)
+    row_weighting_impl: str = no_effect("auto", _BY_COUNTS)
+    gate_up_impl: str = no_effect("separate", _BY_COUNTS)
     comm_backend: str = no_effect("comm", _BY_EXCHANGE)
     comm_num_sm: Size = no_effect(12, _BY_EXCHANGE)
     comm_qp_margin: Size = no_effect(4, _BY_EXCHANGE)

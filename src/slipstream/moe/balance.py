@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.moe.huggingface import ForeignExperts
 from slipstream.moe.layer import MoE
+from slipstream.moe.listed import ListedExperts
 from slipstream.moe.load import LoadMeter, Sum, entry, meters, sum_loads
 
 Move = Callable[[Tensor], object]  # takes signs [num_experts]: 1 raises an expert's bias by a step
@@ -58,7 +59,7 @@ def _biases(model: nn.Module) -> Iterator[tuple[LoadMeter, Move]]:
     for module in model.modules():
         if isinstance(module, MoE) and module.balance is not None:
             yield module.meter, partial(_move, module.balance)
-        elif isinstance(module, ForeignExperts) and module.bias is not None:
+        elif isinstance(module, ForeignExperts | ListedExperts) and module.bias is not None:
             yield module.meter, module.bias.move
 
 

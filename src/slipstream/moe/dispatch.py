@@ -50,25 +50,34 @@ def run_experts(
     """
     order, counts = sort_routes(experts, kept, num_experts)
     rows = _Spread.apply(x, order, experts.shape[1])
+    return _Combine.apply(compute_sorted(rows, counts, num_experts, compute, exchange, meanwhile), weights, order)
+
+
+def compute_sorted(
+    rows: Tensor, counts: list[int], num_experts: int, compute: Compute, exchange: Exchange | None, meanwhile: Meanwhile = ()
+) -> Tensor:
+    """What the experts compute of rows that are sorted by expert, in their order. Collective over the exchange.
+
+    counts: rows of each expert of the whole layer; the others as in `run_experts`.
+    """
     going, coming = meanwhile[:1], meanwhile[1:]
-    if exchange is None or exchange.size == 1 or without_values(experts):
+    if exchange is None or exchange.size == 1 or without_values(rows):
         if exchange is not None and exchange.size > 1:  # as many rows on each rank
             counts = even_shares(len(rows), num_experts // exchange.size)
         _run(going)
         rows = compute(rows, counts)
         _run(coming)
-        return _Combine.apply(rows, weights, order)
+        return rows
     own = num_experts // exchange.size
-    received = exchange.all_to_all(torch.tensor(counts, device=x.device), [own] * exchange.size, [own] * exchange.size)
+    received = exchange.all_to_all(torch.tensor(counts, device=rows.device), [own] * exchange.size, [own] * exchange.size)
     table = received.view(exchange.size, own).tolist()  # [source][expert]
     send = [sum(counts[rank * own : (rank + 1) * own]) for rank in range(exchange.size)]
     receive = [sum(row) for row in table]
     rows = _cross(rows, exchange, send, receive, going)
-    by_expert = _by_expert(table).to(x.device)
+    by_expert = _by_expert(table).to(rows.device)
     rows = _Reorder.apply(rows, by_expert)
     rows = compute(rows, [sum(column) for column in zip(*table, strict=True)])
-    rows = _cross(_Reorder.apply(rows, _inverse(by_expert)), exchange, receive, send, coming)
-    return _Combine.apply(rows, weights, order)
+    return _cross(_Reorder.apply(rows, _inverse(by_expert)), exchange, receive, send, coming)
 
 
 def _cross(rows: Tensor, exchange: Exchange, send: list[int], receive: list[int], meanwhile: Meanwhile) -> Tensor:

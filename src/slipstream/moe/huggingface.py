@@ -36,7 +36,12 @@ def adopt(module: Any) -> None:
         for param in module.parameters():
             if len(param) == module.num_experts:  # not an adapter's
                 mark_stack(param)
-        module.__class__ = _before(ForeignExperts, type(module))
+        put_before(module, ForeignExperts)
+
+
+def put_before(module: nn.Module, ours: type) -> None:
+    """Put our class before that of a module, in place."""
+    module.__class__ = _before(ours, type(module))
 
 
 _CLASSES: dict[tuple[type, type], type] = {}
@@ -63,7 +68,7 @@ def run_shared_ahead(experts: Any, layer: nn.Module) -> None:
     if not any(parts_of(param) for param in shared.parameters()):  # slices need the shape in which the layer calls them
         experts.ahead = Ahead(shared)
         vars(shared).update(ahead=experts.ahead)
-        shared.__class__ = _before(ForeignShared, type(shared))
+        put_before(shared, ForeignShared)
 
 
 class Ahead:

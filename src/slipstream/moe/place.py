@@ -21,10 +21,11 @@ from torch import nn
 from slipstream.config.plan import ExpertPlan
 from slipstream.moe.huggingface import adopt, is_foreign, run_shared_ahead
 from slipstream.moe.layer import Experts, mark_experts
+from slipstream.moe.listed import ListedExperts, adopt_list, why_whole
 from slipstream.moe.routers import set_routers
 from slipstream.parallel.exchange import Exchange
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
-from slipstream.zero.leaves import is_quantized, mark_part, parts_of
+from slipstream.zero.leaves import Part, Ranges, cuts_of, is_quantized, mark_part, parts_of, take
 from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import expert_lists
 
@@ -37,18 +38,31 @@ class _RoutedLayer(NamedTuple):
     """The experts of one layer."""
 
     name: str
-    module: Any  # Experts, or transformers' with the same attributes
+    module: Any  # Experts, or transformers', or a list, with the same attributes
     size: int  # ranks over which they are split
 
+    @property
+    def slices(self) -> int:
+        """Of each expert, over the tp ranks."""
+        return max((part.split.size for param in self.module.parameters() for part in _over_tp(param)), default=1)
+
+    @property
+    def split(self) -> Split:
+        return Split("ep", self.size, slices=self.slices)
+
     def differs(self) -> Differs:
-        """The key of the family of their parameters."""
-        others = {part.split for param in self.module.parameters() for part in parts_of(param) if part.split.axis != "ep"}
-        return tuple(sorted({*others, Split("ep", self.size)}))
+        """The key of the family of their parameters, of the sliced ones if there are such."""
+        keys = [tuple(sorted({*(part.split for part in _over_tp(param)), self.split})) for param in self.module.parameters()]
+        return max(keys, key=lambda key: max((split.size for split in key if split.axis == "tp"), default=0))
 
     @property
     def is_sliced(self) -> bool:
-        """Whether tp ranks have slices of the experts."""
-        return any(split.axis == "tp" for split in self.differs())
+        """Whether tp ranks have slices of the experts, or the sums that follow these."""
+        return any(_over_tp(param) for param in self.module.parameters())
+
+
+def _over_tp(param: nn.Parameter) -> list[Part]:
+    return [part for part in parts_of(param) if part.split.axis == "tp"]
 
 
 class ExpertRanks:
@@ -91,7 +105,7 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
     done: set[int] = set()
     placed = []
     for layer in layers:
-        axis = mesh.families[layer.differs()].parts_of(Split("ep", layer.size))
+        axis = mesh.families[layer.differs()].parts_of(layer.split)
         _cut(layer, axis, done)
         run_shared_ahead(layer.module, model.get_submodule(layer.name.rpartition(".")[0]))
         placed.append((layer, axis))
@@ -102,11 +116,12 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
 def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequence[_RoutedLayer]) -> None:
     """Name experts that stay whole on every rank: in an error if there are no others, or if the config's pattern means them."""
     known = {layer.name.rpartition(".")[0] for layer in layers}
-    whole = next((name for name in _described(model, plan) if name not in known), None)
+    whole = next((name for name in _described(model, plan) if name.rpartition(".")[0] not in known), None)
     remedy = "use slipstream.moe.MoE in its place, or drop the block expert_parallel, and each rank has all of them"
     if whole is not None:
-        kind = type(model.get_submodule(whole)).__name__
-        text = f"the experts of {whole!r} ({kind}) are no stack of transformers' or slipstream.moe's, and cannot be split"
+        layer = whole.rpartition(".")[0]
+        kind = type(model.get_submodule(layer)).__name__
+        text = f"the experts of {layer!r} ({kind}) {why_whole(model, whole)}, and cannot be split"
         if plan.layer_pattern is not None or not layers:
             raise ValueError(f"expert_parallel.autoep_size is {plan.size}, and {text}: {remedy}")
         if mesh.is_first:
@@ -115,23 +130,25 @@ def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequenc
         pattern = "" if plan.layer_pattern is None else f", and none is named by moe_layer_pattern {plan.layer_pattern!r}"
         raise ValueError(
             f"expert_parallel.autoep_size is {plan.size}, and {type(model).__name__} has no layers of experts "
-            f"(slipstream.moe.MoE, or transformers' experts){pattern}: drop the key"
+            f"(slipstream.moe.MoE, transformers' experts, or a list of modules that is named experts){pattern}: drop the key"
         )
 
 
 def _described(model: nn.Module, plan: ExpertPlan) -> list[str]:
-    """The layers that the config's patterns name, or else those that have a list of experts."""
+    """The experts that the config's patterns name, or else all lists of experts."""
     if plan.layer_pattern is None:
-        return [name.rpartition(".")[0] for name in expert_lists(model)]
+        return expert_lists(model)
     try:
         layer, experts = re.compile(plan.layer_pattern), re.compile(plan.expert_pattern or "experts")
     except re.error as error:
         key = "expert_pattern" if error.pattern == plan.expert_pattern else "moe_layer_pattern"
         raise ValueError(f"expert_parallel.{key} {error.pattern!r} is no regular expression: {error}") from error
     return [
-        name
+        f"{name}.{child}".lstrip(".")
         for name, module in model.named_modules()
-        if layer.search(name) and any(experts.fullmatch(child) for child, _ in module.named_children())
+        if layer.search(name)
+        for child, _ in module.named_children()
+        if experts.fullmatch(child)
     ]
 
 
@@ -163,6 +180,10 @@ def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_RoutedLayer]:
         elif is_foreign(module):
             adopt(module)
             yield _RoutedLayer(name, module, plan.size)
+    lists = sorted(_described(model, plan), key=lambda name: "shared" in name.rpartition(".")[2])  # of a layer, the routed one
+    for name in lists if plan.size > 1 else ():
+        if not why_whole(model, name):
+            yield _RoutedLayer(name, adopt_list(model, name), plan.size)
 
 
 def _check(layer: _RoutedLayer, mesh: Mesh) -> None:
@@ -177,7 +198,7 @@ def _check(layer: _RoutedLayer, mesh: Mesh) -> None:
     for name, param in layer.module.named_parameters():
         if is_quantized(param):
             raise ValueError(f"parameter '{layer.name}.{name}' is quantized; quantized experts cannot be split: use ep_size 1")
-        if param.shape[0] != num:
+        if not isinstance(layer.module, ListedExperts) and param.shape[0] != num:
             raise ValueError(
                 f"parameter '{layer.name}.{name}' of shape {tuple(param.shape)} is not a stack of {num} experts; use ep_size 1"
             )
@@ -186,12 +207,35 @@ def _check(layer: _RoutedLayer, mesh: Mesh) -> None:
 def _cut(layer: _RoutedLayer, axis: Axis, done: set[int]) -> None:
     own = layer.module.num_experts // axis.size
     first = own * axis.index
-    for param in layer.module.parameters():
+    experts = range(first, first + own)
+    if isinstance(layer.module, ListedExperts):
+        layer.module.owned = experts
+    deal = _deal_list if isinstance(layer.module, ListedExperts) else _deal_stack
+    for param, dim, ranges in deal(layer.module, experts):
         if id(param) in done:
             continue
         done.add(id(param))
         keep_source(param)
+        length = param.shape[dim]
         with torch.no_grad():
-            param.data = param.data[first : first + own].clone()
+            param.data = take(param.data, dim, ranges)
         param.grad = None
-        mark_part(param, "ep", axis.size, whole=layer.module.num_experts, ranges=((first, first + own),))
+        mark_part(param, "ep", axis.size, dim, whole=length, ranges=ranges, slices=layer.slices)
+
+
+_Dealt = Iterator[tuple[nn.Parameter, int, Ranges]]  # a parameter, the dimension that is cut, and what of it a rank keeps
+
+
+def _deal_stack(stack: nn.Module, experts: range) -> _Dealt:
+    for param in stack.parameters():
+        yield param, 0, ((experts.start, experts.stop),)
+
+
+def _deal_list(experts: nn.Module, own: range) -> _Dealt:
+    """All of an expert's parameter, or nothing, along a dimension that slices leave whole; without one, each rank keeps it."""
+    for place, expert in enumerate(experts.children()):
+        for param in expert.parameters():
+            sliced = {part.dim for part in cuts_of(param)}
+            dim = next((dim for dim in range(param.dim()) if dim not in sliced), None)
+            if dim is not None:
+                yield param, dim, ((0, param.shape[dim] if place in own else 0),)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import ExpertPlan
-from slipstream.moe.layer import MoE, check_choice
+from slipstream.moe.layer import Experts, MoE, check_choice
 
 
 class _Setting(NamedTuple):
@@ -63,7 +63,7 @@ def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: Exper
         layer = model.get_submodule(name.rpartition(".")[0])
         if isinstance(layer, MoE):
             _set_ours(name, layer, values, plan.balance_rate)
-        elif hasattr(experts, "has_gate"):  # transformers'
+        elif not isinstance(experts, Experts):  # transformers', or a list
             _set_theirs(name, layer, experts, values, config)
             _balance(name, layer, experts, plan.balance_rate)
         else:

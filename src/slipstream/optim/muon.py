@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from slipstream.optim.loop import step_by_rule, step_each
 from slipstream.optim.rules import adamw
-from slipstream.zero.leaves import is_stack
+from slipstream.zero.leaves import is_stack, whole_shape
 
 # The quintic with the steepest slope at zero (Jordan 2024): singular values converge to about [0.7, 1.2], not to 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -213,7 +213,8 @@ def _is_hidden_matrix(name: str, param: Tensor) -> bool:
     lowered = name.lower()
     if "embed" in lowered or "lm_head" in lowered or _EMBEDDING_MODULES & set(lowered.split(".")):
         return False
-    return param.ndim - is_stack(param) >= 2 and min(as_matrices(param).shape[-2:]) > 1
+    shape = whole_shape(param)
+    return len(shape) - is_stack(param) >= 2 and min(shape[-2:] if len(shape) <= 3 else (shape[0], math.prod(shape[1:]))) > 1
 
 
 # Embeddings whose names lack "embed": GPT-2's tokens and positions, T5's tokens.

@@ -44,11 +44,15 @@ class Axis:
 
 
 class Split(NamedTuple):
-    """An axis over which the parts of a parameter differ, and their number. On `pp`: one part, on the stages `stages`."""
+    """An axis over which the parts of a parameter differ, and their number. On `pp`: one part, on the stages `stages`.
+
+    slices  on `ep`: of the experts, over tp. The ranks of each slice are dealt the parts, also of a parameter that is not sliced
+    """
 
     axis: str
     size: int
     stages: tuple[int, ...] = ()
+    slices: int = 1
 
 
 Differs = tuple[Split, ...]
@@ -186,7 +190,7 @@ class Mesh:
                     "slipstream.local_steps lets train on their own; drop one of the two"
                 )
             parts.append(self.groups.axis(split.axis, wholes))
-        is_equal = not any(split.axis in ("tp", "ep") for split in splits)
+        is_equal = not any(split.axis == "tp" or (split.axis == "ep" and split.slices == 1) for split in splits)
         weight = 1.0 / self.tp.size if is_equal else 1.0
         return Family(splits, tuple(parts), both, *self._copies(splits, list(cells.values())), weight)
 
@@ -212,8 +216,11 @@ class Mesh:
                         f"parameters are split over ep by {count}, which does not divide the data-parallel size ({len(ranks)}); "
                         f"use ep {nearest_divisor(len(ranks), count)}"
                     )
-                for n, rank in enumerate(ranks):
-                    part = {"pp": 0, "tp": self.places[rank].tp * count // axis_size, "ep": n % count}[split.axis]
+                dealt = [0] * axis_size  # ranks of each slice
+                for rank in ranks:
+                    piece = self.places[rank].tp * split.slices // axis_size
+                    part = {"pp": 0, "tp": self.places[rank].tp * count // axis_size, "ep": dealt[piece] % count}[split.axis]
+                    dealt[piece] += 1
                     finer.setdefault((*key, part), []).append(rank)
             cells = finer
         back = [0, *(1 + order.index(i) for i in range(len(splits)))]

@@ -112,7 +112,10 @@ class Reducer:
         """Start a backward in which gradients of `units` may land."""
         self.order = [unit for unit in reversed(units) if unit.trainable and unit.placement.grads]
         with torch._C.DisableTorchFunctionSubclass():
-            self.missing = {unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad} for unit in self.order}
+            self.missing = {  # a part without elements is another rank's expert
+                unit.index: {i for i, param in enumerate(unit.params) if param.requires_grad and param.numel()}
+                for unit in self.order
+            }
         self.expected = {index: len(params) for index, params in self.missing.items()}
         self.complete.clear()
         self.launched = 0

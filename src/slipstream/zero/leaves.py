@@ -43,9 +43,21 @@ class Part(NamedTuple):
         length = self.numel // self.split.size
         return self.ranges or ((index * length, (index + 1) * length),)
 
+    @property
+    def is_dealt(self) -> bool:
+        """Whether one rank has all of the whole, and the others nothing (the experts of a list)."""
+        return self.ranges in (((0, self.numel),), ((0, 0),))
+
 
 def mark_part(
-    param: nn.Parameter, axis: str, size: int, dim: int = 0, *, whole: int | None = None, ranges: Ranges | None = None
+    param: nn.Parameter,
+    axis: str,
+    size: int,
+    dim: int = 0,
+    *,
+    whole: int | None = None,
+    ranges: Ranges | None = None,
+    slices: int = 1,
 ) -> None:
     """Mark a parameter as a part of a whole, before `initialize`. A parameter may be marked once for each axis.
 
@@ -55,6 +67,7 @@ def mark_part(
     dim     the dimension that is split
     whole   the length of this dimension in the whole; default: size times that of the parameter
     ranges  this rank's [start, stop) in the whole, in the order of the parameter; default: equal consecutive ranges by index
+    slices  of the experts that ep ranks have, over tp (`world.mesh.Split`)
 
     Raises ValueError if these do not fit the parameter.
     """
@@ -70,7 +83,7 @@ def mark_part(
         )
     if size > 1 or axis == "tp":
         others = [part for part in parts_of(param) if part.split.axis != axis]
-        setattr(param, _PARTS, (*others, Part(Split(axis, size), dim, numel, ranges)))
+        setattr(param, _PARTS, (*others, Part(Split(axis, size, slices=slices), dim, numel, ranges)))
 
 
 def mark_stack(param: nn.Parameter) -> None:
@@ -134,8 +147,8 @@ def cuts_of(param: Tensor) -> tuple[Part, ...]:
 
 
 def cuts_of_tensors(param: Tensor) -> tuple[Part, ...]:
-    """Its cuts, without that which deals the tensors of a stack: each of these is whole, or cut by the others."""
-    return tuple(part for part in cuts_of(param) if not (part.dim == 0 and is_stack(param)))
+    """Its cuts, without that which deals tensors, those of a stack or whole ones: each of these is whole, or cut by the others."""
+    return tuple(part for part in cuts_of(param) if not (part.is_dealt or (part.dim == 0 and is_stack(param))))
 
 
 def whole_shape(param: Tensor, own: Sequence[int] | None = None) -> tuple[int, ...]:

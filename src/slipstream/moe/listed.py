@@ -1,0 +1,367 @@
+"""Experts that are the modules of a list: each rank keeps some of them, and the layer that calls them keeps its code.
+
+Older models of transformers, models with code of their own and users' layers call the experts of an `nn.ModuleList` (or
+`ModuleDict`) with rows of tokens, in an order and by routes that only their code knows. So the layer's forward runs twice:
+
+noting  an expert notes the rows that it is called with, and returns zeros. Then all rows travel to the ranks that have their
+        experts, are computed, and come back
+giving  an expert returns what was computed of the rows of the same call
+
+Rows keep the graph of the first run, outputs have that of the second. A module of the layer that is called with the same tensors in
+both runs (the router, a shared expert) computes in the first one only. Random numbers that the layer draws are the same in both.
+
+An expert must treat each row by itself, as one that gets tokens in no certain order has to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from slipstream.moe.dispatch import compute_sorted
+from slipstream.moe.grouped import is_autocast
+from slipstream.moe.huggingface import put_before
+from slipstream.moe.load import LoadMeter
+from slipstream.moe.routers import RouterBias
+from slipstream.parallel.exchange import Exchange, even_shares, gather_from, scatter_to, without_values
+from slipstream.zero.hooks import eager, tensors_in
+from slipstream.zero.leaves import identity
+
+Answer = Callable[[int, Tensor], Tensor]  # of an expert, by its place in the list, to [..., d]
+Forward = Callable[..., Any]
+
+
+def why_whole(model: nn.Module, name: str) -> str:
+    """Why the experts of the list of this name cannot be split; "" if they can."""
+    experts = model.get_submodule(name)
+    if not isinstance(experts, nn.ModuleList | nn.ModuleDict):
+        return f"are a {type(experts).__name__}, and no list of modules or stack of transformers' or slipstream.moe's"
+    modules = list(experts.children())
+    forms = [{key: (param.shape, param.dtype) for key, param in module.named_parameters()} for module in modules]
+    params = [id(param) for module in modules for param in module.parameters()]
+    if len(modules) < len(experts) or len(set(params)) < len(params):
+        return "share modules or parameters"
+    if not params or any(form != forms[0] for form in forms):
+        return "do not have parameters of the same names and shapes"
+    if any(buffer in module.state_dict() for module in modules for buffer, _ in module.named_buffers()):
+        return "have buffers that a checkpoint has"
+    layer = _layer_of(model, name)
+    if layer is model:
+        return "are called by the model itself, not by a layer of it"
+    return "are the second list of their layer" if isinstance(layer, ListedLayer) and layer.listed is not experts else ""
+
+
+def _layer_of(model: nn.Module, name: str) -> nn.Module:
+    """The module whose forward calls the experts: the list itself, if it has one, or the module that has the list."""
+    experts = model.get_submodule(name)
+    return experts if type(experts).forward is not nn.Module.forward else model.get_submodule(name.rpartition(".")[0])
+
+
+def adopt_list(model: nn.Module, name: str) -> Any:
+    """Let the layer that has a list of experts run as this module says. Returns the list, which is a `ListedExperts` then."""
+    experts: Any = model.get_submodule(name)
+    if isinstance(experts, ListedExperts):
+        return experts
+    layer = _layer_of(model, name)
+    modules = list(experts.children())
+    for place, module in enumerate(modules):
+        vars(module).update(among=experts, place=place)
+        put_before(module, ListedExpert)
+    attributes = {"exchange": None, "tokens": None, "bias": None, "answer": None, "owned": range(len(modules))}
+    vars(experts).update(attributes, num_experts=len(modules), meter=LoadMeter(len(modules)))
+    if layer is not experts:
+        vars(layer).update(listed=experts)
+        put_before(layer, ListedLayer)
+    put_before(experts, ListedExperts)
+    return experts
+
+
+class ListedExpert(nn.Module):
+    """Before the class of an expert."""
+
+    among: Any  # the list; not one of its modules
+    place: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        experts: ListedExperts = self.among
+        if experts.answer is not None:
+            if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+                raise ValueError(
+                    f"an expert ({type(self).__name__}) is called with {len(args)} arguments and {sorted(kwargs)}, and experts "
+                    "that are split over ranks take one tensor, rows of tokens: give it no others, or use autoep_size 1"
+                )
+            return experts.answer(self.place, args[0])
+        if self.place in experts.owned:
+            return super().forward(*args, **kwargs)
+        if experts.is_apart and not any(map(without_values, tensors_in(args))):
+            raise RuntimeError(
+                f"expert {self.place} ({type(self).__name__}), which another rank has, is called outside of the forward of the "
+                "layer that has the experts: call it there, or use autoep_size 1"
+            )
+        return experts.expert(experts.owned[self.place % len(experts.owned)])(*args, **kwargs)  # a dry run: one like it
+
+
+class ListedExperts(nn.Module):
+    """Before the class of a list of experts. `forward` is that of a list with one of its own.
+
+    owned     the experts that this rank has
+    exchange  over the ranks that have the others, and `tokens` over the ranks of a replica, which share its tokens
+    answer    what a call of an expert returns; None: it computes
+    """
+
+    num_experts: int
+    owned: range
+    exchange: Exchange | None
+    tokens: Exchange | None
+    meter: LoadMeter
+    bias: RouterBias | None
+    answer: Answer | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, self, super().forward, args, kwargs)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether other ranks have some of the experts."""
+        return self.exchange is not None and self.exchange.size > 1
+
+    def expert(self, place: int) -> nn.Module:
+        return next(itertools.islice(self.children(), place, None))
+
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """This rank's experts, each of its rows; those without rows too: their gradients are zeros."""
+        outs = [self.expert(place)(part) for place, part in zip(self.owned, rows.split(list(counts)), strict=True)]
+        for out in outs:
+            if not isinstance(out, Tensor) or out.shape[1:] != rows.shape[1:]:
+                form = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+                raise ValueError(
+                    f"an expert ({type(self.expert(0)).__name__}) returns {form} for {rows.shape[1]} features: experts that are "
+                    "split over ranks return one tensor with as many features as they are given"
+                )
+        return torch.cat(outs)
+
+    @contextmanager
+    def answering(self, answer: Answer) -> Iterator[None]:
+        """Inside, calls of experts return what `answer` says."""
+        self.answer = answer
+        try:
+            yield
+        finally:
+            self.answer = None
+
+
+class ListedLayer(nn.Module):
+    """Before the class of a layer that has a list of experts."""
+
+    listed: Any  # the list, which is one of its modules under its own name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, self.listed, super().forward, args, kwargs)
+
+
+@eager
+def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, kwargs: Any) -> Any:
+    """The forward of a layer of experts. Collective over their ranks if some are on others."""
+    inputs = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+    if not experts.is_apart or not inputs or without_values(inputs[0]):
+        return forward(*args, **kwargs)
+    versions, draws = [x._version for x in inputs], _Draws(inputs[0].device)
+    calls: list[_Asked] = []
+    others = _Others(layer, experts, draws)
+    first = draws.now()
+    with others.watched(others.compute), experts.answering(partial(_note, calls)):
+        forward(*args, **kwargs)
+    if [x._version for x in inputs] != versions:
+        raise ValueError(
+            f"{type(layer).__name__} changes its input in place, and its forward runs twice if its experts are split over ranks: "
+            "let it change a copy, or use autoep_size 1"
+        )
+    has_drawn = draws.have_moved(first)
+    rows = _computed(experts, calls, inputs[0])
+    last = draws.now()
+    if has_drawn:
+        draws.go(first)
+    due = deque(zip(calls, rows.split([call.num_rows for call in calls]), strict=True))
+    with others.watched(others.repeat), experts.answering(partial(_give, layer, due)):
+        output = forward(*args, **kwargs)
+    if due:
+        raise _differs(layer, f"called expert {due[0][0].place}", "did not")
+    if has_drawn:
+        draws.go(last)
+    if len(rows):
+        return output
+    own = {id(param) for param in experts.parameters()}
+    return _tied(output, [rows, *inputs, *(param for param in layer.parameters() if id(param) not in own)])
+
+
+class _Asked(NamedTuple):
+    place: int
+    x: Tensor  # [..., d]
+
+    @property
+    def num_rows(self) -> int:
+        return self.x.numel() // self.x.shape[-1]
+
+
+def _note(calls: list[_Asked], place: int, x: Tensor) -> Tensor:
+    calls.append(_Asked(place, x))
+    dtype = torch.get_autocast_dtype(x.device.type) if is_autocast(x.device) else x.dtype
+    return torch.zeros_like(x, dtype=dtype, requires_grad=False)
+
+
+def _give(layer: nn.Module, due: deque[tuple[_Asked, Tensor]], place: int, x: Tensor) -> Tensor:
+    if not due:
+        raise _differs(layer, "called no other expert", f"called expert {place}")
+    call, rows = due.popleft()
+    if (call.place, call.x.shape) != (place, x.shape):
+        raise _differs(
+            layer, f"called expert {call.place} with {tuple(call.x.shape)}", f"called expert {place} with {tuple(x.shape)}"
+        )
+    return rows.view(x.shape)
+
+
+def _differs(layer: nn.Module, first: str, second: str) -> RuntimeError:
+    return RuntimeError(
+        f"the forward of {type(layer).__name__}, which runs twice because its experts are split over ranks, {first} in its first "
+        f"run and {second} in its second: let its calls depend on its inputs alone, or use autoep_size 1"
+    )
+
+
+def _computed(experts: ListedExperts, calls: Sequence[_Asked], like: Tensor) -> Tensor:
+    """What the experts compute of the rows of all calls, in the order of the calls. Collective."""
+    order = sorted(range(len(calls)), key=lambda i: calls[i].place)
+    lengths = [calls[i].num_rows for i in order]
+    counts = [0] * experts.num_experts
+    for i, length in zip(order, lengths, strict=True):
+        counts[calls[i].place] += length
+    parts = [calls[i].x.reshape(-1, calls[i].x.shape[-1]) for i in order]
+    rows = torch.cat(parts) if parts else like.reshape(-1, like.shape[-1])[:0]
+    if torch.is_grad_enabled() and not rows.requires_grad:
+        rows.requires_grad_()  # the backward is collective, too
+    if experts.training and torch.is_grad_enabled():
+        experts.meter.record(torch.tensor(counts, device=rows.device), rows[:0], rows[:0])
+    rows = _sent(experts, rows, counts)
+    ends = dict(zip(order, itertools.accumulate(lengths), strict=True))
+    back = [rows[ends[i] - calls[i].num_rows : ends[i]] for i in range(len(calls))]
+    return rows if order == sorted(order) else torch.cat(back)
+
+
+def _sent(experts: ListedExperts, rows: Tensor, counts: list[int]) -> Tensor:
+    """[rows, d]: what the experts compute of rows that are sorted by expert. Collective."""
+    if experts.tokens is None:
+        return compute_sorted(rows, counts, experts.num_experts, experts.compute, experts.exchange)
+    shares = even_shares(len(rows), experts.tokens.size)
+    start = sum(shares[: experts.tokens.index])
+    stop = start + shares[experts.tokens.index]
+    ends = itertools.accumulate(counts, initial=0)
+    own = [max(0, min(high, stop) - max(low, start)) for low, high in itertools.pairwise(ends)]
+    alike: AbstractContextManager[Any] = nullcontext()
+    if any("Dropout" in type(module).__name__ for module in experts.modules()):
+        alike = torch.random.fork_rng([rows.device] if rows.is_cuda else [])  # ranks draw for other numbers of rows
+    share = scatter_to(rows, experts.tokens, 0, shares)
+    with alike:
+        share = compute_sorted(share, own, experts.num_experts, experts.compute, experts.exchange)
+    return gather_from(share, experts.tokens, 0, shares)
+
+
+def _tied(output: Any, sources: Sequence[Tensor]) -> Any:
+    """The output of a layer without tokens, whose backward reaches the sources all the same, with zeros.
+
+    Other ranks' gradients of their rows come here, and they wait for this rank's share of the gradients of the layer.
+    """
+    leaves, form = pytree.tree_flatten(output)
+    i = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    for source in sources:
+        leaves[i] = leaves[i] + source.reshape(-1)[:0].sum().to(leaves[i].dtype)
+    return pytree.tree_unflatten(leaves, form)
+
+
+class _Draws:
+    """The states of the random generators of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else [])]
+
+    def have_moved(self, since: Sequence[Tensor]) -> bool:
+        return not all(map(torch.equal, since, self.now()))
+
+    def go(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state, self.device)
+
+
+class _Result(NamedTuple):
+    """A call of another module of the layer."""
+
+    inputs: Any  # kept, so that their memory is no other tensor's
+    of_inputs: list[Any]
+    output: Any
+    of_output: list[Any]
+    drawn: list[Tensor] | None  # the random generators' states after it; None: it drew nothing
+
+    def is_of(self, inputs: Any) -> bool:
+        return _identities(inputs) == self.of_inputs and _identities(self.output) == self.of_output
+
+
+def _identities(value: Any) -> list[Any]:
+    """What is equal for the same tensors with the same values, and for the same other objects."""
+    leaves = pytree.tree_leaves(value)
+    return [(identity(leaf), leaf._version) if isinstance(leaf, Tensor) else id(leaf) for leaf in leaves]
+
+
+class _Others:
+    """The other modules of a layer, and what they computed in the first run."""
+
+    def __init__(self, layer: nn.Module, experts: nn.Module, draws: _Draws) -> None:
+        self.draws = draws
+        self.results: dict[nn.Module, deque[_Result]] = {module: deque() for module in _called(layer, experts)}
+
+    @contextmanager
+    def watched(self, call: Callable[..., Any]) -> Iterator[None]:
+        """Inside, `call(module, its forward, *args, **kwargs)` stands for the forward of each module."""
+        before = {module: vars(module).get("forward") for module in self.results}
+        for module in self.results:
+            vars(module)["forward"] = partial(call, module, module.forward)
+        try:
+            yield
+        finally:
+            for module, forward in before.items():
+                vars(module).pop("forward")
+                if forward is not None:
+                    vars(module)["forward"] = forward
+
+    def compute(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        before = self.draws.now()
+        of_inputs = _identities((args, kwargs))
+        output = forward(*args, **kwargs)
+        drawn = self.draws.now() if self.draws.have_moved(before) else None
+        self.results[module].append(_Result((args, kwargs), of_inputs, output, _identities(output), drawn))
+        return output
+
+    def repeat(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        results = self.results[module]
+        result = results.popleft() if results else None
+        if result is None or not result.is_of((args, kwargs)):
+            return forward(*args, **kwargs)
+        if result.drawn is not None:
+            self.draws.go(result.drawn)
+        return result.output
+
+
+def _called(layer: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a layer that it may call, without its experts."""
+    for module in layer.children() if layer is not experts else ():
+        if module is not experts:
+            yield from _called(module, experts) if type(module).forward is nn.Module.forward else (module,)
