@@ -19,7 +19,7 @@ from slipstream import ops
 from slipstream.inference.native import NativeDecoder
 from slipstream.observe.host import cpu_flags
 from slipstream.ops import build, cpu
-from tests.inference import test_native
+from tests.inference import test_k_quants, test_native
 from tests.inference.test_native import Requests, logits_of, weights_of
 from tests.unit import test_ops_optim as optim
 from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twin_draws as check_sampling
@@ -112,6 +112,12 @@ def test_products_of_bf16() -> None:
 def test_the_same_bits_in_every_batch(isa: str, kind: str) -> None:
     assert cpu.use_isa(isa)
     test_native.test_the_same_bits_in_every_batch(kind, torch.bfloat16, "Llama")
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize("isa", ["avx512", "avx512vnni", "avx512bf16"])
+def test_k_quants_are_multiplied(isa: str, bits: int) -> None:
+    test_k_quants.test_products(isa, bits)
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -20,7 +20,7 @@ from tests import tiny_chat
 from tests.inference.test_load import write_gguf
 from tests.inference.twins import SIZES, tiny
 
-Q4, Q8, F16 = (getattr(gguf.GGMLQuantizationType, name) for name in ("Q4_0", "Q8_0", "F16"))
+Q4, F16 = (getattr(gguf.GGMLQuantizationType, name) for name in ("Q4_0", "F16"))
 NUM_WEIGHTS = sum(one.numel() for one in tiny("Llama", **SIZES).state_dict().values())
 
 
@@ -57,11 +57,13 @@ def test_blocks_open_as_memory_and_processor_allow(
     assert isinstance(load(path, dtype="stored").weights.layers[0].q, Int4 if blocks else torch.Tensor)
 
 
-def test_blocks_of_eight_bits_open_in_int8_where_little_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As stored they would be twice as wide, in bf16."""
+@pytest.mark.parametrize(("blocks", "kind"), [("Q8_0", "stored"), ("Q5_1", "int8")])
+def test_blocks_open_as_stored_where_little_fits(blocks: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they can be kept: as stored, those of Q5_1 would be in bf16."""
     monkeypatch.setattr(precision, "free_memory", lambda device: NUM_WEIGHTS)
-    write_gguf(tmp_path / "m.gguf", tiny("Llama", **SIZES), "llama", {"proj": Q8})
-    assert isinstance(load(tmp_path / "m.gguf", dtype="auto").weights.layers[0].q, Int8)
+    write_gguf(tmp_path / "m.gguf", tiny("Llama", **SIZES), "llama", {"proj": getattr(gguf.GGMLQuantizationType, blocks)})
+    opened = load(tmp_path / "m.gguf", dtype="auto")
+    assert opened.opening.kind == kind and isinstance(opened.weights.layers[0].q, Int8)
 
 
 def test_the_description_says_what_was_chosen(chat_folder: Path, tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_the_description_says_what_was_chosen(chat_folder: Path, tmp_path: Path)
     for dtype in (None, "stored", "int8"):
         with slipstream.init_inference(tmp_path / "m.gguf", dtype=dtype, **options) as engine:
             descriptions[dtype] = engine.description
-    assert re.match(r"m.gguf: bf16 \(.* in bf16, .* free; dtype stored keeps the file's 4-bit blocks\), native", descriptions[None])
+    assert re.match(r"m.gguf: bf16 \(.* in bf16, .* free; dtype stored keeps the file's blocks\), native", descriptions[None])
     assert descriptions["stored"].startswith("m.gguf: 4-bit blocks as stored, else bf16, native")
     assert descriptions["int8"].startswith("m.gguf: int8, native")
 

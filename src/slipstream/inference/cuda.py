@@ -27,7 +27,7 @@ from slipstream.inference.core import Batch
 from slipstream.inference.decoder import soft_cap
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import shape_of
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
+from slipstream.inference.weights import Codes, DecoderWeights, Int4, LayerWeights, Matrix, Mlp, leaves
 from slipstream.ops.triton.attention import Tiles, attend, padded_group
 from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
 from slipstream.ops.triton.rows import add_norm, gate, place
@@ -78,7 +78,7 @@ class _Product:
 
 
 def _tensors(matrix: Matrix) -> tuple[Tensor, ...]:
-    return tuple(matrix) if isinstance(matrix, (Int8, Int4)) else (matrix.detach().contiguous(),)
+    return tuple(matrix) if isinstance(matrix, Codes) else (matrix.detach().contiguous(),)
 
 
 def _join(owner: LayerWeights | Mlp, *names: str) -> _Product:
@@ -107,7 +107,7 @@ def _biases(path: str, product: _Product, owner: LayerWeights | Mlp, *names: str
 
 
 def _like(matrix: Matrix, parts: Sequence[Tensor]) -> Matrix:
-    return type(matrix)(*parts) if isinstance(matrix, (Int8, Int4)) else parts[0]
+    return type(matrix)(*parts) if isinstance(matrix, Codes) else parts[0]
 
 
 class _Gated:
@@ -199,6 +199,7 @@ class CudaDecoder:
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self._lanes_of_row = padded_group(config.num_heads, config.num_kv_heads)
+        assert isinstance(weights.embed, Tensor), "quantized embeddings are kept on CPUs only"
         self._embed, self._embed_scale = weights.embed, torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._rope_tables = {layer.rope: self._rope_table(layer.rope) for layer in config.layers if layer.rope}
         self._layers = [self._layer(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]

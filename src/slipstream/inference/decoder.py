@@ -113,7 +113,8 @@ class Decoder:
     def _hidden(self, inputs: Inputs, types: Tensor | None = None) -> Tensor:
         c, w = self.config, self.weights
         rope_tables = {rope: self._rope_table(rope, inputs.positions) for rope in self._inv_freq}
-        x_TE = F.embedding(inputs.tokens, w.embed).to(self.dtype) * self._embed_scale
+        rows = w.embed[inputs.tokens] if isinstance(w.embed, Tensor) else type(w.embed)(*(part[inputs.tokens] for part in w.embed))
+        x_TE = dequantize(rows).to(self.dtype) * self._embed_scale
         if w.token_types is not None:
             x_TE = x_TE + (w.token_types[0] if types is None else w.token_types[types]).to(self.dtype)
         if w.positions is not None:

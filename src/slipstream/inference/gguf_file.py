@@ -1,9 +1,8 @@
 """Reads GGUF files: metadata and tensors, memory-mapped, with every size checked before use.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package is not used to read, because it needs seconds
-for a vocabulary; it only dequantizes the rare kinds of blocks. A Q4 block is 32 numbers with one scale (and, Q4_1, one minimum); a
-block of Q4_K is 8 of these, whose scales and minima are 6-bit numbers times two of the block's. They are exactly groups of
-`Int4`, so they are kept. A block of Q8_0 is a group of `Int8`.
+for a vocabulary; it only dequantizes the rare kinds of blocks. A Q4 block is 32 numbers with one scale (and, Q4_1, one minimum),
+exactly a group of `Int4`; one of Q8_0 is a group of `Int8`; those of Q4_K, Q5_K and Q6_K are blocks of `KQuant`. They are kept.
 
 `load` uses this for the Llama family; `open_gguf` makes a live transformers model of every other that transformers supports.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +23,19 @@ from torch import Tensor
 from slipstream.extras import needs
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.quantize import dequantize
-from slipstream.inference.weights import Int4, Int8, Matrix
+from slipstream.inference.weights import Codes, Int4, Int8, KQuant, Matrix
+from slipstream.ops.matrices import pack_codes, unpack_codes
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_F32, _F16, _Q4_0, _Q4_1, _Q8_0, _Q4_K, _BF16 = 0, 1, 2, 3, 8, 12, 30
+_F32, _F16, _Q4_0, _Q4_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _BF16 = 0, 1, 2, 3, 8, 12, 13, 14, 30
 _PLAIN = {_F32: torch.float32, _F16: torch.float16, _BF16: torch.bfloat16}
-_BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34), _Q4_K: (256, 144)}  # numbers and bytes per block
+_BLOCKS = {_Q4_0: (32, 18), _Q4_1: (32, 20), _Q8_0: (32, 34)}  # numbers and bytes per block
+_BLOCKS |= {_Q4_K: (256, 144), _Q5_K: (256, 176), _Q6_K: (256, 210)}
+_K_BITS = {_Q4_K: 4, _Q5_K: 5, _Q6_K: 6}
+# The forms in which a kind can be kept, the best first.
+_FORMS: dict[int, tuple[type[Codes], ...]] = {_Q4_0: (Int4,), _Q4_1: (Int4,), _Q8_0: (Int8,)}
+_FORMS |= {_Q4_K: (KQuant, Int4), _Q5_K: (KQuant,), _Q6_K: (KQuant,)}
 _RESTORED = {  # metadata that transformers ignores, and the field of its configurations
     "context_length": "n_positions",
     "attention.sliding_window": "sliding_window",
@@ -40,6 +45,7 @@ _RESTORED = {  # metadata that transformers ignores, and the field of its config
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
+_EACH = 0x0101010101010101  # the lowest bit of each of eight bytes
 _AT_ONCE = 1 << 10  # blocks per step: they fit the CPU caches, and are few enough for one thread, without the cost of more
 
 
@@ -145,9 +151,9 @@ def is_block(stored: GgufTensor) -> bool:
     return stored.kind not in _PLAIN
 
 
-def is_block4(stored: GgufTensor) -> bool:
-    """Whether `matrix` can keep it as Int4."""
-    return stored.kind in _UNPACK and len(stored.shape) == 2
+def form_of(stored: GgufTensor, forms: Collection[type[Codes]]) -> type[Codes] | None:
+    """In which of `forms` `matrix` keeps it; None if in none."""
+    return next((form for form in _FORMS.get(stored.kind, ()) if form in forms), None) if len(stored.shape) == 2 else None
 
 
 def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[Tensor], Tensor]]:
@@ -162,19 +168,20 @@ def _rare(path: Path, name: str, kind: int) -> tuple[tuple[int, int], Callable[[
 
 
 def matrix(
-    path: Path, name: str, stored: GgufTensor, *, keep: bool, keep8: bool = False, dtype: torch.dtype = torch.float32
+    path: Path, name: str, stored: GgufTensor, *, forms: Collection[type[Codes]] = (), dtype: torch.dtype = torch.float32
 ) -> Matrix:
-    """The tensor in `dtype`. With `keep`, a matrix of Q4 blocks is returned as Int4; with `keep8` one of Q8_0 as Int8 in groups."""
+    """The tensor in `dtype`, or its blocks as they are, in one of `forms`."""
     kind, shape, data = stored
+    form, num_rows = form_of(stored, forms), math.prod(shape[:-1])
     if kind in _PLAIN:
         return data.view(_PLAIN[kind]).view(shape).to(dtype)
+    if kind in _K_BITS:
+        return _of_k_quants(kind, data.view(num_rows, -1), form, dtype, shape)
     if kind in _UNPACK:
-        groups = shape[-1] // 32
-        parts = (part.reshape(math.prod(shape[:-1]), -1) for part in _UNPACK[kind](data.numpy()))
+        parts = (part.reshape(num_rows, -1) for part in _UNPACK[kind](data.numpy()))
         q4 = Int4(*(torch.from_numpy(np.ascontiguousarray(part)) for part in parts))
-        assert q4.scale.shape[1] == groups, "a group is 32 numbers"
-        return q4 if keep and is_block4(stored) else dequantize(q4).view(shape).to(dtype)
-    if kind == _Q8_0 and keep8 and len(shape) == 2:
+        return q4 if form else dequantize(q4).view(shape).to(dtype)
+    if form is Int8:
         blocks = data.view(-1, 34)
         scale = blocks[:, :2].contiguous().view(torch.float16).float()
         return Int8(blocks[:, 2:].contiguous().view(torch.int8).view(shape), scale.view(shape[0], -1))
@@ -183,7 +190,56 @@ def matrix(
         for part, blocks in zip(out.split(_AT_ONCE), data.view(-1, 34).split(_AT_ONCE), strict=True):
             part[:] = blocks[:, 2:].view(torch.int8).float() * blocks[:, :2].contiguous().view(torch.float16).float()
         return out.view(shape)
-    return _rare(path, name, kind)[1](data.view(math.prod(shape[:-1]), -1)).view(shape).to(dtype)
+    return _rare(path, name, kind)[1](data.view(num_rows, -1)).view(shape).to(dtype)
+
+
+def _of_k_quants(kind: int, rows: Tensor, form: type[Codes] | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Matrix:
+    """`rows`: uint8 [rows, row bytes]. Some blocks at once."""
+    at_once = max(1, _AT_ONCE * _BLOCKS[kind][1] // rows.shape[1])
+    parts = [_k_quant(kind, some) for some in rows.split(at_once)]
+    if form is None:
+        return torch.cat([dequantize(part).to(dtype) for part in parts]).view(shape)
+    k = KQuant(*map(torch.cat, zip(*parts, strict=True)))
+    if form is KQuant:
+        return k
+    codes = unpack_codes(k.q, 4)
+    return Int4(codes[:, ::2] | codes[:, 1::2] << 4, *(part.contiguous() for part in k.affine()))
+
+
+def _k_quant(kind: int, rows: Tensor) -> KQuant:
+    """A block of Q6_K: the lower 4 bits of its codes, two numbers 64 apart in a byte; their upper 2, four numbers 32 apart in a
+    byte; 16 scales; d. Of Q4_K and Q5_K: d and d_min; 12 bytes of scales and minima; Q5_K's upper bits, eight numbers 32 apart in a
+    byte; the lower 4 bits, two numbers 32 apart."""
+    blocks, bits = rows.view(-1, _BLOCKS[kind][1]), _K_BITS[kind]
+    if bits == 6:
+        lower, upper = _eights(blocks[:, :128]).view(-1, 2, 1, 8), _eights(blocks[:, 128:192]).view(-1, 2, 1, 4)
+        codes = torch.cat((lower & _EACH * 15, lower >> 4 & _EACH * 15), 2).view(-1, 2, 4, 4)
+        codes |= torch.cat([upper >> shift & _EACH * 3 for shift in (0, 2, 4, 6)], 2) << 4
+        scale, d = blocks[:, 192:208].view(torch.int8), blocks[:, 208:]
+    else:
+        lower = _eights(blocks[:, -128:]).view(-1, 4, 1, 4)
+        codes = torch.cat((lower & _EACH * 15, lower >> 4 & _EACH * 15), 2)
+        if bits == 5:
+            upper = _eights(blocks[:, 16:48]).view(-1, 1, 4)
+            codes |= torch.cat([upper >> shift & _EACH for shift in range(8)], 1).view(codes.shape) << 4
+        scale, d = _scales_and_minima(blocks[:, 4:16]).view(torch.int8), blocks[:, :4]
+    num = len(rows)
+    q = pack_codes(codes.view(num, -1).view(torch.uint8), bits)
+    return KQuant(q, scale.reshape(num, -1), d.contiguous().view(torch.float16).view(num, -1))
+
+
+def _eights(part: Tensor) -> Tensor:
+    """Eight bytes at once."""
+    return part.contiguous().view(torch.int64)
+
+
+def _scales_and_minima(packed: Tensor) -> Tensor:
+    """Of 12 bytes, the first 4 hold the 6 bits of scales 0 to 3, the next 4 those of the minima, the last 4 the lower 4 bits of the
+    other scales and minima; their upper 2 are above the first 8 bytes' 6. uint8 [blocks, 12] -> [blocks, 8, 2]"""
+    first, second, third = packed.split(4, 1)
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
+    minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
+    return torch.stack((scales, minima), 2)
 
 
 def _packed(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -214,20 +270,8 @@ def _q4_1(data: np.ndarray) -> tuple[np.ndarray, ...]:
     return np.concatenate(_packed(blocks[:, 4:]), 1), halves[:, :1], halves[:, 1:]
 
 
-def _q4_k(data: np.ndarray) -> tuple[np.ndarray, ...]:
-    """d * scale_g * q - d_min * min_g of 8 groups g. Of 12 bytes, the first 4 hold the 6 bits of scales 0 to 3, the next 4 those of
-    the minima, the last 4 the lower 4 bits of the other scales and minima; their upper 2 are above the first 8 bytes' 6."""
-    blocks = data.reshape(-1, 144)
-    first, second, third = (blocks[:, 4 + i : 8 + i] for i in (0, 4, 8))
-    scales = np.concatenate((first & 63, third & 15 | (first >> 6) << 4), 1)
-    minima = np.concatenate((second & 63, third >> 4 | (second >> 6) << 4), 1)
-    d = _halves(blocks, 2)
-    q = np.stack(_packed(blocks[:, 16:].reshape(-1, 4, 32)), 2)  # [blocks, pairs of groups, 2, 16]
-    return q, d[:, :1] * scales, -(d[:, 1:] * minima)
-
-
 # Kinds that are `Int4`: the file's bytes -> q, scale and low, of all groups of 32 numbers in order.
-_UNPACK: dict[int, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {_Q4_0: _q4_0, _Q4_1: _q4_1, _Q4_K: _q4_k}
+_UNPACK: dict[int, Callable[[np.ndarray], tuple[np.ndarray, ...]]] = {_Q4_0: _q4_0, _Q4_1: _q4_1}
 
 
 # -- Through transformers --------------------------------------------------------------------------------------------------
@@ -278,7 +322,7 @@ def _complete(config: Any, path: Path, file: GgufFile) -> None:
         return
     scaling, factors = stated.get("rope.scaling.type", "none"), sorted(name for name in file.tensors if name.startswith("rope_"))
     if factors == ["rope_factors_long.weight", "rope_factors_short.weight"]:
-        long, short = (matrix(path, name, file.tensors[name], keep=False).tolist() for name in factors)  # type: ignore[union-attr]
+        long, short = (matrix(path, name, file.tensors[name]).tolist() for name in factors)  # type: ignore[union-attr]
         original = stated.get("rope.scaling.original_context_length", config.max_position_embeddings)
         rope |= {"rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
         rope["attention_factor"] = stated.get("rope.scaling.attn_factor")

@@ -43,7 +43,8 @@ from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, 
 from slipstream.inference.scheduler import MAX_RUNNING, budget_of
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
-from slipstream.inference.weights import Int4, leaves
+from slipstream.inference.weights import Int4, KQuant, leaves
+from slipstream.ops.pages import give_back_freed
 from slipstream.quantized import PackedLinear
 from slipstream.world.watch import PeerLostError
 
@@ -328,6 +329,7 @@ def _open_here(
         loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "ep_size": ranks}
         return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})
     served = _serve(source, kind, place, group, sizes)
+    give_back_freed()
     own_tokenizer, runner = passed_tokenizer or _own_tokenizer(source, served.metadata), cast("Any", served.forward.runner)
     if served.embeds:
         loop |= {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
@@ -478,7 +480,8 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
 
 def _blocks(loaded: LoadedModel) -> str:
     """The description's words for matrices that are as quantized as in their file."""
-    bits = {4 if isinstance(m, Int4) else 8 for _, m in leaves(loaded.weights) if not isinstance(m, torch.Tensor)}
+    kept = [m for _, m in leaves(loaded.weights) if not isinstance(m, torch.Tensor)]
+    bits = {m.bits if isinstance(m, KQuant) else 4 if isinstance(m, Int4) else 8 for m in kept}
     return f"{' and '.join(f'{one}-bit' for one in sorted(bits))} blocks as stored, else " if bits else ""
 
 
@@ -593,7 +596,7 @@ def _unpacked(file: Path) -> Path:
 def _own_tokenizer(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
     """The model's own tokenizer. `metadata`: of a GGUF file."""
     if metadata:
-        return Tokenizer.from_gguf(metadata)
+        return None if metadata.get("tokenizer.ggml.model") == "no_vocab" else Tokenizer.from_gguf(metadata)
     return Tokenizer.from_folder(source) if isinstance(source, Path) and (source / "tokenizer.json").is_file() else None
 
 

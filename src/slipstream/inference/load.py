@@ -21,13 +21,13 @@ from torch import Tensor
 from slipstream.config import huggingface
 from slipstream.inference.config import ModelPart, Rope, TransformerConfig
 from slipstream.inference.families import FAMILIES, UnsupportedModel
-from slipstream.inference.gguf_file import GgufFile, GgufTensor, is_block, is_block4, matrix, read_gguf
+from slipstream.inference.gguf_file import GgufFile, GgufTensor, form_of, is_block, matrix, read_gguf
 from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, outline, shape_of
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.quantized_files import METHODS, restored
 from slipstream.inference.trained import find
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, LayerWeights, Matrix, Mlp
 from slipstream.ops.matrices import blank_of
 
 
@@ -52,9 +52,9 @@ def load(
     """Read a model and move its weights to `device`.
 
     dtype: "float32", "bfloat16" or "float16": a file's quantized blocks are dequantized. "stored": as in the file (GGUF: blocks of
-    Q4 and, on CPUs, Q8_0 unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16 (a file's 4-bit
-    blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized blocks, which
-    follow the rule of `precision`. group_size: weights per scale in int4. part: of the model; the rest is not read.
+    Q4 and, on CPUs, Q8_0, Q5_K and Q6_K unchanged, the rest in bfloat16). "int8" or "int4": quantized here, computed in bfloat16
+    (a file's 4-bit blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized
+    blocks, which follow the rule of `precision`. group_size: weights per scale in int4. part: of the model; the rest is not read.
     by_layer: the layers of a folder or GGUF file are not read but by `DecoderWeights.read_layer`, one at a time.
     """
     opening = Opening(parse_dtype(dtype), part=part, by_layer=by_layer)
@@ -132,7 +132,7 @@ class _LazyState(Mapping[str, Matrix]):
 def _map_weights(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
     """The same weights with `change` applied to each tensor and quantized matrix."""
     match part:
-        case Tensor() | Int8() | Int4():
+        case Tensor() | Int8() | Int4() | KQuant():
             return change(part)
         case list():
             return [_map_weights(one, change) for one in part]
@@ -319,18 +319,20 @@ def _gguf(path: Path, asked: Opening, group: int, device: torch.device) -> Loade
     file = read_gguf(path)
     config = _gguf_config(path, file)
     opening = Opening("stored" if asked.kind == "auto" else asked.kind)
-    if asked.kind == "auto" and any(is_block(stored) for stored in file.tensors.values()):
-        num_weights = sum(math.prod(stored.shape) for stored in file.tensors.values())
-        opening = choose(num_weights, any(is_block4(stored) for stored in file.tensors.values()), device)
+    all_forms = (KQuant, Int8, Int4) if device.type == "cpu" else (Int4,)  # that the device's kernels have
+    sizes = [(math.prod(one.shape), is_block(one), form_of(one, all_forms) is not None) for one in file.tensors.values()]
+    if asked.kind == "auto" and any(block for _, block, _ in sizes):
+        mostly = sum(size * (2 * kept - 1) for size, block, kept in sizes if block) >= 0
+        opening = choose(sum(size for size, _, _ in sizes), mostly, device)
     opening = opening._replace(part=asked.part, by_layer=asked.by_layer)
-    keep = opening.kind in ("stored", "int4")
+    forms = {"stored": all_forms, "int4": (Int4,)}.get(opening.kind, ())
+    whole = opening.kind == "stored" and device.type == "cpu"  # the embedding and the head are kept, too
     wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)
     llama = file.metadata["general.architecture"] == "llama"
 
     def read(name: str, stored: GgufTensor) -> Matrix:
-        kept = keep and name not in ("token_embd.weight", "output.weight")
-        on_cpu = opening.kind == "stored" and device.type == "cpu"  # the kernels of other devices have no int8 in groups
-        m = matrix(path, name, stored, keep=kept, keep8=kept and on_cpu, dtype=wide)
+        inner = name not in ("token_embd.weight", "output.weight")
+        m = matrix(path, name, stored, forms=forms if inner or whole else (), dtype=wide)
         part = name.split(".")[-2]
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part) if llama else None
         return m if heads is None else _unpermute(m, heads)
@@ -399,7 +401,7 @@ def _gguf_config(path: Path, file: GgufFile) -> TransformerConfig:
     if "rope_freqs.weight" not in file.tensors:
         return config
     # Llama 3's rope scaling is stored as a divisor per frequency.
-    factors = dequantize(matrix(path, "rope_freqs.weight", file.tensors["rope_freqs.weight"], keep=False))
+    factors = dequantize(matrix(path, "rope_freqs.weight", file.tensors["rope_freqs.weight"]))
 
     def scaled(rope: Rope) -> Rope:
         return replace(rope, inv_freq=tuple((torch.tensor(rope.inv_freq) / factors).tolist()))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.inference.config import Latent, Layer, ModelPart, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, FamilyRow, Keys, UnsupportedModel
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp, leaves
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, LayerWeights, Matrix, Mlp, leaves
 
 
 class MisfitError(ValueError):
@@ -192,6 +192,8 @@ def shape_of(m: Matrix) -> tuple[int, ...]:
             return tuple(m.q.shape)
         case Int4():
             return m.q.shape[0], m.q.shape[1] * 2
+        case KQuant():
+            return m.q.shape[0], m.features
         case _:
             return tuple(m.shape)
 
@@ -217,6 +219,8 @@ class _Source(Protocol):
 
     def matrix(self, name: str, *shape: int, pick: Pick = _all) -> Matrix: ...
 
+    def stored(self, name: str, *shape: int, pick: Pick = _all) -> Matrix: ...
+
     def tensor(self, name: str, *shape: int, pick: Pick = _all) -> Tensor: ...
 
 
@@ -237,31 +241,34 @@ class _Outline:
         self.found[id(part)] = name, pick, part
         return part
 
-    matrix = tensor
+    matrix = stored = tensor
 
 
 class _State:
-    """Returns the weights of a file or model, matrices after `convert`, and records which names were used."""
+    """Returns the weights of a file or model, matrices after `convert` (`stored`: as they are), and records which were used."""
 
     def __init__(
         self, state: Mapping[str, Matrix], row: FamilyRow | None = None, convert: Callable[[Matrix], Matrix] | None = None
     ) -> None:
         self.state = state
-        self.stored = {name if row is None else canonical(row, name): name for name in state}
+        self.names = {name if row is None else canonical(row, name): name for name in state}
         self.convert = convert or (lambda m: m)
         self.used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self.stored
+        return name in self.names
 
     def matrix(self, name: str, *shape: int, pick: Pick = _all) -> Matrix:
+        return self.convert(self.stored(name, *shape, pick=pick))
+
+    def stored(self, name: str, *shape: int, pick: Pick = _all) -> Matrix:
         m = self._checked(name, shape)
-        return self.convert(pick(m) if isinstance(m, Tensor) else type(m)(*map(pick, m)))
+        return pick(m) if isinstance(m, Tensor) else type(m)(*map(pick, m))
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> Matrix:
-        if name not in self.stored:
+        if name not in self.names:
             raise MisfitError(f"the weights lack {name} {list(shape)}")
-        m = self.state[self.stored[name]]
+        m = self.state[self.names[name]]
         if shape_of(m) != shape:
             raise MisfitError(f"weight {name} is {list(shape_of(m))}; the configuration needs {list(shape)}")
         self.used.add(name)
@@ -297,7 +304,7 @@ def from_state(
     if blank is not None:
         read, at = _Reader(config, _State(state, row, convert)), row.names["layers"]
         weights.read_layer = lambda index: _layer(read, config.layers[index], f"{at}.{index}.")
-    surplus = sorted(name for name in set(source.stored) - source.used if not is_surplus(config, name))
+    surplus = sorted(name for name in set(source.names) - source.used if not is_surplus(config, name))
     if surplus:
         more = f" and {len(surplus) - 5} more" if len(surplus) > 5 else ""
         raise MisfitError(f"the model of this configuration does not have these weights: {', '.join(surplus[:5])}{more}")
@@ -424,8 +431,8 @@ def _weights(config: TransformerConfig, source: _Source) -> DecoderWeights:
     names = read.row.names
     has_head, own = c.has_head and c.part.has_head, _rows(c.part.columns(c.vocab_size), c.vocab_size)
     return DecoderWeights(
-        embed=read.table("embed", c.vocab_size, hidden, pick=own),
-        head=source.tensor(head_name(c), c.vocab_size, hidden, pick=own) if has_head and not c.tied else None,
+        embed=source.stored(f"{names['embed']}.weight", c.vocab_size, hidden, pick=own),
+        head=source.stored(head_name(c), c.vocab_size, hidden, pick=own) if has_head and not c.tied else None,
         head_bias=source.tensor(f"{names['head']}.bias", c.vocab_size, pick=own) if has_head and c.head_bias else None,
         positions=read.table("positions", c.num_positions, hidden) if c.num_positions else None,
         token_types=read.table("token_types", c.num_token_types, hidden) if c.num_token_types else None,

@@ -30,7 +30,7 @@ from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
 from slipstream.inference.models import shape_of
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.ranks import ServingRanks
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Matrix, Mlp
+from slipstream.inference.weights import Codes, DecoderWeights, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 from slipstream.ops.matrices import CODES, PANEL, TYPES, MatrixRecord, Table, bias_table, fill, is_centred, record_of, tables_of
 from slipstream.ops.pages import Pool
@@ -89,7 +89,8 @@ class _Decoder(ctypes.Structure):
         *((name, _int) for name in ("cache_type", "embed_type", "activation", "centered", "residual", "plain", "both_ways")),
         *((name, _float) for name in ("latent_eps", "norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
         *((name, _float) for name in ("residual_scale", "logit_scale")),
-        *((name, _pointer) for name in ("embed", "positions", "token_types", "slopes")),
+        *(("embed", _pointer), ("embed_codes", ctypes.POINTER(MatrixRecord))),
+        *((name, _pointer) for name in ("positions", "token_types", "slopes")),
         *((name, _Norm) for name in ("embed_norm", "final_norm")),
         ("head", MatrixRecord),
         ("layers", ctypes.POINTER(_LayerRecord)),
@@ -106,7 +107,7 @@ class _Batch(ctypes.Structure):
         *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
         ("low_size", _long),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "added")),
-        *((name, _pointer) for name in ("codes", "scales", "totals", "halves")),
+        *((name, _pointer) for name in ("codes", "scales", "starts", "halves")),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
@@ -156,7 +157,7 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
         "act": (config.intermediate_size, torch.float32),
         "codes": (places * widest, torch.int8),
         "scales": (places * 2 * widest // CODES, torch.float32),
-        "totals": (places * widest // CODES, torch.int32),
+        "starts": (places * 2 * widest // CODES, torch.int32),
         "halves": (places * widest, torch.bfloat16),
     }
     if routed:
@@ -172,6 +173,12 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
             "expert_out": (places * hidden, torch.float32),
         }
     return widths
+
+
+def _form(m: Matrix) -> tuple[Any, ...]:
+    """What matrices that are packed together have in common."""
+    record = record_of(m)
+    return record.num_columns, record.num_features, record.type, record.group
 
 
 def _packed_nbytes(parts: Sequence[Matrix]) -> int:
@@ -295,9 +302,12 @@ class NativeDecoder:
     def _read_layers(self, weights: DecoderWeights, memory: WeightMemory) -> list[_LayerRecord]:
         """Read and pack one layer after the other, into memory or the store. Raises ValueError before the first."""
         sizes, read = [self._layer_nbytes(layer) for layer in weights.layers], weights.read_layer or weights.layers.__getitem__
-        tables = [table for table in (weights.embed, weights.positions, weights.token_types) if table is not None]
-        head = _packed_nbytes([weights.embed if weights.head is None else weights.head])
-        stored = choose(sizes, head + sum(table.nbytes for table in tables), memory.nbytes)
+        tables = [table for table in (weights.embed, weights.positions, weights.token_types) if isinstance(table, Tensor)]
+        packed = [weights.embed] if weights.head is None else [weights.head]
+        if weights.head is not None and isinstance(weights.embed, Codes):
+            packed.append(weights.embed)
+        others = sum(_packed_nbytes([m]) for m in packed) + sum(table.nbytes for table in tables)
+        stored = choose(sizes, others, memory.nbytes)
         if not stored:
             return [self._layer(index, read(index)) for index in range(len(sizes))]
         self.layer_store, records = LayerStore([sizes[i] for i in stored], memory.folder), []
@@ -334,8 +344,7 @@ class NativeDecoder:
         allocate: Callable[[int], Tensor] | None = None,
     ) -> MatrixRecord:
         """Pack one matrix, or two of one shape and type with alternating panels (gate and up). `allocate`: default: kept memory."""
-        kind = {type(part) if isinstance(part, (Int8, Int4)) else part.dtype for part in parts}
-        assert len(kind) == 1 and len(set(map(shape_of, parts))) == 1, "matrices that are packed together have one shape and type"
+        assert len(set(map(_form, parts))) == 1, "matrices that are packed together have one shape and type"
         packed, columns = record_of(parts[0], len(parts)), shape_of(parts[0])[0]
         tables = [tables_of(part) for part in parts]
         for name in tables[0]:
@@ -377,8 +386,7 @@ class NativeDecoder:
         gate, up = mlp.gate, mlp.up
         if gate is None:
             return self._packed([up], [mlp.up_bias], allocate)
-        alike = isinstance(gate, Tensor) and isinstance(up, Tensor) and gate.dtype == up.dtype
-        if not alike and (type(gate) is not type(up) or isinstance(gate, Tensor)):
+        if _form(gate) != _form(up):
             raise ValueError("the native forward needs gate and up matrices of the same type; load them in one dtype")
         return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias], allocate)
 
@@ -474,7 +482,13 @@ class NativeDecoder:
 
     def _decoder(self, weights: DecoderWeights, head: MatrixRecord) -> _Decoder:
         config, part, latent = self.config, self.config.part, self.config.latent or NO_LATENT
-        self._embed = embed = weights.embed.detach().contiguous()
+        embed = weights.embed
+        if isinstance(embed, Tensor):
+            self._embed = embed = embed.detach().contiguous()
+            placed: dict[str, Any] = {"embed": embed.data_ptr(), "embed_type": TYPES[embed.dtype], "num_tokens": len(embed)}
+        else:  # a tied head's panels are the embedding's
+            own = head if weights.head is None and head.data else self._matrix(embed)
+            placed = {"embed_codes": ctypes.pointer(own), "num_tokens": len(embed.q)}
         heads, _ = config.own_heads
         return _Decoder(
             hidden_size=config.hidden_size,
@@ -485,7 +499,6 @@ class NativeDecoder:
             first_hidden=part.columns(config.hidden_size).start,
             first_inner=part.columns(config.intermediate_size).start,
             first_token=part.columns(config.vocab_size).start,
-            num_tokens=len(embed),
             num_layers=len(config.layers),
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
@@ -497,7 +510,6 @@ class NativeDecoder:
             latent_eps=latent.eps,
             qk_norm_whole=config.qk_norm_whole,
             cache_type=TYPES[self.keys.dtype],
-            embed_type=TYPES[embed.dtype],
             activation=_ACTIVATIONS[config.activation],
             centered=config.norm == "layer",
             residual=_RESIDUALS.index(config.residual),
@@ -506,11 +518,11 @@ class NativeDecoder:
             residual_scale=0.0 if config.residual_scale == 1.0 else config.residual_scale,
             logit_scale=0.0 if config.logit_scale == 1.0 else config.logit_scale,
             norm_eps=config.norm_eps,
-            embed_scale=float(torch.tensor(config.embed_scale, dtype=embed.dtype)),
+            embed_scale=float(torch.tensor(config.embed_scale, dtype=embed.dtype if isinstance(embed, Tensor) else torch.bfloat16)),
             attn_scale=config.attn_scale or config.head_dim**-0.5,
             attn_softcap=config.attn_softcap,
             logit_softcap=config.logit_softcap,
-            embed=embed.data_ptr(),
+            **placed,
             positions=None if weights.positions is None else self._vector(weights.positions[config.position_offset :]),
             token_types=self._vector(weights.token_types),
             slopes=self._vector(torch.tensor(config.alibi[heads])) if config.alibi else None,
@@ -686,12 +698,12 @@ class NativeDecoder:
         """`numbers`: `_NUMBERS` without the ids. Row i of `x` is used as the embedding of token i."""
         x = x.contiguous()
         model = self._model
-        saved = model.embed, model.embed_type, model.embed_scale
-        model.embed, model.embed_type, model.embed_scale = x.data_ptr(), TYPES[x.dtype], 1.0
+        saved = model.embed, model.embed_codes, model.embed_type, model.embed_scale
+        model.embed, model.embed_codes, model.embed_type, model.embed_scale = x.data_ptr(), None, TYPES[x.dtype], 1.0
         try:
             self._run(array("i", range(len(x))), *(array("i", values) for values in numbers))
         finally:
-            model.embed, model.embed_type, model.embed_scale = saved
+            model.embed, model.embed_codes, model.embed_type, model.embed_scale = saved
 
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""

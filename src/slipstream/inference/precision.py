@@ -48,16 +48,16 @@ def short(kind: str) -> str:
     return _SHORT.get(kind, kind)
 
 
-def choose(num_weights: int, has_4bit: bool, device: torch.device) -> Opening:
-    """Choose for a file of quantized blocks, see [Note: The rule]."""
+def choose(num_weights: int, keeps: bool, device: torch.device) -> Opening:
+    """Choose for a file of quantized blocks, see [Note: The rule]. `keeps`: whether most of them can be kept."""
     free = free_memory(device)
     wide, limit = 2 * num_weights, free * _EASILY[device.type]
     fast = device.type == "cuda" or cpu.isa() in ("avx512bf16", "")  # "": torch computes
     sizes = f"{_gb(wide)} in bf16, {_gb(free)} free"
     if wide <= limit and (fast or wide <= _SMALL):
-        hint = "; dtype stored keeps the file's 4-bit blocks" if has_4bit else ""
+        hint = "; dtype stored keeps the file's blocks" if keeps else ""
         return Opening("bfloat16", f"{sizes}{hint}")
-    if wide / 2 <= limit or not has_4bit:
+    if wide / 2 <= limit or not keeps:
         slow = "; this CPU has no bf16 instructions" if wide <= limit else ""
         return Opening("int8", f"{sizes}{slow}")
     return Opening("stored", sizes)

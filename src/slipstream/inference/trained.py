@@ -37,9 +37,9 @@ class Trained(NamedTuple):
 
 
 def find(path: Path) -> Trained | None:
-    """The checkpoint that the folder is or that its `latest` names; None if there is none, or for a Hugging Face folder."""
+    """The checkpoint that the folder is or that its `latest` names; None if there is none, or for a file or Hugging Face folder."""
     path = path.resolve()
-    if (path / "config.json").is_file():
+    if path.is_file() or (path / "config.json").is_file():
         return None
     directory, tag = (path.parent, path.name) if (path / "metadata.json").is_file() else (path, checkpoint.latest_tag(path))
     if tag is None:

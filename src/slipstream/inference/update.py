@@ -18,7 +18,7 @@ from slipstream.inference.config import TransformerConfig
 from slipstream.inference.families import FAMILIES
 from slipstream.inference.models import Pick, canonical, head_name, is_surplus, places
 from slipstream.inference.quantize import to_int4, to_int8
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, Matrix, leaves
+from slipstream.inference.weights import Codes, DecoderWeights, Int4, Int8, Matrix, leaves
 
 _WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # PEFT's, DDP's and torch.compile's prefixes
 
@@ -26,19 +26,19 @@ _WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # PEFT's, DDP's and 
 class WeightForm(NamedTuple):
     """How a weight is stored."""
 
-    kind: torch.dtype | type[Int8] | type[Int4]
+    kind: torch.dtype | type[Codes]
     device: torch.device
     group: int = 0  # of Int4: inputs per scale
 
     @classmethod
     def of(cls, weight: Matrix) -> WeightForm:
         match weight:
-            case Int8():
-                return cls(Int8, weight.q.device)
+            case Tensor():
+                return cls(weight.dtype, weight.device)
             case Int4():
                 return cls(Int4, weight.q.device, 2 * weight.q.shape[1] // weight.scale.shape[1])
             case _:
-                return cls(weight.dtype, weight.device)
+                return cls(type(weight), weight.q.device)
 
     def convert(self, weight: Tensor) -> Matrix:
         """Quantize or cast a weight. Quantizes from the precision of `weight`, as loading does."""

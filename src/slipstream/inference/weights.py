@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.ops.matrices import Int4, Int8, Matrix
+from slipstream.ops.matrices import Codes, Int4, Int8, KQuant, Matrix
 
-__all__ = ["DecoderWeights", "Int4", "Int8", "LayerWeights", "Matrix", "Mlp", "leaves", "put"]
+__all__ = ["Codes", "DecoderWeights", "Int4", "Int8", "KQuant", "LayerWeights", "Matrix", "Mlp", "leaves", "put"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class LayerWeights:
 
 @dataclass(slots=True, kw_only=True)
 class DecoderWeights:
-    embed: Tensor  # [vocab, hidden]
+    embed: Matrix  # [vocab, hidden]
     final_norm: Tensor | None  # [hidden]
     head: Matrix | None  # [vocab, hidden]; None: the embedding, or none
     layers: list[LayerWeights]
@@ -94,7 +94,7 @@ class DecoderWeights:
 def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
     """All weights that are present, with their role: the path, like "layers.3.mlp.gate"."""
     match part:
-        case Tensor() | Int8() | Int4():
+        case Tensor() | Int8() | Int4() | KQuant():
             yield path, part
         case list():
             for i, child in enumerate(part):

@@ -1,7 +1,7 @@
 """Matrices of products, row-major [out, in] as in `nn.Linear`, and as panels: the layout that the native kernels read.
 
-A `Matrix` is a tensor, or `Int8` or `Int4`. `tables_of` says which words of it go into which panels (csrc/decoder.h has the
-layout), `fill` writes them, `rows_of` reads them back.
+A `Matrix` is a tensor, or `Int8`, `Int4` or `KQuant`. `tables_of` says which words of it go into which panels (csrc/decoder.h has
+the layout), `fill` writes them, `rows_of` reads them back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from slipstream.ops import build, cpu
 PANEL = 16  # columns packed together, and positions of a cache block
 CODES = 32  # features per scale of activations that are rounded to 8 bits
 TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_INT8, _INT4, _INT8_GROUPS = 3, 4, 5
+_INT8, _INT4, _INT8_GROUPS, _K4 = 3, 4, 5, 6  # after the last, 5 and 6 bits
+K_BLOCK = 256  # features of a block of `KQuant`
 
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -39,7 +40,33 @@ class Int4(NamedTuple):
     low: Tensor  # fp32 [out, in / group]
 
 
-Matrix = Tensor | Int8 | Int4  # a Tensor is fp32, bf16 or fp16
+class KQuant(NamedTuple):
+    """Weight-only, in llama.cpp's blocks of 256 inputs, whose groups have whole numbers as scales. 6 bits, in groups of 16:
+    w = d * scale * (code - 32). 4 or 5 bits, in groups of 32: w = d * scale * code - d_min * minimum."""
+
+    q: Tensor  # uint8 [out, in * bits / 8], as `pack_codes` has them
+    scale: Tensor  # int8 [out, in / 16]; of 4 or 5 bits, each group's scale and minimum
+    d: Tensor  # fp16 [out, in / 256]; of 4 or 5 bits [out, in / 128], each block's d and d_min
+
+    @property
+    def features(self) -> int:
+        return self.scale.shape[1] * 16
+
+    @property
+    def bits(self) -> int:
+        return self.q.shape[1] * 8 // self.features
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Of each group, fp32 [out, groups]: w = code * scale + low, exactly."""
+        if self.bits == 6:
+            scale = (self.scale.unflatten(1, (-1, K_BLOCK // 16)) * self.d.float()[..., None]).flatten(1)
+            return scale, scale * -32
+        pairs = self.scale.unflatten(1, (-1, K_BLOCK // CODES, 2)) * self.d.float().unflatten(1, (-1, 1, 2))
+        return pairs[..., 0].flatten(1), -pairs[..., 1].flatten(1)
+
+
+Codes = Int8 | Int4 | KQuant
+Matrix = Tensor | Codes  # a Tensor is fp32, bf16 or fp16
 
 
 # -- values ----------------------------------------------------------------------------------------------------------------
@@ -76,6 +103,42 @@ def unpack(q: Tensor) -> Tensor:
     return torch.stack((q & 15, q >> 4), 2).flatten(1)
 
 
+_WORDS = {4: (2, 1), 5: (8, 5), 6: (4, 3)}  # of `KQuant`, by its bits: words of codes, and the words that they are stored in
+# Where codes lie in the upper bits of other words: (word, from which of its bits, how many, in which stored word, from which bit).
+_ABOVE = {
+    4: [(1, 0, 4, 0, 4)],
+    5: [(5, 0, 3, 0, 5), (5, 3, 2, 1, 5), (6, 0, 3, 2, 5), (6, 3, 2, 3, 5), (7, 0, 1, 1, 7), (7, 1, 1, 3, 7), (7, 2, 3, 4, 5)],
+    6: [(3, 0, 2, 0, 6), (3, 2, 2, 1, 6), (3, 4, 2, 2, 6)],
+}
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 [rows, in], of 4, 5 or 6 bits -> uint8 [rows, in * bits / 8], in the words of the kernels: four codes each in
+    the low bits of their bytes, and other words' codes above them (csrc/decoder.h, [Note: K-quants])."""
+    num, stored = _WORDS[bits]
+    words = codes.contiguous().view(torch.int32).unflatten(1, (-1, num))  # four bytes at once
+    out = words[:, :, :stored].clone()
+    for word, low, width, at, begin in _ABOVE[bits]:
+        out[:, :, at] |= (words[:, :, word] >> low & _in_each(width)) << begin
+    return out.flatten(1).view(torch.uint8)
+
+
+def unpack_codes(q: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_codes`."""
+    num, stored = _WORDS[bits]
+    packed = q.contiguous().view(torch.int32).unflatten(1, (-1, stored))
+    words = torch.zeros(*packed.shape[:2], num, dtype=torch.int32, device=q.device)
+    words[:, :, :stored] = packed & _in_each(bits)
+    for word, low, width, at, begin in _ABOVE[bits]:
+        words[:, :, word] |= (packed[:, :, at] >> begin & _in_each(width)) << low
+    return words.flatten(1).view(torch.uint8)
+
+
+def _in_each(width: int) -> int:
+    """A mask of the lowest bits of four bytes."""
+    return 0x01010101 * ((1 << width) - 1)
+
+
 def dequantize(m: Matrix) -> Tensor:
     """A quantized matrix in fp32; a tensor is returned unchanged."""
     match m:
@@ -85,6 +148,10 @@ def dequantize(m: Matrix) -> Tensor:
             return cpu.dequantize_int8(*m)
         case Int4():
             return cpu.dequantize_int4(*m)
+        case KQuant():
+            scale, low = m.affine()
+            codes = unpack_codes(m.q, m.bits).unflatten(1, (scale.shape[1], -1))
+            return (codes * scale[..., None] + low[..., None]).flatten(1)
         case _:
             return m
 
@@ -148,6 +215,8 @@ def tables_of(matrix: Matrix) -> dict[str, Table]:
             padding = (features + -features % CODES) // 4 - -(-features // 4)
             scale = Table(matrix.scale.half(), 2) if matrix.scale.dim() == 2 else Table(matrix.scale.float(), 4)
             return {"data": Table(matrix.q, 4, padding), "scale": scale}
+        case KQuant():
+            return {"data": Table(matrix.q, 4), "scale": Table(matrix.scale, 1), "low": Table(matrix.d, 2)}
         case _:
             word = 2 if matrix.dtype == torch.float16 else 4  # two features of bf16
             return {"data": Table(matrix.detach(), word)}
@@ -172,6 +241,8 @@ def record_of(matrix: Matrix, num_parts: int = 1) -> MatrixRecord:
             columns, features = len(matrix.q), matrix.q.shape[1]
             kind, group = (_INT8, 0) if matrix.scale.dim() == 1 else (_INT8_GROUPS, features // matrix.scale.shape[1])
             features += -features % CODES
+        case KQuant():
+            columns, features, kind, group = len(matrix.q), matrix.features, _K4 + matrix.bits - 4, 0
         case _:
             (columns, features), kind, group = matrix.shape, TYPES[matrix.dtype], 0
     return MatrixRecord(num_columns=columns * num_parts, num_features=features, type=kind, group=group)

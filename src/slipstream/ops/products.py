@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops import build
-from slipstream.ops.matrices import Int4, Int8, Matrix, MatrixRecord, dequantize, round_activations
+from slipstream.ops.matrices import Codes, Matrix, MatrixRecord, dequantize, round_activations
 
 MAX_THREADS = 64  # as in csrc/decoder.h
 _ALONE = 1 << 20  # multiplications, below which waking another thread costs more than it saves
@@ -68,12 +68,12 @@ def linear_by_rows(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
     if x.is_cuda and 0 < len(x) <= _FEW and importlib.util.find_spec("triton") is not None:
         return _by_triton(x, matrix, bias)
     wide = x.float() if x.is_cpu else x
-    parts = tuple(matrix) if isinstance(matrix, Int8 | Int4) else (matrix,)
+    parts = tuple(matrix) if isinstance(matrix, Codes) else (matrix,)
     if x.is_cpu and len(parts) > 1:
         wide = round_activations(wide)
     step = max(1, _SLICE.get(x.device.type, 1 << 24) // max(x.shape[-1], 1))
     slices = zip(*(part.split(step) for part in parts), strict=True)
-    floats = (dequantize(type(matrix)(*some) if isinstance(matrix, Int8 | Int4) else some[0]) for some in slices)
+    floats = (dequantize(type(matrix)(*some) if isinstance(matrix, Codes) else some[0]) for some in slices)
     y = torch.cat([F.linear(wide, part.to(wide.dtype)) for part in floats], -1)
     return (y if bias is None else y + bias).to(x.dtype)
 
@@ -81,7 +81,7 @@ def linear_by_rows(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
 def _by_triton(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
     from slipstream.ops.triton import linear as kernels
 
-    weight, *more = matrix if isinstance(matrix, Int8 | Int4) else (matrix,)
+    weight, *more = matrix if isinstance(matrix, Codes) else (matrix,)
     scale, low = (*(part.float() for part in more), None, None)[:2]
     slices = kernels.num_slices(len(weight), x.shape[1])
     out = torch.empty(slices, len(x), len(weight), device=x.device)

@@ -264,7 +264,7 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
     struct matrix biased = *w;
     const int64_t rows = num_rows < LINEAR_ROWS ? num_rows : LINEAR_ROWS, groups = (num_features + CODES - 1) / CODES;
     const size_t numbers = (size_t)(rows * groups * CODES), scales = (size_t)(rows * groups);
-    const size_t bytes = numbers * 3 + scales * 12;
+    const size_t bytes = numbers * 3 + scales * 16;
     if (num_rows == 0)
         return 0;
     if (bytes > team->input_bytes) {
@@ -278,7 +278,7 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
     biased.bias = bias;
     const struct linear of = {&biased, x, y, num_rows, num_features,
                               {.codes = (int8_t *)in, .halves = (uint16_t *)(in + numbers), .scales = (float *)(in + numbers * 3),
-                               .totals = (int32_t *)(in + numbers * 3 + scales * 8)}};
+                               .starts = (int32_t *)(in + numbers * 3 + scales * 8)}};
     team->linear = &of;
     run_all(team, run_linear);
     return 0;
@@ -323,7 +323,7 @@ static uint32_t halves_apart(uint32_t eight)
 #define AS_IT_IS(word) word
 
 /* Rows of a matrix [columns][row_bytes] -> panels [word][PANEL], each `stride` bytes after the other, in words of `size`
- * bytes (2 or 4; with `nibbles`, 4 bytes are 8 features). Missing columns, and words after a row's end, are zeros. */
+ * bytes (1, 2 or 4; with `nibbles`, 4 bytes are 8 features). Missing columns, and words after a row's end, are zeros. */
 SLIPSTREAM_API void slipstream_pack(const char *rows, int64_t columns, int64_t row_bytes, char *panels, int64_t num_panels,
                                     int64_t num_words, int64_t stride, int size, int nibbles)
 {
@@ -335,7 +335,9 @@ SLIPSTREAM_API void slipstream_pack(const char *rows, int64_t columns, int64_t r
             PACK(uint32_t, halves_apart)
         else if (size == 4)
             PACK(uint32_t, AS_IT_IS)
-        else
+        else if (size == 2)
             PACK(uint16_t, AS_IT_IS)
+        else
+            PACK(uint8_t, AS_IT_IS)
     }
 }

@@ -19,7 +19,8 @@
 #define MAX_EXPERTS 512
 #define MAX_THREADS 64
 
-enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4, WEIGHT_INT8_GROUPS = 5 };
+enum weight_type { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_F16 = 2, WEIGHT_INT8 = 3, WEIGHT_INT4 = 4, WEIGHT_INT8_GROUPS = 5,
+                   WEIGHT_K4 = 6, WEIGHT_K5 = 7, WEIGHT_K6 = 8 };
 enum activation { ACTIVATION_SILU = 0, ACTIVATION_GELU_TANH = 1, ACTIVATION_GELU = 2, ACTIVATION_RELU = 3 };
 enum residual { RESIDUAL_BEFORE = 0, RESIDUAL_AFTER = 1, RESIDUAL_PARALLEL = 2 };
 
@@ -27,12 +28,19 @@ enum residual { RESIDUAL_BEFORE = 0, RESIDUAL_AFTER = 1, RESIDUAL_PARALLEL = 2 }
 struct matrix {
     const void *data; /* [panel][k][PANEL]; bf16: [panel][k / 2][PANEL][2], padded with a zero if k is odd; int8:
                          [panel][k / 4][PANEL][4]; int4: [panel][k / 8][PANEL][4] bytes, the first four k in the low halves */
-    const void *scale; /* int8: fp32 [panel][PANEL]; int4, and int8 in groups: fp16 [panel][k / group][PANEL] */
+    const void *scale; /* int8: fp32 [panel][PANEL]; int4, and int8 in groups: fp16 [panel][k / group][PANEL]; k-quants: see below */
     const void *low;   /* int4: fp16 as scale; w = q * scale + low. NULL: low is -8 * scale everywhere */
     const float *bias; /* fp32 [padded columns], or NULL */
     int64_t num_columns, num_features; /* int8, int4: features are padded with zeros to a multiple of CODES */
     int32_t type, group;               /* int4, and int8 in groups: a multiple of CODES */
 };
+/* [Note: K-quants] Blocks of K_BLOCK features, whose groups have whole numbers as scales, in int8. K6: w = d * scale * (q - 32) in
+ * groups of 16 features; `scale` is [panel][k / 16][PANEL], `low` holds d: fp16 [panel][k / K_BLOCK][PANEL]. K4 and K5: w = d * scale * q
+ * - d_min * minimum in groups of 32; `scale` is [panel][k / 32][2][PANEL], a group's scales and then its minima, and `low` is
+ * [panel][k / K_BLOCK][2][PANEL], d and then d_min. Codes are in words of four features, as bytes [PANEL][4]. K4 has them as int4.
+ * Where a code takes 5 or 6 bits, the first words of 32 or 16 features have theirs in the low bits of their bytes; the bits above
+ * hold those of the other words: of 5 words (K5) 8, of 3 words (K6) 4, as `code_word` in decoder_products.h reads them. */
+#define K_BLOCK 256
 
 /* Experts in a file, of which the most recently used are in memory. inference/expert_store.py fills it. */
 struct expert_store {
@@ -119,7 +127,7 @@ struct decoder {
     int32_t plain_dim, value_dim; /* with latents: features of a query beside the rotated ones, and of a head's value */
     int32_t qk_norm_whole; /* the norms of q and k are over all heads together */
     int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
-    int32_t embed_type;
+    int32_t embed_type; /* if there are no embed_codes */
     int32_t activation;
     int32_t centered;    /* norms are LayerNorm, else RMSNorm */
     int32_t residual;   /* enum residual */
@@ -128,6 +136,7 @@ struct decoder {
     float latent_eps, norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
     float residual_scale, logit_scale; /* factors of what is added to the residual, and of logits; 0: none */
     const void *embed; /* [num_tokens][hidden] */
+    const struct matrix *embed_codes; /* the embedding, if it is quantized: a token is a column. Or NULL */
     const float *positions, *token_types; /* [max_context][hidden], [types][hidden], added to the embedding, or NULL */
     const float *slopes; /* [num_heads] ALiBi's: added to a score times the key's position less the query's, or NULL */
     struct norm embed_norm, final_norm;
@@ -168,9 +177,9 @@ struct batch {
     float *low_q, *narrow; /* with latents, [num_rows][...]: that of queries; queries before and mixtures after attention */
     float *added;  /* [num_rows][hidden] what is added to x, if processes cut all matrices: they share it, attended, act and logits;
                       NULL: every process computes whole rows of all but experts */
-    int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is int8 or int4 */
+    int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is quantized */
     float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
-    int32_t *totals;  /* [num_rows][widest / CODES]: a group's sum of codes */
+    int32_t *starts;  /* [num_rows][2 * widest / CODES]: of both halves of a group, -32 times the sum of codes */
     uint16_t *halves; /* shaped as codes, in bf16; used if a matrix is bf16 and the instruction set has bf16 products */
     struct routing routing; /* if a layer has experts; the four buffers above then have a row per place */
 };
@@ -193,7 +202,7 @@ static inline int64_t scratch_to_choose(int64_t vocab_size)
     return (3 * blocks + 2) * BLOCK_OF_SUMS * (int64_t)sizeof(float) + blocks * (int64_t)(sizeof(double) + 3 * sizeof(float));
 }
 
-/* y = x W^T + bias for rows of fp32. `batch` has the scratch memory: codes, scales, totals and halves of LINEAR_ROWS rows. */
+/* y = x W^T + bias for rows of fp32. `batch` has the scratch memory: codes, scales, starts and halves of LINEAR_ROWS rows. */
 struct linear {
     const struct matrix *w;
     const float *x;

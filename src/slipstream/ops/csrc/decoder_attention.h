@@ -1,4 +1,4 @@
-/* Row-wise work (embedding, norm, rotation, writing keys and values to the cache), and attention over the cache's blocks. */
+/* Row-wise work (norm, rotation, writing keys and values to the cache), and attention over the cache's blocks. */
 #ifndef SLIPSTREAM_DECODER_ATTENTION_H
 #define SLIPSTREAM_DECODER_ATTENTION_H
 
@@ -71,23 +71,6 @@ INLINE void add_row(float *to, const float *x, int64_t size)
 {
     for (int64_t i = 0; i < size; ++i)
         to[i] += x[i];
-}
-
-TARGET static void embed_row(const struct decoder *model, int32_t id, float *x)
-{
-    const int64_t size = model->hidden_size;
-    const int type = model->embed_type;
-    const char *row = (const char *)model->embed + id * size * weight_size(type);
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16)
-        store_f32(x + i, vec_mul(load_weight(type, row + i * weight_size(type)), vec_set(model->embed_scale)), 0);
-    if (i < size) {
-        char padded[64] = {0};
-        float lanes[16];
-        memcpy(padded, row + i * weight_size(type), (size_t)((size - i) * weight_size(type)));
-        store_f32(lanes, vec_mul(load_weight(type, padded), vec_set(model->embed_scale)), 0);
-        memcpy(x + i, lanes, (size_t)(size - i) * sizeof(float));
-    }
 }
 
 TARGET static void rotate(float *head, const struct layer *layer, int64_t position)

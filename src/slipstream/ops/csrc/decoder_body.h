@@ -3,6 +3,7 @@
 #include "decoder_products.h"
 
 #include "decoder_attention.h"
+#include "decoder_embed.h"
 
 /* ---- rows of a thread ---- */
 

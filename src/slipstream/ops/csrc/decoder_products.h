@@ -14,7 +14,10 @@ INLINE int64_t panel_bytes(const struct matrix *w)
 {
     const int64_t size = w->num_features * PANEL;
     switch (w->type) {
-    case WEIGHT_INT4: return size / 2;
+    case WEIGHT_INT4:
+    case WEIGHT_K4: return size / 2;
+    case WEIGHT_K5: return size / 8 * 5;
+    case WEIGHT_K6: return size / 8 * 6;
     case WEIGHT_INT8:
     case WEIGHT_INT8_GROUPS: return size;
     case WEIGHT_F16: return size * 2;
@@ -149,16 +152,16 @@ TARGET static void widen(const struct matrix *w, int64_t panel, float *to)
 /* ---- quantized matrices: exact integer products per group of CODES features ----
  *
  * x is quantized to 8 bits with a scale per row and group, as in llama.cpp; w is int8 with a scale per column, or per column and
- * group, or int4 with a scale and an offset per column and group. If the processor has instructions for them, bf16 products work the same way: x is rounded to
- * bf16, as torch does. */
+ * group, or int4 with a scale and an offset per column and group, or a k-quant. If the processor has instructions for them, bf16
+ * products work the same way: x is rounded to bf16, as torch does. */
 
 /* Rows of x in the products' input type. */
 struct coded {
     int8_t *codes;
     uint16_t *halves;
     float *scales, *sums; /* per group */
-    int32_t *totals;
-    int64_t stride, groups; /* of codes and halves; of totals, and half that of scales and sums */
+    int32_t *starts;        /* per half of a group: -32 times the sum of its codes */
+    int64_t stride, groups; /* of codes and halves; half that of scales and sums, and of starts */
 };
 
 /* The type of x that a matrix needs in addition to fp32. */
@@ -166,7 +169,7 @@ enum { WANTS_CODES = 1, WANTS_HALVES = 2 };
 
 INLINE int wants(const struct matrix *w)
 {
-    if (w->type == WEIGHT_INT8 || w->type == WEIGHT_INT4 || w->type == WEIGHT_INT8_GROUPS)
+    if (w->type >= WEIGHT_INT8)
         return WANTS_CODES;
     return DOTS_BF16 && w->type == WEIGHT_BF16 ? WANTS_HALVES : 0;
 }
@@ -176,7 +179,7 @@ INLINE struct coded coded_at(const struct batch *batch, int64_t row, int64_t siz
 {
     const int64_t groups = (size + CODES - 1) / CODES;
     return (struct coded){batch->codes + row * groups * CODES, batch->halves + row * groups * CODES, batch->scales + row * 2 * groups,
-                          batch->scales + row * 2 * groups + groups, batch->totals + row * groups, groups * CODES, groups};
+                          batch->scales + row * 2 * groups + groups, batch->starts + row * 2 * groups, groups * CODES, groups};
 }
 
 /* Quantize one row. Its last group is padded with zeros. Codes are rounded to nearest even; the largest of a group becomes 127. */
@@ -199,7 +202,7 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
         const float factor = most > 1e-30f ? 127.0f / most : 0.0f;
         const vec a = vec_sub(vec_add(vec_mul(first, vec_set(factor)), magic), magic);
         const vec b = vec_sub(vec_add(vec_mul(second, vec_set(factor)), magic), magic);
-        const float total = lanes_sum(vec_add(a, b));
+        const float total_a = lanes_sum(a), total_b = lanes_sum(b), total = total_a + total_b; /* whole numbers */
         const int finite = fabsf(total) <= 127.0f * CODES; /* also false if infinity times 0 made a NaN */
         if (finite) {
             store_i8(to->codes + k, a);
@@ -207,10 +210,35 @@ TARGET static void code_row(const float *x, int64_t size, int wanted, const stru
         } else {
             memset(to->codes + k, 0, CODES);
         }
-        to->totals[g] = finite ? (int32_t)total : 0;
+        to->starts[2 * g] = finite ? -32 * (int32_t)total_a : 0;
+        to->starts[2 * g + 1] = finite ? -32 * (int32_t)total_b : 0;
         to->scales[g] = finite ? most / 127.0f : NAN; /* codes cannot represent NaN, the scale can: the result is NaN */
         to->sums[g] = finite ? total * (most / 127.0f) : NAN;
     }
+}
+
+/* A form of codes: the features that share a scale, and the bytes of their codes in a panel. */
+#define FEATURES(type) ((type) == WEIGHT_K6 ? 16 : CODES)
+#define GROUP_BYTES(type)                                                                                               \
+    ((type) == WEIGHT_K6 ? 192 : (type) == WEIGHT_K5 ? 320 : (type) == WEIGHT_INT4 || (type) == WEIGHT_K4 ? 256 : 512)
+#define IS_K(type) ((type) >= WEIGHT_K4)
+
+/* The memory of scales and offsets of a panel's group g. */
+struct group_scales {
+    const char *scale, *low;
+};
+INLINE struct group_scales scales_of(const int type, const struct matrix *w, int64_t panel, int64_t g)
+{
+    const char *const scale = w->scale, *const low = w->low;
+    if (type == WEIGHT_INT8)
+        return (struct group_scales){0, 0};
+    if (IS_K(type)) {
+        const int64_t of_block = FEATURES(type) == CODES ? 64 : 32;
+        return (struct group_scales){scale + panel * w->num_features + g * FEATURES(type),
+                                     low + panel * w->num_features / K_BLOCK * of_block + g * FEATURES(type) / K_BLOCK * of_block};
+    }
+    const int64_t per_scale = w->group / CODES, at = (panel * (w->num_features / CODES / per_scale) + g / per_scale) * PANEL * 2;
+    return (struct group_scales){scale + at, low ? low + at : 0};
 }
 
 void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int panels, const struct coded *x, int64_t row, int rows,
@@ -219,57 +247,101 @@ void slipstream_codes_by_avx2(const struct matrix *w, int64_t panel, int panels,
 #if CODES_BY_AVX2
 #define multiply_codes slipstream_codes_by_avx2
 #else
+/* The `n`-th word of the codes of a group of a k-quant, whose words are at p. */
+INLINE code_bytes code_word(const int type, const char *p, const int n)
+{
+    const int bits = type == WEIGHT_K5 ? 5 : 6;
+    if (n < (type == WEIGHT_K5 ? 5 : 3))
+        return masked_at(p + n * 64, 0, (1 << bits) - 1);
+    if (type == WEIGHT_K6)
+        return either(either(masked_at(p, 6, 3), masked_at(p + 64, 4, 12)), masked_at(p + 128, 2, 48));
+    if (n == 7)
+        return either(either(masked_at(p + 64, 7, 1), masked_at(p + 192, 6, 2)), masked_at(p + 256, 3, 28));
+    return either(masked_at(p + (n - 5) * 128, 5, 7), masked_at(p + (n - 5) * 128 + 64, 2, 24));
+}
+
+/* sums[i][j] += the products of a group's codes: those of x[i], of which the first row is at `codes`, and of panel j at p. */
+INLINE void add_group(const int type, const int rows, const int num, const char *p, int64_t gap, int64_t ahead, const int8_t *codes,
+                      int64_t stride, ivec *sums)
+{
+    if (type == WEIGHT_K5 || type == WEIGHT_K6) {
+        _Pragma("GCC unroll 8")
+        for (int n = 0; n < CODES / 4; ++n)
+            for (int j = 0; j < num && n < FEATURES(type) / 4; ++j) {
+                const code_bytes word = code_word(type, p + j * gap, n);
+                if (n < GROUP_BYTES(type) / 64)
+                    fetch(p + j * gap + ahead + n * 64);
+                for (int i = 0; i < rows; ++i)
+                    sums[i * num + j] = dot_bytes(sums[i * num + j], word, codes + i * stride + n * 4);
+            }
+        return;
+    }
+    const int features = GROUP_BYTES(type) == 256 ? 8 : 4; /* per 64 bytes */
+    UNROLL_CODES
+    for (int k = 0; k < CODES; k += features, p += 64)
+        for (int j = 0; j < num; ++j) {
+            fetch(p + j * gap + ahead);
+            for (int i = 0; i < rows; ++i) {
+                ivec *sum = &sums[i * num + j];
+                *sum = features == 8 ? dot_i4(*sum, p + j * gap, codes + i * stride + k) : dot_i8(*sum, p + j * gap, codes + i * stride + k);
+            }
+        }
+}
+
 INLINE void code_tile(const int type, const int rows, const int num, const struct matrix *w, int64_t panel, const struct coded *x,
                       int64_t row, float out[][ROWS][PANEL])
 {
+    const int features = FEATURES(type), bytes_of_group = GROUP_BYTES(type);
     const char *const first = panel_of(w, panel);
-    const int64_t gap = panel_bytes(w), groups = w->num_features / CODES;
-    const int64_t per_scale = type == WEIGHT_INT8 ? 1 : w->group / CODES, num_scales = groups / per_scale;
-    const int features = type == WEIGHT_INT4 ? 8 : 4; /* per 64 bytes */
+    const int64_t gap = panel_bytes(w), groups = w->num_features / features;
     vec total[ROWS * 2];
     for (int a = 0; a < rows * num; ++a)
         total[a] = vec_zero();
     for (int64_t g = 0; g < groups; ++g) {
         ivec sums[ROWS * 2];
-        for (int i = 0; i < rows; ++i)
+        for (int i = 0; i < rows; ++i) {
+            const int32_t *starts = x->starts + (row + i) * 2 * x->groups;
+            const int32_t start = type == WEIGHT_K6 ? starts[g]
+                : type == WEIGHT_INT8 || type == WEIGHT_INT8_GROUPS ? INT8_OFFSET / 32 * (starts[2 * g] + starts[2 * g + 1]) : 0;
             for (int j = 0; j < num; ++j)
-                sums[i * num + j] = ivec_set(type == WEIGHT_INT4 ? 0 : -INT8_OFFSET * x->totals[(row + i) * x->groups + g]);
-        int64_t at = g * (CODES / features) * 64, ahead = ahead_of(at, gap, num);
-        for (int j = 0; j < num && type != WEIGHT_INT8; ++j) { /* those of the next tile, because a panel has few */
-            const int64_t next = ((panel + j + num) * num_scales + g / per_scale) * PANEL * 2;
-            fetch((const char *)w->scale + next);
-            if (w->low)
-                fetch((const char *)w->low + next);
+                sums[i * num + j] = ivec_set(start);
         }
-        UNROLL_CODES
-        for (int k = 0; k < CODES; k += features, at += 64, ahead += 64)
-            for (int j = 0; j < num; ++j) {
-                const char *p = first + j * gap + at;
-                fetch(first + j * gap + ahead);
-                for (int i = 0; i < rows; ++i) {
-                    const int8_t *codes = x->codes + (row + i) * x->stride + g * CODES + k;
-                    ivec *sum = &sums[i * num + j];
-                    *sum = type == WEIGHT_INT4 ? dot_i4(*sum, p, codes) : dot_i8(*sum, p, codes);
-                }
+        const int64_t at = g * bytes_of_group;
+        for (int j = 0; j < num && type != WEIGHT_INT8; ++j) { /* those of the next tile, because a panel has few */
+            const struct group_scales next = scales_of(type, w, panel + j + num, g);
+            if (!IS_K(type) || g * features % 64 == 0)
+                fetch(next.scale);
+            if (next.low && (!IS_K(type) || g * features % K_BLOCK == 0))
+                fetch(next.low);
+        }
+        add_group(type, rows, num, first + at, gap, ahead_of(at, gap, num) - at, x->codes + row * x->stride + g * features, x->stride, sums);
+        for (int j = 0; j < num; ++j) {
+            const struct group_scales of_group = scales_of(type, w, panel + j, g);
+            vec scale = vec_zero(), low = vec_zero();
+            if (IS_K(type)) {
+                scale = vec_mul(load_i8(of_group.scale), load_f16(of_group.low));
+                if (type != WEIGHT_K6)
+                    low = vec_mul(load_i8(of_group.scale + 16), load_f16(of_group.low + 32));
+            } else if (type != WEIGHT_INT8) {
+                scale = load_f16(of_group.scale);
             }
-        for (int j = 0; j < num; ++j)
             for (int i = 0; i < rows; ++i) {
-                const int64_t of = (row + i) * 2 * x->groups + g;
+                const int64_t of = (row + i) * 2 * x->groups + g * features / CODES;
                 vec *sum = &total[i * num + j];
+                const ivec products = sums[i * num + j];
                 if (type == WEIGHT_INT8) {
-                    *sum = vec_fma(ivec_to_vec(sums[i * num + j]), vec_set(x->scales[of]), *sum);
+                    *sum = vec_fma(ivec_to_vec(products), vec_set(x->scales[of]), *sum);
                     continue;
                 }
-                const int64_t of_group = ((panel + j) * num_scales + g / per_scale) * PANEL * 2;
-                const vec scale = load_f16((const char *)w->scale + of_group);
-                if (type == WEIGHT_INT8_GROUPS) {
-                    *sum = vec_fma(vec_mul(ivec_to_vec(sums[i * num + j]), vec_set(x->scales[of])), scale, *sum);
-                    continue;
-                }
-                *sum = vec_fma(vec_mul(pairs_to_vec(sums[i * num + j]), vec_set(x->scales[of])), scale, *sum);
-                *sum = w->low ? vec_fma(vec_set(x->sums[of]), load_f16((const char *)w->low + of_group), *sum)
-                              : vec_fma(vec_set(-8.0f * x->sums[of]), scale, *sum);
+                *sum = vec_fma(vec_mul(bytes_of_group == 256 ? pairs_to_vec(products) : ivec_to_vec(products), vec_set(x->scales[of])), scale,
+                               *sum);
+                if (type == WEIGHT_K4 || type == WEIGHT_K5)
+                    *sum = vec_fma(vec_set(-x->sums[of]), low, *sum);
+                else if (type == WEIGHT_INT4)
+                    *sum = of_group.low ? vec_fma(vec_set(x->sums[of]), load_f16(of_group.low), *sum)
+                                        : vec_fma(vec_set(-8.0f * x->sums[of]), scale, *sum);
             }
+        }
     }
     for (int j = 0; j < num; ++j)
         for (int i = 0; i < rows; ++i) {
@@ -292,12 +364,14 @@ INLINE void code_tiles(const int type, const int rows, int panels, const struct 
 TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int panels, const struct coded *x, int64_t row, int rows,
                                   float out[][ROWS][PANEL])
 {
-    if (w->type == WEIGHT_INT4)
-        FOR_ROWS(CODE_TILES, rows, WEIGHT_INT4)
-    else if (w->type == WEIGHT_INT8_GROUPS)
-        FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8_GROUPS)
-    else
-        FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8)
+    switch (w->type) {
+    case WEIGHT_INT4: FOR_ROWS(CODE_TILES, rows, WEIGHT_INT4) break;
+    case WEIGHT_INT8_GROUPS: FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8_GROUPS) break;
+    case WEIGHT_K4: FOR_ROWS(CODE_TILES, rows, WEIGHT_K4) break;
+    case WEIGHT_K5: FOR_ROWS(CODE_TILES, rows, WEIGHT_K5) break;
+    case WEIGHT_K6: FOR_ROWS(CODE_TILES, rows, WEIGHT_K6) break;
+    default: FOR_ROWS(CODE_TILES, rows, WEIGHT_INT8)
+    }
 }
 #endif
 

@@ -39,3 +39,24 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
     return (ivec){dot_halves(sum.low, _mm256_loadu_si256(columns), first, second),
                   dot_halves(sum.high, _mm256_loadu_si256(columns + 1), first, second)};
 }
+/* 16 columns of 4 unsigned bytes of at most 6 bits: some bits of each byte at p; all bits of two. And their products. */
+typedef ivec code_bytes;
+INLINE __m256i masked_half(const void *p, const int shift, const int mask)
+{
+    const __m256i v = _mm256_loadu_si256(p);
+    return _mm256_and_si256(shift ? _mm256_srli_epi16(v, shift) : v, _mm256_set1_epi8((char)mask));
+}
+INLINE code_bytes masked_at(const void *p, const int shift, const int mask)
+{
+    return (code_bytes){masked_half(p, shift, mask), masked_half((const char *)p + 32, shift, mask)};
+}
+INLINE code_bytes either(code_bytes a, code_bytes b) { return (code_bytes){_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)}; }
+INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i x)
+{
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+INLINE ivec dot_bytes(ivec sum, code_bytes w, const int8_t *x)
+{
+    const __m256i codes = four_codes(x);
+    return (ivec){dot_half(sum.low, w.low, codes), dot_half(sum.high, w.high, codes)};
+}

@@ -100,6 +100,22 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
             sum[lane] += (columns[lane * 4 + k] & 15) * x[k] + (columns[lane * 4 + k] >> 4) * x[4 + k];
     return sum;
 }
+/* 16 columns of 4 unsigned bytes of at most 6 bits: some bits of each byte at p; all bits of two. And their products. */
+typedef uint8_t code_bytes __attribute__((vector_size(64)));
+INLINE code_bytes masked_at(const void *p, const int shift, const int mask)
+{
+    code_bytes v;
+    memcpy(&v, p, sizeof v);
+    return (v >> shift) & (uint8_t)mask;
+}
+INLINE code_bytes either(code_bytes a, code_bytes b) { return a | b; }
+INLINE ivec dot_bytes(ivec sum, code_bytes w, const int8_t *x)
+{
+    for (int lane = 0; lane < 16; ++lane)
+        for (int k = 0; k < 4; ++k)
+            sum[lane] += w[lane * 4 + k] * x[k];
+    return sum;
+}
 INLINE vec ivec_to_vec(ivec a) { return __builtin_convertvector(a, vec); }
 INLINE vec pairs_to_vec(ivec a) { return ivec_to_vec(a); }
 /* Reduce across the lanes: i and i + 8 first, then i and i + 4, and so on. */

@@ -22,5 +22,14 @@ INLINE ivec dot_i4(ivec sum, const void *w, const int8_t *x)
     sum = _mm512_dpbusd_epi32(sum, _mm512_and_si512(both, mask), four_codes(x));
     return _mm512_dpbusd_epi32(sum, _mm512_and_si512(_mm512_srli_epi16(both, 4), mask), four_codes(x + 4));
 }
+/* 16 columns of 4 unsigned bytes of at most 6 bits: some bits of each byte at p; all bits of two. And their products. */
+typedef __m512i code_bytes;
+INLINE code_bytes masked_at(const void *p, const int shift, const int mask)
+{
+    const __m512i v = _mm512_loadu_si512(p);
+    return _mm512_and_si512(shift ? _mm512_srli_epi16(v, (unsigned)shift) : v, _mm512_set1_epi8((char)mask));
+}
+INLINE code_bytes either(code_bytes a, code_bytes b) { return _mm512_or_si512(a, b); }
+INLINE ivec dot_bytes(ivec sum, code_bytes w, const int8_t *x) { return _mm512_dpbusd_epi32(sum, w, four_codes(x)); }
 INLINE vec ivec_to_vec(ivec a) { return _mm512_cvtepi32_ps(a); }
 INLINE vec pairs_to_vec(ivec a) { return ivec_to_vec(a); }

@@ -1,0 +1,83 @@
+/* A token's row of the embedding, which is a matrix of numbers or the columns of a quantized one, maybe those of the head. */
+#ifndef SLIPSTREAM_DECODER_EMBED_H
+#define SLIPSTREAM_DECODER_EMBED_H
+
+#include "decoder_products.h"
+
+/* The code of feature k of a column, whose first byte in its panel is at p. */
+INLINE int code_of(const int type, const uint8_t *p, int64_t k)
+{
+    if (type == WEIGHT_INT8 || type == WEIGHT_INT8_GROUPS)
+        return (int8_t)p[k / 4 * 64 + k % 4];
+    if (type == WEIGHT_INT4 || type == WEIGHT_K4)
+        return p[k / 8 * 64 + k % 4] >> k % 8 / 4 * 4 & 15;
+    const int64_t n = k % FEATURES(type) / 4;
+    p += k / FEATURES(type) * GROUP_BYTES(type) + k % 4;
+    if (type == WEIGHT_K6)
+        return n < 3 ? p[n * 64] & 63 : p[0] >> 6 | p[64] >> 6 << 2 | p[128] >> 6 << 4;
+    if (n == 7)
+        return p[64] >> 7 | p[192] >> 7 << 1 | p[256] >> 5 << 2;
+    return n < 5 ? p[n * 64] & 31 : p[(n - 5) * 128] >> 5 | (p[(n - 5) * 128 + 64] >> 5 & 3) << 3;
+}
+
+/* x[k] = the weight of feature k, for `size` features: the numbers of `dequantize` in ops/matrices.py. */
+INLINE void codes_of_column(const int type, const struct matrix *w, int64_t column, int64_t size, float *x)
+{
+    const int64_t panel = column / PANEL, lane = column % PANEL, features = FEATURES(type);
+    const uint8_t *const p = (const uint8_t *)panel_of(w, panel) + lane * 4;
+    float scales[16] = {0}, lows[16] = {0};
+    if (type == WEIGHT_INT8)
+        scales[lane] = ((const float *)w->scale)[column];
+    for (int64_t g = 0; g * features < size; ++g) {
+        const struct group_scales at = scales_of(type, w, panel, g);
+        if (IS_K(type)) {
+            const vec d = load_f16(at.low);
+            store_f32(scales, vec_mul(load_i8(at.scale), d), 0);
+            if (type != WEIGHT_K6)
+                store_f32(lows, vec_mul(load_i8(at.scale + 16), load_f16(at.low + 32)), 0);
+        } else if (type != WEIGHT_INT8) {
+            store_f32(scales, load_f16(at.scale), 0);
+            if (type == WEIGHT_INT4)
+                store_f32(lows, at.low ? vec_sub(vec_zero(), load_f16(at.low)) : vec_mul(load_f32(scales), vec_set(8.0f)), 0);
+        }
+        for (int64_t k = g * features; k < (g + 1) * features && k < size; ++k)
+            x[k] = (float)(code_of(type, p, k) - (type == WEIGHT_K6 ? 32 : 0)) * scales[lane] - lows[lane];
+    }
+}
+
+TARGET static void column_of(const struct matrix *w, int64_t column, int64_t size, float *x)
+{
+    switch (w->type) {
+    case WEIGHT_INT8: codes_of_column(WEIGHT_INT8, w, column, size, x); break;
+    case WEIGHT_INT8_GROUPS: codes_of_column(WEIGHT_INT8_GROUPS, w, column, size, x); break;
+    case WEIGHT_INT4: codes_of_column(WEIGHT_INT4, w, column, size, x); break;
+    case WEIGHT_K4: codes_of_column(WEIGHT_K4, w, column, size, x); break;
+    case WEIGHT_K5: codes_of_column(WEIGHT_K5, w, column, size, x); break;
+    default: codes_of_column(WEIGHT_K6, w, column, size, x);
+    }
+}
+
+TARGET static void embed_row(const struct decoder *model, int32_t id, float *x)
+{
+    const int64_t size = model->hidden_size;
+    if (model->embed_codes) {
+        column_of(model->embed_codes, id, size, x);
+        for (int64_t i = 0; i < size; ++i)
+            x[i] *= model->embed_scale;
+        return;
+    }
+    const int type = model->embed_type;
+    const char *row = (const char *)model->embed + id * size * weight_size(type);
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        store_f32(x + i, vec_mul(load_weight(type, row + i * weight_size(type)), vec_set(model->embed_scale)), 0);
+    if (i < size) {
+        char padded[64] = {0};
+        float lanes[16];
+        memcpy(padded, row + i * weight_size(type), (size_t)((size - i) * weight_size(type)));
+        store_f32(lanes, vec_mul(load_weight(type, padded), vec_set(model->embed_scale)), 0);
+        memcpy(x + i, lanes, (size_t)(size - i) * sizeof(float));
+    }
+}
+
+#endif
