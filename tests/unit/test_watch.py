@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch.distributed as dist
@@ -24,12 +25,12 @@ BOOK = "dp (0, 1)"
 class Ranks:
     """Two ranks' watches and monitors; each beat is a call."""
 
-    def __init__(self, hasty: bool = True) -> None:
+    def __init__(self, hasty: bool = True, names: Mapping[int, str] | None = None) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         self.watches = [Watch(timeout_s=100) for _ in range(2)]
         self.monitors = []
         for rank, watch in enumerate(self.watches):
-            watch.rank = rank
+            watch.rank, watch.names = rank, names or {}
             if hasty:
                 watch.beat_s, watch.standstill_s, watch.name_busy_s = 0.02, 0.1, 0.1
             watch.ledgers.append(Ledger(BOOK, (0, 1), None))
@@ -68,6 +69,18 @@ def test_waits_for_each_other_on_shared_memory_are_a_standstill(caplog: pytest.L
         with pytest.raises(PeerError, match="can never match") as caught:
             watch.check(time.monotonic())
         assert not isinstance(caught.value, PeerLostError)
+
+
+def test_the_table_names_the_places_of_ranks() -> None:
+    ranks = Ranks(names={0: "stage 0, tp 1", 1: "stage 1, tp 1"})
+    ranks.wait(0, "mail from rank 1")
+    ranks.wait(1, "reduce-scatter for rank 0")
+    failure = ranks.beat()[0]
+    assert failure is not None and failure.splitlines()[-3:] == [
+        "rank  place          step  phase  unit  waits in",
+        "0     stage 0, tp 1  0     idle   -     mail from rank 1",
+        "1     stage 1, tp 1  0     idle   -     reduce-scatter for rank 0",
+    ]
 
 
 @pytest.mark.parametrize(
