@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slipstream import brief
 from slipstream.launch import agent
@@ -34,7 +35,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 config = {"train_batch_size": batch, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "zero_optimization": {"stage": 2},
           "slipstream": {"checkpoint": {"folder": folder, "every_steps": int(sys.argv[4]),
-                                        "memory_every_steps": int("dies" in sys.argv)}}}
+                                        "memory_every_steps": int(sys.argv[-1] in ("dies", "memory"))}}}
 engine, _, loader, _ = slipstream.initialize(model=model, config=config, training_data=Data())
 log = open(f"{folder}-{time.time_ns()}-{os.environ['RANK']}.log", "a")
 for x, ids in loader:
@@ -118,6 +119,10 @@ def test_checkpoints_by_itself(tmp_path: Path) -> None:
     engine.destroy()
 
 
+def tags(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("global_step*"))
+
+
 @distributed(world_size=2)
 def test_checkpoints_in_memory(tmp_path: Path) -> None:
     """`memory_every_steps`: the newest of memory and disk is resumed, a damaged one is left out, a full memory ends no run."""
@@ -129,9 +134,6 @@ def test_checkpoints_in_memory(tmp_path: Path) -> None:
     def train(engine: Any, until: int) -> None:
         for i in range(engine.global_steps, until):
             toy.step(engine, toy.tokens(engine.rank, i))
-
-    def tags(folder: Path) -> list[str]:
-        return sorted(path.name for path in folder.glob("global_step*"))
 
     whole = toy.make(toy.seeded(toy.Lm), 3)
     train(whole, 7)
@@ -161,6 +163,61 @@ def test_checkpoints_in_memory(tmp_path: Path) -> None:
         engine.destroy()
         assert tags(tmp_path / "disk")[-1] == "global_step8"
     whole.destroy()
+
+
+@distributed(world_size=4)
+def test_checkpoints_in_the_memory_of_hosts(tmp_path: Path) -> None:
+    """Two hosts of two ranks. One is replaced by an empty one, or its files are damaged: the other has them. If both have lost the
+    same file, the disk has the newest."""
+
+    def engine_of(stage: int) -> Any:
+        checkpoint = {"folder": str(tmp_path / "disk"), "every_steps": 2, "memory_every_steps": 1}
+        return toy.make(toy.seeded(toy.Lm), stage, slipstream={"checkpoint": checkpoint})
+
+    def on_host(number: int, per_host: int = 2) -> Any:
+        local = {"LOCAL_WORLD_SIZE": str(per_host), "LOCAL_RANK": str(rank % per_host)}
+        return mock.patch.dict(os.environ, {brief.MEMORY: str(tmp_path / f"host{number}")} | local)
+
+    def train(engine: Any, until: int) -> None:
+        for i in range(engine.global_steps, until):
+            toy.step(engine, toy.tokens(engine.rank, i))
+
+    rank = dist.get_rank()
+    host = rank // 2
+    whole = toy.make(toy.seeded(toy.Lm), 3)
+    train(whole, 5)
+    with on_host(host):
+        engine = engine_of(3)
+        train(engine, 5)
+        assert tags(tmp_path / f"host{host}") == ["global_step5"] and tags(tmp_path / "disk") == ["global_step2", "global_step4"]
+        assert len(list((tmp_path / f"host{host}").rglob("*.bin"))) == 4, "of two hosts: all"
+        engine.destroy()
+    expected = toy.checksum(whole)
+    whole.destroy()
+    with on_host(host * 2):  # the second host's folder is new
+        engine = engine_of(1)
+        assert engine.global_steps == 5 and torch.equal(toy.checksum(engine), expected)
+        engine.destroy()
+    if rank == 0:
+        (tmp_path / "host0" / "global_step5" / "rank_00000.bin").unlink()
+        (tmp_path / "host2" / "global_step5" / "rank_00003.bin").write_bytes(b"short")
+    dist.barrier()
+    with on_host(host * 2):
+        engine = engine_of(2)
+        assert engine.global_steps == 5 and torch.equal(toy.checksum(engine), expected)
+        engine.destroy()
+    if rank == 0:
+        for number in (0, 2):
+            (tmp_path / f"host{number}" / "global_step5" / "rank_00001.bin").unlink()
+    dist.barrier()
+    with on_host(host * 2):
+        engine = engine_of(3)
+        assert engine.global_steps == 4
+        engine.destroy()
+    with on_host(0, per_host=4):  # one host is left, and it lacks a file
+        engine = engine_of(3)
+        assert engine.global_steps == 4 and engine.saves.auto.hosts is None
+        engine.destroy()
 
 
 def test_no_memory_without_a_launcher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,15 +277,17 @@ def test_a_signal_to_the_launcher(launcher: Launcher, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_leave_and_join(launcher: Launcher, tmp_path: Path) -> None:
-    """Two agents of one rank; the second is killed, and a third joins: 2 -> 1 -> 2 ranks with the same samples in each step."""
+@pytest.mark.parametrize("every", [("1",), ("0", "memory")])
+def test_hosts_leave_and_join(launcher: Launcher, tmp_path: Path, every: tuple[str, ...]) -> None:
+    """Two agents of one rank; the second is killed, and a third joins: 2 -> 1 -> 2 ranks with the same samples in each step. The
+    newest checkpoint is on disk, or in the memory of the host that is left."""
     script, folder, whole = launcher.script(SCRIPT), tmp_path / "ck", tmp_path / "whole"
     port = free_port()
     options = ("--elastic", "1:2", "--nproc", "1", "--master_addr", "127.0.0.1", "--master_port", str(port))
-    first = launcher.start(*options, script, str(folder), "1000000", "0.05", "1")
+    first = launcher.start(*options, script, str(folder), "1000000", "0.05", *every)
     with socket.socket() as probe:
         wait_until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, first)  # the first one is where all meet
-    second = launcher.start(*options, script, str(folder), "1000000", "0.05", "1")
+    second = launcher.start(*options, script, str(folder), "1000000", "0.05", *every)
     wait_until(lambda: sum(2 in each for each in steps(folder).values()) >= 3, first)
     second.kill()
     second.communicate()
@@ -238,7 +297,7 @@ def test_hosts_leave_and_join(launcher: Launcher, tmp_path: Path) -> None:
     after = steps(folder)
     alone = min(step for step in after if step >= killed - 1 and 1 in after[step])
     assert alone <= killed + 1, "no step is missing"
-    third = launcher.start(*options, script, str(folder), "1000000", "0.05", "1")
+    third = launcher.start(*options, script, str(folder), "1000000", "0.05", *every)
     wait_until(lambda: max(step for step, each in steps(folder).items() if 2 in each) > alone + 3, first)
     for process in (first, third):
         process.send_signal(signal.SIGTERM)

@@ -162,7 +162,7 @@ class AsyncSave:
             if file not in sums_by_file:
                 sums_by_file[file] = self._await(folder, file)
         self._writer.entries = {name: _with_sums(entry, sums_by_file) for name, entry in self._writer.entries.items()}
-        self._pending.commit()
+        self._pending.commit(self._pending.content())
 
     def _await(self, folder: Path, file: str) -> dict[int, list[int]]:
         """Wait for another rank's checksums and return them."""

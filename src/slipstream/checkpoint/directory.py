@@ -24,7 +24,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -188,9 +188,9 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 class Draft:
-    """A checkpoint being written, until it is committed or discarded. Rank 0 only."""
+    """A checkpoint being written, until it is committed or discarded. Rank 0 only, or a rank of each host (hosts.py)."""
 
-    def __init__(self, directory: Path, tag: str) -> None:
+    def __init__(self, directory: Path, tag: str, save_id: str = "") -> None:
         self.directory, self.tag = directory, check_tag(tag)
         self.target = directory / tag
         directory.mkdir(parents=True, exist_ok=True)
@@ -200,16 +200,16 @@ class Draft:
                 "choose another tag or remove it"
             )
         sweep(directory, tag)
-        self.save_id = secrets.token_hex(8)
+        self.save_id = save_id or secrets.token_hex(8)
         self.folder = directory / f"{tag}.tmp-{self.save_id}"
         self.folder.mkdir()
         self._lock = lock_folder(self.folder)
         if self._lock is None:
             raise CheckpointError(f"another process is removing {self.folder}; save again")
 
-    def commit(self, document: Document, *, save_latest: bool) -> None:
-        """Rename the draft to its tag. All writes that need disk space come first."""
-        for name, size in document.files.items():
+    def commit(self, document: Document, files: Mapping[str, int], *, save_latest: bool) -> None:
+        """Rename the draft to its tag. All writes that need disk space come first. files: those that are here, and their sizes."""
+        for name, size in files.items():
             actual = (self.folder / name).stat().st_size if (self.folder / name).exists() else None
             if actual != size:
                 raise CheckpointError(f"{self.folder / name} was written with {size} bytes, rank 0 sees {actual}; {ONE_PLACE}")

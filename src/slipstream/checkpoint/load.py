@@ -29,8 +29,7 @@ from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate,
 from slipstream.checkpoint.document import Document, ZipRecord, counterpart, one_axis
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape
-from slipstream.checkpoint.plan import dtype_of, shares_of
-from slipstream.checkpoint.save import check_entry
+from slipstream.checkpoint.plan import check_entry, dtype_of, shares_of
 from slipstream.checkpoint.values import decode
 
 logger = logging.getLogger(__name__)

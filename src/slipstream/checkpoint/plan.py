@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import Box, FlatSlice, Ranged, Shape, check_cover, whole_box
+from slipstream.checkpoint.values import check_dense
 
 STAGE = 1 << 24  # bytes of values that are copied to the host or converted at a time
 
@@ -43,6 +44,17 @@ class Share(NamedTuple):
 
 def dtype_of(tensor: FlatSlice | Tensor) -> torch.dtype:
     return tensor.data.dtype if isinstance(tensor, FlatSlice) else tensor.dtype
+
+
+def check_entry(name: str, tensor: FlatSlice | Tensor) -> None:
+    """Raise CheckpointError unless `tensor` can be saved or filled under `name`."""
+    if not isinstance(name, str) or not name or name.startswith("$"):
+        raise CheckpointError(f"a tensor named {name!r}; a name is a string that does not begin with '$'")
+    if not isinstance(tensor, FlatSlice | Tensor):
+        raise CheckpointError(f"tensor {name!r} is a {type(tensor).__name__}; pass a FlatSlice or a Tensor")
+    data = tensor.data if isinstance(tensor, FlatSlice) else tensor
+    if isinstance(data, Tensor):
+        check_dense(repr(name), data)
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,9 @@ from slipstream.checkpoint.directory import Draft, check_tag, retain
 from slipstream.checkpoint.document import Document, one_axis
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice
-from slipstream.checkpoint.plan import own_shares
-from slipstream.checkpoint.values import check_dense, encode
+from slipstream.checkpoint.hosts import Hosts
+from slipstream.checkpoint.plan import check_entry, own_shares
+from slipstream.checkpoint.values import encode
 from slipstream.checkpoint.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ def save(
     save_latest: bool = True,
     tag_validation: TagValidation = "Warn",
     keep: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Path:
     """Write checkpoint `tag` of `directory` and return its folder, which is then on disk. Raises CheckpointError on every rank.
 
@@ -54,15 +57,19 @@ def save(
     `per_rank` from each rank; both hold values that `values.encode` accepts. The tag is rank 0's; if another rank passes a
     different one, `tag_validation` decides between an error ("Fail"), a warning ("Warn") and nothing ("Ignore"). A checkpoint
     with the same tag is replaced. `keep`: how many checkpoints stay in the directory, the newest ones. `mesh`: the axes of `group`
-    and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back.
+    and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back. `hosts`: each host has a
+    `directory` of its own, which gets the files of the host before it, too (hosts.py).
     """
-    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, None)
+    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, None, hosts)
     try:
-        pending.ranks.decide(pending.step, pending.commit)
+        if hosts is None:
+            pending.ranks.decide(pending.step, lambda: pending.commit(pending.content()))
+        else:
+            pending.commit_on(hosts)
     finally:
         pending.discard()
     if keep is not None:
-        pending.ranks.decide(f"checkpoint {pending.path} is saved, but older ones could not be removed", pending.tidy)
+        pending.ranks.gather(f"checkpoint {pending.path} is saved, but older ones could not be removed", pending.tidy)
     return pending.path
 
 
@@ -88,7 +95,8 @@ def save_async(
 
 @dataclass(slots=True, kw_only=True)
 class PendingSave:
-    """An uncommitted save on one rank: its bytes are written or staged. Only rank 0 has a draft, and commits and tidies."""
+    """An uncommitted save on one rank: its bytes are written or staged. Only a rank with a draft commits and tidies: rank 0, and
+    the first of each host where hosts have directories of their own."""
 
     ranks: Ranks
     step: str
@@ -101,20 +109,35 @@ class PendingSave:
     save_latest: bool
     keep: int | None
 
-    def commit(self) -> None:
-        assert self.draft is not None, "only rank 0 commits"
-        content = Document(
-            save_id=self.draft.save_id,
+    @property
+    def own(self) -> Draft:
+        assert self.draft is not None, "this rank has made no folder"
+        return self.draft
+
+    def content(self) -> Document:
+        """Of the whole checkpoint; rank 0 only."""
+        return Document(
+            save_id=self.own.save_id,
             mesh=self.mesh,
             files=self.writer.files,
             tensors=self.writer.entries,
             shared=self.shared,
             per_rank=self.per_rank,
         )
-        self.draft.commit(content, save_latest=self.save_latest)
+
+    def commit(self, content: Document, files: AbstractSet[str] | None = None) -> None:
+        """files: those that are in this directory; None: all."""
+        sizes = {name: size for name, size in content.files.items() if files is None or name in files}
+        self.own.commit(content, sizes, save_latest=self.save_latest)
+
+    def commit_on(self, hosts: Hosts) -> None:
+        """Commit on each host. Collective."""
+        content = self.ranks.decide(self.step, self.content)
+        self.ranks.gather(self.step, lambda: hosts.copy_to_next(self.writer.folder, content.files))
+        self.ranks.gather(self.step, lambda: self.commit(content, hosts.files) if self.draft is not None else None)
 
     def tidy(self) -> None:
-        if self.keep is not None:
+        if self.keep is not None and self.draft is not None:
             retain(self.path.parent, self.keep, self.path.name)
 
     def discard(self) -> None:
@@ -134,6 +157,7 @@ def _begin(
     tag_validation: TagValidation,
     keep: int | None,
     staging: Staging | None,
+    hosts: Hosts | None = None,
 ) -> PendingSave:
     ranks, parent, state = Ranks(group), Path(directory), dict(tensors)
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
@@ -154,15 +178,8 @@ def _begin(
         return tag, skeleton
 
     prepared = ranks.gather(step, prepare)
-    draft: Draft | None = None
-
-    def begin() -> tuple[str, str]:
-        nonlocal draft
-        draft = Draft(parent, agree_on_tag([rank_tag for rank_tag, _ in prepared], tag_validation))
-        return draft.tag, draft.folder.name
-
+    tag, folder, draft = _drafts(ranks, step, parent, [rank_tag for rank_tag, _ in prepared], tag_validation, hosts)
     try:
-        tag, folder = ranks.decide(step, begin)
         writer = Writer(parent / folder, ranks.index, staging)
         shares = own_shares(ranks, step, state)
         writer.collect(ranks.gather(step, lambda: writer.write(shares)))
@@ -184,15 +201,25 @@ def _begin(
     )
 
 
-def check_entry(name: str, tensor: FlatSlice | Tensor) -> None:
-    """Raise CheckpointError unless `tensor` can be saved or filled under `name`."""
-    if not isinstance(name, str) or not name or name.startswith("$"):
-        raise CheckpointError(f"a tensor named {name!r}; a name is a string that does not begin with '$'")
-    if not isinstance(tensor, FlatSlice | Tensor):
-        raise CheckpointError(f"tensor {name!r} is a {type(tensor).__name__}; pass a FlatSlice or a Tensor")
-    data = tensor.data if isinstance(tensor, FlatSlice) else tensor
-    if isinstance(data, Tensor):
-        check_dense(repr(name), data)
+def _drafts(
+    ranks: Ranks, step: str, parent: Path, tags: Sequence[str], validation: TagValidation, hosts: Hosts | None
+) -> tuple[str, str, Draft | None]:
+    """The tag, the folder's name, and the draft if this rank makes one: rank 0, and the first of each host. Collective."""
+    own: list[Draft] = []
+
+    def make(tag: str, save_id: str = "") -> tuple[str, str]:
+        own.append(Draft(parent, tag, save_id))
+        return tag, own[0].folder.name
+
+    try:
+        tag, folder = ranks.decide(step, lambda: make(agree_on_tag(tags, validation)))
+        if hosts is not None:
+            ranks.gather(step, lambda: make(tag, folder.rpartition("-")[2]) if hosts.is_leader and not own else None)
+    except BaseException:
+        for draft in own:
+            draft.discard()
+        raise
+    return tag, folder, own[0] if own else None
 
 
 def agree_on_tag(tags: Sequence[str], validation: TagValidation) -> str:

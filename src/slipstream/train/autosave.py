@@ -2,6 +2,7 @@
 
 With `memory_every_steps` the newest checkpoint is also in the host's memory, in a folder of the launcher's agent, which outlives
 the ranks: those that it starts again resume from there, if none on disk is newer. It is an ordinary checkpoint, complete or absent.
+With several hosts each has the files of its own ranks and of the host before it, so that one may be lost (checkpoint/hosts.py).
 
 A signal may reach one rank only (a scheduler signals the first process of a job, or one host). Its wish is one more number in the
 exchange that every step has anyway, so that all ranks save at the end of the same step. Then all exit with code 85: "start again".
@@ -20,10 +21,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from slipstream import brief, checkpoint
-from slipstream.checkpoint import CheckpointError
+from slipstream.checkpoint import CheckpointError, Hosts, complete_newest
 from slipstream.config.plan import CheckpointPlan
-from slipstream.world.join import local_world_size
-from slipstream.world.mesh import Mesh
+from slipstream.world.join import local_rank, local_world_size
+from slipstream.world.mesh import Axis, Mesh
+from slipstream.zero.comm import gather_objects
 
 logger = logging.getLogger(__name__)
 SAVE, STOP = 1.0, 2.0  # wishes of a rank; the largest of all ranks is done
@@ -54,7 +56,8 @@ class Autosave:
     def __init__(self, plan: CheckpointPlan, mesh: Mesh) -> None:
         self.plan, self.is_first, self._group = plan, mesh.is_first, mesh.world.group
         self.loaded = False
-        self.memory = self._find_memory(mesh.world.size) if plan.memory_every_steps else None
+        self.hosts: Hosts | None = None  # several, with a folder in memory each
+        self.memory = self._find_memory(mesh.world) if plan.memory_every_steps else None
         self._last = time.monotonic()
         self._signal = 0
         self._handlers: dict[int, Any] = {}
@@ -63,14 +66,20 @@ class Autosave:
                 number = signal.Signals[name]
                 self._handlers[number] = signal.signal(number, self._on_signal)
 
-    def _find_memory(self, num_ranks: int) -> str | None:
-        folder, hosts = os.environ.get(brief.MEMORY), num_ranks > local_world_size()
-        if (folder is None or hosts) and self.is_first:
-            why = (
-                "the ranks are on several hosts" if hosts else "only `slipstream run` with --max-restarts or --elastic has a place"
-            )
+    def _find_memory(self, world: Axis) -> str | None:
+        """The folder on this host. Collective over the world."""
+        folder, own = os.environ.get(brief.MEMORY), local_world_size()
+        folders, sizes, places = zip(*gather_objects((folder, own, local_rank()), world), strict=True)
+        why = ""
+        if None in folders:
+            why = "only `slipstream run` with --max-restarts or --elastic has a place"
+        elif len(set(sizes)) > 1 or list(places) != [i % own for i in range(world.size)]:
+            why = f"each host must have as many ranks as the others, consecutive ones; these have {', '.join(map(str, sizes))}"
+        elif own < world.size and world.group is not None:
+            self.hosts = Hosts(world.group, world.index, world.size, own)
+        if why and self.is_first:
             logger.warning("slipstream.checkpoint.memory_every_steps has no effect here: %s", why)
-        return None if hosts else folder
+        return None if why else folder
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal:  # the second one does not wait
@@ -125,15 +134,23 @@ class Autosave:
         """Load the newest checkpoint of the folder or in memory, if the config asks for it. Collective."""
         if self.plan.folder is None or not self.plan.resume:
             return
-        if self.memory is not None and _steps_in(self.memory, self._group) > _steps_in(self.plan.folder, self._group):
-            try:
-                engine.load_checkpoint(self.memory)
-                return
-            except CheckpointError as error:
-                if self.is_first:
-                    logger.warning("the checkpoint in memory is left out: %s", error)
+        if self.memory is not None and self._resume_from_memory(engine, self.memory, self.plan.folder):
+            return
         if os.path.isdir(self.plan.folder):
             engine.load_checkpoint(self.plan.folder)
+
+    def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:
+        try:
+            if self.hosts is not None and not complete_newest(memory, self.hosts):
+                return False
+            if _steps_in(memory, self._group) <= _steps_in(disk, self._group):
+                return False
+            engine.load_checkpoint(memory)
+        except CheckpointError as error:
+            if self.is_first:
+                logger.warning("the checkpoint in memory is left out: %s", error)
+            return False
+        return True
 
     def close(self) -> None:
         """Give the signals back."""

@@ -94,7 +94,7 @@ class Saves:
         if self.plan.asynchronous and not in_memory:
             self._in_flight = checkpoint.save_async(directory, tag, self.staging, **options)
         else:
-            checkpoint.save(directory, tag, **options)
+            checkpoint.save(directory, tag, hosts=self.auto.hosts if in_memory else None, **options)
 
     def finish(self) -> None:
         """Wait for the asynchronous save in flight. Collective; raises the same CheckpointError on every rank, once."""

@@ -1,0 +1,194 @@
+"""Checkpoints in the memory of several hosts, each with a directory of its own: a host that is lost takes none with it.
+
+    save              a host's directory gets the metadata, the files of its own ranks and those of the host before it
+    complete_newest   ranks that start again, on whichever hosts are left, complete the newest checkpoint in each directory
+
+Files travel through torch's process group. While ranks start again, each host needs room for the whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.checkpoint.directory import LATEST, committed_tags, sweep, write_synced
+from slipstream.checkpoint.document import METADATA, file_name
+from slipstream.checkpoint.errors import CheckpointError, Ranks
+from slipstream.checkpoint.load import load_metadata
+
+_CHUNK = 1 << 26  # bytes of a message
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The ranks of a group on hosts of `per_host` consecutive ranks. index: this rank's place in the group."""
+
+    group: dist.ProcessGroup
+    index: int
+    size: int
+    per_host: int
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank makes its host's folders."""
+        return self.index % self.per_host == 0
+
+    @property
+    def files(self) -> set[str]:
+        """The data files that this host's directory gets."""
+        first = self.index - self.index % self.per_host
+        return {file_name(rank % self.size) for rank in range(first - self.per_host, first + self.per_host)}
+
+    def copy_to_next(self, folder: Path, sizes: Mapping[str, int]) -> None:
+        """Send this rank's file to the next host, and write the one from the host before. Collective."""
+        before = (self.index - self.per_host) % self.size
+        own, other = (folder / file_name(rank) for rank in (self.index, before))
+        sent = _mapped(own, sizes.get(own.name, 0))
+        self._exchange(sent, (self.index + self.per_host) % self.size, other, sizes.get(other.name, 0), before)
+
+    def move(self, moves: Sequence[Move], folder: Path, target: Path) -> None:
+        """Make each move in which this rank is a part: from its `folder`, into its `target`. Raises after the last one."""
+        failure: OSError | None = None
+        for name, nbytes, source, to in moves:
+            try:
+                if self.index == source:
+                    self._exchange(_mapped(folder / name, nbytes), to, target / name, 0, to)
+                elif self.index == to:
+                    self._exchange(torch.empty(0, dtype=torch.uint8), source, target / name, nbytes, source)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _exchange(self, sent: Tensor, to: int, path: Path, nbytes: int, source: int) -> None:
+        """Send bytes, and write those that come. An error of the file is raised at the end: the other ranks wait for messages."""
+        to, source = (dist.get_global_rank(self.group, rank) for rank in (to, source))
+        room, failure = torch.empty(min(nbytes, _CHUNK), dtype=torch.uint8), None
+        for at in range(0, max(len(sent), nbytes), _CHUNK):
+            work = dist.isend(sent[at : at + _CHUNK], to, group=self.group) if at < len(sent) else None
+            if at < nbytes:
+                part = room[: min(nbytes - at, _CHUNK)]
+                dist.recv(part, source, group=self.group)
+                try:
+                    with open(path, "ab" if at else "wb") as file:
+                        part.numpy().tofile(file)
+                except OSError as error:
+                    failure = failure or error
+            if work is not None:
+                work.wait()
+        if failure is not None:
+            raise failure
+
+
+def _mapped(path: Path, nbytes: int) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+class Move(NamedTuple):
+    """A file that a host lacks, and the places of the leaders that send and write it."""
+
+    name: str
+    nbytes: int
+    source: int
+    to: int
+
+
+class _Held(NamedTuple):
+    """What the directory of one host has of a checkpoint."""
+
+    save_id: str
+    tag: str
+    steps: int
+    sizes: Mapping[str, int]  # of all its files, also of the metadata
+    present: frozenset[str]
+
+
+class _Holding(NamedTuple):
+    leader: int
+    free: int  # bytes
+    held: list[_Held]
+
+
+def complete_newest(directory: str, hosts: Hosts) -> bool:
+    """Give each host's directory all files of the newest checkpoint that the hosts have together; False if they have none.
+
+    Collective. Raises CheckpointError on every rank, for instance if a host has no room for it.
+    """
+    ranks, step, parent = Ranks(hosts.group), f"the checkpoint in memory {directory} was not completed", Path(directory)
+    holdings = ranks.gather(step, lambda: _holding(parent, hosts.index) if hosts.is_leader else None)
+    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None]))
+    if chosen is None:
+        return False
+    newest, moves = chosen
+    folder = parent / newest.tag
+    fresh = any(move.to == hosts.index and move.name == METADATA for move in moves)
+    target = folder.with_name(f"{newest.tag}.tmp-{secrets.token_hex(8)}") if fresh else folder
+
+    def complete() -> None:
+        if fresh:
+            target.mkdir(parents=True)
+        hosts.move(moves, folder, target)
+        if fresh:
+            os.rename(target, folder)
+        if hosts.is_leader:
+            write_synced(parent / LATEST, f"{newest.tag}\n".encode())
+
+    ranks.gather(step, complete)
+    return True
+
+
+def _holding(parent: Path, leader: int) -> _Holding:
+    parent.mkdir(parents=True, exist_ok=True)
+    for tag in committed_tags(parent):
+        sweep(parent, tag)
+    held = []
+    for tag in committed_tags(parent):
+        try:
+            metadata = load_metadata(parent, tag)
+        except CheckpointError:
+            continue
+        sizes = {**metadata.document.files, METADATA: (parent / tag / METADATA).stat().st_size}
+        present = {name for name, size in sizes.items() if _size(parent / tag / name) == size}
+        steps = int(metadata.shared.get("counters", {}).get("global_steps", -1))
+        held.append(_Held(metadata.save_id, tag, steps, sizes, frozenset(present)))
+    space = os.statvfs(parent)
+    return _Holding(leader, space.f_bavail * space.f_frsize, held)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
+
+
+def _choose(holdings: Sequence[_Holding]) -> tuple[_Held, list[Move]] | None:
+    """The newest checkpoint of which each file is on some host, and the moves that complete it on all."""
+    by_id: dict[str, dict[int, _Held]] = {}  # then by leader
+    for holding in holdings:
+        for held in holding.held:
+            by_id.setdefault(held.save_id, {})[holding.leader] = held
+    newest, parts = None, dict[int, _Held]()
+    for hosts in by_id.values():
+        any_held = next(iter(hosts.values()))
+        is_whole = any_held.sizes.keys() <= set().union(*(held.present for held in hosts.values()))
+        if is_whole and (newest is None or any_held.steps > newest.steps):
+            newest, parts = any_held, hosts
+    if newest is None:
+        return None
+    sends, moves = Counter[int](), list[Move]()
+    for leader, free, _ in holdings:
+        missing = newest.sizes.keys() - (parts[leader].present if leader in parts else frozenset())
+        if (needed := sum(newest.sizes[name] for name in missing)) > free:
+            raise CheckpointError(f"{newest.tag} needs {needed:,} bytes on the host of rank {leader}, and {free:,} are free")
+        for name in sorted(missing):
+            source = min((each for each in parts if name in parts[each].present), key=lambda each: (sends[each], each))
+            sends[source] += 1
+            moves.append(Move(name, newest.sizes[name], source, leader))
+    return newest, moves
