@@ -7,10 +7,12 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from slipstream.inference.core import Finish
 from tests.inference.fake_engine import FakeEngine
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -251,11 +253,107 @@ def test_what_the_model_says_is_text(page: Any) -> None:
     assert "<script>alert(2)</script>" in page.find_element("css selector", ".block pre").text
 
 
-def test_fits_a_phone(page: Any) -> None:
-    phone = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def test_reasoning_is_apart(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    write(page, "think" + Keys.ENTER)
+    until(page, "document.querySelector('.writing details.thought')?.open")  # while there is no answer
+    until(page, "document.querySelector('.foot')")
+    assert answers(page) == ["So be it"]
+    assert not page.execute_script("return document.querySelector('details.thought').open")
+    page.find_element("css selector", ".thought summary").click()
+    assert page.find_element("css selector", ".thought p").text == "I wonder."
+    page.refresh()
+    until(page, "document.querySelectorAll('details.thought').length === 1")
+    write(page, "and now?" + Keys.ENTER)
+    until(page, "document.querySelectorAll('.foot').length === 2")
+
+
+def test_tool_calls_and_their_results(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    page.execute_script(f"localStorage['slipstream.settings'] = {json.dumps(json.dumps({'tools': json.dumps(TOOLS)}))}")
+    page.refresh()
+    write(page, "use a tool" + Keys.ENTER)
+    until(page, "document.querySelector('form.results')")
+    assert "Sure." in answers(page)[0] and 'calls add\nCopy\n{\n  "a": 7\n}' in answers(page)[0]
+    page.refresh()  # the call is kept
+    until(page, "document.querySelector('form.results textarea')").send_keys("forty <b>two</b>")
+    page.find_element("css selector", ".results button").click()
+    until(page, "document.querySelectorAll('.foot').length === 2")
+    assert page.find_element("css selector", ".turn.tool pre").text == "forty <b>two</b>"
+    assert "<tool>forty" in answers(page)[1], "it is in the prompt"
+    assert not page.find_element("css selector", "form.results").is_displayed()
+    page.execute_script("document.querySelector('.turn:last-child .again').click()")
+    until(page, "!document.querySelector('.writing') && document.querySelectorAll('.foot').length === 2")
+    page.execute_script(
+        "const tools = document.getElementById('tools'); tools.value = '[{'; tools.dispatchEvent(new Event('input'))"
+    )
+    write(page, "more" + Keys.ENTER)
+    until(page, "document.querySelector('[role=alert]')?.textContent.includes('Settings, Tools: ')")
+
+
+@contextmanager
+def phone(page: Any, width: int) -> Iterator[None]:
+    metrics = {"width": width, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
         page.refresh()
+        yield
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_several_models(browser: Any) -> None:
+    """On a phone: each is chosen from a menu and loaded when it is asked; Stop ends the request in the engine."""
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import Select
+
+    from tests.inference.test_several_models import Source, served
+
+    names = ["first-model-7b", "organisation/a-name-that-is-longer-than-a-phone-is-wide-instruct"]
+    sources = [Source(name, slow=True) for name in names]
+    for source in sources:
+        source.says = "a long answer " * 10
+    with served(*sources, max_loaded=1) as address:
+        browser.get(f"http://{address}/")
+        browser.execute_script("localStorage.clear()")
+        with phone(browser, 390):
+            until(browser, "document.querySelectorAll('#models option').length === 2")
+            until(browser, f"document.getElementById('model').textContent === '{names[0]} (unloaded)'")
+            for turn, name in enumerate((*names, names[0])):
+                Select(browser.find_element("id", "models")).select_by_value(name)
+                until(browser, f"document.getElementById('models').value === '{name}'")
+                source = sources[names.index(name)]
+                source.allowed.clear()
+                write(browser, f"question {turn}" + Keys.ENTER)
+                until(browser, f"document.getElementById('model').textContent === '{name} (loading)'")
+                assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+                boxes = "[...document.querySelectorAll('header > :not([hidden])')].map(node => node.getBoundingClientRect().right)"
+                assert max(browser.execute_script(f"return {boxes}")) <= 390
+                source.allowed.set()
+                source.steps.release(3)
+                until(browser, "document.querySelector('.writing .text')?.textContent.includes('a l')")
+                until(browser, f"document.getElementById('model').textContent === '{name}'")
+                until(browser, "document.getElementById('running').textContent === '1'")
+                browser.find_element("id", "send").click()
+                until(browser, "!document.querySelector('.writing')")
+                while browser.execute_script("return document.getElementById('running').textContent") != "0":
+                    source.steps.release(1)  # the forward in which it is, and few more
+                    time.sleep(0.1)
+                assert source.engine.stats().finished[Finish.CANCELLED] == 1, "and not at its end"
+                foot = browser.find_elements("css selector", ".foot")[turn].text
+                assert foot.startswith(name) and "stopped" in foot
+            assert [source.opens for source in sources] == [2, 1]
+        for source in sources:
+            source.steps.release(1000)
+
+
+def test_fits_a_phone(page: Any) -> None:
+    with phone(page, 360):
         until(page, "document.getElementById('panel').hidden")
         assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
         page.find_element("id", "toggle").click()
@@ -263,5 +361,3 @@ def test_fits_a_phone(page: Any) -> None:
         assert page.execute_script("return document.activeElement.id") == "panel"
         page.find_element("id", "toggle").click()  # is not under the panel
         until(page, "document.getElementById('panel').hidden")
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

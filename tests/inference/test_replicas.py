@@ -44,6 +44,7 @@ class Local:
     """A source whose engine runs in this process. `cut` is what kill -9 is to a process."""
 
     address, attempts, max_pause = "", ATTEMPTS, 10.0
+    says = ""  # each answer
 
     def __init__(self, name: str, before: Callable[[Batch], None] = lambda batch: None, **options: Any) -> None:
         self.name, self.before, self.options, self.opens = name, before, options, 0
@@ -55,7 +56,7 @@ class Local:
         self.opens += 1
         if not self.allowed.wait(30):
             raise ReplicaError("it was not allowed to start")
-        runner = HashRunner()
+        runner = HashRunner(says=self.says)
         runner.before = self.before
         self.engine = Engine(runner, byte_tokenizer(), **{"token_budget": 16, "max_running": 16, **self.options})
         self.engine.start()
