@@ -53,8 +53,9 @@ def _onebit(freeze: int, of: dict[str, Any] = ADAMW) -> dict[str, Any]:
     return {"type": "OneBitLamb" if of is LAMB else "OneBitAdam", "params": {**of["params"], "freeze_step": freeze}}
 
 
-PERIOD = 25  # local steps of a round
-LOCAL = {"slipstream": {"local_steps": {"every": PERIOD, "outer_lr": 0.8, "outer_momentum": 0.4, "exchange": "int8"}}}
+PERIOD, OVERLAP = 16, 8  # local steps of a round, and those that go on while its differences travel
+_ROUNDS = {"every": PERIOD, "outer_lr": 0.8, "outer_momentum": 0.4, "exchange": "int8", "overlap": OVERLAP}
+LOCAL = {"slipstream": {"local_steps": _ROUNDS}}
 # A kind of step: blocks of the JSON, steps before the first turn, steps of a turn
 KINDS: Mapping[str, tuple[dict[str, Any], int, int]] = {
     "bf16": ({"optimizer": ADAMW}, 2, 3),
@@ -99,7 +100,7 @@ CONTENDERS = (
     Contender(label="1-bit Adam, int4 before", kinds=[(0, "int4"), (FREEZE, "signs")], longer=1.05),
     Contender(label="LAMB, bf16", kinds=[(0, "LAMB")]),
     Contender(label="1-bit LAMB", kinds=[(0, "LAMB"), (FREEZE, "LAMB's signs")], longer=1.05),
-    Contender(label="DiLoCo, int8", kinds=[(0, "local")], longer=1.1),
+    Contender(label="DiLoCo, int8", kinds=[(0, "local")], longer=1.15),
 )
 
 
@@ -266,9 +267,9 @@ def run(options: Options) -> str:
         (
             f"A Llama ({model}), bf16, stage 0, {WORLD} ranks of {BATCH * CONTEXT} tokens, {steps} steps of the text of `make "
             f"train`, cosine schedule, {seeds} seeds. `1-bit Adam` and `1-bit LAMB` freeze variances after {100 * FREEZE:.0f} "
-            f"% of the steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps. They run 5 % and 10 % "
-            f"more steps, and have schedules of that length. Last loss: mean of the seeds over `{base.label}`'s, on "
-            f"{VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of `{base.label}`; steps, "
+            f"% of the steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps, and takes {OVERLAP} more "
+            f"meanwhile. They run 5 % and 15 % more steps, and have schedules of that length. Last loss: mean of the seeds over "
+            f"`{base.label}`'s, on {VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of `{base.label}`; steps, "
             f"seconds and how many times faster than `{base.label}` are medians of the seeds. Losses are of runs without a "
             f"limit.",
             table(["optimizer, reduction", "last loss", "steps", *heads], rows),

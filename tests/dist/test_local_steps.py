@@ -47,7 +47,8 @@ class Twin:
         self.adams = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1) for model in self.models]
         self.anchor = build()
         self.outer = torch.optim.SGD(self.anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        self.count = 0
+        self.count, self.overlap = 0, 0
+        self.began: list[list[Tensor]] = []  # the weights with which replicas began a round
 
     def step(self, step: int, clip: float = 0.5) -> None:
         for indices, model, adam in zip(self.replicas, self.models, self.adams, strict=True):
@@ -58,16 +59,19 @@ class Twin:
             adam.step()
         self.count += 1
         if self.count % EVERY == 0:
+            self.began = [[param.detach().clone() for param in model.parameters()] for model in self.models]
+        if self.began and self.count % EVERY == self.overlap:
             self.take_round()
 
     @torch.no_grad()
     def take_round(self) -> None:
+        """The outer step with the differences of the weights at the round's beginning; what replicas have moved since stays."""
         for i, anchor in enumerate(self.anchor.parameters()):
-            each = [list(model.parameters())[i] for model in self.models]
-            anchor.grad = torch.stack([anchor - param for param in each]).mean(0)
+            anchor.grad = torch.stack([anchor - began[i] for began in self.began]).mean(0)
         self.outer.step()
-        for model in self.models:
-            model.load_state_dict(self.anchor.state_dict())
+        for model, began in zip(self.models, self.began, strict=True):
+            for param, first, anchor in zip(model.parameters(), began, self.anchor.parameters(), strict=True):
+                param.copy_(anchor + (param - first) if self.overlap else anchor)
 
 
 def compare(engine: Any, expected: dict[str, Tensor], atol: float = 1e-5) -> None:
@@ -88,6 +92,39 @@ def test_local_steps(transport: str) -> None:
             toy.step(engine, toy.tokens(dist.get_rank(), step))
         compare(engine, twin.anchor.state_dict())
         engine.destroy()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_rounds_beside_steps(transport: str, overlap: int, tmp_path: Path) -> None:
+    """`overlap`: the weights of each replica are a twin's at each step; a checkpoint while differences travel ends their round."""
+    twin, rank = Twin([[0], [1]]), dist.get_rank()
+    twin.overlap = overlap
+    engine = toy.make(toy.seeded(toy.Lm), 1, transport, optimizer=ADAMW, gradient_clipping=0.5, slipstream=local(overlap=overlap))
+    for step in range(3 * EVERY + overlap):
+        twin.step(step)
+        toy.step(engine, toy.tokens(rank, step))
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(
+                value, twin.models[rank].state_dict()[name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    toy.step(engine, toy.tokens(rank, 30))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    sums = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(sums, toy.checksum(engine))
+    assert sums[0] == sums[1]
+    for _ in range(EVERY):
+        toy.step(engine, toy.tokens(rank, 10))
+    engine.load_checkpoint(str(tmp_path), tag="t")  # while differences travel: they are dropped
+    for _ in range(EVERY + overlap):
+        toy.step(engine, toy.tokens(rank, 10))
+    first = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.load_checkpoint(str(tmp_path), tag="t")
+    for _ in range(EVERY + overlap):
+        toy.step(engine, toy.tokens(rank, 10))
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, first[name]), name
+    engine.destroy()
 
 
 @pytest.mark.disk
@@ -241,6 +278,7 @@ def test_a_replica_that_skips_a_step_stays_in_the_round() -> None:
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 2}}}, "drop local_steps, or use AdamW"),
         ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, "not built with experts that are split"),
         ({"slipstream": local(outer_momentum=1.0)}, "outer_momentum"),
+        ({"slipstream": local(overlap=EVERY)}, r"overlap \(3\) must be less than every \(3\)"),
     ],
 )
 def test_settings_that_replicas_apart_cannot_share(keys: dict[str, Any], message: str) -> None:

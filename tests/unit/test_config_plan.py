@@ -695,6 +695,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.local_steps.outer_lr": st.sampled_from([0, 0.7]),
     "slipstream.local_steps.outer_momentum": st.floats(0, 1),
     "slipstream.local_steps.exchange": st.sampled_from(["fp32", "bf16", "int8", "int4", "int2"]),
+    "slipstream.local_steps.overlap": st.integers(0, 2),
     "zero_optimization.mics_shard_size": st.sampled_from([-1, 1, 2, 3]),
     "zero_optimization.zero_hpz_partition_size": st.sampled_from([0, 1, 2, 3]),
     "zero_optimization.offload_optimizer.device": st.sampled_from(["none", "cpu", "NVMe"]),

@@ -191,6 +191,7 @@ class LocalStepsPlan:
     lr: float = key("slipstream.local_steps.outer_lr", when=_has_rounds)
     momentum: float = key("slipstream.local_steps.outer_momentum", when=_has_rounds)
     exchange: Literal["fp32", "bf16", "int8", "int4"] = key("slipstream.local_steps.exchange", when=_has_rounds)
+    overlap: int = key("slipstream.local_steps.overlap", when=_has_rounds)
 
 
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"

@@ -376,6 +376,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "and a model needs a multiple of {c.joined} ranks (sp {c.plan.mesh.sp} x tp {c.plan.mesh.tp}); use one, or drop it",
     ),
     Refusal(
+        lambda c: c.plan.local_steps.every and c.plan.local_steps.overlap >= c.plan.local_steps.every,
+        "slipstream.local_steps.overlap ({c.plan.local_steps.overlap}) must be less than every ({c.plan.local_steps.every}): a "
+        "round ends before the next one begins",
+    ),
+    Refusal(
         lambda c: c.plan.local_steps.every and c.plan.checkpoint.folder,
         "slipstream.checkpoint.folder needs an exchange of all ranks in every step, and slipstream.local_steps has none; use "
         "engine.save_checkpoint() in the script",

@@ -315,6 +315,9 @@ class LocalSteps(Block):
     exchange: Word[Literal["fp32", "bf16", "int8", "int4"]] = honored(
         "fp32", "What is exchanged; `int8`, `int4`: codes, with error feedback.", "test_local_steps"
     )
+    overlap: Size = honored(
+        0, "Steps that go on while the differences of a round travel, fewer than `every`; 0: they wait.", "test_rounds_beside_steps"
+    )
 
 
 _AUTOSAVE = "test_checkpoints_by_itself"

@@ -8,6 +8,10 @@ them. After `every` steps, all replicas take a round:
     anchor   = anchor - outer_lr * (mean + outer_momentum * momentum)           Nesterov's, on the weights of the last round
     master   = anchor
 
+With `overlap`, so many steps go on meanwhile, and a master keeps what it has moved in them:
+
+    master   = anchor + (master - its value when the round began)
+
 A rank does so for the elements of its optimizer span, with the ranks that have the same span in the other replicas. A replica may
 be cut into pipeline stages and slices, and its states sharded: it is so many consecutive ranks of each stage. Calls that
 read the weights of the whole engine (a checkpoint, `save_pretrained`, ...) end a period early with a round, so that all replicas
@@ -21,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +39,7 @@ from slipstream.train.saving.entries import spread_weights
 from slipstream.train.states import States
 from slipstream.world.mesh import Differs
 from slipstream.zero.build import connect_axis
-from slipstream.zero.comm import Comm, sum_over
+from slipstream.zero.comm import Buffer, Comm, Pending, sum_over
 from slipstream.zero.reduction import Coded, Dense, Reduction, Rounded, wire_numel
 from slipstream.zero.storage.store import Store, copy_store, read, write
 from slipstream.zero.unit import Unit
@@ -61,32 +65,53 @@ class _Outer:
 class _Link:
     """The exchange of one family's differences with the other replicas."""
 
-    def __init__(self, comm: Comm, longest: int, exchange: str) -> None:
-        self.comm, bits = comm, _CODES.get(exchange)
-        numel = self.cuts(longest)[-1]
-        self._full = comm.allocate([(numel, torch.float32)])[0]  # differences, and their mean
-        self._wire, self._reduction = self._full, cast(Reduction, Dense(comm))
-        if bits is not None:
-            self._wire = comm.allocate([(wire_numel(numel, bits), torch.uint8)])[0]
-            self._reduction = Coded(comm, 1.0, bits)
-        elif exchange == "bf16":
-            self._wire, self._reduction = comm.allocate([(numel, torch.bfloat16)])[0], Rounded(comm)
+    def __init__(self, comm: Comm, exchange: str) -> None:
+        self.comm, self._exchange = comm, exchange
+        bits = _CODES.get(exchange)
+        self.reduction: Reduction = Dense(comm) if bits is None else Coded(comm, 1.0, bits)
+        if exchange == "bf16":
+            self.reduction = Rounded(comm)
 
     def cuts(self, numel: int) -> list[int]:
         """The parts of `numel` elements that each replica averages: equal, of whole blocks of codes."""
         part = -(-numel // (self.comm.size * WIRE_BLOCK)) * WIRE_BLOCK
         return [part * i for i in range(self.comm.size + 1)]
 
-    def mean(self, outer: _Outer, difference: Tensor, alpha: float) -> Tensor:
-        """`alpha` times the sum over replicas."""
-        cuts = self.cuts(difference.numel())
-        values = torch.cat([difference, difference.new_zeros(cuts[-1] - difference.numel())])
-        sums = self._full.tensor[: cuts[-1]]
-        self.comm.reusable(self._wire)
-        own = sums[cuts[self.comm.index] : cuts[self.comm.index + 1]]
-        self._reduction.scatter(values, self._wire, cuts, own, outer.sent, alpha=alpha, accumulate=False).wait()
-        self._reduction.spread(self._full, self._wire, cuts, outer.served)
-        return sums[: difference.numel()]
+    def buffers(self, numel: int) -> tuple[Buffer, Buffer]:
+        """For differences of so many elements, and for what travels. Collective."""
+        numel = self.cuts(numel)[-1]
+        full, bits = self.comm.allocate([(numel, torch.float32)])[0], _CODES.get(self._exchange)
+        if bits is None and self._exchange == "fp32":
+            return full, full
+        kind = (numel, torch.bfloat16) if bits is None else (wire_numel(numel, bits), torch.uint8)
+        return full, self.comm.allocate([kind])[0]
+
+
+class _Flight:
+    """One unit's difference on its way: added on the ranks that average it (scatter), then sent to all (spread)."""
+
+    def __init__(self, link: _Link, outer: _Outer, buffers: tuple[Buffer, Buffer], difference: Tensor, alpha: float) -> None:
+        self.link, self.outer, self.difference = link, outer, difference
+        self.full, self.wire = buffers
+        self.cuts = link.cuts(difference.numel())
+        values = torch.cat([difference, difference.new_zeros(self.cuts[-1] - difference.numel())])
+        link.comm.reusable(self.wire)
+        own = self.full.tensor[self.cuts[link.comm.index] : self.cuts[link.comm.index + 1]]
+        self.moved: Pending[Any] = link.reduction.scatter(
+            values, self.wire, self.cuts, own, outer.sent, alpha=alpha, accumulate=False
+        )
+        self.is_spread = False
+
+    def spread(self) -> None:
+        if not self.is_spread:
+            self.moved.wait()
+            self.moved, self.is_spread = self.link.reduction.spread(self.full, self.wire, self.cuts, self.outer.served), True
+
+    def mean(self) -> Tensor:
+        """`alpha` times the sum over replicas, in memory that the next flight overwrites."""
+        self.spread()
+        self.moved.wait()
+        return self.full.tensor[: self.difference.numel()]
 
 
 class LocalSteps:
@@ -95,14 +120,20 @@ class LocalSteps:
     def __init__(self, states: States, plan: LocalStepsPlan, transport: str) -> None:
         """Collective."""
         self.states, self.plan = states, plan
-        self.since = self.rounds = 0  # steps since the last round; rounds
+        self.since = self.rounds = 0  # steps since the last round began; rounds
         trained = [unit for unit in states.units if unit.grads is not None]
         self._links: dict[Differs, _Link] = {}
+        self._buffers: dict[Unit, tuple[Buffer, Buffer]] = {}
         for key, family in sorted(states.mesh.families.items()):
-            longest = max((unit.master.numel for unit in trained if unit.comms.family.differs == key), default=0)
-            comm = connect_axis(family.apart, states.device, transport, states.watch)
-            self._links[key] = _Link(comm, longest, plan.exchange)
+            units = [unit for unit in trained if unit.comms.family.differs == key]
+            self._links[key] = link = _Link(connect_axis(family.apart, states.device, transport, states.watch), plan.exchange)
+            if plan.overlap:
+                self._buffers |= {unit: link.buffers(unit.master.numel) for unit in units}
+            else:  # one difference travels at a time
+                shared = link.buffers(max((unit.master.numel for unit in units), default=0))
+                self._buffers |= dict.fromkeys(units, shared)
         self._outer = {unit: self._start(unit) for unit in trained}
+        self._flights: dict[Unit, _Flight] = {}
 
     @property
     def comm(self) -> Comm:
@@ -112,33 +143,64 @@ class LocalSteps:
     def end_step(self, is_applied: bool) -> None:
         """Count a step, also one that this replica has skipped: the others do not know of it."""
         self.since += 1
+        if self._flights and 2 * self.since >= self.plan.overlap:
+            for flight in self._flights.values():
+                flight.spread()
+        if self._flights and self.since >= self.plan.overlap:
+            self._land()
         if self.since >= self.plan.every:
-            self.take_round()
+            self._begin(self.plan.overlap)
 
     def before(self, method: str) -> None:
         """Make the replicas' weights equal before a call that reads them. Collective."""
-        if self.since and method in READING:
+        if (self.since or self._flights) and method in READING:
             self.take_round()
         if method in ("save_checkpoint", "optimizer.state_dict"):
             self._average_states()
 
-    @torch.no_grad()
     def take_round(self) -> None:
         """Exchange the differences and step the anchors. Collective over all replicas."""
+        if self._flights:
+            self._land()
+        self._begin(0)
+
+    @torch.no_grad()
+    def _begin(self, overlap: int) -> None:
+        """Send the differences; without overlap, wait for each, and step its anchor."""
         self.since, self.rounds = 0, self.rounds + 1
         self.states.settle()
-        device = self.states.device  # of the exchange; states may rest elsewhere
-        mu, finite = self.plan.momentum, self._find_finite()
+        device, finite = self.states.device, self._find_finite()  # the device of the exchange; states may rest elsewhere
         alpha, is_in = 1 / int(finite.sum()), bool(finite[self.comm.index])
         for unit, outer in self._outer.items():
-            anchor = outer.anchor.whole().to(device)
-            difference = anchor - unit.master.whole().to(device).float() if is_in else torch.zeros_like(anchor)
-            mean = self._links[unit.comms.family.differs].mean(outer, difference, alpha)
-            momentum = outer.momentum.whole().to(device) * mu + mean
-            outer.momentum.put(0, momentum)
-            outer.anchor.put(0, anchor - (mean + momentum * mu) * self.plan.lr)
-            copy_store(unit.master, outer.anchor)
+            if not is_in:
+                copy_store(unit.master, outer.anchor)
+            difference = outer.anchor.whole().to(device) - unit.master.whole().to(device).float()
+            link = self._links[unit.comms.family.differs]
+            flight = _Flight(link, outer, self._buffers[unit], difference, alpha)
+            if overlap:
+                self._flights[unit] = flight
+            else:
+                self._step(outer, flight)
+                copy_store(unit.master, outer.anchor)
+        if not overlap or not finite.all():
+            spread_weights(self.states)
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Step the anchors by the differences that travel, and the masters with them."""
+        self.states.settle()
+        for unit, flight in self._flights.items():
+            moved = unit.master.whole().to(self.states.device).float() - flight.outer.anchor.whole().to(self.states.device)
+            self._step(flight.outer, flight)
+            unit.master.put(0, flight.outer.anchor.whole().to(self.states.device) + (moved + flight.difference))
+        self._flights.clear()
         spread_weights(self.states)
+
+    def _step(self, outer: _Outer, flight: _Flight) -> None:
+        device, mu, mean = self.states.device, self.plan.momentum, flight.mean()
+        momentum = outer.momentum.whole().to(device) * mu + mean
+        outer.momentum.put(0, momentum)
+        outer.anchor.put(0, outer.anchor.whole().to(device) - (mean + momentum * mu) * self.plan.lr)
 
     def _find_finite(self) -> Tensor:
         """Which replicas have finite weights, bool [replicas]; this rank's moments that are not finite become 0. Collective.
@@ -195,6 +257,9 @@ class LocalSteps:
     def restart(self, loaded: Collection[str]) -> None:
         """Go on from masters that were loaded, and from the momentum under these names; other momentum starts anew."""
         names, self.since = set(loaded), 0
+        for flight in self._flights.values():
+            flight.mean()  # it has travelled, and is dropped
+        self._flights.clear()
         for unit, outer in self._outer.items():
             copy_store(outer.anchor, unit.master)
             if not names & {f"{entries.OUTER}{name}" for name in unit.names}:

@@ -57,8 +57,8 @@ class Reduction(Protocol):
         bounds, in elements. feedback: what codes have lost before; updated.
         """
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
-        """Fill the other ranks' spans of `full`. Returns this rank's new sum of squares if its span has changed. Collective.
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
+        """Fill the other ranks' spans of `full`. Gives this rank's new sum of squares if its span has changed. Collective.
 
         feedback: what codes of this rank's spans have lost before; updated.
         """
@@ -81,9 +81,8 @@ class Dense:
             wire.tensor[: values.numel()].copy_(values)
         return self.comm.reduce_scatter(wire, cuts, out, alpha=alpha * self.weight, accumulate=accumulate)
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
-        self.comm.all_gather(full, cuts).wait()
-        return None
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
+        return self.comm.all_gather(full, cuts).then(lambda _: None)
 
 
 @dataclass(slots=True)
@@ -106,13 +105,12 @@ class Coded:
 
         return self.comm.swap(wire, coded, add, "reduce-scatter")
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
         bits = _MEAN_BITS if feedback is None else self.bits
         coded, index = wire_cuts(cuts, bits), self.comm.index
         self.comm.reusable(wire)
         encode(full.tensor[cuts[index] : cuts[index + 1]], wire.tensor[coded[index] : coded[index + 1]], bits, feedback)
-        self.comm.all_gather(wire, coded).wait()
-        return _decode_mean(full.tensor, wire.tensor, cuts, bits, index)
+        return self.comm.all_gather(wire, coded).then(lambda _: _decode_mean(full.tensor, wire.tensor, cuts, bits, index))
 
 
 @dataclass(slots=True)
@@ -154,15 +152,14 @@ class CodedTwice:
         within = self.comm.swap(wire, bounds[::groups], cross, "reduce-scatter")
         return Pending(lambda: within.wait().wait())
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
         bits = _MEAN_BITS if feedback is None else self.bits
         coded, index = wire_cuts(cuts, bits), self.dp.index
         own, codes = (
             torch.empty(n, dtype=torch.uint8, device=full.tensor.device) for n in (coded[index + 1] - coded[index], coded[-1])
         )
         encode(full.tensor[cuts[index] : cuts[index + 1]], own, bits, feedback)
-        self.dp.gather_into(codes, own, coded).wait()
-        return _decode_mean(full.tensor, codes, cuts, bits, index)
+        return self.dp.gather_into(codes, own, coded).then(lambda _: _decode_mean(full.tensor, codes, cuts, bits, index))
 
 
 def _decode_mean(full: Tensor, codes: Tensor, cuts: Cuts, bits: int, index: int) -> Partial | None:
@@ -189,13 +186,16 @@ class Rounded:
         _round_into(wire.tensor[: cuts[-1]], values, feedback)
         return self.comm.reduce_scatter(wire, cuts, out, alpha=alpha, accumulate=accumulate)
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
         own = slice(cuts[self.comm.index], cuts[self.comm.index + 1])
         self.comm.reusable(wire)
         _round_into(wire.tensor[own], full.tensor[own], feedback)
-        self.comm.all_gather(wire, cuts).wait()
-        full.tensor[: cuts[-1]].copy_(wire.tensor[: cuts[-1]])
-        return reduce_into(full.tensor[own], [full.tensor[own]], 1.0, accumulate=False)
+
+        def widen(_: None) -> Partial:
+            full.tensor[: cuts[-1]].copy_(wire.tensor[: cuts[-1]])
+            return reduce_into(full.tensor[own], [full.tensor[own]], 1.0, accumulate=False)
+
+        return self.comm.all_gather(wire, cuts).then(widen)
 
 
 def _round_into(out: Tensor, values: Tensor, feedback: Feedback | None) -> None:

@@ -68,7 +68,7 @@ class Rows:
 
         return self.comm.swap_some(wire, segments, lengths, add, "reduce-scatter")
 
-    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Partial | None:
+    def spread(self, full: Buffer, wire: Buffer, cuts: Cuts, feedback: Feedback | None) -> Pending[Partial | None]:
         dtype, index = full.tensor.dtype, self.comm.index
         segments = self._segments(cuts, dtype)
         self.comm.reusable(wire)
@@ -83,8 +83,7 @@ class Rows:
                     span.zero_()
                     span.view(-1, self.block)[numbers] = blocks
 
-        self.comm.spread_some(wire, segments, length, fill).wait()
-        return None
+        return self.comm.spread_some(wire, segments, length, fill).then(lambda _: None)
 
     def _segments(self, cuts: Cuts, dtype: torch.dtype) -> list[int]:
         sizes = (_parts(b - a, self.block, dtype.itemsize)[1] for a, b in itertools.pairwise(cuts))

@@ -352,7 +352,7 @@ class Unit:
             if (replica := self.memory.replica) is not None:
                 self._add_copies(self.comms.dp_replicate, replica)
             if local is not None and not self.placement.optim:
-                partial = self.reduction.spread(local, wire or local, self.cuts, self.memory.served)
+                partial = self.reduction.spread(local, wire or local, self.cuts, self.memory.served).wait()
                 self.window.reduced(partial or self.window.partial)
 
         return Pending(finish)
@@ -365,7 +365,7 @@ class Unit:
         cuts = _even_cuts(buffer.tensor.numel(), comm.size)
         own, copies = buffer.tensor[cuts[comm.index] : cuts[comm.index + 1]], Dense(comm)
         self.window.reduced(copies.scatter(buffer.tensor, buffer, cuts, own, None, alpha=1.0, accumulate=False).wait())
-        copies.spread(buffer, buffer, cuts, None)
+        copies.spread(buffer, buffer, cuts, None).wait()
         if local is not None:
             local.tensor[slice(*self.span)].copy_(buffer.tensor)
 
