@@ -269,9 +269,9 @@ def run(options: Options) -> str:
             f"train`, cosine schedule, {seeds} seeds. `1-bit Adam` and `1-bit LAMB` freeze variances after {100 * FREEZE:.0f} "
             f"% of the steps; `DiLoCo` exchanges how far weights have moved after {PERIOD} local steps, and takes {OVERLAP} more "
             f"meanwhile. They run 5 % and 15 % more steps, and have schedules of that length. Last loss: mean of the seeds over "
-            f"`{base.label}`'s, on {VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of `{base.label}`; steps, "
-            f"seconds and how many times faster than `{base.label}` are medians of the seeds. Losses are of runs without a "
-            f"limit.",
+            f"`{base.label}`'s, on {VALIDATION * CONTEXT:,} held-out tokens. The fixed loss is {NEAR} times the last of "
+            f"`{base.label}`; steps, seconds and how many times faster than `{base.label}` are medians of the seeds. Losses are of "
+            f"runs without a limit.",
             table(["optimizer, reduction", "last loss", "steps", *heads], rows),
             "Seconds per step of each kind (network namespaces, tbf), and MB that a rank sends in it:",
             table(["step", *(cell for link in LINKS for cell in (f"s, {link}", "MB"))], kinds),
