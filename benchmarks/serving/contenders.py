@@ -103,6 +103,14 @@ class Process:
         finally:
             self._worker.stop()
 
+    def memory(self) -> int:
+        """Bytes in memory since its packages were imported."""
+        self._worker.resume()
+        try:
+            return int(self._worker.call("memory"))
+        finally:
+            self._worker.stop()
+
     def close(self) -> None:
         self._worker.close()
 

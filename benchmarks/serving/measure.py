@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def warm(fleet: Fleet) -> None:
 def interleaved(
     run: Run,
     fleet: Fleet,
-    kinds: dict[str, Callable[[int], Trace]],
+    kinds: Mapping[str, Callable[[int], Trace]],
     joins: Callable[[str, Contender], bool] = lambda kind, contender: True,
 ) -> Results:
     """Trace by trace, contenders in turns, every other round backwards. `joins`: whether a contender plays a trace."""
@@ -111,26 +111,26 @@ def interleaved(
     return {(kind, name): outcomes for (kind, name), outcomes in results.items() if name in fleet.running}
 
 
-def first_agreement(results: Results, name: str) -> float:
-    """The share of a contender's first tokens that are those of ours in bf16: a low one means another model."""
+def first_agreement(results: Results, name: str, ours: str = OURS.name) -> float:
+    """The share of a contender's first tokens that are those of ours (by default in bf16): a low one means another model."""
     pairs = [
-        (ours, reference)
+        pair
         for (kind, one), outcomes in results.items()
-        if one == name and (kind, OURS.name) in results
-        for a, b in zip(results[kind, OURS.name], outcomes, strict=True)
-        for ours, reference in zip(a.first, b.first, strict=True)
+        if one == name and (kind, ours) in results
+        for a, b in zip(results[kind, ours], outcomes, strict=True)
+        for pair in zip(a.first, b.first, strict=True)
     ]
-    return sum(ours == reference for ours, reference in pairs) / max(1, len(pairs))
+    return sum(first == reference for first, reference in pairs) / max(1, len(pairs))
 
 
-def contenders_table(processes: Iterable[Process], results: Results) -> str:
+def contenders_table(processes: Iterable[Process], results: Results, ours: str = OURS.name) -> str:
     """What ran, so that a reader can judge the comparison."""
     rows = []
     for process in processes:
         name, facts = process.contender.name, process.facts
         outcomes = [outcome for (_, one), each in results.items() if one == name for outcome in each]
         busy = sum(outcome.cpu for outcome in outcomes) / sum(outcome.seconds for outcome in outcomes)
-        agreement = f"{first_agreement(results, name):.0%}"
+        agreement = f"{first_agreement(results, name, ours):.0%}"
         rows.append([name, str(facts["threads"]), facts["precision"], facts["setting"], facts["kernels"], agreement, f"{busy:.1f}"])
     return table(["contender", "threads", "precision", "setting", "what ran", "first tokens as ours", "cores busy"], rows)
 

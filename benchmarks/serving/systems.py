@@ -29,12 +29,22 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
+def resident() -> int:
+    """Bytes of this process in memory, mapped files included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class System(ABC):
     facts: dict[str, Any]  # threads, precision, kernels (which ran), setting
+    imported: int = 0  # `resident` before the model was opened
 
     def expert_use(self) -> list[int]:
         """The times that an expert was found in memory, and that it was not."""
         return [0, 0]
+
+    def memory(self) -> int:
+        """Bytes in memory since the packages were imported."""
+        return resident() - self.imported
 
     @abstractmethod
     def run(self, feed: Feed) -> None:
@@ -58,9 +68,10 @@ class Ours(System):
         from slipstream.inference.native import NativeDecoder
 
         more: dict[str, Any] = {} if expert_cache_bytes is None else {"expert_cache_bytes": expert_cache_bytes}
+        self.imported, as_stored = resident(), precision.startswith("q")
         opened = slipstream.init_inference(
-            models / "hf",
-            dtype=precision,
+            models / (f"{precision}.gguf" if as_stored else "hf"),
+            dtype="stored" if as_stored else precision,
             max_context=CONTEXT,
             max_running=min(SLOTS, budget),
             token_budget=budget,
@@ -120,6 +131,7 @@ class Llama(System):
 
         self._lib = llama_cpp
         llama_cpp.llama_backend_init()
+        self.imported = resident()
         path = models / f"{precision}.gguf"
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), llama_cpp.llama_model_default_params())
         if not self._model:
@@ -301,7 +313,7 @@ def serve(channel: Channel, kind: str, models: str, spawned: float, **options: A
         system.run(feed)
         return dataclasses.asdict(Outcome.of(feed, time.process_time() - cpu))
 
-    channel.serve({"facts": lambda: facts, "play": play, "expert_use": system.expert_use})
+    channel.serve({"facts": lambda: facts, "play": play, "expert_use": system.expert_use, "memory": system.memory})
 
 
 def embed(channel: Channel, folder: str, context: int) -> None:

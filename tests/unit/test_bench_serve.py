@@ -206,3 +206,14 @@ def test_every_leg_judges_and_names_who_is_missing(name: str, quick: bool, tmp_p
         assert "| single stream, bf16, over llama.cpp | 2.00 | >= 1.3 | reached |" in body
         why = "not in this run" if quick else "it is not installed"
         assert f"| single stream, bf16, over vLLM's best | - | >= 2.5 | not measured: {why} |" in body
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_random_blocks_keep_the_scale_of_their_inputs(kind: str) -> None:
+    import gguf
+    import numpy as np
+    from benchmarks.serving.k_quants import blocks
+
+    rows = blocks(kind, (64, 2048), np.random.default_rng(0))
+    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind]) * 2048**0.5
+    assert values.shape == (64, 2048) and 0.9 < values.std() < 1.1 and abs(values.mean()) < 0.05
