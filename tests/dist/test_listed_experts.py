@@ -451,3 +451,32 @@ def test_a_list_that_the_model_itself_calls_stays_whole() -> None:
     model: Any = nn.Module()
     model.experts = nn.ModuleList(Mlp() for _ in range(2))
     assert why_whole(model, "experts") == "are called by the model itself, not by a layer of it"
+
+
+class Stage(nn.Module):
+    """A block whose auxiliary loss stays in its stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mixtral()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)[0]
+
+
+@distributed(world_size=4)
+def test_experts_of_a_list_in_pipeline_stages() -> None:
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(8, 16), Stage(), Stage(), nn.Linear(16, 4)]
+
+    twin, index = nn.Sequential(*layers()), dist.get_rank() % 2
+    losses = [twin(batch(rank, 0, micro)).square().mean() for rank in range(2) for micro in range(2)]
+    torch.stack(losses).mean().backward()
+    norm = float(nn.utils.clip_grad_norm_(twin.parameters(), 1e9))
+    module = slipstream.PipelineModule(layers(), num_stages=2, loss_fn=lambda out, _: out.square().mean())
+    engine = make(module, 1, gradient_accumulation_steps=2, expert_parallel=EP)
+    assert engine.mesh.batch.index == index
+    engine.train_batch(iter([(batch(index, 0, micro), batch(index, 0, micro)) for micro in range(2)]))
+    assert engine.global_grad_norm == pytest.approx(norm, rel=1e-5)
+    engine.destroy()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import slipstream
@@ -481,8 +482,8 @@ def mixtral_steps(engine: Any, first: int, steps: int) -> list[float]:
     return losses
 
 
-def save_mixtral(path: Path) -> list[float]:
-    engine = mixtral_on({"tp": 2}, 2, 2)
+def save_mixtral(path: Path, layout: dict[str, int]) -> list[float]:
+    engine = mixtral_on(layout, 2, 2)
     mixtral_steps(engine, 0, 2)
     engine.save_checkpoint(str(path), tag="x")
     losses = mixtral_steps(engine, 2, 2)
@@ -498,11 +499,32 @@ def resume_mixtral(path: Path, layout: dict[str, int], ep: int, stage: int) -> l
     return losses
 
 
-def test_a_mixture_moves_between_layouts(tmp_path: Path) -> None:
-    expected = run(4, save_mixtral, tmp_path)[0]
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(4, {"tp": 2}), pytest.param(8, {"pp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_mixture_moves_between_layouts(ranks: int, layout: dict[str, int], tmp_path: Path) -> None:
+    expected = run(ranks, save_mixtral, tmp_path, layout)[0]
     for ranks, layout, ep, stage in ((4, {"pp": 2}, 2, 1), (1, {}, 1, 0)):
         found = run(ranks, resume_mixtral, tmp_path, layout, ep, stage)[0]
         assert found == pytest.approx(expected, abs=2e-5), (layout, ep)
+
+
+@distributed(world_size=4)
+def test_slices_of_experts_are_read_from_files(tmp_path: Path) -> None:
+    """Cut in two dimensions, of which one is not the outermost."""
+    expected = foreign("Mixtral").state_dict()
+    if dist.get_rank() == 0:
+        save_file(expected, tmp_path / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = type(foreign("Mixtral"))(foreign("Mixtral").config)
+    slipstream.zero.load(model, str(tmp_path))
+    layout = {"slipstream": {"transport": "auto", "mesh": {"tp": 2}}}
+    engine = make(model, 3, expert_parallel={"enabled": True, "autoep_size": 2}, **layout)
+    assert engine.module.model.layers[0].mlp.experts.down_proj.shape == (2, 32, 24)
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    engine.destroy()
 
 
 @distributed(world_size=4)
@@ -513,13 +535,29 @@ def test_an_auxiliary_loss_is_that_of_all_layers_and_tokens(kind: str, layout: d
     train_beside(kind, layout)
 
 
-def train_beside(kind: str, layout: dict[str, Any], stage: int = 1) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, {"pp": 2, "tp": 2, "tokens": True}], ids=str)
+@pytest.mark.parametrize(("kind", "stage"), [("Mixtral", 3), ("Mixtral, auxiliary loss", 1)])
+def test_experts_beside_all_axes(kind: str, stage: int, layout: dict[str, Any], transport: str) -> None:
+    """Two stages of two slices of two replicas, which have different experts."""
+    run(8, train_beside, kind, layout, stage, transport)
+
+
+@distributed(world_size=2)
+def test_shares_of_tokens_need_sliced_attention() -> None:
+    """DeepSeek's plan leaves attention whole."""
+    with pytest.raises(ValueError, match=r"the attention of 'model.layers.0' \(DeepseekV3DecoderLayer\) is not sliced"):
+        make(foreign("DeepseekV3"), 1, slipstream={"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}})
+
+
+def train_beside(kind: str, layout: dict[str, Any], stage: int = 1, transport: str = "auto") -> None:
     mesh = {axis: size for axis, size in layout.items() if axis != "tokens"}
-    replicas = 4 // math.prod(mesh.values())
+    replicas = dist.get_world_size() // math.prod(mesh.values())
     losses, norms, weights = foreign_twin(kind, replicas)
     extra = {"mesh": mesh, "tensor": {"sequence_parallel": "tokens" in layout}}
-    size = 1 if len(mesh) > 1 else 2  # a stage has one rank of each slice
-    blocks = {"expert_parallel": {"enabled": True, "autoep_size": size}, "slipstream": {"transport": "auto"} | extra}
+    size = 1 if len(mesh) > replicas else 2  # on 4 ranks, a stage has one rank of each slice
+    blocks = {"expert_parallel": {"enabled": True, "autoep_size": size}, "slipstream": {"transport": transport} | extra}
     engine = make(foreign(kind), stage, **blocks)
     if "pp" in layout:
         results: Any = [], []

@@ -538,6 +538,16 @@ class _Slicing:
         if self.cut and hasattr(self.model, "loss_function"):
             setattr(self.model, "loss_function", _ShiftedLoss(self.slices))  # noqa: B010 (a property of transformers')
 
+    def _check_attention(self, path: str) -> None:
+        """Raise ValueError if the ranks that share tokens would attend to theirs only."""
+        parents = [self.modules[name.rpartition(".")[0]] for name in self.cuts if name.startswith(f"{path}.")]
+        is_sliced = any(isinstance(getattr(parent, each, None), int) for parent in parents for each in _HEAD_DIMS)
+        if hasattr(self.config, "num_attention_heads") and not is_sliced:
+            raise ValueError(
+                f"slipstream.tensor.sequence_parallel: the attention of {path!r} ({type(self.modules[path]).__name__}) is not "
+                "sliced, and needs the tokens of all ranks: drop the key, or slice it by tensor_parallel.partition_config"
+            )
+
     def _share_tokens(self) -> None:
         """Between regions, each rank has a share of the tokens (Korthikanti et al., arXiv:2205.05198)."""
         blocks = [self.model.get_submodule(name) for name in repeated_blocks(self.model)]
@@ -546,6 +556,8 @@ class _Slicing:
                 f"{type(self.model).__name__} has no repeated blocks, between which ranks could share the tokens: drop "
                 f"slipstream.tensor.sequence_parallel"
             )
+        for path in repeated_blocks(self.model):
+            self._check_attention(path)
         if not self.cut:
             return
         inside = {name for name, how in self.cuts.items()}

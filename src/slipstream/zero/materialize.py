@@ -106,19 +106,28 @@ class InitialValues:
 
 def _runs(param: nn.Parameter, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Elements [start, stop) of a parameter as runs [begin, end) that are contiguous in the whole, with their place there."""
-    cut, shape = next(iter(cuts_of(param)), None), whole_shape(param)
-    if cut is None:
+    shape, cuts = whole_shape(param), cuts_of(param)
+    if not cuts or start == stop:
         yield start, stop, start
         return
-    assert cut.ranges is not None and len(cuts_of(param)) == 1, "one cut, with ranges"
-    inner, outer = math.prod(shape[cut.dim + 1 :]), math.prod(shape[: cut.dim])
-    begin = 0
-    for i in range(outer):
-        for low, high in cut.ranges:
+    ranges = {part.dim: part.ranges for part in cuts if part.ranges is not None}
+    assert len(ranges) == len(cuts), f"{len(cuts)} cuts of different dimensions, with ranges"
+    last = max(ranges)  # the dimension behind which the whole is contiguous
+    outer = [ranges.get(dim, ((0, shape[dim]),)) for dim in range(last)]
+    places = [[i for low, high in each for i in range(low, high)] for each in outer]  # in the whole
+    inner = math.prod(shape[last + 1 :])
+    row = sum(high - low for low, high in ranges[last]) * inner
+    for number in range(start // row, -(-stop // row)):
+        at, rest = 0, number
+        for dim in reversed(range(last)):
+            rest, index = divmod(rest, len(places[dim]))
+            at += places[dim][index] * math.prod(shape[dim + 1 : last])
+        begin = number * row
+        for low, high in ranges[last]:
             end = begin + (high - low) * inner
             if max(begin, start) < min(end, stop):
                 skipped = max(begin, start) - begin
-                yield begin + skipped, min(end, stop), (i * shape[cut.dim] + low) * inner + skipped
+                yield begin + skipped, min(end, stop), (at * shape[last] + low) * inner + skipped
             begin = end
 
 
