@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import slipstream
 from slipstream import checkpoint
+from slipstream.compat.moe import has_moe_layers, split_params_into_shared_and_expert_params
 from slipstream.moe import expert_loads
 from slipstream.moe.listed import why_whole
 from tests import cases, toy
@@ -194,6 +195,9 @@ def test_a_router_computes_once_and_the_load_is_counted() -> None:
     assert torch.equal(torch.get_rng_state(), moved)
     engine.step()
     assert [block.mlp.gate.calls for block in engine.module.blocks] == [1, 1]
+    assert has_moe_layers(engine.module) == (True, EXPERTS)
+    dense, experts = split_params_into_shared_and_expert_params(engine.module.parameters())
+    assert len(experts) == 2 * EXPERTS * 3 and len(dense) == len(list(engine.module.parameters())) - len(experts)
     assert [int(load.sum()) for load in expert_loads(engine.module).values()] == [2 * len(x)] * 2
     assert sum(sum(load.routes) for load in engine.expert_load().values()) == 2 * 2 * 2 * len(x)
     engine.destroy()

@@ -1059,6 +1059,8 @@ def test_deepspeeds_groups_are_those_of_the_last_engine() -> None:
     dist.all_reduce(ones, group=groups._get_model_parallel_group())  # a group of one rank
     assert ones == 2
     assert groups._get_expert_parallel_group_ranks("ep_size_1") == [rank]
+    assert groups._get_expert_parallel_src_rank("ep_size_2") == rank // 2 * 2
+    assert (groups._get_broadcast_src_rank(), groups._get_expert_broadcast_src_rank("ep_size_2")) == (0, rank % 2)
     assert groups._get_expert_data_parallel_group_ranks("ep_size_1") == [0, 1, 2, 3]
     assert groups._get_expert_data_parallel_world_size("ep_size_1") == 4
     assert list(groups._get_expert_parallel_group_dict()) == ["ep_size_1", "ep_size_2"]

@@ -110,6 +110,7 @@ _VALUES: Mapping[str, Callable[[Axis], Any]] = {
     "world_size": lambda axis: axis.size,
     "rank": lambda axis: axis.index,
     "group_ranks": lambda axis: list(axis.ranks),
+    "src_rank": lambda axis: axis.ranks[0],
 }
 _AXES: Mapping[str, Callable[[], Axis]] = {
     "_get_data_parallel": lambda: _axis("batch"),
@@ -134,6 +135,16 @@ def _getters() -> Iterator[tuple[str, Callable[..., Any]]]:
         for end, value in _VALUES.items():
             yield f"{prefix}_{end}", lambda group_name, of=of, value=value: value(of(_experts(group_name)))
         yield f"{prefix}_group_dict", lambda of=of: {name: _group(of(each)) for name, each in _expert_families().items()}
+
+
+def _get_broadcast_src_rank() -> int:
+    """The rank whose dense weights the others of its group get."""
+    return _of_data_and_sequences().ranks[0]
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """The rank whose experts those with the same ones get."""
+    return _experts(group_name).copies.ranks[0]
 
 
 globals().update(_getters())

@@ -18,6 +18,7 @@ from slipstream.moe.dispatch import Meanwhile
 from slipstream.moe.grouped import without_autocast
 from slipstream.moe.huggingface import is_foreign
 from slipstream.moe.layer import Branch, on_the_way
+from slipstream.moe.listed import ListedExperts
 from slipstream.moe.load import LoadMeter
 
 _POLICIES = (None, "None", "Jitter", "RSample")
@@ -168,12 +169,13 @@ class MoE(nn.Module):
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a model has a layer of experts, and the number of experts of the first one."""
-    numbers: list[int] = [layer.num_experts for layer in cast(Any, m.modules()) if isinstance(layer, Experts) or is_foreign(layer)]
+    layers = (layer for layer in cast(Any, m.modules()) if isinstance(layer, Experts | ListedExperts) or is_foreign(layer))
+    numbers: list[int] = [layer.num_experts for layer in layers]
     return bool(numbers), numbers[0] if numbers else 0
 
 
 def is_moe_param(param: Any) -> bool:
-    """Whether a parameter is an expert's of `MoE`, or of transformers' experts in an engine."""
+    """Whether a parameter is an expert's of `MoE`, or in an engine one of transformers' or of a list that is split."""
     return getattr(param, "allreduce", True) is False
 
 

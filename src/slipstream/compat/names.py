@@ -250,7 +250,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "split_params_into_shared_and_expert_params"
     },
     "deepspeed.utils.groups": {
-        "slipstream.compat.groups": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+        "slipstream.compat.groups": "_get_broadcast_src_rank _get_data_parallel_group _get_data_parallel_rank "
+        "_get_data_parallel_world_size _get_expert_broadcast_src_rank _get_expert_parallel_src_rank "
         "_get_expert_data_parallel_group _get_expert_data_parallel_group_dict _get_expert_data_parallel_group_ranks "
         "_get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_model_parallel_world_size "
         "_get_expert_parallel_group _get_expert_parallel_group_dict _get_expert_parallel_group_ranks _get_expert_parallel_rank "
@@ -474,6 +475,7 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.rollout": {"*": _ROLLOUT},
     "deepspeed.pipe": {"*": _PIPELINE},
     "deepspeed.moe": {"*": _EXPERTS},
+    "deepspeed.utils.groups": {"initialize": "has no effect in DeepSpeed either: pass ep_size to deepspeed.moe.layer.MoE"},
     "deepspeed.ops.transformer": {"*": _TRANSFORMER},
     "deepspeed.ops.op_builder": {"*": _BUILDERS},
     "deepspeed.ops.aio": {"*": "the asynchronous file handle; offload_optimizer and offload_param use the disk"},
