@@ -356,9 +356,12 @@ INLINE void code_tiles(const int type, const int rows, int panels, const struct 
                        float out[][ROWS][PANEL])
 {
     const int registers = WIDE == 4 && CODE_ROWS == ROWS; /* 32 of 16 lanes */
-    const int num = rows == 1 && registers && panels == 4 ? 4 : rows == 1 || CODE_ROWS == ROWS ? 2 : 1;
-    for (int j = 0; j < panels && rows <= CODE_ROWS; j += num)
-        code_tile(type, rows, num, w, panel + j, x, row, out + j);
+    const int num = rows == 1 || CODE_ROWS == ROWS ? 2 : 1;
+    if (rows == 1 && registers && panels == 4) /* by itself: a tile's size is a constant, or its sums are not in registers */
+        code_tile(type, rows, 4, w, panel, x, row, out);
+    else
+        for (int j = 0; j < panels && rows <= CODE_ROWS; j += num)
+            code_tile(type, rows, num, w, panel + j, x, row, out + j);
 }
 
 TARGET static void multiply_codes(const struct matrix *w, int64_t panel, int panels, const struct coded *x, int64_t row, int rows,
