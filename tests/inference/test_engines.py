@@ -23,6 +23,7 @@ from slipstream.inference import Listener, wire
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Engine
 from slipstream.inference.handshake import GREETING, SIZE
+from slipstream.inference.initialize import weights_digest
 from slipstream.inference.replica import facts_of
 from slipstream.inference.server import EngineAddress, Router
 from slipstream.launch.cli import main
@@ -234,6 +235,19 @@ def test_an_engine_that_leaves(hosts: list[Host]) -> None:
         until(lambda: states(router) == ["down", "ready"])
 
 
+def test_files_tell_models_apart(tmp_path: Path) -> None:
+    one, copy, other = (tmp_path / name for name in ("one", "copy", "other"))
+    for folder, value in ((one, 1), (copy, 1), (other, 2)):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"header" + bytes([value]) * 100_000)
+    (copy / "README.md").write_text("where it is from")
+    digests = [weights_digest(str(path)) for path in (one, copy, other, one / "model.safetensors")]
+    assert digests[0] == digests[1] == digests[3] != digests[2]
+    (one / "model.safetensors").write_bytes(b"header" + bytes([1]) * 100_001)
+    assert weights_digest(str(one)) not in digests
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer.json").touch()
     short = tmp_path / "secret"
@@ -245,6 +259,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
         ("engine {} --port 0 --engine-secret-file {}/no", "No such file or directory"),
         ("serve {} --port 0 --engines h:1", "need a common secret"),
         ("serve {} --port 0 --engines h:1,h", "argument --engines: 'h' is not HOST:PORT"),
+        ("serve {} --port 0 --engines http://h:1", "argument --engines: 'http://h:1' is not HOST:PORT"),
         ("serve {} --port 0 --engines h:1,h:1", "argument --engines: 'h:1,h:1' has an address twice"),
         (
             "serve {} --port 0 --engines h:1 --dtype int8 --tp 2 --lora-modules a=b",

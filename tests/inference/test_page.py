@@ -314,7 +314,7 @@ def test_several_models(browser: Any) -> None:
 
     from tests.inference.test_several_models import Source, served
 
-    names = ["first-model-7b", "organisation/a-name-that-is-longer-than-a-phone-is-wide-instruct"]
+    names = ["first-model-7b", "somebody/a-name-that-is-longer-than-a-phone-is-wide-instruct"]
     sources = [Source(name, slow=True) for name in names]
     for source in sources:
         source.says = "a long answer " * 10

@@ -320,8 +320,7 @@ def _open_here(
     name, source, kind = model_name or _name(model), _source(model), precision.parse_dtype(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
         raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
-    group = group_size or GROUP_SIZES[0]
-    place, threads = _place(device, threads, ranks)
+    group, (place, threads) = group_size or GROUP_SIZES[0], _place(device, threads, ranks)
     passed_tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
     sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks, replicas=replicas)
     sizes = sizes if memory is None else _with_layers_on_disk(sizes, memory, source, place)

@@ -339,7 +339,7 @@ def _add_places(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
 def _addresses(text: str) -> list[str]:
     for address in (addresses := text.split(",")):
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise argparse.ArgumentTypeError(f"{address!r} is not HOST:PORT")
     if len(set(addresses)) < len(addresses):
         raise argparse.ArgumentTypeError(f"{text!r} has an address twice")

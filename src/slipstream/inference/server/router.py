@@ -448,11 +448,11 @@ class Router:
         link, facts = source.open()
         with self._lock:
             for name, (whose, agreed) in self._agreed.items():
-                if facts[name] != agreed:
+                if (found := facts.get(name)) != agreed:  # None: of a version that does not tell it
                     link.close()
                     source.end()
-                    raise ValueError(f"{source.name} has {name} {facts[name]!r}, and {whose} has {agreed!r}; {AGREED[name]}")
-            self._agreed = {name: (source.name, facts[name]) for name in AGREED} | self._agreed
+                    raise ValueError(f"{source.name} has {name} {found!r}, and {whose} has {agreed!r}; {AGREED[name]}")
+            self._agreed = {name: (source.name, facts.get(name)) for name in AGREED} | self._agreed
         return Connected(link, facts)
 
     def _welcome(self, engine: RemoteEngine, first: Future[None]) -> None:
