@@ -250,6 +250,32 @@ def test_optimizers_do_not_see_where_experts_are(kind: str) -> None:
             torch.testing.assert_close(value, whole[name], rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@distributed(world_size=4)
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+def test_an_optimizers_state_is_that_of_all_experts(kind: str) -> None:
+    """Of whole experts, for any layout: on a rank, some have no state."""
+    states: list[Any] = []
+    for ep, stage in ((1, 1), (2, 1), (2, 0), (4, 3)):
+        settings = {"type": kind, "params": {"lr": 1e-3}}
+        engine = make(build("Mixtral"), stage, optimizer=settings, expert_parallel={"enabled": True, "autoep_size": ep})
+        if states:
+            engine.optimizer.load_state_dict(states[0])
+            loaded = engine.optimizer.state_dict()["state"]
+            assert all(
+                torch.equal(value, loaded[i][name]) for i, each in states[0]["state"].items() for name, value in each.items()
+            )
+            engine.destroy()
+            engine = make(build("Mixtral"), stage, optimizer=settings, expert_parallel={"enabled": True, "autoep_size": ep})
+        train(engine, steps=2)
+        states.append(engine.optimizer.state_dict())
+        engine.destroy()
+    for state in states[1:]:
+        assert state["state"].keys() == states[0]["state"].keys()
+        for i, each in state["state"].items():
+            for name, value in each.items():
+                torch.testing.assert_close(value, states[0]["state"][i][name], rtol=0, atol=1e-5)
+
+
 @pytest.mark.disk
 @distributed(world_size=2)
 def test_experts_of_a_list_rest_on_the_host_and_on_disk(tmp_path: Path) -> None:

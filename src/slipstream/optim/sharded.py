@@ -23,6 +23,7 @@ from torch import Tensor
 from slipstream.optim.rules import Rule, unsupported_option
 from slipstream.optim.wholes import Joint, cuts_over
 from slipstream.zero.comm import gather_objects
+from slipstream.zero.leaves import cuts_of
 from slipstream.zero.storage.store import Section, Store, read
 from slipstream.zero.storage.stream import Ring, StateChunk
 from slipstream.zero.unit import Unit
@@ -139,6 +140,10 @@ class ShardedSteps(ABC):
         known: dict[str, KnownStates] = {}
         for of_rank in gather_objects(own, unit.comms.dp.axis) if unit.placement.optim else [own]:
             known |= of_rank
+        if any(part.is_dealt for param in unit.params for part in cuts_of(param)):  # other ranks have all of some
+            for axis in unit.comms.family.parts:
+                for of_rank in gather_objects(known, axis):
+                    known = of_rank | known
         return known
 
     def whole_states(self, unit: Unit, known: Mapping[str, KnownStates]) -> Iterator[tuple[str, Tensor]]:
