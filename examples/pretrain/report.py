@@ -226,7 +226,8 @@ def _plot_loads(figure: Any, axes: Any, history: History) -> None:
     """Expert by step; the experts of the first layer come first. Steps before the experts were counted are left out."""
     steps = history.steps[-len(history.loads) :]
     columns = list(zip(*history.loads, strict=True))
-    extent = (steps[0], steps[-1] + 1, len(columns), 0)
+    between = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else steps[0]
+    extent = (steps[0] - between, steps[-1], len(columns), 0)  # a column ends at the step that counted it
     picture = axes.imshow(columns, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis", vmin=0, vmax=2)
     axes.set_xlabel("step")
     axes.set_ylabel("expert, layer by layer")

@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "groups": (lambda: MoE(8, None, 8, k=3, num_groups=4), "1 of 4 groups of 8 experts do not have k"),
     "score": (lambda: MoE(8, None, 4, score="tanh"), "score 'tanh' is none of 'softmax', 'sigmoid'"),  # type: ignore[arg-type]
     "ep": (lambda: MoE(8, None, 4, ep_size=3), r"4 experts cannot be split over ep_size \(3\)"),
-    "none": (lambda: MoE(8, None, 0, k=1), "k"),
+    "none": (lambda: MoE(8, None, 0, k=1), r"num_experts \(0\) must be at least 1"),
     "empty": (lambda: ExpertStack(nn.ReLU(), 2), "ReLU has no parameters"),
     "tied": (lambda: ExpertStack(Twice(), 2), "one parameter under several names"),
     "buffers": (lambda: ExpertStack(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 2), "has buffers .*running_mean"),

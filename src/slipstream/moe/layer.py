@@ -212,6 +212,8 @@ class MoE(nn.Module):
 
 def check_choice(num_experts: int, k: int, num_groups: int, top_groups: int) -> None:
     """Raise ValueError unless k experts can be chosen from the best groups."""
+    if num_experts < 1:
+        raise ValueError(f"num_experts ({num_experts}) must be at least 1")
     if not 1 <= k <= num_experts:
         raise ValueError(f"k ({k}) must lie in 1 to num_experts ({num_experts})")
     if (
