@@ -203,6 +203,36 @@ def test_a_router_computes_once_and_the_load_is_counted() -> None:
     engine.destroy()
 
 
+class Balanced(Gate):
+    """A router with settings, and a bias on the choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k = 2
+        self.register_buffer("e_score_correction_bias", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = F.linear(x.view(-1, 16), self.weight).sigmoid()
+        chosen = (scores + self.get_buffer("e_score_correction_bias")).topk(self.top_k, dim=-1).indices
+        return chosen.repeat(1, 2 // self.top_k), scores.gather(1, chosen).repeat(1, 2 // self.top_k), scores.square().sum()
+
+
+@distributed(world_size=2)
+def test_settings_of_the_config_reach_the_router_of_a_list() -> None:
+    model = build("DeepSeek")
+    for block in model.blocks:
+        block.mlp.gate = Balanced()
+    engine = make(model, 1, expert_parallel=EP | {"top_k": 1, "load_balance_coeff": 0.5})
+    engine.backward(engine(batch(dist.get_rank(), 0)))
+    engine.step()
+    for block, load in zip(engine.module.blocks, engine.expert_load().values(), strict=True):
+        routes = torch.tensor(load.routes, dtype=torch.float64)
+        assert block.mlp.gate.top_k == 1 and int(routes.sum()) == 2 * 2 * len(batch(0, 0))
+        moved = 0.5 * (routes.mean() - routes).sign()
+        assert torch.equal(block.mlp.gate.e_score_correction_bias, moved.float()) and moved.any()
+    engine.destroy()
+
+
 class Odd(Model):
     """Some ranks have no tokens in the second layer."""
 
@@ -240,7 +270,7 @@ def stepped(ep: int, stage: int, **blocks: Any) -> dict[str, Tensor]:
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("kind", ["Lamb", "Muon", "NAdam"])
+@pytest.mark.parametrize("kind", ["Lamb", "Muon", pytest.param("NAdam", marks=pytest.mark.slow)])
 def test_optimizers_do_not_see_where_experts_are(kind: str) -> None:
     """Each expert is a tensor of its own: norms and matrices are those of one."""
     settings = {"type": kind, "params": {"lr": 1e-2}}
@@ -251,11 +281,11 @@ def test_optimizers_do_not_see_where_experts_are(kind: str) -> None:
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+@pytest.mark.parametrize("kind", ["AdamW", pytest.param("Muon", marks=pytest.mark.slow)])
 def test_an_optimizers_state_is_that_of_all_experts(kind: str) -> None:
     """Of whole experts, for any layout: on a rank, some have no state."""
     states: list[Any] = []
-    for ep, stage in ((1, 1), (2, 1), (2, 0), (4, 3)):
+    for ep, stage in ((1, 1), (2, 0), (4, 3)):
         settings = {"type": kind, "params": {"lr": 1e-3}}
         engine = make(build("Mixtral"), stage, optimizer=settings, expert_parallel={"enabled": True, "autoep_size": ep})
         if states:
@@ -422,7 +452,7 @@ BESIDE = {"tp, ep 2": (WHOLE, 2), "tp, ep 4": (WHOLE, 4), "tp, sliced": (SLICED,
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
-@pytest.mark.parametrize("layout", BESIDE)
+@pytest.mark.parametrize("layout", [pytest.param(each, marks=[pytest.mark.slow] * ("ep 4" in each)) for each in BESIDE])
 def test_experts_of_a_list_beside_other_axes(transport: str, layout: str) -> None:
     """tp ranks have the same tokens, and share them among the experts unless they have slices of these."""
     blocks, ep = BESIDE[layout]
