@@ -57,8 +57,9 @@ def test_options_and_metrics_are_the_code_s(tmp_path: Path) -> None:
     metrics = set(re.findall(r"# TYPE (\S+)", render([ModelFigures("", Stats(**numbers))], Traffic())))  # type: ignore[arg-type]
     named = set(re.findall(r"`(slipstream_\w+)`", page))
     assert len(named) >= 6 and named <= metrics, named - metrics
-    (unit,) = re.findall(r"^ExecStart=\S+/slipstream (.*)$", page, re.M)
-    assert cli.build_parser().parse_args(shlex.split(unit.replace("/srv/model", str(tmp_path)))).drain_timeout == 60
+    units = re.findall(r"^ExecStart=\S+/slipstream (.*)$", page, re.M)
+    parsed = [cli.build_parser().parse_args(shlex.split(unit.replace("/srv/model", str(tmp_path)))) for unit in units]
+    assert [(each.command, each.drain_timeout) for each in parsed] == [("serve", 60), ("engine", 60), ("serve", 60)]
 
 
 def test_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
