@@ -107,6 +107,24 @@ def test_causal_attention_of_any_length_is_torchs(implementation: str, length: i
         torch.testing.assert_close(one, other, **close)
 
 
+def test_causal_attention_beyond_the_kernels() -> None:
+    """Other dtypes and wide heads are torch's; under autocast all are in its dtype; a compiled model has no break in its graph."""
+    torch.manual_seed(0)
+    for dtype, dim in ((torch.float64, 16), (torch.float32, 300)):
+        q, k, v = (heads(1, 2, 20, dim, dtype) for _ in range(3))
+        expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(attention.causal_attention(q, k, v), expected)
+    q, k, v = heads(1, 2, 20, 16), heads(1, 2, 20, 16), heads(1, 2, 20, 16, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention.causal_attention(q, k, v)
+        expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
+    q, k, v = (heads(1, 2, 20, 16) for _ in range(3))
+    compiled = torch.compile(attention.causal_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attention.causal_attention(q, k, v))
+
+
 def test_a_query_without_keys_gets_zeros(implementation: str) -> None:
     layout = BlockLayout(torch.ones(1, 4, 4), 16)
     q, k, v = (heads(1, 1, 64, 16) for _ in range(3))
