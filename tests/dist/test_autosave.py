@@ -214,6 +214,24 @@ def test_checkpoints_in_the_memory_of_hosts(tmp_path: Path) -> None:
         engine = engine_of(3)
         assert engine.global_steps == 4
         engine.destroy()
+    with on_host(10 + rank, per_host=1):  # four hosts in a ring: two of their files are on each
+        engine = engine_of(3)
+        train(engine, 5)
+        engine.destroy()
+        assert len(list((tmp_path / f"host{10 + rank}").rglob("*.bin"))) == 2
+    with on_host(20 if rank == 1 else 10 + rank, per_host=1):  # one is lost, and a new one takes its place
+        engine = engine_of(2)
+        assert engine.global_steps == 5 and torch.equal(toy.checksum(engine), expected)
+        engine.destroy()
+    for number in (10, 12) if rank == 0 else ():  # what each had of its own
+        for path in (tmp_path / f"host{number}" / "global_step5").glob("*.bin"):
+            if path.name not in (f"rank_0000{number - 10}.bin", f"rank_0000{(number - 11) % 4}.bin"):
+                path.unlink()
+    dist.barrier()
+    with on_host(10 + 2 * host):  # two of the four are left, with other numbers of ranks; the disk has step 4
+        engine = engine_of(3)
+        assert engine.global_steps == 5 and torch.equal(toy.checksum(engine), expected)
+        engine.destroy()
     with on_host(0, per_host=4):  # one host is left, and it lacks a file
         engine = engine_of(3)
         assert engine.global_steps == 4 and engine.saves.auto.hosts is None

@@ -8,6 +8,7 @@ Files travel through torch's process group. While ranks start again, each host n
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections import Counter
@@ -20,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.directory import LATEST, committed_tags, sweep, write_synced
+from slipstream.checkpoint.directory import LATEST, committed_tags, remove, sweep, write_synced
 from slipstream.checkpoint.document import METADATA, file_name
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.load import load_metadata
+from slipstream.ops.pages import available_memory
 
 _CHUNK = 1 << 26  # bytes of a message
 
@@ -51,9 +53,10 @@ class Hosts:
     def copy_to_next(self, folder: Path, sizes: Mapping[str, int]) -> None:
         """Send this rank's file to the next host, and write the one from the host before. Collective."""
         before = (self.index - self.per_host) % self.size
-        own, other = (folder / file_name(rank) for rank in (self.index, before))
-        sent = _mapped(own, sizes.get(own.name, 0))
-        self._exchange(sent, (self.index + self.per_host) % self.size, other, sizes.get(other.name, 0), before)
+        own, other = file_name(self.index), file_name(before)
+        sent = _File(folder / own, sizes[own]) if own in sizes else None
+        received = _File(folder / other, sizes[other]) if other in sizes else None
+        self._exchange(sent, (self.index + self.per_host) % self.size, received, before)
 
     def move(self, moves: Sequence[Move], folder: Path, target: Path) -> None:
         """Make each move in which this rank is a part: from its `folder`, into its `target`. Raises after the last one."""
@@ -61,36 +64,58 @@ class Hosts:
         for name, nbytes, source, to in moves:
             try:
                 if self.index == source:
-                    self._exchange(_mapped(folder / name, nbytes), to, target / name, 0, to)
+                    self._exchange(_File(folder / name, nbytes), to, None, to)
                 elif self.index == to:
-                    self._exchange(torch.empty(0, dtype=torch.uint8), source, target / name, nbytes, source)
+                    self._exchange(None, source, _File(target / name, nbytes), source)
             except OSError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _exchange(self, sent: Tensor, to: int, path: Path, nbytes: int, source: int) -> None:
-        """Send bytes, and write those that come. An error of the file is raised at the end: the other ranks wait for messages."""
+    def _exchange(self, sent: _File | None, to: int, received: _File | None, source: int) -> None:
+        """Send a file, and write the one that comes. What fails is raised at the end: the other ranks wait for messages."""
         to, source = (dist.get_global_rank(self.group, rank) for rank in (to, source))
-        room, failure = torch.empty(min(nbytes, _CHUNK), dtype=torch.uint8), None
-        for at in range(0, max(len(sent), nbytes), _CHUNK):
-            work = dist.isend(sent[at : at + _CHUNK], to, group=self.group) if at < len(sent) else None
-            if at < nbytes:
-                part = room[: min(nbytes - at, _CHUNK)]
+        failure: OSError | None = None
+        sizes = [0 if file is None else file.nbytes for file in (sent, received)]
+        rooms = [torch.empty(min(nbytes, _CHUNK), dtype=torch.uint8) for nbytes in sizes]
+        for at in range(0, max(*sizes, 1), _CHUNK):
+            work = None
+            out, part = (room[: max(nbytes - at, 0)] for room, nbytes in zip(rooms, sizes, strict=True))
+            try:
+                if sent is not None:
+                    sent.read(at, out)
+            except OSError as error:
+                failure = failure or error
+            if len(out):
+                work = dist.isend(out, to, group=self.group)
+            if len(part):
                 dist.recv(part, source, group=self.group)
-                try:
-                    with open(path, "ab" if at else "wb") as file:
-                        part.numpy().tofile(file)
-                except OSError as error:
-                    failure = failure or error
+            try:
+                if received is not None:
+                    received.write(at, part)
+            except OSError as error:
+                failure = failure or error
             if work is not None:
                 work.wait()
         if failure is not None:
             raise failure
 
 
-def _mapped(path: Path, nbytes: int) -> Tensor:
-    return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+class _File(NamedTuple):
+    """A file of so many bytes, read and written in chunks."""
+
+    path: Path
+    nbytes: int
+
+    def read(self, at: int, part: Tensor) -> None:
+        with open(self.path, "rb") as file:
+            file.seek(at)
+            if file.readinto(part.numpy().data) < len(part):
+                raise OSError(errno.EIO, f"it has fewer than {self.nbytes} bytes", str(self.path))
+
+    def write(self, at: int, part: Tensor) -> None:
+        with open(self.path, "ab" if at else "wb") as file:
+            part.numpy().tofile(file)
 
 
 class Move(NamedTuple):
@@ -118,38 +143,48 @@ class _Holding(NamedTuple):
     held: list[_Held]
 
 
-def complete_newest(directory: str, hosts: Hosts) -> bool:
-    """Give each host's directory all files of the newest checkpoint that the hosts have together; False if they have none.
+def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
+    """Give each host's directory all files of the newest checkpoint, of more than `after` steps, that the hosts have together;
+    False if they have none.
 
     Collective. Raises CheckpointError on every rank, for instance if a host has no room for it.
     """
     ranks, step, parent = Ranks(hosts.group), f"the checkpoint in memory {directory} was not completed", Path(directory)
     holdings = ranks.gather(step, lambda: _holding(parent, hosts.index) if hosts.is_leader else None)
-    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None]))
+    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None], after))
     if chosen is None:
         return False
     newest, moves = chosen
-    folder = parent / newest.tag
-    fresh = any(move.to == hosts.index and move.name == METADATA for move in moves)
-    target = folder.with_name(f"{newest.tag}.tmp-{secrets.token_hex(8)}") if fresh else folder
+    folder, own = parent / newest.tag, [move for move in moves if move.to == hosts.index]
+    is_new = any(move.name == METADATA for move in own)
+    target = folder.with_name(f"{newest.tag}.tmp-{secrets.token_hex(8)}") if is_new else folder
 
-    def complete() -> None:
-        if fresh:
+    def fetch() -> None:
+        if is_new:
             target.mkdir(parents=True)
         hosts.move(moves, folder, target)
-        if fresh:
+
+    def commit() -> None:
+        if is_new:
+            if folder.exists():  # of another save at the same step, which is not whole
+                remove(folder)
             os.rename(target, folder)
         if hosts.is_leader:
             write_synced(parent / LATEST, f"{newest.tag}\n".encode())
 
-    ranks.gather(step, complete)
+    try:
+        ranks.gather(step, fetch)
+    except BaseException:
+        for move in own:  # a sender that could not read has sent something else
+            (target / move.name).unlink(missing_ok=True)
+        raise
+    ranks.gather(step, commit)
     return True
 
 
 def _holding(parent: Path, leader: int) -> _Holding:
     parent.mkdir(parents=True, exist_ok=True)
-    for tag in committed_tags(parent):
-        sweep(parent, tag)
+    sweep(parent, "")
     held = []
     for tag in committed_tags(parent):
         try:
@@ -161,15 +196,15 @@ def _holding(parent: Path, leader: int) -> _Holding:
         steps = int(metadata.shared.get("counters", {}).get("global_steps", -1))
         held.append(_Held(metadata.save_id, tag, steps, sizes, frozenset(present)))
     space = os.statvfs(parent)
-    return _Holding(leader, space.f_bavail * space.f_frsize, held)
+    return _Holding(leader, min(space.f_bavail * space.f_frsize, available_memory()), held)
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else -1
 
 
-def _choose(holdings: Sequence[_Holding]) -> tuple[_Held, list[Move]] | None:
-    """The newest checkpoint of which each file is on some host, and the moves that complete it on all."""
+def _choose(holdings: Sequence[_Holding], after: int) -> tuple[_Held, list[Move]] | None:
+    """The newest checkpoint of more than `after` steps of which each file is on some host, and the moves that complete it."""
     by_id: dict[str, dict[int, _Held]] = {}  # then by leader
     for holding in holdings:
         for held in holding.held:
@@ -178,7 +213,7 @@ def _choose(holdings: Sequence[_Holding]) -> tuple[_Held, list[Move]] | None:
     for hosts in by_id.values():
         any_held = next(iter(hosts.values()))
         is_whole = any_held.sizes.keys() <= set().union(*(held.present for held in hosts.values()))
-        if is_whole and (newest is None or any_held.steps > newest.steps):
+        if is_whole and any_held.steps > (after if newest is None else newest.steps):
             newest, parts = any_held, hosts
     if newest is None:
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import Runner
 from slipstream.inference.kv_cache import HeadShape, KVCache, bytes_per_block
 from slipstream.inference.stats import Use
+from slipstream.ops.pages import available_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,12 +167,4 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that torch caches from earlier models would count as used
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
-    limit = (group / "memory.max").read_text().strip() if (group / "memory.max").is_file() else "max"
-    if limit == "max":
-        return free
-    counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    used = int((group / "memory.current").read_text()) - int(counted.get("inactive_file", 0))  # the page cache is reclaimable
-    return min(free, int(limit) - used)
+    return available_memory()

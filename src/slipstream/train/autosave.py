@@ -1,7 +1,7 @@
 """Checkpoints that an engine saves by itself: every so many steps or minutes, and on a signal, before the process ends.
 
 With `memory_every_steps` the newest checkpoint is also in the host's memory, in a folder of the launcher's agent, which outlives
-the ranks: those that it starts again resume from there, if none on disk is newer. It is an ordinary checkpoint, complete or absent.
+the ranks: those that it starts again resume from there, if none on disk is newer. On one host it is an ordinary checkpoint.
 With several hosts each has the files of its own ranks and of the host before it, so that one may be lost (checkpoint/hosts.py).
 
 A signal may reach one rank only (a scheduler signals the first process of a job, or one host). Its wish is one more number in the
@@ -73,8 +73,10 @@ class Autosave:
         why = ""
         if None in folders:
             why = "only `slipstream run` with --max-restarts or --elastic has a place"
-        elif len(set(sizes)) > 1 or list(places) != [i % own for i in range(world.size)]:
+        elif len(set(sizes)) > 1 or world.size % own or list(places) != [i % own for i in range(world.size)]:
             why = f"each host must have as many ranks as the others, consecutive ones; these have {', '.join(map(str, sizes))}"
+        elif own < world.size and "cpu:" not in dist.get_backend_config(world.group):
+            why = 'the process group sends nothing between CPUs; init_process_group("cpu:gloo,cuda:nccl") does'
         elif own < world.size and world.group is not None:
             self.hosts = Hosts(world.group, world.index, world.size, own)
         if why and self.is_first:
@@ -140,10 +142,11 @@ class Autosave:
             engine.load_checkpoint(self.plan.folder)
 
     def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:
+        on_disk = _steps_in(disk, self._group)
         try:
-            if self.hosts is not None and not complete_newest(memory, self.hosts):
+            if self.hosts is not None and not complete_newest(memory, self.hosts, on_disk):
                 return False
-            if _steps_in(memory, self._group) <= _steps_in(disk, self._group):
+            if _steps_in(memory, self._group) <= on_disk:
                 return False
             engine.load_checkpoint(memory)
         except CheckpointError as error:
