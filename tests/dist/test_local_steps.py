@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slipstream.moe import MoE
 from slipstream.ops.wire import Feedback, nbytes
 from slipstream.world.mesh import Axis
 from slipstream.zero.comm import LocalComm
@@ -203,6 +204,7 @@ def sent() -> Iterator[list[str]]:
     """The names of torch's collectives that this rank has called."""
     calls: list[str] = []
     names = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_into_tensor", "all_gather_single", "broadcast", "isend")
+    names += ("all_gather_object", "broadcast_object_list", "gather_object")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             if (function := getattr(dist, name, None)) is not None:
@@ -215,10 +217,12 @@ def sent() -> Iterator[list[str]]:
         yield calls
 
 
+@pytest.mark.disk
 @distributed(world_size=2, transports=("gloo",))
-def test_nothing_travels_between_rounds(transport: str) -> None:
-    for stage in cases.STAGES:
-        engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ADAMW, slipstream=local())
+def test_nothing_travels_between_rounds(transport: str, tmp_path: Path) -> None:
+    on_disk = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    for stage, options in ((1, {}), (3, {}), (3, on_disk)):
+        engine = toy.make(toy.seeded(toy.Lm), stage, transport, optimizer=ADAMW, slipstream=local(), **options)
         toy.step(engine, toy.tokens(dist.get_rank(), 0))  # the first forward and step compare what ranks do
         for step in range(1, 2 * EVERY):
             with sent() as calls:
@@ -312,6 +316,69 @@ def test_a_rank_that_comes_late_is_waited_for(transport: str) -> None:
     assert len(sums) == 1
 
 
+@distributed(world_size=4, transports=("gloo",))
+@pytest.mark.parametrize("kind", ["stages", "balanced experts"])
+def test_replicas_meet_in_rounds_only(transport: str, kind: str) -> None:
+    """One comes late to each step, a second in all before the round, and skips one: the others are not kept waiting."""
+    model: nn.Module = Balanced()
+    own: dict[str, Any] = local()
+    if kind == "stages":
+        model, own = pytest.importorskip("tests.dist.test_pipeline").decoder(), own | {"mesh": {"pp": 2}}
+    engine = toy.make(model, 1, transport, optimizer=ADAMW, slipstream=own)
+    late = engine.mesh.batch.index == engine.mesh.batch.size - 1
+    for step in range(2 * EVERY):
+        began = time.monotonic()
+        if late and step > EVERY:
+            time.sleep(0.5)
+        if kind == "stages":
+            engine.train_batch(iter([{"input_ids": ids, "labels": ids} for ids in [toy.tokens(engine.rank, step) % 64]]))
+        else:
+            scale = float("inf") if late and step == EVERY + 1 else 1.0
+            engine.backward(engine(toy.floats(engine.rank, step)) * scale)
+            engine.step()
+        if not late and EVERY < step < 2 * EVERY - 1:
+            assert time.monotonic() - began < 0.4, (kind, step)
+    engine.destroy()
+
+
+class Balanced(nn.Module):
+    """A layer of experts whose choice is balanced by what all tokens of a step have chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.moe = MoE(8, lambda: nn.Linear(8, 8), 4, balance_rate=1e-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.moe(x)[0]).square().mean()
+
+
+@distributed(world_size=2)
+def test_weights_that_replicas_would_not_share() -> None:
+    """Loaded by name, they are where the next round begins; unfrozen later, they are refused."""
+    engine = toy.make(toy.seeded(toy.Lm), 1, optimizer=ADAMW, slipstream=local())
+    for step in range(EVERY):
+        toy.step(engine, toy.tokens(dist.get_rank(), step))
+    state = {name: value.clone() + 1 for name, value in engine.state_dict().items()}
+    engine.load_state_dict(state)
+    for name, value in engine.named_weights():
+        torch.testing.assert_close(value, state[name])
+    engine.states.outer.take_round()
+    for name, value in engine.named_weights():
+        torch.testing.assert_close(value, state[name])
+    engine.destroy()
+    model = toy.seeded(toy.Lm)
+    for param in model.head.parameters():
+        param.requires_grad_(False)
+    engine = toy.make(model, 1, optimizer=ADAMW, slipstream=local())
+    for param in model.head.parameters():
+        param.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'head\.weight' was frozen at initialize\(\) and is trained now"):
+        for step in range(EVERY):
+            toy.step(engine, toy.tokens(dist.get_rank(), step))
+    engine.destroy()
+
+
 @distributed(world_size=2, transports=("gloo",))
 def test_a_replica_that_is_not_finite_goes_on_from_the_others(transport: str) -> None:
     twin, rank = Twin([[0]]), dist.get_rank()
@@ -347,7 +414,7 @@ def test_what_rounding_to_bf16_loses_is_added_in_the_next_round() -> None:
         total.zero_()
         for _ in range(64):
             reduction.scatter(x, wire, [0, numel], full.tensor, kept[0], alpha=1.0, accumulate=False).wait()
-            reduction.spread(full, wire, [0, numel], kept[1])
+            reduction.spread(full, wire, [0, numel], kept[1]).wait()
             total += full.tensor
         error = float((total / 64 - x).abs().max() / x.abs().max())
         assert error > 5e-4 if kept[0] is None else error < 1e-4

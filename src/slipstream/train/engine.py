@@ -150,7 +150,7 @@ class Engine(nn.Module):
         """Run the model with its own arguments and return its outputs; fp16 outputs become fp32."""
         self.gate.check("forward")
         if self.plan.broadcast_buffers and self.states.hooks.sync:
-            spread_first(list(self.states.model.buffers()), self.states.comms.data)
+            spread_first(list(self.states.model.buffers()), self.states.stage)
         with self.progress.timing("forward"), self.precision.autocast():
             try:
                 return self.module(*args, **kwargs)
@@ -357,7 +357,10 @@ class Engine(nn.Module):
         for unit in self.units:
             own |= {name: access.part_of_whole(own[name], unit, i) for i, name in enumerate(unit.names) if name in own}
         with access.gathered_units(self._all_params(), None):
-            return self.module.load_state_dict(own, strict=strict)
+            result = self.module.load_state_dict(own, strict=strict)
+        if self.states.outer is not None:
+            self.states.outer.restart(())
+        return result
 
     def gradient(self, name: str) -> Tensor:
         """Return the mean gradient so far of parameter `name`, full shape, unscaled, in fp32. Collective.

@@ -205,7 +205,7 @@ class _Cut(NamedTuple):
         for meter in by_name.values():
             meter.to(engine.device)
         states.suspects.append(lambda: lost_tokens(by_name))
-        states.after_step.extend(balancing(engine.module, lambda: states.exchange(mesh.dense.both).sum, due, logs=logs))
+        states.after_step.extend(balancing(engine.module, lambda: states.exchange(mesh.stage).sum, due, logs=logs))
 
 
 def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh, _Cut]:

@@ -39,7 +39,7 @@ from slipstream.train.saving.entries import spread_weights
 from slipstream.train.states import States
 from slipstream.world.mesh import Differs
 from slipstream.zero.build import connect_axis
-from slipstream.zero.comm import Buffer, Comm, Pending, sum_over
+from slipstream.zero.comm import Buffer, Comm, Pending, gather_objects, sum_over
 from slipstream.zero.reduction import Coded, Dense, Reduction, Rounded, wire_numel
 from slipstream.zero.storage.store import Store, copy_store, read, write
 from slipstream.zero.unit import Unit
@@ -124,9 +124,12 @@ class LocalSteps:
         trained = [unit for unit in states.units if unit.grads is not None]
         self._links: dict[Differs, _Link] = {}
         self._buffers: dict[Unit, tuple[Buffer, Buffer]] = {}
+        comms: dict[tuple[int, ...], Comm] = {}  # one for the same ranks: the watch tells transports apart by these
         for key, family in sorted(states.mesh.families.items()):
             units = [unit for unit in trained if unit.comms.family.differs == key]
-            self._links[key] = link = _Link(connect_axis(family.apart, states.device, transport, states.watch), plan.exchange)
+            if family.apart.ranks not in comms:
+                comms[family.apart.ranks] = connect_axis(family.apart, states.device, transport, states.watch)
+            self._links[key] = link = _Link(comms[family.apart.ranks], plan.exchange)
             if plan.overlap:
                 self._buffers |= {unit: link.buffers(unit.master.numel) for unit in units}
             else:  # one difference travels at a time
@@ -157,6 +160,9 @@ class LocalSteps:
             self.take_round()
         if method in ("save_checkpoint", "optimizer.state_dict"):
             self._average_states()
+        if method in READING and self.states.average is not None:
+            for store in self.states.average.stores():
+                store.put(0, self._averaged(store.whole()))
 
     def take_round(self) -> None:
         """Exchange the differences and step the anchors. Collective over all replicas."""
@@ -167,6 +173,11 @@ class LocalSteps:
     @torch.no_grad()
     def _begin(self, overlap: int) -> None:
         """Send the differences; without overlap, wait for each, and step its anchor."""
+        if late := [unit for unit in self.states.units if unit.grads is not None and unit not in self._outer]:
+            raise ValueError(
+                f"parameter {late[0].names[0]!r} was frozen at initialize() and is trained now, which slipstream.local_steps does "
+                "not follow: replicas would keep weights of their own; unfreeze it before initialize()"
+            )
         self.since, self.rounds = 0, self.rounds + 1
         self.states.settle()
         device, finite = self.states.device, self._find_finite()  # the device of the exchange; states may rest elsewhere
@@ -203,7 +214,7 @@ class LocalSteps:
         outer.anchor.put(0, outer.anchor.whole().to(device) - (mean + momentum * mu) * self.plan.lr)
 
     def _find_finite(self) -> Tensor:
-        """Which replicas have finite weights, bool [replicas]; this rank's moments that are not finite become 0. Collective.
+        """Which replicas have finite weights, bool [replicas]; the optimizer states of one that has not become 0. Collective.
 
         Raises RuntimeError if there is none.
         """
@@ -220,18 +231,26 @@ class LocalSteps:
         log.warning("round %d: weights of replicas %s are not finite; they go on from the mean of the others", self.rounds, lost)
         for piece in self.states.steps.pieces() if not finite[self.comm.index] else ():
             for part in self.states.steps.states(piece).values():
-                write(part, read(part).float().nan_to_num(0.0, 0.0, 0.0))
+                write(part, torch.zeros_like(read(part)))  # all: a momentum that is left over a variance of 0 would explode
         return finite
 
     @torch.no_grad()
     def _average_states(self) -> None:
-        """Give all replicas the mean of their optimizer states. Collective."""
+        """Give all replicas the mean of the optimizer states that all of them have: one may have skipped each step. Collective."""
         steps = self.states.steps
-        for piece in steps.pieces():
-            for part in steps.states(piece).values():
-                values = read(part).float()
-                sum_over(values, piece.unit.comms.family.apart)
-                write(part, values / self.comm.size)
+        own = [steps.states(piece) for piece in steps.pieces()]
+        known = [
+            set.intersection(*each) for each in zip(*gather_objects([{*states} for states in own], self.comm.axis), strict=True)
+        ]
+        for states, names in zip(own, known, strict=True):
+            for name in sorted(names):
+                write(states[name], self._averaged(read(states[name])))
+
+    def _averaged(self, values: Tensor) -> Tensor:
+        """The mean over replicas; ranks of the other ones pass values of the same elements."""
+        total = values.to(self.states.device, torch.float32, copy=True)
+        sum_over(total, self.comm.axis)
+        return total / self.comm.size
 
     def _start(self, unit: Unit) -> _Outer:
         anchor, momentum = (unit.homes.state(unit.master.numel, torch.float32) for _ in range(2))
@@ -270,5 +289,5 @@ class LocalSteps:
 
     def close(self) -> None:
         """Free the transports."""
-        for link in self._links.values():
-            link.comm.close()
+        for comm in {link.comm for link in self._links.values()}:
+            comm.close()

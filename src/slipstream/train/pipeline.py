@@ -290,7 +290,8 @@ class Pipe:
     def _read(self, count: int) -> list[Any]:
         """The micro-batches of one batch; None for each on a rank that needs none.
 
-        Ranks agree first, because those without data of their own would wait for the others' mail: collective over all ranks.
+        Ranks agree first, because those without data of their own would wait for the others' mail: collective over the ranks that
+        step together.
         Raises StopIteration on every rank if the iterator of one has ended, and PeerError if another could not read.
         """
         items, error = [None] * count, None
@@ -299,11 +300,12 @@ class Pipe:
                 items = self._own_items(count)
         except Exception as failure:
             error = failure
-        rows = self.engine.states.world.exchange(torch.tensor([-1.0 if error is not None else len(items)], dtype=torch.float64))
+        replica = self.engine.states.replica
+        rows = replica.exchange(torch.tensor([-1.0 if error is not None else len(items)], dtype=torch.float64))
         if error is not None:
             raise error
         fewest, place = rows.flatten().min(0)
-        rank = self.engine.mesh.world.ranks[int(place)]
+        rank = replica.axis.ranks[int(place)]
         if int(fewest) < 0:
             raise PeerError(f"rank {rank} could not read its batch; its own message says why")
         if int(fewest) < count:

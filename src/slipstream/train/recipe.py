@@ -35,8 +35,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
     placement = stage_placement(plan.zero.stage)
     coded = plan.zero.coded_weights or plan.zero.coded_frozen or precision.comm_dtype in CODE_BITS
     is_late = rule is not None and rule.late
-    beside: tuple[int, ...] = (4, 4) if plan.local_steps.every else ()  # the weights of the last round, and their momentum
-    beside += (4, 4) if plan.local_steps.overlap else ()  # differences that travel, and their mean
+    beside = (4, 4) if plan.local_steps.every else ()  # the weights of the last round, and their momentum
     if is_late and placement.grads:
         logger.info(
             "%s needs the gradients of each rank until the step, so stage %d keeps them whole",

@@ -148,7 +148,7 @@ class States:
         self.homes.settle()
         failure = failure or self.homes.failure
         own = (isinstance(failure, DiskError), f"{type(failure).__name__}: {failure}") if failure else None
-        if first := first_said(own, self.mesh.world):
+        if first := first_said(own, self.mesh.replica):
             rank, (is_disk, why) = first
             reason = self._lost(f"the {'disk' if is_disk else 'optimizer'} of rank {rank}", why)
             raise (DiskError(errno.EIO, reason) if is_disk else RuntimeError(reason)) from failure

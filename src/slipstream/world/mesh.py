@@ -136,6 +136,11 @@ class Mesh:
         return self.batch.size * self.sp.size // self.num_apart
 
     @property
+    def stage(self) -> Axis:
+        """The ranks of this pipeline stage that step together."""
+        return self.dense.shards if self.is_apart else self.dense.both
+
+    @property
     def num_apart(self) -> int:
         """The number of replicas that train on their own; 1: all ranks step together."""
         return self.world.size // self.replica.size
