@@ -75,6 +75,11 @@ def private_megabytes() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
+def tell(name: str, value: float) -> None:
+    """A line in one write: ranks share the output."""
+    print(f"{name} {value}\n", end="", flush=True)
+
+
 def measure(folder: str, dtype: str, split: dict[str, Any], threads: int) -> None:
     """One process: print its memory, and on rank 0 tokens per second by batch and of a prompt."""
     import slipstream
@@ -82,15 +87,15 @@ def measure(folder: str, dtype: str, split: dict[str, Any], threads: int) -> Non
     options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "threads": threads, "kv_cache_bytes": "64M", "max_running": 16}
     before = private_megabytes()
     with slipstream.init_inference(folder, **split, **options, prefix_caching=False) as engine:
-        print("memory", private_megabytes() - before, flush=True)
+        tell("memory", private_megabytes() - before)
         for batch in (BATCHES[0], *BATCHES) if engine.leads else ():  # the first is not counted
             began = time.perf_counter()
             engine.generate([[i + 1, 7, 9] for i in range(batch)], max_new_tokens=NEW, ignore_eos=True)
-            print(f"decode {batch}", batch * NEW / (time.perf_counter() - began), flush=True)
+            tell(f"decode {batch}", batch * NEW / (time.perf_counter() - began))
         for _ in range(3 if engine.leads else 0):
             began = time.perf_counter()
             engine.generate([[i * 7 % VOCAB for i in range(PROMPT)]], max_new_tokens=1, ignore_eos=True)
-            print("prompt", PROMPT / (time.perf_counter() - began), flush=True)
+            tell("prompt", PROMPT / (time.perf_counter() - began))
 
 
 def figures(folder: Path, dtype: str, kind: str, processes: int) -> dict[str, float]:
