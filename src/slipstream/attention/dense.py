@@ -16,7 +16,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     """softmax(scale query key^T) value, of the keys up to each query's own. scale: features^-1/2 if None.
 
     query: [B, heads, L, features], key and value: [B, key heads, L, features]; returns [B, heads, L, features]. In fp32, bf16 and
-    fp16 on CPUs, forward and backward take half to a quarter of the time of torch's scaled_dot_product_attention, which computes
+    fp16 on CPUs, forward and backward take less than half of the time of torch's scaled_dot_product_attention, which computes
     all else: on other devices, in other dtypes, with more than 256 features a head, and where torch compiles. As it, follows
     autocast. Raises ValueError for shapes that do not fit.
     """

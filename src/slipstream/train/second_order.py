@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def mean_over(engine: Engine) -> Mean:
     """The mean of tensors over the ranks that compute the same model from other data, or parts of it. Collective."""
-    states, ranks = engine.states, engine.mesh.dense.both
+    states, ranks = engine.states, engine.mesh.stage
 
     def mean(parts: list[Tensor]) -> list[Tensor]:
         if ranks.size == 1:
