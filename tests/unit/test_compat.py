@@ -198,6 +198,12 @@ def test_a_window_counts_and_scales_as_deepspeed_does(deepspeed: Any) -> None:
     assert engine.global_steps == 2
     with pytest.raises(ValueError, match=r"set_train_batch_size\(7\)"):
         engine.set_train_batch_size(7)
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (12, 3, 4)
+    engine.destroy()
+    engine = make(deepspeed, train_batch_size=4, train_micro_batch_size_per_gpu=None, slipstream={"elastic_batch": True})
+    with pytest.raises(ValueError, match=r"set_train_micro_batch_size\(3\): .*elastic_batch derives it"):
+        engine.set_train_micro_batch_size(3)
     engine.destroy()
 
 

@@ -113,7 +113,7 @@ def test_triad_errors_teach() -> None:
         plan_of(three, ranks=3)
     with pytest.raises(ValueError, match=r"not a multiple of micro batch \(4\) x data parallel \(3\) = 12; .* 24 or 36"):
         plan_of({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}, ranks=3)
-    with pytest.raises(ValueError, match=r"nearest multiple is 4$"):
+    with pytest.raises(ValueError, match=r"nearest multiple is 4; with slipstream.elastic_batch"):
         plan_of({"train_batch_size": 2}, ranks=4)
     with pytest.raises(ValueError, match="give one of them"):
         resolve({"gradient_accumulation_steps": 2}, world=DataWorld(ranks=2), facts=FACTS)
@@ -408,7 +408,7 @@ def test_a_plan_is_plain_data() -> None:
 
 def test_a_plan_of_what_accelerate_hands_over() -> None:
     plan = plan_of(ACCELERATE)
-    assert plan.batch == type(plan.batch)(train_batch_size=16, micro_batch_size=8, accumulation=1, managed=True)
+    assert plan.batch == type(plan.batch)(train_batch_size=16, micro_batch_size=8, accumulation=1, managed=True, elastic=False)
     assert plan.zero.stage == 3 and plan.steps_per_print is None
     assert plan.precision.param_dtype is torch.bfloat16 and not plan.precision.auto_cast_inputs
     assert plan.optimizer is not None and plan.optimizer.params == {"lr": 1e-3, "weight_decay": 0.0}
@@ -802,6 +802,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.broadcast_buffers": flags,
     "slipstream.fused_layers": flags,
     "slipstream.noise_scale_every": st.integers(0, 9),
+    "slipstream.elastic_batch": flags,
     "slipstream.adaptive_batch.max_batch_size": st.none() | st.integers(1, 99),
     "slipstream.adaptive_batch.min_batch_size": st.none() | st.integers(1, 9),
     "slipstream.adaptive_batch.every": st.integers(1, 9),

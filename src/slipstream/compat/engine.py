@@ -137,11 +137,10 @@ class DeepSpeedEngine(Engine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the number of micro-batches from the next accumulation window on."""
         batch = self.plan.batch
-        per_pass = batch.micro_batch_size * self.mesh.batch.size
+        per_pass = batch.per_pass
         if train_batch_size < per_pass or train_batch_size % per_pass:
             raise ValueError(
-                f"set_train_batch_size({train_batch_size}): not a multiple of micro batch ({batch.micro_batch_size}) x data "
-                f"parallel ({self.mesh.batch.size}) = {per_pass}"
+                f"set_train_batch_size({train_batch_size}): not a multiple of the {per_pass} samples of a micro-batch of all ranks"
             )
         if self.backwards:
             raise RuntimeError(f"set_train_batch_size() after {self.backwards} backward passes of a window; call it before")
@@ -158,6 +157,10 @@ class DeepSpeedEngine(Engine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the batch size of the caller's loader; the number of micro-batches does not change."""
         batch = self.plan.batch
+        if batch.elastic:
+            raise ValueError(
+                f"set_train_micro_batch_size({micro_batch_size}): slipstream.elastic_batch derives it; drop one of the two"
+            )
         total = micro_batch_size * batch.accumulation * self.mesh.batch.size
         new = dataclasses.replace(batch, micro_batch_size=micro_batch_size, train_batch_size=total)
         self.set_batch(new)
@@ -412,6 +415,8 @@ class DeepSpeedEngine(Engine):
         if data_sampler is not None:
             raise ValueError("deepspeed_io(data_sampler=): create a torch DataLoader with it instead")
         plan = self.plan if route == "train" else dataclasses.replace(self.plan, efficiency=None)
+        if batch_size is None and route != "train":
+            batch_size = plan.batch.micro_batch_size  # equal on all ranks
         given = {"batch_size": batch_size, "num_workers": num_local_io_workers}
         options = {name: value for name, value in given.items() if value is not None}
         pin = pin_memory and self.device.type == "cuda"

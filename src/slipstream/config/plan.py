@@ -85,6 +85,7 @@ class ModelFacts:
     device_type: str
     supports_bf16: bool
     loader_batch_size: int | None = None  # of a DataLoader passed by the user
+    has_data: bool = True  # the engine makes the loader
     optimizer_lr: float | None = None  # of an optimizer passed by the user
     brings_schedule: bool = False  # the user passes a schedule, so the config's is not built
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> its size, of a pipeline module, an mpu or mesh_param
@@ -152,12 +153,27 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """`train_batch_size` = `micro_batch_size` x `accumulation` x data-parallel ranks."""
+    """`train_batch_size` = `micro_batch_size` x `accumulation` x data-parallel ranks; with `elastic` ranks may get one sample less
+    in each micro-batch."""
 
     train_batch_size: int = key("train_batch_size")
     micro_batch_size: int = key("train_micro_batch_size_per_gpu")
     accumulation: int = key("gradient_accumulation_steps")
     managed: bool = key("managed_gradient_accumulation")  # step() updates at the accumulation boundary; otherwise at every call
+    elastic: bool = key("slipstream.elastic_batch")
+
+    @property
+    def per_pass(self) -> int:
+        """Samples of a micro-batch of all ranks."""
+        return self.train_batch_size // self.accumulation
+
+    def own(self, index: int, ranks: int) -> int:
+        """Samples of a micro-batch of the rank at `index` of `ranks`: they are dealt round-robin."""
+        return -(-(self.per_pass - index) // ranks)
+
+    def weight(self, index: int, ranks: int) -> float:
+        """What that rank's mean loss counts, so that the mean over ranks is the mean over samples."""
+        return self.own(index, ranks) * ranks / self.per_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class Case:
         self.quantizes = any(values[f"{path}.enabled"] for path in quantized)
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
+        self.replicas = world.ranks // plan.mesh.model_size  # ranks that have samples of their own
         self.sharing = world.ranks // plan.mesh.pp  # ranks that have a replica of a dense parameter
         self.shards = self.zero.shard_size or (plan.mesh.sp * plan.mesh.tp if plan.local_steps.every else self.sharing)
         self.divisors, self.shard_divisors = _divisors(self.sharing), _divisors(self.shards)
@@ -111,6 +112,22 @@ class Case:
             "gradient_allreduce_op sum": self.zero.reduce_op == "sum",
             "managed_gradient_accumulation false": not self.plan.batch.managed,
             "data_efficiency.data_sampling.dynamic_batching": (self.plan.efficiency or {}).get("dynamic_batching"),
+        }
+        return " and ".join(name for name, is_asked in asked.items() if is_asked)
+
+    @property
+    def uneven(self) -> str:
+        """What the config asks for with which the mean over samples is not built where some ranks have fewer."""
+        if self.plan.batch.per_pass % self.replicas == 0:
+            return ""
+        asked = {
+            "slipstream.local_steps": self.plan.local_steps.every,
+            "slipstream.noise_scale_every": self.plan.noise_every,
+            "gradient_allreduce_op sum": self.zero.reduce_op == "sum",
+            "managed_gradient_accumulation false": not self.plan.batch.managed,
+            f"{_EFFICIENCY}.data_sampling": (self.plan.efficiency or {}).get("curriculum")
+            or (self.plan.efficiency or {}).get("dynamic_batching"),
+            "a loader of your own (pass training_data to initialize)": not self.facts.has_data,
         }
         return " and ".join(name for name, is_asked in asked.items() if is_asked)
 
@@ -316,6 +333,15 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.plan.noise_every and not (c.plan.adaptive or c.plan.monitors or c.plan.own_monitors),
         "slipstream.noise_scale_every measures for monitors, and there is none; add one, as "
         '{{"slipstream": {{"monitors": {{"report": {{}}}}}}}}, or drop it',
+    ),
+    Refusal(
+        lambda c: c.plan.batch.elastic and c.values["elasticity.enabled"],
+        "slipstream.elastic_batch keeps train_batch_size on any number of ranks, and elasticity computes one; drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.batch.elastic and c.uneven,
+        "slipstream.elastic_batch: {c.replicas} data-parallel ranks do not divide the {c.plan.batch.per_pass} samples of a "
+        "micro-batch, so that some get one less, which is not built with {c.uneven}; change one of the two",
     ),
     Refusal(
         lambda c: c.plan.noise_every and c.unmeasured,

@@ -326,7 +326,10 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     micro = values["train_micro_batch_size_per_gpu"]
     if train is None and micro is None:
         micro = _default_micro_batch(values)
-    batch = triad(train, micro, accumulation, ranks)
+    if values["slipstream.elastic_batch"]:
+        batch = elastic_triad(train, micro, accumulation, ranks)
+    else:
+        batch = triad(train, micro, accumulation, ranks)
     for path, given, formula in (
         ("train_batch_size", train, "micro batch x accumulation x data parallel"),
         ("train_micro_batch_size_per_gpu", micro, "train_batch_size / (accumulation x data parallel)"),
@@ -423,6 +426,37 @@ def triad(train: int | None, micro: int | None, accumulation: int | None, ranks:
     return Triad(train, micro, accumulation)
 
 
+def elastic_triad(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Triad:
+    """The triad of a `train_batch_size` that stays on any number of ranks.
+
+    micro: the most samples of a rank in a micro-batch, which `accumulation` gives way to; the rank's own may be one less.
+
+    Micro-batches of all ranks have equal sizes, so that a rank's share, and with it the weight of its loss, is the same in all.
+    Raises ValueError without a batch, WorldError if no number of equal micro-batches has a sample for each rank.
+    """
+    if train is None:
+        raise ValueError("slipstream.elastic_batch keeps train_batch_size on any number of ranks; set it")
+    if accumulation is not None and (micro is None or train == micro * accumulation * ranks):
+        counts = [accumulation]
+    else:
+        counts = [passes for passes in range(1, train // ranks + 1) if micro is None or train <= passes * micro * ranks]
+    for passes in counts:
+        if train % passes == 0 and train // passes >= ranks:
+            return Triad(train, -(-train // (passes * ranks)), passes)
+    stated = f"{accumulation} micro-batches" if micro is None else f"micro-batches of at most {micro} samples on each rank"
+    fits = max(passes for passes in range(1, max(train // ranks, 1) + 1) if train % passes == 0)
+    remedy = (
+        f"set train_micro_batch_size_per_gpu to {-(-train // (fits * ranks))} or more and leave gradient_accumulation_steps out"
+        if train >= ranks
+        else f"use at most {train} ranks"
+    )
+    raise WorldError(
+        f"{DEEPSPEEDS}train_batch_size ({train}) has no equal parts that give each of {ranks} data-parallel ranks a sample, in "
+        f"{stated}; {remedy}",
+        fits=None if train >= ranks else train,
+    )
+
+
 def _divides(train: int, name: str, factor: int, ranks: int) -> None:
     unit = factor * ranks
     if train % unit:
@@ -430,7 +464,8 @@ def _divides(train: int, name: str, factor: int, ranks: int) -> None:
         near = f"{below} or {above}" if below else f"{above}"
         raise WorldError(
             f"{DEEPSPEEDS}train_batch_size ({train}) is not a multiple of {name} ({factor}) "
-            f"x data parallel ({ranks}) = {unit}; the nearest multiple is {near}",
+            f"x data parallel ({ranks}) = {unit}; the nearest multiple is {near}; with slipstream.elastic_batch the batch stays "
+            "as it is, and some ranks get a sample less",
             fits=next((fewer for fewer in range(ranks - 1, 0, -1) if train % (factor * fewer) == 0), None),
         )
 

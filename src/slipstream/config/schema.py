@@ -407,6 +407,12 @@ class Slipstream(Block):
         "test_the_noise_scale_of_a_known_spread",
     )
     adaptive_batch: AdaptiveBatch | None = None
+    elastic_batch: bool = honored(
+        False,
+        "Keep `train_batch_size` on any number of ranks: the micro-batch is the most that a rank gets, accumulation follows, and "
+        "some ranks may get a sample less; the mean is over samples.",
+        "test_elastic_batch",
+    )
     trace: Trace | None = None
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
 

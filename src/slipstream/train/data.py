@@ -9,6 +9,9 @@ goes to rank i % world, so a global batch is a contiguous window of the permutat
 integer: samples consumed by all ranks together. Without `drop_last` the end is padded with the epoch's first samples, fewer than
 one per rank; with it the last incomplete global batch is dropped.
 
+[Note: Uneven ranks] Where ranks do not divide a global batch (`window`), some have one sample less than others in each. The end of
+an epoch is then padded to a whole window, so that a rank's share is the same in all.
+
 [Note: Iterable datasets] An `IterableDataset`, or any other iterable, must yield the same stream in every process. Each rank reads
 all of it, in windows of a global batch, and keeps its own samples as above. Two or more workers would each read all of it, so they
 raise an error. A dataset with the attribute `already_sharded = True` yields only this rank's (and worker's) samples and must itself
@@ -58,8 +61,9 @@ class Position:
 
 @dataclass(eq=False)
 class StatefulLoader:
-    """The loader of one rank; `batch_size` counts the samples of a micro-batch on it. Each `iter()` is one epoch, shuffled by its
-    number unless `shuffle` is false. Raises ValueError if the dataset cannot be distributed.
+    """The loader of one rank; `batch_size` counts the samples of a micro-batch on it, `window` those on all ranks (None: as many on
+    each). Each `iter()` is one epoch, shuffled by its number unless `shuffle` is false. Raises ValueError if the dataset cannot be
+    distributed.
 
     After `load_state_dict` the next `iter()` yields the remainder of the saved epoch, and a running iteration continues from there.
     An epoch that was left early is not resumed: the next `iter()` starts a new one.
@@ -76,6 +80,7 @@ class StatefulLoader:
     num_workers: int = 0
     pin_memory: bool = False
     shuffle: bool = True
+    window: int | None = None
 
     def __post_init__(self) -> None:
         dataset, size, world = self.dataset, self.batch_size, self.world_size
@@ -85,7 +90,7 @@ class StatefulLoader:
         if self.iterable:
             _check_iterable(dataset, self.num_workers)
         else:
-            _check_indexable(dataset, size, world, self.drop_last)
+            _check_indexable(dataset, size, world, self.global_batch_size if self.drop_last else 1, self.drop_last)
         self.collate_fn = self.collate_fn or default_collate
         self._position = Position()  # of the newest iteration, which moves it
         self._resume = False  # the next iter() starts at _position
@@ -103,7 +108,13 @@ class StatefulLoader:
     @property
     def global_batch_size(self) -> int:
         """Samples in one micro-batch of all ranks."""
-        return self.batch_size * self.world_size
+        return self.window or self.batch_size * self.world_size
+
+    @property
+    def padding(self) -> int:
+        """What the samples of an epoch's last batch are padded to a multiple of ([Note: Uneven ranks])."""
+        window = self.global_batch_size
+        return window if window % self.world_size else self.world_size
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank. Raises TypeError for an iterable without a length."""
@@ -174,12 +185,13 @@ class StatefulLoader:
         """This rank's samples of the epoch from `position` on ([Note: Dealing])."""
         start, count = position.samples, len(self.dataset)
         left = max(0, count - start)
-        unit = self.global_batch_size if self.drop_last else self.world_size
+        unit = self.global_batch_size if self.drop_last else self.padding
         stop = start + (left // unit if self.drop_last else -(-left // unit)) * unit
         order = torch.arange(count)
         if self.shuffle:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + position.epoch))
-        own = torch.arange(start + self.rank, max(stop, start + self.rank), self.world_size)
+        dealt = torch.arange(start, stop)
+        own = dealt[(dealt - start) % self.global_batch_size % self.world_size == self.rank]
         return _RankBatches(order[own % count], self.batch_size)
 
 
@@ -281,7 +293,7 @@ class _RankStream(IterableDataset[list[Any]]):
 
     def __init__(self, loader: StatefulLoader, skip: int) -> None:
         self.dataset = loader.dataset
-        self.window, self.drop_last = loader.global_batch_size, loader.drop_last
+        self.window, self.padding, self.drop_last = loader.global_batch_size, loader.padding, loader.drop_last
         self.rank, self.world_size = loader.rank, loader.world_size
         self.skip = skip
 
@@ -290,7 +302,7 @@ class _RankStream(IterableDataset[list[Any]]):
         while window := list(itertools.islice(stream, self.window)):
             if len(window) < self.window and self.drop_last:
                 return
-            stop = -(-len(window) // self.world_size) * self.world_size
+            stop = -(-len(window) // self.padding) * self.padding
             yield [window[i % len(window)] for i in range(self.rank, stop, self.world_size)]
 
 
@@ -305,11 +317,11 @@ def _check_iterable(dataset: Any, num_workers: int) -> None:
         )
 
 
-def _check_indexable(dataset: Any, batch_size: int, world_size: int, drop_last: bool) -> None:
+def _check_indexable(dataset: Any, batch_size: int, world_size: int, fewest: int, drop_last: bool) -> None:
     if not hasattr(dataset, "__len__"):
         kind = type(dataset).__name__
         raise ValueError(f"training data: {kind} has __getitem__ but no __len__; add it, or use an IterableDataset")
-    if len(dataset) < (batch_size * world_size if drop_last else 1):
+    if len(dataset) < fewest:
         raise ValueError(
             f"training data: {len(dataset)} samples are too few for a batch of {batch_size} on each of {world_size} ranks "
             f"(drop_last={drop_last})"

@@ -311,8 +311,8 @@ class Engine(nn.Module):
         self.states.hooks.forget_backwards()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the fp16 loss scale: for a loss of parameters that does not depend on the engine's outputs."""
-        return loss.float() * self.precision.loss_scale
+        """Return the loss as the engine scales outputs: for a loss of parameters that does not depend on the engine's outputs."""
+        return loss.float() * self.precision.factor
 
     # -- states by name --
 

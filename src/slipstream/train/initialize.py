@@ -194,7 +194,7 @@ class _Cut(NamedTuple):
         window, precision = engine.window, engine.precision
         for module in engine.module.modules():
             if isinstance(module, MoE):
-                module.seed.value = lambda: precision.loss_scale * window.share
+                module.seed.value = lambda: precision.factor * window.share
         states.resources["auxiliary losses"] = KeptLosses(engine.module)
         logs = mesh.batch.index == mesh.sp.index == mesh.tp.index == 0  # a rank of each pipeline stage
 
@@ -328,7 +328,8 @@ def _loader(plan: Plan, data: Any, collate_fn: Any, mesh: Mesh, device: torch.de
             SequentialSampler,
             DistributedSampler,
         )
-        if data.batch_size != plan.batch.micro_batch_size or not known:
+        fits = plan.batch.elastic or data.batch_size == plan.batch.micro_batch_size  # elastic: the config has the sizes
+        if not (fits and known):
             raise ValueError(
                 f"training_data is a DataLoader with batch size {data.batch_size} and sampler {type(data.sampler).__name__}; "
                 f"initialize() would rebuild it with shuffled batches of {plan.batch.micro_batch_size}. Set "
@@ -370,6 +371,7 @@ def _facts(
         device_type=device.type,
         supports_bf16=device.type != "cuda" or torch.cuda.is_bf16_supported(),
         loader_batch_size=training_data.batch_size if isinstance(training_data, DataLoader) else None,
+        has_data=training_data is not None,
         optimizer_lr=rates.pop() if len(rates) == 1 else None,
         brings_schedule=lr_scheduler is not None,
         mesh=_sizes(model, sizes),
@@ -446,7 +448,7 @@ def _engine(
         device=device,
     )
     in_stages = isinstance(model, PipelineModule | PipelinedDecoder)
-    casts = Precision(precision, device, in_stages=in_stages)
+    casts = Precision(precision, device, in_stages=in_stages, weight=plan.batch.weight(mesh.batch.index, mesh.batch.size))
     if plan.zero.error_beta is not None:
         errors = ErrorFeedback(states.feedback, plan.zero.error_steps)
         states.after_update.append(errors.end_step)

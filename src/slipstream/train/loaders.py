@@ -22,7 +22,7 @@ def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, col
     the dataset does not fit the plan."""
     efficiency = plan.efficiency or {}
     common = {
-        "batch_size": plan.batch.micro_batch_size,
+        "batch_size": plan.batch.own(mesh.batch.index, mesh.batch.size),
         "rank": mesh.batch.index,
         "world_size": mesh.batch.size,
         "collate_fn": collate_fn,
@@ -39,7 +39,8 @@ def build_loader(plan: Plan, dataset: Any, mesh: Mesh, device: torch.device, col
         dataset = batches_by_tokens(plan, dataset, collate_fn)
     if isinstance(dataset, Microbatches):
         return StatefulLoader(dataset, **{**common, "collate_fn": dataset.collate, "shuffle": False})
-    return StatefulLoader(dataset, **{**common, "seed": plan.seed})
+    window = None if "batch_size" in options else plan.batch.per_pass
+    return StatefulLoader(dataset, **{**common, "seed": plan.seed}, window=window)
 
 
 def batches_by_tokens(plan: Plan, dataset: Any, collate_fn: Any, lengths: Any = None, **options: Any) -> Microbatches:

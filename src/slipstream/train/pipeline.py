@@ -338,7 +338,7 @@ class Pipe:
         engine.states.hooks.backwards = micro_batches  # of the model, however many stages of it are here
         engine.micro_steps += micro_batches - 1
         Engine.step(engine)
-        self.loss = self._mean(losses, micro_batches)
+        self.loss = self._mean(losses, micro_batches, engine.precision.weight)
         return self.loss
 
     def _run(self, batches: list[Any]) -> list[Tensor]:
@@ -440,19 +440,22 @@ class Pipe:
             else map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
         )
 
-    def _mean(self, losses: Sequence[Tensor], count: int) -> Tensor:
-        """The mean over micro-batches and the ranks that step together, in fp32; also of the additional losses. Collective."""
+    def _mean(self, losses: Sequence[Tensor], count: int, weight: float = 1.0) -> Tensor:
+        """The mean over micro-batches and the ranks that step together, in fp32; also of the additional losses. Collective.
+
+        weight: what this rank's count.
+        """
         replica, mesh = self.engine.states.replica, self.engine.mesh
         self.total = torch.stack(list(losses)).sum() if losses else None
         if self.has_reports:
             reported, self.reported = self.reported, []
-            every = gather_objects([{name: float(loss) for name, loss in each.items()} for each in reported], replica.axis)
+            every = gather_objects([{name: weight * float(loss) for name, loss in each.items()} for each in reported], replica.axis)
             sums: dict[str, float] = {}
             for name, value in (item for of_rank in every for each in of_rank for item in each.items()):
                 sums[name] = sums.get(name, 0.0) + value
             over = count * mesh.num_means * mesh.tp.size
             self.additional = {name: torch.tensor(value / over, device=self.engine.device) for name, value in sums.items()} or None
-        total = float(torch.stack([loss.double() for loss in losses]).sum()) if losses else 0.0
+        total = weight * float(torch.stack([loss.double() for loss in losses]).sum()) if losses else 0.0
         rows = replica.exchange(torch.tensor([total], dtype=torch.float64))
         return torch.tensor(float(rows.sum()) / (count * mesh.num_means * mesh.tp.size), device=self.engine.device)
 

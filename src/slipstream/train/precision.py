@@ -126,16 +126,22 @@ class Precision:
 
     in_stages: the model runs in parts, between which values keep their dtype and gradients their scale; the engine itself calls
     `enter` on what the first part gets, and `leave` on what the last one returns.
+    weight: what this rank's losses count in the mean over ranks, 1 where ranks have equally many samples.
     """
 
-    def __init__(self, plan: PrecisionPlan, device: torch.device, *, in_stages: bool = False) -> None:
-        self.plan, self.device, self.in_stages = plan, device, in_stages
+    def __init__(self, plan: PrecisionPlan, device: torch.device, *, in_stages: bool = False, weight: float = 1.0) -> None:
+        self.plan, self.device, self.in_stages, self.weight = plan, device, in_stages, weight
         self.scaler = LossScaler(plan.loss_scale)
-        self.scales = plan.loss_scale is not None
+        self.scales = plan.loss_scale is not None or weight != 1.0
 
     @property
     def loss_scale(self) -> float:
         return self.scaler.scale
+
+    @property
+    def factor(self) -> float:
+        """What a loss's gradient is multiplied by."""
+        return self.scaler.scale * self.weight
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The model's arguments: floats are cast if configured, and gradients that leave here are divided by the loss scale."""
@@ -147,7 +153,7 @@ class Precision:
     def _input(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             if self._is_scaled(tensor) and torch.is_grad_enabled():
-                tensor = _Scale.apply(tensor, lambda: 1.0 / self.scaler.scale)
+                tensor = _Scale.apply(tensor, lambda: 1.0 / self.factor)
             if self.plan.auto_cast_inputs:
                 tensor = tensor.to(self.plan.param_dtype)
         return tensor
@@ -165,7 +171,7 @@ class Precision:
 
     def _output(self, tensor: Tensor) -> Tensor:
         tensor = _widened(tensor)
-        return _Scale.apply(tensor, lambda: self.scaler.scale) if self._is_scaled(tensor) else tensor
+        return _Scale.apply(tensor, lambda: self.factor) if self._is_scaled(tensor) else tensor
 
     @staticmethod
     def _is_scaled(tensor: Tensor) -> bool:
