@@ -310,9 +310,7 @@ def read_together(
         loaded = read()
     except ValueError as error:
         refusal = ConfigError(str(error))
-    if dist_init_required is not False:
-        port: dict[str, Any] = {} if distributed_port is None else {"distributed_port": distributed_port}
-        init_distributed(**port)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if refusal is not None:
         check_alike(fact_of_refusal(refusal), mpu.get_data_parallel_group() if mpu is not None else None)
         raise refusal

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
+
+_LAST_TRANSFERS = 0.02  # seconds: threads that wait for the interpreter get it within microseconds
 
 
 def init_distributed(
@@ -36,6 +40,8 @@ def init_distributed(
     joins nothing. The default of `timeout` is DEEPSPEED_TIMEOUT minutes, or 30. `config` has no effect (in DeepSpeed it
     configures the logging of collectives).
     """
+    atexit.unregister(_let_transfers_end)
+    atexit.register(_let_transfers_end)
     if dist.is_initialized() or dist_init_required is False:
         return dist.is_initialized()
     from slipstream.world.discover import discover
@@ -56,6 +62,16 @@ def init_distributed(
     if verbose and dist.get_rank() == 0:
         logger.info("process group of %d ranks initialized, backend %s", dist.get_world_size(), dist.get_backend())
     return True
+
+
+def _let_transfers_end() -> None:
+    """Give up the interpreter for a moment, so that gloo's threads drop the tensors of the last transfers.
+
+    A thread of torch's process group takes the interpreter's lock for that; if the interpreter ends first, the thread ends in the
+    middle of a destructor, which aborts the process (SIGABRT in place of the script's exit code).
+    """
+    if dist.is_initialized():
+        time.sleep(_LAST_TRANSFERS)
 
 
 def _backend() -> str:
