@@ -1,5 +1,6 @@
 """Tensor parallelism: unmodified models of transformers and own layers, cut over tp ranks, against one process."""
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -541,6 +542,23 @@ def test_a_partition_config() -> None:
     kept = {"patterns": [".*mlp.c_proj.weight$"], "partition_type": "skip"}
     compare("gpt2", 2, 2, blocks=specs(fused, gathered, kept))
     compare("llama", 0, 2, blocks={"tensor_parallel": {"tp": {"tp_size": 2}, "preset_model": "llama"}})
+
+
+@distributed(world_size=2)
+def test_an_entry_that_fits_no_layer_is_named() -> None:
+    """It would leave layers whole without a word, and a typing error would end in an error of shapes in the forward."""
+    entries = [{"patterns": patterns, "partition_type": "row"} for patterns in ([".*down_proj"], ["down_proj.weight", "dwon.*"])]
+    entries.append({"patterns": ["absent"], "model_types": ["gpt2"]})
+    block = {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": entries, "use_default_specs": True}}}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slipstream").addHandler(handler)
+    slipstream.initialize(model=build("llama"), config=settings(1, **block))[0].destroy()
+    logging.getLogger("slipstream").removeHandler(handler)
+    named = [text for text in said if "partition_config" in text]
+    assert len(named) == (dist.get_rank() == 0), "once, on the first rank"
+    assert all("'down_proj.weight', 'dwon.*'" in text and "embed_tokens.weight" in text for text in named)
 
 
 REFUSED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [

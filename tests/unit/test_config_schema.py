@@ -109,7 +109,7 @@ def test_every_error_is_reported_at_once() -> None:
         ({"train_batch_size": 0}, "train_batch_size must be greater than or equal to 1, got 0"),
         ({"steps_per_print": -1}, "steps_per_print must be greater than or equal to 1"),
         ({"gradient_clipping": -1.0}, "gradient_clipping must be greater than or equal to 0"),
-        ({"communication_data_type": "fp8"}, "communication_data_type must be one of fp32, fp16, bf16"),
+        ({"communication_data_type": "fp8"}, "communication_data_type must be one of fp32, fp16, bf16, int8, int4"),
         ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op must be 'mean' or 'sum', got 'max'"),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "must be 'none', 'cpu' or 'nvme'"),
         ({"zero_optimization": 3}, "config key zero_optimization must be an object"),

@@ -567,6 +567,13 @@ def test_each_mode_of_the_json(pattern: dict[str, Any]) -> None:
     engine.destroy()
 
 
+def test_a_pattern_that_kernels_cannot_compute_is_refused_before_training() -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "sparse_attention": {"mode": "bigbird", "block": 24}}
+    for model in (small("bert"), attention.SparseSelfAttention()):
+        with pytest.raises(ValueError, match=r"mode 'bigbird': block \(24\) must be a multiple of 16"):
+            slipstream.initialize(model=model, config=config)
+
+
 def test_the_json_reaches_modules_without_a_pattern_of_their_own() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slipstream.ops.block_sparse import BlockLayout
+from slipstream.ops.block_sparse import PANEL, BlockLayout
 
 _SEED = 17
 _LEAST = 1024  # tokens of a pattern's first layout; longer sequences double it
@@ -35,6 +35,8 @@ class SparsityConfig:
 
     def __post_init__(self) -> None:
         self._at_least(1, "num_heads", "block")
+        if self.block % PANEL:
+            raise ValueError(f"block ({self.block}) must be a multiple of {PANEL} tokens, which the kernels compute at once")
         self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
 
     def _at_least(self, least: int, *names: str) -> None:
@@ -244,7 +246,7 @@ def sparsity_of(pattern: Mapping[str, Any], num_heads: int) -> SparsityConfig:
         raise ValueError(f"sparse attention's mode ({mode!r}) must be one of {', '.join(map(repr, MODES))}")
     try:
         return MODES[mode](num_heads, **values)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"sparse attention's mode {mode!r}: {error}") from None
 
 

@@ -81,7 +81,11 @@ def _dtype_or_none(value: Any) -> Any:
 
 
 def _wire_dtype(value: Any) -> Any:
-    return str(value).lower() if str(value).lower() in ("int8", "int4") else _dtype_or_none(value)
+    text = str(value).lower()
+    try:
+        return text if text in ("int8", "int4") else _dtype_or_none(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, int8, int4") from None
 
 
 Int = Annotated[int, BeforeValidator(_integral), Field(ge=-sys.maxsize, le=sys.maxsize)]

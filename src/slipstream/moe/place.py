@@ -192,15 +192,15 @@ def _check(layer: _RoutedLayer, mesh: Mesh) -> None:
     if num % layer.size or least % layer.size:
         fits = [size for size in range(1, layer.size + 1) if num % size == 0 and least % size == 0]
         raise ValueError(
-            f"{layer.name!r}: {num} experts cannot be split over {layer.size} of {least} ranks: ep_size must divide both; use "
-            f"{fits[-1]}"
+            f"{layer.name!r}: {num} experts cannot be split over {layer.size} of {least} ranks: expert_parallel.autoep_size "
+            f"must divide both; use {fits[-1]}"
         )
     for name, param in layer.module.named_parameters():
         if is_quantized(param):
-            raise ValueError(f"parameter '{layer.name}.{name}' is quantized; quantized experts cannot be split: use ep_size 1")
+            raise ValueError(f"parameter '{layer.name}.{name}' is quantized; quantized experts cannot be split: use autoep_size 1")
         if not isinstance(layer.module, ListedExperts) and param.shape[0] != num:
             raise ValueError(
-                f"parameter '{layer.name}.{name}' of shape {tuple(param.shape)} is not a stack of {num} experts; use ep_size 1"
+                f"parameter '{layer.name}.{name}' of shape {tuple(param.shape)} is not a stack of {num} experts; use autoep_size 1"
             )
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -247,17 +248,21 @@ _EXTRAS: dict[str, _Extra] = {
 
 @cache
 def say_no_effect(options: str) -> None:
-    """Once for each text: where nothing configures logging, only warnings are seen."""
-    log.warning("%s has no effect: the engine chooses it", options)
+    """Once for each text, on the first rank: where nothing configures logging, only warnings are seen."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("%s has no effect: the engine chooses it", options)
 
 
 def _drop_extras(name: str, cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
     accepted = inspect.signature(cls).parameters
+    dropped = []
     for key in [key for key in kwargs if key in _EXTRAS and key not in accepted]:
         value, extra = kwargs.pop(key), _EXTRAS[key]
         if value not in extra.neutral:
             raise ValueError(f"optimizer.params.{key} = {value!r} of {name} {extra.otherwise}")
-        say_no_effect(f"optimizer.params.{key} = {value!r} of {name}")
+        dropped.append(f"{key} = {value!r}")
+    if dropped:
+        say_no_effect(f"optimizer.params.{', '.join(dropped)} of {name}")
 
 
 def _torch_optimizers() -> dict[str, type[Optimizer]]:

@@ -7,22 +7,27 @@ Parameters keep their identity: an optimizer that has them keeps them.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.config.plan import TensorPlan
 from slipstream.parallel import tensor
 from slipstream.parallel.exchange import enter, even_shares, leave
+from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.sequence import Heads, deal_heads
 from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Vocab
 from slipstream.world.mesh import Axis, nearest_divisor
 from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, take, whole_shape
 from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import repeated_blocks
+
+logger = logging.getLogger(__name__)
 
 _WANTED = "_slipstream_tp_size"  # attribute of a model
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
@@ -237,6 +242,23 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
         _refuse_unmatched(model, rules, own)
     if not own and not matched:
         raise ValueError(f"no pattern of tensor_parallel.partition_config fits a layer of {type(model).__name__}")
+    if dist.get_rank() == 0 and not isinstance(model, PipelineModule):  # whose entries may fit layers of other stages
+        _warn_of_idle(model, plan)
+
+
+def _warn_of_idle(model: nn.Module, plan: TensorPlan) -> None:
+    """Name the entries of partition_config that fit nothing: their layers stay whole, and beside cut ones the forward may fail."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    for spec in _own_specs(model, plan):
+        if not any(match(name) for match in map(_of_parameters, spec.patterns) for name in names):
+            logger.warning(
+                "tensor_parallel.partition_config: an entry with partition_type %s cuts nothing: no layer of %s fits its patterns "
+                "%s; they are matched from the beginning of a parameter's name, such as %r",
+                spec.partition_type,
+                type(model).__name__,
+                ", ".join(map(repr, spec.patterns)),
+                next((name for name, param in model.named_parameters() if param.dim() > 1), ""),
+            )
 
 
 def _refuse_unmatched(model: nn.Module, rules: list[tuple[Callable[[str], Any], Cut]], own: Mapping[str, str]) -> None:
@@ -250,16 +272,17 @@ def _refuse_unmatched(model: nn.Module, rules: list[tuple[Callable[[str], Any], 
         )
 
 
+def _own_specs(model: nn.Module, plan: TensorPlan) -> list[CutSpec]:
+    """The entries of partition_config for this type of model."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    return [spec for spec in _partition(plan.partition).layer_specs if not spec.model_types or kind in spec.model_types]
+
+
 def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], Any], Cut]]:
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     partition = _partition(plan.partition)
-    rules = [
-        (_of_parameters(pattern), _cut_of(spec))
-        for spec in partition.layer_specs
-        if not spec.model_types or kind in spec.model_types
-        for pattern in spec.patterns
-    ]
+    rules = [(_of_parameters(pattern), _cut_of(spec)) for spec in _own_specs(model, plan) for pattern in spec.patterns]
     if rules and not partition.use_default_specs:
         return rules + _compiled([(re.escape(name), _HEAD) for name in partition.lm_head_patterns])
     if plan.preset is not None:
