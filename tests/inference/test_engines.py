@@ -189,6 +189,7 @@ def test_an_engine_that_is_lost(hosts: list[Host]) -> None:
         begun = submit(router, "begins", LONG)
         slow.steps.release(3)
         assert begun.started.wait(30)
+        until(lambda: slow.steps._value == 0)  # no forward is left for the next one
         waiting = submit(router, "waits")
         for session in list(slow.listener._sessions):
             session.link.connection.shutdown(socket.SHUT_RDWR)  # the link only: the engine lives on

@@ -307,6 +307,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_chat.write(tmp_path_factory.mktemp("chat"))
 
 
+def parent(pid: int | None) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_replicas_share_the_weights(folder: Path) -> None:
+    """They are forks of one process: their answers are one engine's, also with several threads, one that is killed is back from the
+    same weights, and their lives do not depend on that process's."""
+    prompts = [f"prompt {index}" for index in range(4)]
+    with slipstream.init_inference(folder, threads=2) as alone:
+        expected = [wait(submit(alone.engine, prompt, SAMPLED)).ids() for prompt in prompts]
+    with Spare() as spare, closing(Router.local(str(folder), {"threads": 2}, [[], []], spare).open()) as router:
+        one, other = (source for source in router._sources if isinstance(source, EngineProcess))
+
+        def back(starts: int) -> int:
+            """The parent of the first replica, once it has started so often and both answer as one engine does."""
+            until(lambda: router.engines[0].starts == starts and len(router._ready()) == 2)
+            answers = [submit(router, prompt, SAMPLED) for prompt in prompts]
+            assert [wait(answer).ids() for answer in answers] == expected
+            return parent(one.pid)
+
+        zygote = back(1)
+        assert zygote == parent(other.pid) != os.getpid()
+        facts = [engine.facts for engine in router.engines]
+        assert facts[0]["shared"] > 0 and router.nbytes < sum(each["nbytes"] + each["shared"] for each in facts)
+        os.kill(one.pid or 0, signal.SIGKILL)
+        assert back(2) == zygote
+        os.kill(zygote, signal.SIGKILL)
+        until(lambda: gone(zygote))
+        back(2)
+        os.kill(one.pid or 0, signal.SIGKILL)
+        assert back(3) not in (zygote, parent(other.pid)), "another one has loaded the model"
+        pids = [parent(one.pid), one.pid or 0, other.pid or 0]
+    until(lambda: all(map(gone, pids)))
+
+
 @pytest.mark.slow
 def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""
@@ -368,6 +403,15 @@ def gone(pid: int) -> bool:
         return True
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes that it, or one that it started, has started."""
+    with suppress(OSError):  # it ends
+        files = Path(f"/proc/{pid}/task").glob("*/children")
+        own = [int(child) for file in files for child in file.read_text().split()]
+        return [one for child in own if not gone(child) for one in (child, *descendants(child))]
+    return []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_the_server_is_the_end_of_all(folder: Path, number: signal.Signals) -> None:
@@ -375,12 +419,8 @@ def test_the_end_of_the_server_is_the_end_of_all(folder: Path, number: signal.Si
     with server(folder, "--replicas", "2", "--threads", "1") as (process, address):
         started = json.loads(call(address, "GET", "/health").body)
         assert started == {"status": "ok", "replicas": ["ready", "ready"]}
-        engines = [
-            int(path.parent.name)
-            for path in Path("/proc").glob("[0-9]*/stat")
-            if not gone(int(path.parent.name)) and path.read_text().rsplit(")", 1)[1].split()[1] == str(process.pid)
-        ]
-        assert len(engines) == 3  # with the spare
+        engines = descendants(process.pid)
+        assert len(engines) == 4, "the zygote and the spare, too"
         replies: list[Any] = []
         body = json.dumps({"model": folder.name, "prompt": "x", "max_tokens": 400, "ignore_eos": True})
         asking = threading.Thread(target=lambda: replies.append(call(address, "POST", COMPLETIONS, body)))

@@ -30,7 +30,7 @@ from slipstream.launch.cli import build_parser, main
 from tests import tiny_chat
 from tests.inference.test_adapters import write as write_adapter
 from tests.inference.test_embedding import folder_of
-from tests.inference.test_replicas import Local, gone, server
+from tests.inference.test_replicas import Local, descendants, gone, server
 from tests.inference.test_server import COMPLETIONS, Reply, call, serving, until
 from tests.unit.test_inference_engine import byte_tokenizer
 
@@ -328,21 +328,19 @@ def test_real_processes(tmp_path: Path) -> None:
         assert listed(address)["red"]["parent"] == "other"
 
         def engines() -> list[int]:
-            found = Path(f"/proc/{process.pid}/task").glob("*/children")
-            pids = [int(pid) for file in found for pid in file.read_text().split()]
-            return [pid for pid in pids if not gone(pid)]
+            return descendants(process.pid)
 
         chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         for name, context in (("small", 512), ("other", 64), ("red", 64), ("small", 512)):
             assert call(address, "POST", "/v1/chat/completions", json.dumps({"model": name, **chat})).status == 200
-            until(lambda: len(engines()) == (2 if context == 512 else 3))  # with the spare
+            until(lambda: len(engines()) == (3 if context == 512 else 4))  # with the zygote and the spare
             assert listed(address)[name]["max_model_len"] == context
         loaded = max(engines(), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
         body = {"model": "vectors", "input": [5, 6, 7]}
         vectors = json.loads(call(address, "POST", "/v1/embeddings", json.dumps(body)).body)
         assert len(vectors["data"][0]["embedding"]) == 64
         assert ask(address, "vectors").status == 400 and gone(loaded)
-        until(lambda: len(engines()) == 2)  # with the spare
+        until(lambda: len(engines()) == 3)
         for pid in engines():
             os.kill(pid, signal.SIGKILL)
         until(lambda: call(address, "POST", "/v1/embeddings", json.dumps(body)).status == 200)

@@ -203,7 +203,7 @@ class Engine:
             token_interval=token_interval,
         )
         self._sampler, self._drafter = Sampler(runner.vocab_size), draft
-        self._grammars_lock, self._process = threading.Lock(), os.getpid()
+        self._grammars_lock, self._process = threading.Lock(), 0  # the process of the engine's thread, once it is started
         # Guards the scheduler and all fields below. Reentrant: the garbage collector can call close() at any allocation.
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)  # notified when there is work or the state changes
@@ -235,6 +235,7 @@ class Engine:
     def start(self) -> None:
         """Start the engine's thread, which also serves the requests submitted before."""
         assert self._thread is None, "the engine's thread was started before"
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="slipstream-engine", daemon=True)
         self._thread.start()
 
@@ -440,8 +441,10 @@ class Engine:
 
     def _check_open(self, *, changing: bool = False) -> None:
         """Raise ClosedError unless requests are accepted. Call with the lock. `changing`: the caller replaces the weights."""
-        if os.getpid() != self._process:
-            raise ClosedError("this process was forked after the engine was opened, and its thread is in the parent; open one here")
+        if self._process not in (0, os.getpid()):
+            raise ClosedError(
+                "this process was forked after the engine was started, and its thread is in the parent; open one here"
+            )
         if self._state is not _EngineState.SERVING:
             raise ClosedError(f"the engine {self._state.value}{self._why and f': {self._why}'}")
         if self._unavailable and not changing:

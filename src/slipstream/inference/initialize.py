@@ -37,7 +37,7 @@ from slipstream.inference.gguf_file import open_gguf, read_gguf
 from slipstream.inference.layer_store import WeightMemory
 from slipstream.inference.load import LoadedModel, is_config, load
 from slipstream.inference.models import is_encoder
-from slipstream.inference.native import MAX_THREADS, NativeDecoder
+from slipstream.inference.native import NativeDecoder
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_encoder, open_generic
 from slipstream.inference.scheduler import MAX_RUNNING, budget_of
@@ -45,6 +45,7 @@ from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4, KQuant, leaves
 from slipstream.ops.pages import give_back_freed
+from slipstream.ops.team import MAX_THREADS
 from slipstream.quantized import PackedLinear
 from slipstream.world.watch import PeerLostError
 
@@ -213,9 +214,10 @@ def pipeline(model: Any, **settings: Any) -> InferenceEngine:
     return init_inference(model, **settings)
 
 
-def open_replica(model: str, options: Mapping[str, Any], replicas: int) -> InferenceEngine:
-    """`init_inference(model, **options)` in one of `replicas` processes that share this machine's memory, or one GPU's."""
-    return _open_here(model, ranks=None, replicas=replicas, **_options(options))
+def assemble_replica(model: str, options: Mapping[str, Any], replicas: int) -> Assembled:
+    """What `init_inference(model, **options)` starts, for one of `replicas` processes that share this memory, or one GPU's.
+    On a CPU it may be started in forks of this process."""
+    return _assemble(model, ranks=None, replicas=replicas, **_options(options))
 
 
 def open_tokenizer(model: str, folder: str | None) -> Tokenizer | None:
@@ -269,10 +271,10 @@ def _open(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, tp_size: int = 
     budget = budget_of(options.get("token_budget"), options.get("max_running", MAX_RUNNING))
     part = ModelPart(ep_size=ep_size, moe_tp_size=moe_tp_size, tp_size=tp_size)
     if part.size == 1:
-        return _open_here(model, ranks=None, **options)
+        return InferenceEngine(*_assemble(model, ranks=None, **options))
     ranks = ServingRanks(part, max_rows=budget)
     try:
-        return _open_here(model, ranks=ranks, **options)
+        return InferenceEngine(*_assemble(model, ranks=ranks, **options))
     except BaseException:
         with suppress(PeerLostError):
             ranks.close()
@@ -297,7 +299,19 @@ class _Ready(NamedTuple):
         return self.weights.partition(" (")[0]
 
 
-def _open_here(
+class Assembled(NamedTuple):
+    """The arguments of `InferenceEngine`, which starts the engine: no thread runs yet."""
+
+    engine: Engine | EmbeddingEngine
+    description: str
+    target: Target | str
+    module: Callable[[], torch.nn.Module] | str
+    ranks: ServingRanks | None = None
+    release: Callable[[], object] = bool
+    dtype: str = ""
+
+
+def _assemble(
     model: Any,
     *,
     ranks: ServingRanks | None,
@@ -314,8 +328,8 @@ def _open_here(
     max_running: int | None = None,
     model_name: str | None = None,
     **loop: Any,
-) -> InferenceEngine:
-    """Load the model, choose the forward and start the loop. `replicas`: processes that do so with the same memory. `loop`: the
+) -> Assembled:
+    """Load the model, choose the forward and make the loop. `replicas`: processes that do so with the same memory. `loop`: the
     other arguments of `Engine`, and `draft`, a model."""
     name, source, kind = model_name or _name(model), _source(model), precision.parse_dtype(dtype)
     if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
@@ -337,7 +351,7 @@ def _open_here(
         folder = source if isinstance(source, Path) else None
         vectors = EmbeddingEngine(runner, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
         description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
-        return InferenceEngine(vectors, description, _EMBEDS, _module(source, served.kind, place, group), dtype=served.dtype)
+        return Assembled(vectors, description, _EMBEDS, _module(source, served.kind, place, group), dtype=served.dtype)
     drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
     engine = Engine(
         runner,
@@ -356,7 +370,7 @@ def _open_here(
     if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
         ranks.start(runner.follow, engine.fail)
     module = _module(source, served.kind, place, group)
-    return InferenceEngine(engine, description, served.target, module, ranks, served.forward.close, served.dtype)
+    return Assembled(engine, description, served.target, module, ranks, served.forward.close, served.dtype)
 
 
 def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place: torch.device) -> Sizes:
@@ -374,9 +388,7 @@ def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place:
     return sizes._replace(memory=memory)
 
 
-def _outputs(
-    model: torch.nn.Module, name: str, kind: str, place: torch.device, group: int, others: Mapping[str, Any]
-) -> InferenceEngine:
+def _outputs(model: torch.nn.Module, name: str, kind: str, place: torch.device, group: int, others: Mapping[str, Any]) -> Assembled:
     """An engine that computes a module's outputs. `others`: options of models that answer or embed."""
     if given := [option for option, value in others.items() if value is not None]:
         raise ValueError(f"{name} gives outputs, it neither generates nor embeds: leave out {', '.join(given)}")
@@ -385,7 +397,7 @@ def _outputs(
     weights = "as it is" if kind in ("auto", "stored") else precision.short(kind)
     description = f"{name}: {weights}, outputs only{f', {packed} linear layers by kernels' if packed else ''}"
     engine: Any = outputs.OutputsEngine(name)
-    return InferenceEngine(engine, description, _ONCE.replace("transformers' modules are", "it is"), lambda: module)
+    return Assembled(engine, description, _ONCE.replace("transformers' modules are", "it is"), lambda: module)
 
 
 def _name(model: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -82,17 +83,32 @@ def bytes_per_block(shapes: Sequence[HeadShape], block_size: int, dtype: torch.d
     return sum(heads * (dim + (value_dim or dim)) for heads, dim, value_dim in shapes) * block_size * dtype.itemsize
 
 
+_mappings = weakref.WeakSet[mmap.mmap]()  # of `untouched_zeros`
+
+
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU that use neither time nor memory until they are written; torch.zeros writes them (0.8 s per GiB)."""
+    """Zeros on the CPU that use neither time nor memory until they are written; torch.zeros writes them (0.8 s per GiB).
+
+    Private: what a fork writes, its parent does not see. In small pages: the blocks of a short text lie far apart."""
     numel = math.prod(shape)
-    return torch.frombuffer(mmap.mmap(-1, max(numel, 1) * dtype.itemsize), dtype=dtype)[:numel].view(*shape)
+    mapping = mmap.mmap(-1, max(numel, 1) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if (advice := getattr(mmap, "MADV_NOHUGEPAGE", None)) is not None:
+        mapping.madvise(advice)
+    _mappings.add(mapping)
+    return torch.frombuffer(mapping, dtype=dtype)[:numel].view(*shape)
 
 
-def free_pages(tensor: Tensor, *, shared: bool) -> None:
-    """Free the full pages of a CPU tensor, which read as zeros afterwards. `shared`: the mapping is (`untouched_zeros`)."""
+def reserved_nbytes() -> int:
+    """Bytes of all `untouched_zeros` of this process, written or not."""
+    return sum(map(len, _mappings))
+
+
+def free_pages(tensor: Tensor) -> None:
+    """Free the full pages of a CPU tensor, which read as zeros afterwards."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    advice = mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED
     if start < stop:
-        refused = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
+        refused = ctypes.CDLL(None, use_errno=True).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
+        )
         assert refused == 0, f"madvise: errno {ctypes.get_errno()}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,9 +33,9 @@ from slipstream.inference.weights import Codes, DecoderWeights, LayerWeights, Ma
 from slipstream.ops import build
 from slipstream.ops.matrices import CODES, PANEL, TYPES, MatrixRecord, Table, bias_table, fill, is_centred, record_of, tables_of
 from slipstream.ops.pages import Pool
+from slipstream.ops.team import MAX_THREADS, Team
 
 # As in csrc/decoder.h.
-MAX_THREADS = 64
 _MAX_EXPERTS = 512  # including the shared one
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _RESIDUALS = ("before", "after", "parallel")
@@ -225,6 +224,7 @@ class NativeDecoder:
         self.config, self.num_blocks, self.block_size, self.ranks = config, num_blocks, PANEL, ranks
         self.vocab_size, self.max_context = config.vocab_size if config.has_head else 0, config.max_context
         self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
+        self._team = Team(self.threads)
         self._num_heads, self._num_kv_heads = (heads.stop - heads.start for heads in config.own_heads)
         shape = (len(config.layers) if keeps else 1, num_blocks, self._num_kv_heads, config.head_dim, PANEL)
         # Zeros: masked positions add 0 * value, so their values must be finite.
@@ -241,8 +241,6 @@ class NativeDecoder:
         if expert_nbytes is not None:
             self.store = self._open_store(weights, expert_nbytes)
         self._library = build.kernels()
-        self._library.slipstream_team_new.restype = _pointer
-        self._library.slipstream_team_free.argtypes = [_pointer]
         self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
         self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
         layers, head = self._pack(weights) if memory is None else (self._read_layers(weights, memory), self._head(weights))
@@ -255,10 +253,7 @@ class NativeDecoder:
         self._scratch: dict[str, Tensor] = {}  # memory that `_batch` points to
         self._low = torch.empty(0)
         self._rows, self._batch = 0, _Batch()
-        self._team = self._library.slipstream_team_new(self.threads)
-        if not self._team:
-            raise ValueError(f"cannot start {self.threads} threads; give between 1 and {MAX_THREADS}")
-        self.close = weakref.finalize(self, self._library.slipstream_team_free, self._team)  # no forward may run after it
+        self.close = self._team.close  # no forward may run after it
 
     def _share(self, ranks: ServingRanks) -> dict[str, int]:
         """Allocate the scratch memory that all processes fill."""
@@ -579,10 +574,8 @@ class NativeDecoder:
 
     def free_memory(self) -> None:
         """Free the memory of weights and cache. Every weight must be `put` again before the next forward."""
-        for tensor in (*self._pool.blocks, *self._tensors, *([self._embed] if self._embed_is_own else [])):
-            free_pages(tensor, shared=False)
-        for tensor in (self.keys, self.values):
-            free_pages(tensor, shared=True)
+        for tensor in (*self._pool.blocks, *self._tensors, *([self._embed] if self._embed_is_own else []), self.keys, self.values):
+            free_pages(tensor)
 
     def _put_embedding(self, weight: Tensor) -> None:
         """The first time, allocates memory: the old embedding may be mapped from a file or be a live model's."""
@@ -747,7 +740,7 @@ class NativeDecoder:
         for number, (record.first_layer, record.until_layer) in enumerate(pairwise(self._stops)):
             if store is not None:
                 store.fetch(number)
-            failure = self._library.slipstream_decoder_forward(self._team, ctypes.byref(self._model), ctypes.byref(record))
+            failure = self._library.slipstream_decoder_forward(self._team.handle, ctypes.byref(self._model), ctypes.byref(record))
             if failure == -2 and self.ranks is not None:
                 raise self.ranks.error()
             if failure:

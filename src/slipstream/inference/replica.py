@@ -2,6 +2,8 @@
 
     python -m slipstream.inference.replica DESCRIPTOR       # of a connected socket; `server.process` starts it
 
+The first message says what the process becomes: a replica (`open`), or the zygote of replicas (`load`, [Note: Zygote]).
+
 The process ignores SIGINT and SIGTERM, which may be sent to all processes of a service: the server drains first. It ends when the
 other end closes the connection, also when that process was killed, and with status 1 when its engine is dead.
 """
@@ -9,31 +11,44 @@ other end closes the connection, also when that process was killed, and with sta
 from __future__ import annotations
 
 import base64
+import gc
+import json
 import os
 import secrets
+import select
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from slipstream.inference import wire
 from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine, Handle, Output
+from slipstream.inference.kv_cache import reserved_nbytes
+
+if TYPE_CHECKING:
+    from slipstream.inference.initialize import Assembled
+
+T = TypeVar("T")
 
 SLOW_CALLS = 4  # threads for what may take long: schemas, adapters, vectors
 SWITCH_INTERVAL = 0.001  # seconds, as `server.run`'s
 LOOK = 0.1  # seconds between looks at the engine's health
 
 
-def facts_of(engine: Engine | EmbeddingEngine, description: str, dtype: str = "", weights: str = "") -> dict[str, Any]:
-    """What the server has to know of the engine. `weights`: `initialize.weights_digest`."""
+def facts_of(
+    engine: Engine | EmbeddingEngine, description: str, dtype: str = "", weights: str = "", shared: int = 0
+) -> dict[str, Any]:
+    """What the server has to know of the engine. `weights`: `initialize.weights_digest`; `shared`: bytes of this process's memory
+    that are other replicas', too."""
     return {
         "description": description,
         "version": wire.VERSION,
@@ -47,18 +62,23 @@ def facts_of(engine: Engine | EmbeddingEngine, description: str, dtype: str = ""
         "adapters": list(engine.adapters),
         "num_blocks": engine.runner.num_blocks,
         "block_size": 1 if isinstance(engine, EmbeddingEngine) else engine.runner.block_size,
-        "nbytes": _memory(),
+        "nbytes": max(0, _memory() - shared),
+        "shared": shared,
         "normalize": engine.pooling.normalize if isinstance(engine, EmbeddingEngine) else None,  # None: it does not embed
     }
 
 
 def _memory() -> int:
-    """Bytes that end with this process: of its GPU, else its own pages and all of the caches (`untouched_zeros`)."""
+    """Bytes that end with this process: of its GPU, else its own pages and all of the caches."""
     if torch.cuda.is_initialized():
         return sum(torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count()))
-    own = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    zeros = [line.split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/zero" in line]
-    return own * 1024 + sum(int(stop.split()[0], 16) - int(start, 16) for start, stop, *_ in zeros)
+    return _resident() + reserved_nbytes()
+
+
+def _resident() -> int:
+    """Bytes of the pages that are of no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
 class Session:
@@ -139,25 +159,56 @@ def main(descriptor: int) -> int:
     connection = socket.socket(fileno=descriptor)
     link = wire.Link(connection)
     # A spare process has imported all before it knows its model.
-    from slipstream.inference.initialize import open_replica, weights_digest
+    from slipstream.inference.initialize import assemble_replica, weights_digest
 
     if (message := next(link.messages, None)) is None:  # the server has ended
         return 0
-    _, model, options, replicas, cores = message
-    if cores:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))  # its default; `open_replica` sets the option's
-    threading.Thread(target=_end_with_server, args=(connection,), daemon=True).start()
+    kind, model, options, replicas, cores = message
+    _run_on(cores)
     try:
-        opened = open_replica(model, options, replicas)
+        assembled, digest = _in_thread(connection, lambda: (assemble_replica(model, options, replicas), weights_digest(model)))
     except (TypeError, ValueError) as error:  # of the user's options, as in one process
         link.send("refused", str(error))
         link.close()
         return 2
-    engine = opened.engine
+    if kind == "open":
+        return _serve(link, assembled, digest)
+    return _fork_on_demand(connection, assembled, digest)
+
+
+def _run_on(cores: Sequence[int]) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))  # its default; `assemble_replica` sets the option's
+
+
+def _in_thread(connection: socket.socket, load: Callable[[], T]) -> T:
+    """The result of `load`, in a thread that then ends, and torch's threads with it. The process ends if the server closes the
+    connection meanwhile, which nobody reads."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(load())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="slipstream-load")
+    thread.start()
+    while thread.is_alive():
+        if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
+            os._exit(0)
+        thread.join(LOOK)
+    return future.result()
+
+
+def _serve(link: wire.Link, assembled: Assembled, digest: str, shared: int = 0) -> int:
+    """Start the engine and serve the connection to its end. `shared`: as for `facts_of`. Returns the exit status."""
+    engine = assembled.engine
+    engine.start()
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    link.send("ready", facts_of(engine, opened.description, opened.dtype, weights_digest(model)))
+    link.send("ready", facts_of(engine, assembled.description, assembled.dtype, digest, shared))
     session = threading.Thread(target=Session(engine, link).run, name="slipstream-session", daemon=True)
     session.start()
     while engine.healthy and session.is_alive():
@@ -168,10 +219,56 @@ def main(descriptor: int) -> int:
     return 1
 
 
-def _end_with_server(connection: socket.socket) -> None:
-    """While the model loads, nobody reads: end the process if the server has closed the connection."""
-    if not connection.recv(1, socket.MSG_PEEK):
-        os._exit(0)
+def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str) -> int:
+    """[Note: Zygote] Serve the server's requests for replicas: each is a fork of this process, which has loaded the model and runs
+    nothing. Replicas so share the pages of all weights, which none writes, and start in no time. This process has one thread when
+    it forks: those that loaded have ended, and native teams start in the process that uses them.
+
+        to the zygote                              from it
+                                                   loaded
+        fork, cores     + a socket, stderr         forked, pid
+        ended, pid                                 status, number (None: it runs)
+    """
+    assembled.engine.prepare()
+    gc.collect()
+    gc.freeze()  # a collection would write to every object, and so copy its page
+    connection.sendall(wire.frame_of([["loaded"]]))
+    while True:
+        # Not by `Link`: a buffered reader would lose the descriptors. The server waits for each answer before it asks again.
+        frame, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 2)
+        if not frame:  # the server has ended, or closed the model
+            return 0
+        ((kind, argument),) = json.loads(frame[4:])
+        if kind == "ended":
+            pid, status = os.waitpid(argument, os.WNOHANG)
+            answer = ["status", os.waitstatus_to_exitcode(status) if pid else None]
+        else:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if not (pid := os.fork()):
+                os.close(connection.detach())  # `Link`'s reader would keep it open, and the end of the zygote unnoticed
+                os._exit(_replica(descriptors, argument, assembled, digest))
+            for descriptor in descriptors:
+                os.close(descriptor)
+            answer = ["forked", pid]
+        connection.sendall(wire.frame_of([answer]))
+
+
+def _replica(descriptors: Sequence[int], cores: Sequence[int], assembled: Assembled, digest: str) -> int:
+    """A fork serves. Returns its exit status."""
+    served, says = descriptors
+    for stream in (1, 2):
+        os.dup2(says, stream)
+    os.close(says)
+    shared = _resident()
+    try:
+        _run_on(cores)
+        return _serve(wire.Link(socket.socket(fileno=served)), assembled, digest, shared)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from slipstream.inference.core import Request, SamplingParams
 from slipstream.ops import build
+from slipstream.ops.team import MAX_THREADS, Team
 
 Floats = NDArray[np.float32]  # [vocab] unless noted
 Ids = NDArray[np.int64]
@@ -41,7 +41,6 @@ Ids = NDArray[np.int64]
 BLOCK = 256  # of the two-level search in `_draw`
 HEADS = (1e-3, 1e-6)  # fractions of the largest probability: top-p tries the tokens above these before the whole vocabulary
 HASH = (1 << 64) - 1
-MAX_THREADS = 64  # of a team (csrc/decoder.h)
 
 
 class LogitsRow(NamedTuple):
@@ -83,12 +82,7 @@ class _Kernel:
 
     def __init__(self, kernels: ctypes.CDLL, vocab_size: int) -> None:
         self._vocab_size, self._rows = vocab_size, (_Sampling * 0)()
-        kernels.slipstream_team_new.restype, kernels.slipstream_team_free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
-        self._team = kernels.slipstream_team_new(threads)
-        if not self._team:
-            raise RuntimeError(f"cannot start {threads} threads")
-        weakref.finalize(self, kernels.slipstream_team_free, self._team)
+        self._team = Team(min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS))
         self._choose = kernels.slipstream_choose
         self._choose.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
 
@@ -105,7 +99,7 @@ class _Kernel:
                 record.top_p, record.u, record.min_p = params.top_p, uniform(row.request.seed, _number(row)), params.min_p
                 record.top_k = min(params.top_k, self._vocab_size)  # the parameter is unbounded, the field has 64 bits
             at += step
-        if self._choose(self._team, self._rows, len(rows), self._vocab_size, tokens):
+        if self._choose(self._team.handle, self._rows, len(rows), self._vocab_size, tokens):
             raise MemoryError(f"no memory to sample {len(rows)} rows")
         return list(tokens)
 

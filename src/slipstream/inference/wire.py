@@ -1,7 +1,8 @@
 """Messages between the HTTP server's process and an engine's (`replica`): JSON in frames over a stream socket.
 
 A frame is its length in 4 bytes, little-endian, and a JSON array of messages. A message is an array that begins with its kind
-(`open` and `refused` are of an engine that the server starts, `leave` of one that others have started and now end):
+(`open` and `refused` are of an engine that the server starts, `leave` of one that others have started and now end; a zygote's are
+in `replica`):
 
     to the engine                                from the engine
     open, model, options, replicas, cores        ready, facts   or   refused, why
@@ -39,8 +40,9 @@ _ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFull
 class Link:
     """One end of a connection. `send` returns at once, from any thread; one thread reads `messages`.
 
-    A thread of its own writes all that was sent since its last frame as the next one: a step of the engine is one frame. With a
-    `beat`, in seconds, it writes an empty frame when there was nothing for so long; both ends must have one."""
+    A thread of its own, which the first `send` starts, writes all that was sent since its last frame as the next one: a step of the
+    engine is one frame. With a `beat`, in seconds, it writes an empty frame when there was nothing for so long; both ends must have
+    one."""
 
     def __init__(self, connection: socket.socket, beat: float | None = None) -> None:
         self.connection, self._beat = connection, beat
@@ -50,12 +52,15 @@ class Link:
         self._closed = False
         self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="slipstream-wire", daemon=True)
-        self._writer.start()
+        if beat is not None:
+            self._writer.start()
 
     def send(self, *message: Any) -> None:
         """An `Output` is packed by the writer, so that it costs the engine's thread nothing."""
         with self._changed:
             self._unsent.append(message)
+            if self._writer.ident is None:
+                self._writer.start()
             self._changed.notify()
 
     def close(self) -> None:
@@ -63,7 +68,8 @@ class Link:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._writer.join(FLUSH)
+        if self._writer.ident is not None:
+            self._writer.join(FLUSH)
         with suppress(OSError):  # the other end was first
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
@@ -77,9 +83,8 @@ class Link:
                 batch, self._unsent = self._unsent, []
                 if not batch and self._closed:
                     return
-            frame = json.dumps(batch, separators=(",", ":"), default=_plain).encode()
             try:
-                self.connection.sendall(len(frame).to_bytes(4, "little") + frame)
+                self.connection.sendall(frame_of(batch))
             except OSError:  # it is lost, or takes nothing
                 with suppress(OSError):
                     self.connection.shutdown(socket.SHUT_RDWR)  # the reader's end
@@ -94,6 +99,11 @@ class Link:
                     yield from json.loads(frame)
             except (OSError, ValueError):  # it is lost, closed here, or not of this protocol
                 return
+
+
+def frame_of(batch: Sequence[Sequence[Any]]) -> bytes:
+    frame = json.dumps(batch, separators=(",", ":"), default=_plain).encode()
+    return len(frame).to_bytes(4, "little") + frame
 
 
 def _plain(value: Any) -> Any:

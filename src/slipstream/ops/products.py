@@ -18,8 +18,8 @@ from torch import Tensor
 
 from slipstream.ops import build
 from slipstream.ops.matrices import Codes, Matrix, MatrixRecord, dequantize, round_activations
+from slipstream.ops.team import MAX_THREADS, Team
 
-MAX_THREADS = 64  # as in csrc/decoder.h
 _ALONE = 1 << 20  # multiplications, below which waking another thread costs more than it saves
 _SLICE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights dequantized at once: as many as caches hold, or as fill a GPU
 _FEW = 128  # rows of one tile of Triton's kernel, which reads codes once; for more, cuBLAS multiplies dequantized weights
@@ -28,20 +28,17 @@ _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class _Team:
-    """Native threads that sleep between products."""
+    """A team for products, one at a time."""
 
     def __init__(self, threads: int) -> None:
-        new = build.function("slipstream_team_new", _pointer, _int)
         self.run = build.function("slipstream_linear", _int, *[_pointer] * 5, _long, _long)
-        self.handle = new(threads)
+        self.team = Team(threads)
         self.lock = threading.Lock()
-        if not self.handle:
-            raise MemoryError(f"cannot start {threads} threads for products; set OMP_NUM_THREADS lower")
 
 
 @functools.cache
 def _team(threads: int, process: int) -> _Team:
-    """The team of process `process`: a fork does not copy its parent's threads."""
+    """Of process `process`: a fork may have copied the lock while it was held."""
     return _Team(min(threads, len(os.sched_getaffinity(process)), MAX_THREADS))
 
 
@@ -56,7 +53,7 @@ def linear(x: Tensor, record: MatrixRecord, bias: Tensor | None) -> Tensor:
     team = _team(1 if small else torch.get_num_threads(), os.getpid())
     bias_at = None if bias is None else bias.data_ptr()
     with team.lock:
-        failure = team.run(team.handle, ctypes.addressof(record), bias_at, x.data_ptr(), y.data_ptr(), *x.shape)
+        failure = team.run(team.team.handle, ctypes.addressof(record), bias_at, x.data_ptr(), y.data_ptr(), *x.shape)
     if failure:
         raise MemoryError(f"no memory for a product of {len(x)} rows with a matrix {[record.num_columns, x.shape[1]]}")
     return y

@@ -1,10 +1,12 @@
 """The process of one replica: its start, what it says on stderr, its end.
 
-An engine's process imports torch for longer than it opens a small model, so a `Spare` has done that for the next start."""
+On CPUs replicas are forks of a `Zygote`, which has loaded the model. An engine's process imports torch for longer than it opens a
+small model, so a `Spare` has done that for the next one that loads a model."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,10 +14,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
-from slipstream.inference.wire import Link
+from slipstream.inference.wire import Link, frame_of
 
 TAIL = 20  # lines of stderr that are kept for the error
 PATIENCE = 5.0  # seconds for a process to end by itself
@@ -33,30 +36,43 @@ class Connected(NamedTuple):
     facts: Mapping[str, Any]  # `replica.facts_of`
 
 
-class Blank:
-    """A started process that is not told yet which model to open."""
+class _Process:
+    """A process that an engine runs in, or will: its link, and what it says on stderr, which goes on with its name."""
 
-    def __init__(self) -> None:
-        self.name = SPARE
-        self.tail = deque[str](maxlen=TAIL)
-        ours, theirs = socket.socketpair()
-        said, says = os.pipe()
-        with theirs, os.fdopen(says, "wb") as output:
-            command = [sys.executable, "-m", "slipstream.inference.replica", str(theirs.fileno())]
-            # A group of its own: the terminal's Ctrl-C is the server's, which lets running requests finish.
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=output, stderr=output, process_group=0)
+    pid: int
+
+    def __init__(self, name: str, connection: socket.socket, said: int) -> None:
+        """`said`: a descriptor of the read end of its stderr."""
+        self.name, self.tail, self.link = name, deque[str](maxlen=TAIL), Link(connection)
         self.forwarding = threading.Thread(target=self._forward, args=(os.fdopen(said, errors="replace"),), daemon=True)
         self.forwarding.start()
-        self.link = Link(ours)
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether it has ended."""
+        raise NotImplementedError
+
+    def _status(self) -> int | None:
+        """Of the process, which has ended; negative: of a signal; None: nobody knows."""
+        raise NotImplementedError
 
     def end(self) -> str:
         """Wait until the process has ended, kill it if that takes long, and return how it ended. Its link is closed."""
-        try:
-            status = self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
+        if not self._wait(PATIENCE):
+            self.kill()
+            self._wait(PATIENCE)
+        if (status := self._status()) is None:
+            return "ended"
         return f"exited with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
+
+    def failed(self) -> ReplicaError:
+        """It ended before its engine was ready: the error, with the end of its stderr."""
+        self.link.close()
+        ending = self.end()
+        self.forwarding.join(1)
+        return ReplicaError(f"{self.name} {ending} before its engine was ready; its last lines:\n{''.join(self.tail).rstrip()}")
 
     def _forward(self, stream: IO[str]) -> None:
         with stream:
@@ -64,6 +80,126 @@ class Blank:
                 self.tail.append(line)
                 sys.stderr.write(f"{self.name}: {line}")
                 sys.stderr.flush()
+
+
+class Blank(_Process):
+    """A started process that is not told yet which model to open."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        said, says = os.pipe()
+        with theirs, os.fdopen(says, "wb") as output:
+            command = [sys.executable, "-m", "slipstream.inference.replica", str(theirs.fileno())]
+            # A group of its own: the terminal's Ctrl-C is the server's, which lets running requests finish.
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=output, stderr=output, process_group=0)
+        self.pid = self.process.pid
+        super().__init__(SPARE, ours, said)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def _wait(self, seconds: float) -> bool:
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _status(self) -> int | None:
+        return self.process.returncode
+
+
+class Fork(_Process):
+    """A replica that a zygote has forked."""
+
+    def __init__(self, zygote: Zygote, name: str, pid: int, connection: socket.socket, said: int) -> None:
+        self.zygote, self.pid = zygote, pid
+        self._descriptor = os.pidfd_open(pid)  # its number is not given to another before the zygote is asked for its status
+        super().__init__(name, connection, said)
+
+    def kill(self) -> None:
+        with suppress(OSError):  # it has ended
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _wait(self, seconds: float) -> bool:
+        return bool(select.select([self._descriptor], [], [], seconds)[0])
+
+    def _status(self) -> int | None:
+        os.close(self._descriptor)
+        return self.zygote.status(self.pid)
+
+
+class Zygote:
+    """The process that loads a model once for all its replicas on CPUs, which are its forks (`replica`, [Note: Zygote]). If it
+    ends, another one does. Every thread may call it."""
+
+    def __init__(
+        self, name: str, model: str, options: Mapping[str, Any], replicas: int, cores: Sequence[int], spare: Spare
+    ) -> None:
+        """`cores`: as many as each replica has. The others are `EngineProcess`'s."""
+        self.name, self.spare = f"{name} zygote", spare
+        self._order = ("load", model, options, replicas, cores)
+        self._blank: Blank | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def fork(self, name: str, cores: Sequence[int]) -> Fork:
+        """Raises ValueError for options that the engine refuses, ReplicaError if the model cannot be loaded."""
+        with self._lock:
+            blank = self._loaded()
+            ours, theirs = socket.socketpair()
+            said, says = os.pipe()
+            try:
+                kind, pid = self._ask(blank, "fork", cores, [theirs.fileno(), says])
+                if kind == "forked":
+                    return Fork(self, name, pid, ours, said)
+            finally:
+                theirs.close()
+                os.close(says)
+            ours.close()
+            os.close(said)
+            raise blank.failed()
+
+    def status(self, pid: int) -> int | None:
+        """Of a fork that has ended; None: the zygote has ended, too."""
+        with self._lock:
+            return None if self._blank is None else self._ask(self._blank, "ended", pid)[1]
+
+    def close(self) -> None:
+        """End it: `fork` raises. Its forks live on."""
+        self._closed = True
+        if (blank := self._blank) is not None:
+            blank.kill()
+        with self._lock:
+            if self._blank is not None:
+                self._blank.link.close()
+                self._blank.end()
+                self._blank = None
+
+    def _ask(self, blank: Blank, kind: str, argument: Any, descriptors: Sequence[int] = ()) -> list[Any]:
+        """Its answer, ["ended", None] if there is none any more."""
+        with suppress(OSError):
+            socket.send_fds(blank.link.connection, [frame_of([[kind, argument]])], descriptors)
+            return next(blank.link.messages, ["ended", None])
+        return ["ended", None]
+
+    def _loaded(self) -> Blank:
+        if self._blank is not None and self._blank.process.poll() is None:
+            return self._blank
+        if self._blank is not None:
+            self._blank.link.close()
+        self._blank = blank = self.spare.take()
+        blank.name = self.name
+        if self._closed:
+            blank.kill()
+        blank.link.send(*self._order)
+        kind, *rest = next(blank.link.messages, ("ended",))
+        if kind == "loaded":
+            self.spare.fill()  # now that it does not delay this one
+            return blank
+        self._blank = None
+        failure = blank.failed()
+        raise ValueError(rest[0]) if kind == "refused" else failure
 
 
 class Spare:
@@ -114,40 +250,44 @@ class EngineProcess:
     replicas: int  # that share this machine's memory
     cores: Sequence[int]  # that it runs on; none: all
     spare: Spare  # of the server
+    zygote: Zygote | None = None  # of the model; None: the process loads it itself
 
     def __post_init__(self) -> None:
-        self._blank: Blank | None = None
+        self._process: _Process | None = None
         self._stopped = False
 
     def open(self) -> Connected:
         """Start it and wait until its engine is ready. Raises ValueError for options that the engine refuses, ReplicaError with
         the end of its stderr if it ends."""
-        self._blank = blank = self.spare.take()
-        blank.name = self.name
+        self._process = process = self._start() if self.zygote is None else self.zygote.fork(self.name, self.cores)
         if self._stopped:
-            blank.process.kill()
-        blank.link.send("open", self.model, self.options, self.replicas, self.cores)
-        kind, *rest = next(blank.link.messages, ("ended",))
+            process.kill()
+        kind, *rest = next(process.link.messages, ("ended",))
         if kind == "ready":
-            self.spare.fill()  # now that it does not delay this one
-            return Connected(blank.link, rest[0])
-        blank.link.close()
-        ending = blank.end()
-        blank.forwarding.join(1)
-        if kind == "refused":
-            raise ValueError(rest[0])
-        raise ReplicaError(f"{self.name} {ending} before its engine was ready; its last lines:\n{''.join(blank.tail).rstrip()}")
+            if self.zygote is None:
+                self.spare.fill()  # now that it does not delay this one
+            return Connected(process.link, rest[0])
+        failure = process.failed()
+        raise ValueError(rest[0]) if kind == "refused" else failure
+
+    def _start(self) -> _Process:
+        blank = self.spare.take()
+        blank.name = self.name
+        blank.link.send("open", self.model, self.options, self.replicas, self.cores)
+        return blank
 
     @property
     def pid(self) -> int | None:
-        return None if self._blank is None else self._blank.process.pid
+        return None if self._process is None else self._process.pid
 
     def stop(self) -> None:
-        """Make `open` raise, from another thread."""
+        """Make `open` raise, from another thread. The engine is not opened again."""
         self._stopped = True
-        if self._blank is not None:
-            self._blank.process.kill()
+        if self._process is not None:
+            self._process.kill()
+        if self.zygote is not None:
+            self.zygote.close()
 
     def end(self) -> str:
         """Wait until the process has ended, kill it if that takes long, and return how it ended. Its link is closed."""
-        return "was never started" if self._blank is None else self._blank.end()
+        return "was never started" if self._process is None else self._process.end()

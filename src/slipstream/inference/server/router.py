@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
 from slipstream.inference.engine import ClosedError, Engine, Sink
 from slipstream.inference.initialize import open_tokenizer
-from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare
+from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare, Zygote
 from slipstream.inference.server.remote import LostError, RemoteEngine, ReplicaState, Ticket
 from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 MOVES = 1  # engines that may end while they have a request: it may be the cause
 SETTLED = 30.0  # seconds after which an end is no consequence of the start
 PAUSE = 0.25  # seconds before the second start in a row, doubled for each further one
+ON_DISK = ("expert_cache_bytes", "weights_bytes", "weights_folder")  # a fork cannot use the files and threads of its parent
 AWAY = "no engine's process is ready; they start again; try again later"
 AGREED = {  # facts that are equal for all engines -> the remedy
     "version": "install the same version of Slipstream",
@@ -108,7 +110,9 @@ class Source(Protocol):
 
     def open(self) -> Connected: ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Make `open` raise, from another thread, for good."""
+        ...
 
     def end(self) -> str:
         """Free what `open` took, once its link is closed. Returns what became of it."""
@@ -174,6 +178,8 @@ class Router:
         of `init_inference`; `spare`: of the server; `name`: of the processes, in the log. On CUDA, they take the GPUs in turn.
         Raises ValueError for a model without a tokenizer."""
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
+        forks = not gpus and sys.platform == "linux" and not any(option in options for option in ON_DISK)
+        zygote = Zygote(name, model, options, len(cores), cores[0], spare) if forks and cores else None
         sources = [
             EngineProcess(
                 name=f"{name} {index}",
@@ -182,6 +188,7 @@ class Router:
                 replicas=-(-len(cores) // max(gpus, 1)),
                 cores=() if gpus else own,
                 spare=spare,
+                zygote=zygote,
             )
             for index, own in enumerate(cores)
         ]
@@ -203,8 +210,9 @@ class Router:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all engines on this host, as each said when it began."""
-        return sum(engine.facts["nbytes"] for engine in self.engines if not engine.address)
+        """Memory of all engines on this host, as each said when it began; what they share counts once."""
+        facts = [engine.facts for engine in self.engines if not engine.address]
+        return sum(one["nbytes"] for one in facts) + max((one["shared"] for one in facts), default=0)
 
     # ---- as an engine's
 
@@ -305,6 +313,8 @@ class Router:
         for thread in self._threads:
             if thread.ident is not None:  # it was started
                 thread.join()
+        for source in self._sources:
+            source.stop()
 
     def __enter__(self) -> Router:
         return self

@@ -1,0 +1,49 @@
+"""Teams of native threads (csrc/threads.h), for kernels that take one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+
+from slipstream.ops import build
+
+MAX_THREADS = 64  # as in csrc/decoder.h
+
+
+class Team:
+    """Native threads that sleep between calls. The first call of a process starts them: a fork does not copy its parent's. Raises
+    ValueError for a number that is not from 1 to 64."""
+
+    def __init__(self, threads: int) -> None:
+        if not 1 <= threads <= MAX_THREADS:
+            raise ValueError(f"cannot start {threads} threads; give between 1 and {MAX_THREADS}")
+        self.threads = threads
+        self._process = self._handle = 0
+        self._free: weakref.finalize[..., Team] | None = None
+
+    @property
+    def handle(self) -> int:
+        """For one call at a time. Raises MemoryError if the system has no more threads."""
+        if self._process != os.getpid():
+            self._start()
+        return self._handle
+
+    def close(self) -> None:
+        """End the threads. No call may run."""
+        if self._free is not None:
+            self._free()
+        self._process = 0
+
+    def _start(self) -> None:
+        new = build.function("slipstream_team_new", ctypes.c_void_p, ctypes.c_int32)
+        if not (handle := new(self.threads)):
+            raise MemoryError(f"the system cannot start {self.threads} threads; give fewer (threads, OMP_NUM_THREADS)")
+        self._handle, self._process = handle, os.getpid()
+        self._free = weakref.finalize(self, _free, handle, self._process)
+
+
+def _free(handle: int, process: int) -> None:
+    """A fork must not wait for the threads of its parent."""
+    if os.getpid() == process:
+        build.function("slipstream_team_free", None, ctypes.c_void_p)(handle)
