@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "Bloom": {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4},  # ALiBi
     "Falcon": {**SIZES, "alibi": False, "multi_query": True},  # one key and value, which all processes have
     "Phi3": SIZES,  # one matrix of queries, keys and values
+    "Olmo2": SIZES,  # a norm over all heads
     "Qwen2Moe": {
         **SIZES,
         "num_experts": 6,
@@ -65,8 +67,31 @@ def check(family: str, dtype: str, sizes: dict[str, Any], *, moe: dict[str, int]
 
 @distributed(world_size=2)
 def test_two_processes_have_the_bits_of_one() -> None:
-    for family, dtype in {"Llama": "int4", "Gemma2": "fp32", "GPTNeoX": "int8", "Qwen2Moe": "bf16"}.items():
+    for family, dtype in {"Llama": "int4", "Gemma2": "fp32", "GPTNeoX": "int8", "Qwen2Moe": "bf16", "Olmo2": "int8"}.items():
         check(family, dtype, _FAMILIES.get(family, SIZES))
+    check("Llama", "int4", {**SIZES, "intermediate_size": 128})  # whole groups of codes: each process quantizes its own
+    check("GPTJ", "int8", _FAMILIES["GPTJ"])
+
+
+@distributed(world_size=2)
+def test_more_processes_than_cores() -> None:
+    """Processes that wait for each other sleep at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.os, "sched_getaffinity", lambda pid: {0})
+        check("Llama", "int8", SIZES)
+
+
+@distributed(world_size=2)
+def test_idle_processes_sleep() -> None:
+    with slipstream.init_inference(tiny("Llama", **SIZES), tp_size=2, **_OPTIONS) as engine:
+        if engine.leads:
+            answers(engine)
+        dist.barrier()
+        time.sleep(0.1)
+        used = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - used < 0.1
+        dist.barrier()
 
 
 @pytest.mark.slow
@@ -86,10 +111,9 @@ def test_every_kind_has_the_bits_of_one_process() -> None:
 @pytest.mark.slow
 @distributed(world_size=4)
 def test_more_processes_than_keys_and_values() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_LOOK_S", 0.0)  # also while the other thread is in the middle of a message
-        check("Llama", "int4", SIZES)
-        check("Qwen2Moe", "fp32", _FAMILIES["Qwen2Moe"], moe={"ep_size": 2, "tp_size": 2})
+    check("Llama", "int4", SIZES)
+    check("Olmo2", "bf16", SIZES)
+    check("Qwen2Moe", "fp32", _FAMILIES["Qwen2Moe"], moe={"ep_size": 2, "tp_size": 2})
 
 
 @distributed(world_size=2)
@@ -100,6 +124,7 @@ def test_between_hosts() -> None:
         check("Llama", "int8", SIZES)
         check("GPTNeoX", "fp32", SIZES)
         check("Gemma2", "fp32", _FAMILIES["Gemma2"])
+        check("Olmo2", "fp32", SIZES)
         check("Qwen2Moe", "bf16", _FAMILIES["Qwen2Moe"])
 
 
@@ -177,9 +202,6 @@ def test_refusals(tmp_path: Path) -> None:
         tp_size=2,
     )
     refused("do not split a model without experts", tp_size=2, ep_size=2)
-    refused(
-        "this olmo2 model is computed by one process: queries have a norm over all heads", source=tiny("Olmo2", **SIZES), tp_size=2
-    )
     refused(
         "need the native kernels: model_type 'gpt_bigcode' is not supported",
         source=tiny("GPTBigCode", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32),

@@ -187,9 +187,7 @@ class TransformerConfig:
     @property
     def uncut(self) -> str:
         """Why no `tp_size` cuts this model; "" if one may."""
-        if not self.has_head:
-            return "it embeds texts"
-        return "heads share one latent" if self.latent else "queries have a norm over all heads" if self.qk_norm_whole else ""
+        return "it embeds texts" if not self.has_head else "heads share one latent" if self.latent else ""
 
     @property
     def own_heads(self) -> tuple[slice, slice]:

@@ -455,8 +455,9 @@ def _layer(read: _Reader, layer: Layer, at: str) -> LayerWeights:
         weights = LayerWeights(**parts, **read.product(at, "out", hidden, q_size, c.out_bias))
     if c.qk_norm or c.qk_norm_whole:
         names = read.row.names
-        weights.q_norm = source.tensor(f"{at}{names['q_norm']}.weight", q_size if c.qk_norm_whole else c.head_dim)
-        weights.k_norm = source.tensor(f"{at}{names['k_norm']}.weight", kv_size if c.qk_norm_whole else c.head_dim)
+        for role, rows in (("q", q_size), ("k", kv_size)):
+            size, pick = (rows, read.own(role, rows)) if c.qk_norm_whole else (c.head_dim, _all)
+            setattr(weights, f"{role}_norm", source.tensor(f"{at}{names[f'{role}_norm']}.weight", size, pick=pick))
     if layer.experts is None:
         first = [read.product(at, role, inner, hidden, c.mlp_bias) for role in (["gate"] if c.gated else []) + ["up"]]
         weights.mlp = Mlp(**read.product(at, "down", hidden, inner, c.mlp_bias), **{k: m for one in first for k, m in one.items()})

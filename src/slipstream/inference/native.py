@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -81,11 +82,12 @@ class _LayerRecord(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size", "attended_size")),
-        *((name, _long) for name in ("first_attended", "first_hidden", "first_inner", "first_token", "num_tokens")),
+        *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size", "attended_size", "keys_size")),
+        *((name, _long) for name in ("first_attended", "first_key", "first_hidden", "first_inner", "first_token", "num_tokens")),
         *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
         *((name, _int) for name in ("latent_rank", "q_latent_rank", "plain_dim", "value_dim", "qk_norm_whole")),
-        *((name, _int) for name in ("cache_type", "embed_type", "activation", "centered", "residual", "plain", "both_ways")),
+        *((name, _int) for name in ("cache_type", "embed_type", "activation", "centered", "residual", "plain")),
+        *((name, _int) for name in ("both_ways", "own_codes")),
         *((name, _float) for name in ("latent_eps", "norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
         *((name, _float) for name in ("residual_scale", "logit_scale")),
         *(("embed", _pointer), ("embed_codes", ctypes.POINTER(MatrixRecord))),
@@ -98,6 +100,7 @@ class _Decoder(ctypes.Structure):
 
 
 _NUMBERS = ("ids", "first_row", "start", "tables", "table_at", "logit_rows")
+_INPUTS = ("codes", "scales", "starts", "halves")
 
 
 class _Batch(ctypes.Structure):
@@ -106,7 +109,7 @@ class _Batch(ctypes.Structure):
         *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
         ("low_size", _long),
         *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "added")),
-        *((name, _pointer) for name in ("codes", "scales", "starts", "halves")),
+        *((name, _pointer) for name in ("all_q", "all_k", *_INPUTS, *(f"shared_{name}" for name in _INPUTS))),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
     )
@@ -257,16 +260,35 @@ class NativeDecoder:
 
     def _share(self, ranks: ServingRanks) -> dict[str, int]:
         """Allocate the scratch memory that all processes fill."""
-        widths = {name: self._widths.pop(name)[0] for name in [*self._widths] if name.startswith("expert_")}
+        config = self.config
+        widths = {name: 4 * self._widths.pop(name)[0] for name in [*self._widths] if name.startswith("expert_")}
         if "expert_out" in widths:  # two, taken in turn
-            ranks.record.turn_size, widths["expert_out"] = ranks.max_rows * widths["expert_out"], 2 * widths["expert_out"]
-        if self.config.part.tp_size == 1:
-            return ranks.share(widths)
-        cut = {name: self._widths.pop(name)[0] for name in ("attended", "act")}
-        shared = ranks.share(widths | cut | {"added": self.config.hidden_size, "logits": self.vocab_size})
+            ranks.record.turn_size, widths["expert_out"] = ranks.max_rows * widths["expert_out"] // 4, 2 * widths["expert_out"]
+        blocks = -(-config.max_context // PANEL) + 1  # of a sequence
+        numbers = {"threads": self.threads, "message_nbytes": 4 * (ranks.max_rows * (5 + blocks) + 2 * self.num_blocks + 16)}
+        if config.part.tp_size == 1:
+            return ranks.share(widths, **numbers)
+        heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        widths |= {name: 4 * self._widths.pop(name)[0] for name in ("attended", "act")}
+        widths |= {"added": 4 * config.hidden_size, "logits": 4 * self.vocab_size}
+        widths |= {"all_q": 4 * heads, "all_k": 4 * keys} if config.qk_norm_whole else {}
+        if self._own_codes:
+            widths |= {f"shared_{name}": self._widths[name][0] * self._widths[name][1].itemsize for name in _INPUTS}
+        shared = ranks.share(widths, **numbers)
         logits = ctypes.cast(shared["logits"], ctypes.POINTER(_float))
         self._logits = np.ctypeslib.as_array(logits, (ranks.max_rows, self.vocab_size))
         return shared
+
+    @property
+    def _own_codes(self) -> bool:
+        """Whether each process quantizes its own columns: they are in memory of all, and no group is of two processes."""
+        config, ranks = self.config, self.ranks
+        if ranks is None or config.part.tp_size == 1 or not ranks.on_one_host:
+            return False
+        parts = [replace(config.part, index=index) for index in range(ranks.size)]
+        starts = [part.columns(config.intermediate_size).start for part in parts]
+        starts += [part.heads(config.num_heads, config.num_kv_heads)[0].start * config.head_dim for part in parts]
+        return not any(start % CODES for start in starts)
 
     # -- the C structs --
 
@@ -484,13 +506,15 @@ class NativeDecoder:
         else:  # a tied head's panels are the embedding's
             own = head if weights.head is None and head.data else self._matrix(embed)
             placed = {"embed_codes": ctypes.pointer(own), "num_tokens": len(embed.q)}
-        heads, _ = config.own_heads
+        heads, keys = config.own_heads
         return _Decoder(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             vocab_size=self.vocab_size,
             attended_size=config.num_heads * config.head_dim,
+            keys_size=config.num_kv_heads * config.head_dim,
             first_attended=heads.start * config.head_dim,
+            first_key=keys.start * config.head_dim,
             first_hidden=part.columns(config.hidden_size).start,
             first_inner=part.columns(config.intermediate_size).start,
             first_token=part.columns(config.vocab_size).start,
@@ -510,6 +534,7 @@ class NativeDecoder:
             residual=_RESIDUALS.index(config.residual),
             plain=not config.gated,
             both_ways=not config.causal,
+            own_codes=self._own_codes,
             residual_scale=0.0 if config.residual_scale == 1.0 else config.residual_scale,
             logit_scale=0.0 if config.logit_scale == 1.0 else config.logit_scale,
             norm_eps=config.norm_eps,

@@ -6,8 +6,10 @@ order of one process, from whole rows of inputs: results are those of one proces
 groups is cut. On one host the rows are in memory that all processes map, and an exchange is a barrier (ranks_meet of
 csrc/decoder.c), four in a dense layer; between hosts gloo adds them to zeros.
 
-Rank 0 sends each forward to the others before it computes its own part; to stop them, a text that says why, or is empty. A process
-that ends closes its connection: waits in a forward end, rank 0's engine fails, and it names the process to the others.
+Rank 0 posts each forward to the others before it computes its own part: it writes the numbers to memory of all, and counts a word
+that the others wait for, spinning at first (between hosts it sends them, and a thread posts them there). Each forward has an
+exchange, so that none is overwritten before all have read it. To stop the others, rank 0 sends a text that says why, or is empty. A
+process that ends closes its connection: waits in a forward end, rank 0's engine fails, and it names the process to the others.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import hashlib
 import logging
 import mmap
 import os
-import pickle
 import secrets
 import socket
 import threading
@@ -26,8 +27,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from multiprocessing import AuthenticationError
+from multiprocessing import connection as connections
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -37,7 +39,7 @@ import torch.distributed as dist
 
 from slipstream.inference.config import ModelPart
 from slipstream.inference.load import LoadedModel
-from slipstream.ops import cpu
+from slipstream.ops import cpu, words
 from slipstream.world.join import init_distributed
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import Peer, meet
@@ -48,8 +50,11 @@ logger = logging.getLogger(__name__)
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _Exchange = ctypes.CFUNCTYPE(_int, ctypes.POINTER(ctypes.c_float), _long)
 _LINE = 64  # bytes between counters
-_PICKLE = b"\x80"  # the first byte of a forward; texts have another
-_LOOK_S = 0.1  # between looks at the other processes
+_FORWARD = b"\x80"  # the first byte of a forward that is sent; texts have another
+_ARRAYS = 7  # of a forward: the blocks to copy, and the numbers of `native`
+_LOOK_S = 0.1  # the longest that a thread does not see that this process closes
+_SPIN_US, _SPINS = 1000, 80_000  # of a wait before it sleeps: for the next forward, longer than rank 0 takes between two; in one
+_CROWDED_SPINS = 100  # if the processes of this host have more threads than cores
 _NAMED_S = 3.0  # for rank 0 to name a lost process
 
 
@@ -57,7 +62,7 @@ class RanksRecord(ctypes.Structure):
     """`struct ranks` of csrc/decoder.h."""
 
     _fields_ = (
-        *((name, _int) for name in ("size", "index", "lost")),
+        *((name, _int) for name in ("size", "index", "lost", "spins")),
         *((name, ctypes.c_uint32) for name in ("meetings", "turn")),
         ("turn_size", _long),
         ("arrived", _pointer),
@@ -85,11 +90,12 @@ class ServingRanks:
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._peers: list[Peer] = meet(Axis("experts", self._group, tuple(range(size)), self.index, size))
         self.neighbors = sum(peer.host == self._peers[self.index].host for peer in self._peers)  # processes on this host
-        self._one_host = self.neighbors == size
+        self.on_one_host = self.neighbors == size
         self._callback = _Exchange(self._exchange)  # kept: C has its address
         self._on_lost: Callable[[str], object] = lambda why: None
-        self._sending, self._losing, self._receiving = threading.Lock(), threading.Lock(), threading.Lock()
+        self._sending, self._losing = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
+        self._posts, self._stopped = 0, False
         self._links = self._connect()  # rank 0's to the others, by rank - 1; theirs to rank 0
         self._threads = [threading.Thread(target=self._look, name="slipstream-ranks", daemon=True)]
         self._threads[0].start()
@@ -118,24 +124,35 @@ class ServingRanks:
             raise ValueError(f"the ranks differ; open one model with one dtype and token_budget on like processors: {known}")
         return loaded
 
-    def share(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Allocate what all processes fill: fp32 rows of these widths. Returns their addresses. Pages take memory when written."""
-        counters = -(-self.size * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-        sizes = [-(-self.max_rows * 4 * width // _LINE) * _LINE for width in widths.values()]
+    def share(self, widths: Mapping[str, int], *, threads: int, message_nbytes: int) -> dict[str, int]:
+        """Allocate what all processes fill: rows of these bytes. Returns their addresses. Pages take memory when written.
+        `threads`: of this process; `message_nbytes`: of a forward's numbers, at most."""
+        counters = -(-(self.size + 2) * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+        sizes = [-(-one // _LINE) * _LINE for one in (message_nbytes, *(self.max_rows * width for width in widths.values()))]
         nbytes = counters + sum(sizes)
         with os.fdopen(os.memfd_create("slipstream-ranks", os.MFD_CLOEXEC), "r+b") as own:
             own.truncate(nbytes)
-            pid, number = self._peers[0].pid if self._one_host else os.getpid(), self.gather(own.fileno())
-            with open(f"/proc/{pid}/fd/{number[0 if self._one_host else self.index]}", "r+b", buffering=0) as file:
+            pid, number = self._peers[0].pid if self.on_one_host else os.getpid(), self.gather(own.fileno())
+            with open(f"/proc/{pid}/fd/{number[0 if self.on_one_host else self.index]}", "r+b", buffering=0) as file:
                 self._mapping = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED)
             self.gather(None)  # all have opened it
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self.record.exchange = self._callback
-        self.record.arrived = address if self._one_host else None
-        return dict(zip(widths, accumulate(sizes, initial=address + counters), strict=False))
+        self.record.arrived = address if self.on_one_host else None
+        self._posted, self._message = address + (self.size + 1) * _LINE, memoryview(self._mapping)[counters : counters + sizes[0]]
+        crowded = self._are_crowded(threads)
+        self.record.spins, self._spin_us = (_CROWDED_SPINS, 0) if crowded else (_SPINS, _SPIN_US)
+        _, *rows = accumulate(sizes[:-1], initial=address + counters)
+        return dict(zip(widths, rows, strict=True))
+
+    def _are_crowded(self, threads: int) -> bool:
+        """Whether the processes of this host have more threads than cores."""
+        host, every = self._peers[self.index].host, self.gather((threads, os.sched_getaffinity(0)))
+        here = [one for one, peer in zip(every, self._peers, strict=True) if peer.host == host]
+        return sum(num for num, _ in here) > len(set().union(*(cores for _, cores in here)))
 
     def _connect(self) -> list[Connection]:
-        place = "127.0.0.1" if self._one_host else ""
+        place = "127.0.0.1" if self.on_one_host else ""
         listener = Listener((place, 0), backlog=self.size, authkey=(key := secrets.token_bytes(16))) if self.index == 0 else None
         port, key = self.gather((listener.address[1], key) if listener else None)[0]
         if listener is None:
@@ -160,41 +177,53 @@ class ServingRanks:
         """Rank 0's context of its part of a forward, which the others begin too. An error inside is final: the others are in it."""
         if self.why:
             raise self.error()
-        for link in self._links:
-            with suppress(OSError), self._sending:  # of one that has gone: the forward fails
-                link.send((copies, numbers))
+        arrays = array("i", chain.from_iterable(copies)), *numbers
+        message = b"".join((array("i", map(len, arrays)), *arrays))
+        if self.on_one_host:
+            self._post(message)
+        else:
+            self._send(_FORWARD + message)
         try:
             yield
         except BaseException as error:
             self._lose(f"a forward failed on rank 0: {type(error).__name__}: {error}")
             raise
 
+    def _post(self, message: bytes) -> None:
+        self._message[: len(message)] = message
+        self._posts += 1
+        words.store_release_and_wake(self._posted, self._posts)
+
     def _follow(self, run: Callable[[Any, Any], object]) -> None:
-        why = ""
+        number = 1
         try:
-            while isinstance(message := self._next(), tuple):
-                run(*message)
-            why = message
-        except PeerLostError:  # rank 0 says which process is lost, or is that itself
-            why = message if isinstance(message := self._next(), str) else self.why
+            while self._comes(number):
+                copies, *numbers = self._received()
+                run([*zip(copies[::2], copies[1::2], strict=True)], numbers)
+                number += 1
+        except PeerLostError as error:
+            self._lose(str(error))
         except BaseException as error:
             logger.exception("rank %d cannot compute its part of a forward", self.index)
             why = f"rank {self.index} failed: {type(error).__name__}: {error}"
-            with suppress(OSError):
-                self._links[0].send_bytes(why.encode())
+            self._send(why.encode())
+            self._lose(why)
         finally:
-            if why:
-                self._lose(why)
             self._closing.set()
 
-    def _next(self) -> Any:
-        """The next forward, or why there is none."""
-        try:
-            with self._receiving:
-                message = self._links[0].recv_bytes()
-        except (EOFError, OSError):
-            return self._gone(0)
-        return pickle.loads(message) if message.startswith(_PICKLE) else message.decode()
+    def _comes(self, number: int) -> bool:
+        """Wait for this forward; False if there is none."""
+        spin = self._spin_us
+        while not self.why and not self._stopped:
+            if words.wait_at_least(self._posted, number, spin, int(_LOOK_S * 1000)):
+                return True
+            spin = 0
+        return False
+
+    def _received(self) -> list[array[int]]:
+        sizes = array("i", bytes(self._message[: 4 * _ARRAYS]))
+        ends = accumulate(sizes, initial=_ARRAYS)
+        return [array("i", bytes(self._message[4 * start : 4 * stop])) for start, stop in pairwise(ends)]
 
     def _exchange(self, rows: Any, count: int) -> int:
         """Between hosts: add `rows`, fp32, of all processes."""
@@ -233,37 +262,29 @@ class ServingRanks:
             self.why, self.record.lost = why, 1
         self._on_lost(why)
         if self.index == 0:
-            self._stop(why)
+            self._send(why.encode())
 
-    def _stop(self, why: str) -> None:
+    def _send(self, message: bytes) -> None:
         for link in self._links:
-            with suppress(OSError), self._sending:  # of one that has gone
-                link.send_bytes(why.encode())
+            with suppress(OSError), self._sending:  # of one that has gone: the forward fails
+                link.send_bytes(message)
 
     def _look(self) -> None:
-        """A thread: look for processes that have ended."""
-        while not self._closing.wait(_LOOK_S):
-            if self.index > 0 and self._receiving.acquire(blocking=False):  # else the thread that computes sees what comes
+        """A thread: receive what the others send, and see that they have ended."""
+        ranks = {link: rank for rank, link in enumerate(self._links, self.index == 0)}
+        while not (self._closing.is_set() or self.why or self._stopped):
+            for link in connections.wait([*ranks], _LOOK_S):
+                assert isinstance(link, Connection), "one of ranks"
                 try:
-                    self.record.lost |= self._links[0].poll(0) and self._ends()
-                finally:
-                    self._receiving.release()
-            for rank, link in enumerate(self._links if self.index == 0 and not self.why else (), 1):
-                if link.poll(0):
-                    try:
-                        self._lose(link.recv_bytes().decode())
-                    except (EOFError, OSError):
-                        self._lose(self._gone(rank))
-
-    def _ends(self) -> bool:
-        """Whether what has come from rank 0 is no forward: a text, or the end of the connection.
-
-        [Note: Looking while nobody receives] A message is 4 bytes of its length and then itself. While the other thread is between
-        the two, what comes next looks like a text: the forward would end, and its process with it. So who looks holds `_receiving`.
-        """
-        with socket.socket(fileno=os.dup(self._links[0].fileno())) as end:
-            head = end.recv(5, socket.MSG_PEEK)
-        return head[4:] != _PICKLE if len(head) == 5 else head in (b"", bytes(4))  # ended, or an empty text; else more comes
+                    message = link.recv_bytes()
+                except (EOFError, OSError):
+                    message = self._gone(ranks[link]).encode()
+                if message.startswith(_FORWARD):
+                    self._post(message[1:])
+                elif message:
+                    self._lose(message.decode())
+                else:
+                    self._stopped = True
 
     def close(self) -> None:
         """Rank 0: stop the others. Others: wait until rank 0 stops, then raise PeerLostError if a process was lost. Idempotent."""
@@ -271,7 +292,7 @@ class ServingRanks:
             with self._losing:
                 self._closing.set()
             if not self.why:
-                self._stop("")
+                self._send(b"")
         while self.index and len(self._threads) > 1 and not self._closing.is_set():
             with suppress(KeyboardInterrupt):  # Ctrl-C reaches all processes, and rank 0 ends them
                 self._closing.wait()  # not join(): an interrupted one takes the thread for ended

@@ -14,8 +14,11 @@
 
 #define SLIPSTREAM_API __attribute__((visibility("default")))
 #define SPINS 4000 /* about 50 us, then yield */
+#define SLEEP_NS 50000000 /* then look whether a process is lost */
 
 const char *slipstream_isa(void);
+void slipstream_store_release_and_wake(_Atomic uint32_t *at, uint32_t value); /* words.c */
+int slipstream_wait_at_least(_Atomic uint32_t *at, uint32_t value, int64_t spin_ns, int64_t timeout_ns);
 
 struct team {
     int size, stop;
@@ -92,22 +95,32 @@ int64_t team_next(struct team *team, int stage, int thread, int64_t total)
 
 int team_size(const struct team *team) { return team->size; }
 
-/* Arrivals are released and acquired, so that all of a process's writes before a meeting are visible after it. */
+/* Arrivals are released and acquired, so that all of a process's writes before a meeting are visible after it. Who sleeps counts
+ * itself first, and who arrives looks at the count afterwards: one of both sees the other. */
 void ranks_meet(struct ranks *ranks, struct ahead *ahead)
 {
+    _Atomic uint32_t *const words = (_Atomic uint32_t *)ranks->arrived, *const sleepers = words + ranks->size * 16;
     const uint32_t meeting = ++ranks->meetings;
-    __atomic_store_n(ranks->arrived + ranks->index * 16, meeting, __ATOMIC_RELEASE);
-    for (int i = 0; i < ranks->size; ++i)
-        for (int spins = 0; (int32_t)(__atomic_load_n(ranks->arrived + i * 16, __ATOMIC_ACQUIRE) - meeting) < 0; ++spins) {
+    atomic_store(words + ranks->index * 16, meeting);
+    if (atomic_load(sleepers))
+        slipstream_store_release_and_wake(words + ranks->index * 16, meeting);
+    for (int i = 0; i < ranks->size; ++i) {
+        _Atomic uint32_t *const word = words + i * 16;
+        for (int spins = 0; (int32_t)(atomic_load_explicit(word, memory_order_acquire) - meeting) < 0; ++spins) {
             if (__atomic_load_n(&ranks->lost, __ATOMIC_RELAXED))
                 return;
             if (ahead->from < ahead->until) {
                 __builtin_prefetch(ahead->from, 0, 2);
                 ahead->from += 64;
+            } else if (spins < ranks->spins) {
+                relax(spins);
             } else {
-                relax(spins % (1 << 30));
+                atomic_fetch_add(sleepers, 1);
+                slipstream_wait_at_least(word, meeting, 0, SLEEP_NS);
+                atomic_fetch_sub(sleepers, 1);
             }
         }
+    }
 }
 
 static void run_forward(struct team *team, int thread) { team->isa->run(team->model, team->batch, team, thread, team->scratch[thread]); }
@@ -277,8 +290,8 @@ SLIPSTREAM_API int slipstream_linear(struct team *team, const struct matrix *w, 
     char *const in = team->inputs; /* 32 bytes or a multiple for each group and part: all parts are aligned */
     biased.bias = bias;
     const struct linear of = {&biased, x, y, num_rows, num_features,
-                              {.codes = (int8_t *)in, .halves = (uint16_t *)(in + numbers), .scales = (float *)(in + numbers * 3),
-                               .starts = (int32_t *)(in + numbers * 3 + scales * 8)}};
+                              {.inputs = {.codes = (int8_t *)in, .halves = (uint16_t *)(in + numbers),
+                                          .scales = (float *)(in + numbers * 3), .starts = (int32_t *)(in + numbers * 3 + scales * 8)}}};
     team->linear = &of;
     run_all(team, run_linear);
     return 0;

@@ -58,10 +58,12 @@ struct expert_store {
 struct ranks {
     int32_t size, index;
     int32_t lost;      /* set by another thread: waits end, and the forward fails */
+    int32_t spins;     /* of a wait before it sleeps: few if the host has fewer cores than the processes have threads */
     uint32_t meetings; /* so far, equal in all processes */
     uint32_t turn;     /* routed layers so far: they take the two buffers of outputs in turn */
     int64_t turn_size; /* elements from one to the other; see struct routing */
-    uint32_t *arrived; /* [size] meetings, 64 bytes apart, in memory that all processes share; NULL between hosts */
+    uint32_t *arrived; /* [size + 1] meetings, then the number of those who sleep, 64 bytes apart, in memory that all processes
+                          share; NULL between hosts */
     int (*exchange)(float *rows, int64_t count); /* adds those of all processes. Returns nonzero after an error */
 };
 
@@ -104,7 +106,7 @@ struct low_rank {
 struct layer {
     struct norm input_norm, mlp_norm; /* of the inputs of attention and MLP; in parallel, one without a norm has the other's input */
     struct norm attn_post_norm, mlp_post_norm; /* of their outputs; with RESIDUAL_AFTER of the sums of these and the residual */
-    const float *q_norm, *k_norm; /* [head_dim], with qk_norm_whole [all heads'], or NULL */
+    const float *q_norm, *k_norm; /* [head_dim], with qk_norm_whole [heads of this process][head_dim], or NULL */
     struct matrix latent, q_latent; /* with latents: what a key is, and what queries are products of; the latter may be empty */
     const float *latent_norm, *q_latent_norm;
     const struct matrix *k_heads, *v_heads; /* with latents, in place of k and v: [num_heads] from a query to its product with keys,
@@ -119,8 +121,8 @@ struct layer {
 
 struct decoder {
     int64_t hidden_size, intermediate_size, vocab_size;
-    int64_t attended_size; /* features of all heads, of all processes */
-    int64_t first_attended, first_hidden, first_inner, first_token; /* where the columns of this process begin */
+    int64_t attended_size, keys_size; /* features of all heads, and of all keys, of all processes */
+    int64_t first_attended, first_key, first_hidden, first_inner, first_token; /* where the columns of this process begin */
     int64_t num_tokens;    /* that it embeds, from first_token on */
     int32_t num_layers, num_heads, num_kv_heads, head_dim; /* heads: of this process */
     int32_t latent_rank, q_latent_rank; /* features of the latents; 0: none. All heads have one key: rotated features, then these */
@@ -133,6 +135,7 @@ struct decoder {
     int32_t residual;   /* enum residual */
     int32_t plain;      /* the MLP has no gate */
     int32_t both_ways;  /* a row attends to its whole sequence, of which a batch has all rows */
+    int32_t own_codes;  /* each process converts its own columns of attended and act to the input type of the next product */
     float latent_eps, norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
     float residual_scale, logit_scale; /* factors of what is added to the residual, and of logits; 0: none */
     const void *embed; /* [num_tokens][hidden] */
@@ -157,6 +160,14 @@ struct routing {
                                     `out`, and `act` if an expert is cut */
 };
 
+/* Memory for rows of products' inputs, [num_rows][...]. */
+struct inputs {
+    int8_t *codes; /* [widest input, padded to CODES]; used if a matrix is quantized */
+    float *scales; /* [2][widest / CODES]: a group's scale; and its sum of codes times that */
+    int32_t *starts;  /* [2 * widest / CODES]: of both halves of a group, -32 times the sum of codes */
+    uint16_t *halves; /* shaped as codes, in bf16; used if a matrix is bf16 and the instruction set has bf16 products */
+};
+
 /* One forward. Rows are tokens; a sequence's rows are adjacent, at consecutive positions. */
 struct batch {
     int32_t num_rows, num_sequences, num_logits;
@@ -177,11 +188,9 @@ struct batch {
     float *low_q, *narrow; /* with latents, [num_rows][...]: that of queries; queries before and mixtures after attention */
     float *added;  /* [num_rows][hidden] what is added to x, if processes cut all matrices: they share it, attended, act and logits;
                       NULL: every process computes whole rows of all but experts */
-    int8_t *codes; /* [num_rows][widest input, padded to CODES]; used if a matrix is quantized */
-    float *scales; /* [num_rows][2][widest / CODES]: a group's scale; and its sum of codes times that */
-    int32_t *starts;  /* [num_rows][2 * widest / CODES]: of both halves of a group, -32 times the sum of codes */
-    uint16_t *halves; /* shaped as codes, in bf16; used if a matrix is bf16 and the instruction set has bf16 products */
-    struct routing routing; /* if a layer has experts; the four buffers above then have a row per place */
+    float *all_q, *all_k;         /* [num_rows][attended_size], [num_rows][keys_size] that all processes share, if norms are of them */
+    struct inputs inputs, shared; /* `shared`: with own_codes, of all processes */
+    struct routing routing;       /* if a layer has experts; `inputs` then has a row per place */
 };
 
 #define BLOCK_OF_SUMS 256 /* logits */
@@ -202,7 +211,7 @@ static inline int64_t scratch_to_choose(int64_t vocab_size)
     return (3 * blocks + 2) * BLOCK_OF_SUMS * (int64_t)sizeof(float) + blocks * (int64_t)(sizeof(double) + 3 * sizeof(float));
 }
 
-/* y = x W^T + bias for rows of fp32. `batch` has the scratch memory: codes, scales, starts and halves of LINEAR_ROWS rows. */
+/* y = x W^T + bias for rows of fp32. `batch` has the scratch memory: inputs of LINEAR_ROWS rows. */
 struct linear {
     const struct matrix *w;
     const float *x;

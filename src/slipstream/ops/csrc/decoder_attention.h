@@ -2,10 +2,10 @@
 #ifndef SLIPSTREAM_DECODER_ATTENTION_H
 #define SLIPSTREAM_DECODER_ATTENTION_H
 
-#include "decoder_lanes.h"
+#include "decoder_products.h"
 
-/* to = x / rms(x) * weight [Zhang & Sennrich 2019], or with `add`, to += that. */
-TARGET static void rms_norm(float *to, const float *x, const float *weight, int64_t size, float eps, int add)
+/* 1 / rms(x) [Zhang & Sennrich 2019] */
+TARGET static float rms_factor(const float *x, int64_t size, float eps)
 {
     vec squares = vec_zero();
     float tail[16] = {0};
@@ -16,13 +16,24 @@ TARGET static void rms_norm(float *to, const float *x, const float *weight, int6
     }
     memcpy(tail, x + whole, (size_t)(size - whole) * sizeof(float));
     squares = vec_fma(load_f32(tail), load_f32(tail), squares);
-    const float factor = 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
+    return 1.0f / sqrtf(lanes_sum(squares) / (float)size + eps);
+}
+
+/* to = factor * x * weight, or with `add`, to += that. */
+TARGET static void scale_row(float *to, const float *x, const float *weight, int64_t size, float factor, int add)
+{
+    const int64_t whole = size / 16 * 16;
     for (int64_t i = 0; i < whole; i += 16) {
         vec a = vec_mul(vec_mul(load_f32(x + i), vec_set(factor)), load_f32(weight + i));
         store_f32(to + i, add ? vec_add(load_f32(to + i), a) : a, 0);
     }
     for (int64_t i = whole; i < size; ++i)
         to[i] = add ? to[i] + x[i] * factor * weight[i] : x[i] * factor * weight[i];
+}
+
+TARGET static void rms_norm(float *to, const float *x, const float *weight, int64_t size, float eps, int add)
+{
+    scale_row(to, x, weight, size, rms_factor(x, size, eps), add);
 }
 
 /* to = (x - mean) / deviation * weight + bias [Ba et al. 2016], or with `add`, to += that. */
@@ -274,6 +285,8 @@ TARGET static void attention(const struct decoder *model, const struct layer *la
     const int stage = worker->stage++;
     const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads;
     const int64_t width = (model->num_heads + 2 * model->num_kv_heads) * dim;
+    const struct part to = part_of(model, batch, &layer->out, batch->attended, model->attended_size, model->first_attended,
+                                   model->num_heads * dim);
     int64_t total = 0;
     for (int sequence = 0; sequence < batch->num_sequences; ++sequence)
         total += num_tiles(batch, sequence, group) * model->num_kv_heads;
@@ -290,7 +303,7 @@ TARGET static void attention(const struct decoder *model, const struct layer *la
         for (int i = 0; i < count; ++i) {
             const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
             queries.q[i] = batch->qkv + (row + r) * width + head * dim;
-            queries.to[i] = batch->attended + (row + r) * model->attended_size + model->first_attended + head * dim;
+            queries.to[i] = to.first + (row + r) * to.stride + head * dim;
             queries.own[i] = batch->start[sequence] + r;
             queries.last[i] = model->both_ways ? batch->start[sequence] + rows - 1 : queries.own[i];
             queries.first[i] = layer->window && queries.own[i] >= layer->window ? queries.own[i] - layer->window + 1 : 0;

@@ -26,10 +26,10 @@ TARGET static void norm_rows(const struct decoder *model, float *to, const float
 TARGET static struct coded code_rows(const struct batch *batch, const float *x, int64_t size, int wanted, const struct worker *worker)
 {
     for (int64_t row = worker->from; row < worker->until && wanted; ++row) {
-        const struct coded to = coded_at(batch, row, size);
+        const struct coded to = coded_at(&batch->inputs, row, size);
         code_row(x + row * size, size, wanted, &to);
     }
-    return coded_at(batch, 0, size);
+    return coded_at(&batch->inputs, 0, size);
 }
 
 /* Compute scale A x for the rows that have adapters, before these products; ends with a barrier. */
@@ -79,6 +79,21 @@ TARGET static void meet_ranks(struct ranks *ranks, float *rows, int64_t count, s
     meet(worker);
 }
 
+/* Convert this process's columns of this thread's rows to the input type of `w`, which multiplies rows of `size` features. */
+TARGET static void code_columns(const struct batch *batch, const struct matrix *w, struct part from, int64_t size, int64_t first,
+                                int64_t columns, const struct worker *worker)
+{
+    for (int64_t row = worker->from; row < worker->until; ++row) {
+        struct coded to = coded_at(&batch->shared, row, size);
+        to.codes += first;
+        to.halves += first;
+        to.scales += first / CODES;
+        to.sums += first / CODES;
+        to.starts += first / CODES * 2;
+        code_row(from.first + row * from.stride, columns, wants(w), &to);
+    }
+}
+
 /* A barrier, after which every process has whole rows of what they share: [rows][size], of which this process has computed `columns`
  * from `first` on. */
 TARGET static void complete(const struct decoder *model, const struct batch *batch, float *rows, int64_t num_rows, int64_t size, int64_t first,
@@ -95,6 +110,17 @@ TARGET static void complete(const struct decoder *model, const struct batch *bat
         meet_ranks(model->ranks, rows, num_rows * size, worker);
 }
 
+/* The same, of the inputs of `w`: they have its input type then, if each process converts its own. */
+TARGET static void complete_inputs(const struct decoder *model, const struct batch *batch, const struct matrix *w, float *rows, int64_t size,
+                                   int64_t first, int64_t columns, struct worker *worker)
+{
+    if (model->own_codes && wants(w)) {
+        meet(worker);
+        code_columns(batch, w, part_of(model, batch, w, rows, size, first, columns), size, first, columns, worker);
+    }
+    complete(model, batch, rows, batch->num_rows, size, first, columns, worker);
+}
+
 /* x += W y, or x += norm(W y) after a barrier if the layer has a norm there; with RESIDUAL_AFTER, x = norm(x + W y). */
 TARGET static void residual(const struct decoder *model, const struct batch *batch, const struct matrix *w, const float *y, int64_t size,
                             struct low_terms low, const struct norm *post_norm, struct worker *worker)
@@ -103,7 +129,9 @@ TARGET static void residual(const struct decoder *model, const struct batch *bat
     float *const to = batch->added ? batch->added : apart ? batch->normed : batch->x;
     struct product job = {.w = w, .x = y, .y = to + model->first_hidden, .x_stride = size, .y_stride = model->hidden_size,
                           .num_rows = batch->num_rows, .epilogue = apart ? STORE : ADD, .scale = model->residual_scale, .low = low};
-    if (wants(w)) {
+    if (model->own_codes) {
+        job.coded = coded_at(&batch->shared, 0, size);
+    } else if (wants(w)) {
         job.coded = code_rows(batch, y, size, wants(w), worker);
         meet(worker);
     }
@@ -236,7 +264,7 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
         jobs[e].w = &w[e];
         jobs[e].x += first[e] * form.x_stride;
         jobs[e].y += first[e] * form.y_stride + first_column[e];
-        jobs[e].coded = coded_at(batch, first[e], form.x_stride);
+        jobs[e].coded = coded_at(&batch->inputs, first[e], form.x_stride);
         jobs[e].num_rows = first[e + 1] - first[e];
         wanted |= wants(&w[e]);
     }
@@ -244,7 +272,7 @@ TARGET static void multiply_lists(const struct experts *experts, const struct ba
         const int64_t rows = w[e].num_columns ? jobs[e].num_rows : 0, threads = team_size(worker->team);
         const int64_t size = !inner ? form.x_stride : e < experts->num ? experts->inner_size : experts->shared_size;
         for (int64_t row = rows * worker->thread / threads; row < rows * (worker->thread + 1) / threads; ++row) {
-            const struct coded to = coded_at(batch, first[e] + row, form.x_stride);
+            const struct coded to = coded_at(&batch->inputs, first[e] + row, form.x_stride);
             code_row(jobs[e].x + row * form.x_stride, size, wanted, &to);
         }
     }
@@ -378,11 +406,11 @@ TARGET static void multiply_heads(const struct decoder *model, const struct batc
         jobs[head].x += head * x_step;
         jobs[head].y += head * y_step;
         jobs[head].num_rows = (int32_t)rows;
-        jobs[head].coded = coded_at(batch, head * rows, size);
+        jobs[head].coded = coded_at(&batch->inputs, head * rows, size);
     }
     for (int64_t row = worker->from; row < worker->until && wants(w); ++row)
         for (int64_t head = 0; head < heads; ++head) {
-            const struct coded to = coded_at(batch, head * rows + row, size);
+            const struct coded to = coded_at(&batch->inputs, head * rows + row, size);
             code_row(jobs[head].x + row * form.x_stride, size, wants(w), &to);
         }
     meet(worker);
@@ -429,6 +457,29 @@ TARGET static void project_latents(const struct decoder *model, const struct lay
     expect((const struct matrix *const[]){layer->v_heads}, 1, batch->num_rows, worker);
 }
 
+/* Norms of the queries over all heads, and of the keys. Ends with a barrier. */
+TARGET static void norm_whole(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
+{
+    const int64_t dim = model->head_dim, all_q = model->attended_size, all_k = model->keys_size;
+    const int64_t q_width = model->num_heads * dim, kv_width = model->num_kv_heads * dim, width = q_width + 2 * kv_width;
+    if (batch->added) { /* of a key that several processes have, the first one's is added */
+        const int64_t own = model->first_attended % (all_q / all_k * dim) ? 0 : kv_width;
+        for (int64_t row = worker->from; row < worker->until; ++row) {
+            memcpy(batch->all_q + row * all_q + model->first_attended, batch->qkv + row * width, (size_t)q_width * sizeof(float));
+            memcpy(batch->all_k + row * all_k + model->first_key, batch->qkv + row * width + q_width, (size_t)kv_width * sizeof(float));
+        }
+        complete(model, batch, batch->all_q, batch->num_rows, all_q, model->first_attended, q_width, worker);
+        complete(model, batch, batch->all_k, batch->num_rows, all_k, model->first_key, own, worker);
+    }
+    for (int64_t row = worker->from; row < worker->until; ++row) {
+        float *q = batch->qkv + row * width, *k = q + q_width;
+        const float *of_q = batch->added ? batch->all_q + row * all_q : q, *of_k = batch->added ? batch->all_k + row * all_k : k;
+        scale_row(q, q, layer->q_norm, q_width, rms_factor(of_q, all_q, model->norm_eps), 0);
+        scale_row(k, k, layer->k_norm, kv_width, rms_factor(of_k, all_k, model->norm_eps), 0);
+    }
+    meet(worker);
+}
+
 TARGET static void run(const struct decoder *model, const struct batch *batch, struct team *team, int thread, float *scratch)
 {
     const int64_t hidden = model->hidden_size, dim = model->head_dim;
@@ -443,11 +494,12 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
         const struct matrix *const w[] = {&layer->q, &layer->k, &layer->v};
         float *const y[] = {batch->qkv, batch->qkv + q_width, batch->qkv + q_width + kv_width};
         struct product qkv[4];
-        struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = batch->act + model->first_inner,
-                                .x_stride = hidden, .y_stride = inner, .num_rows = batch->num_rows,
+        const int64_t columns = layer->gate_up.num_columns / (model->plain ? 1 : 2);
+        const struct part act = part_of(model, batch, &layer->down, batch->act, inner, model->first_inner, columns);
+        struct product gated = {.w = &layer->gate_up, .x = batch->normed, .y = act.first,
+                                .x_stride = hidden, .y_stride = act.stride, .num_rows = batch->num_rows,
                                 .epilogue = model->plain ? ACTIVATED : GATED, .activation = model->activation,
                                 .low = low_of(batch, index, model->plain ? LOW_UP : LOW_GATE)};
-        const int64_t columns = layer->gate_up.num_columns / (model->plain ? 1 : 2);
         const int parallel = model->residual == RESIDUAL_PARALLEL, joined = parallel && !layer->mlp_norm.weight;
         norm_rows(model, batch->normed, batch->x, &layer->input_norm, worker, 0);
         const int of_keys = model->latent_rank ? wants(&layer->latent) : wants(w[1]) | wants(w[2]);
@@ -474,14 +526,8 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             shrink(&gated, 1, worker);
             multiply(&gated, 1, worker);
         }
-        if (model->qk_norm_whole) {
-            for (int64_t row = worker->from; row < worker->until; ++row) {
-                float *q = batch->qkv + row * width, *k = q + q_width;
-                rms_norm(q, q, layer->q_norm, q_width, model->norm_eps, 0);
-                rms_norm(k, k, layer->k_norm, kv_width, model->norm_eps, 0);
-            }
-            meet(worker);
-        }
+        if (model->qk_norm_whole)
+            norm_whole(model, layer, batch, worker);
         if (!placed_when_attended(model, batch)) {
             for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
                 while (row >= batch->first_row[sequence + 1])
@@ -492,7 +538,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             meet(worker);
         }
         attention(model, layer, batch, worker);
-        complete(model, batch, batch->attended, batch->num_rows, attended, model->first_attended, q_width, worker);
+        complete_inputs(model, batch, &layer->out, batch->attended, attended, model->first_attended, q_width, worker);
         const float *mixed = batch->attended;
         int64_t mixed_width = attended;
         if (model->latent_rank) {
@@ -507,7 +553,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             expect((const struct matrix *const[]){parallel ? &layer->down : &layer->gate_up}, 1, batch->num_rows, worker);
         settle(model, batch, &layer->out, &layer->attn_post_norm, worker);
         if (parallel && batch->added) /* here, so that all have read `added` */
-            complete(model, batch, batch->act, batch->num_rows, inner, model->first_inner, columns, worker);
+            complete_inputs(model, batch, &layer->down, batch->act, inner, model->first_inner, columns, worker);
         if (!parallel) {
             norm_rows(model, batch->normed, batch->x, &layer->mlp_norm, worker, 0);
             if (layer->experts) {
@@ -520,7 +566,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             shrink(&gated, 1, worker);
             multiply(&gated, 1, worker);
             expect((const struct matrix *const[]){&layer->down}, 1, batch->num_rows, worker);
-            complete(model, batch, batch->act, batch->num_rows, inner, model->first_inner, columns, worker);
+            complete_inputs(model, batch, &layer->down, batch->act, inner, model->first_inner, columns, worker);
         }
         residual(model, batch, &layer->down, batch->act, inner, low_of(batch, index, LOW_DOWN), &layer->mlp_post_norm, worker);
         expect_next(model, index, batch, worker);

@@ -175,11 +175,23 @@ INLINE int wants(const struct matrix *w)
 }
 
 /* The rows from `row` on, of up to `size` features. */
-INLINE struct coded coded_at(const struct batch *batch, int64_t row, int64_t size)
+INLINE struct coded coded_at(const struct inputs *in, int64_t row, int64_t size)
 {
     const int64_t groups = (size + CODES - 1) / CODES;
-    return (struct coded){batch->codes + row * groups * CODES, batch->halves + row * groups * CODES, batch->scales + row * 2 * groups,
-                          batch->scales + row * 2 * groups + groups, batch->starts + row * 2 * groups, groups * CODES, groups};
+    return (struct coded){in->codes + row * groups * CODES, in->halves + row * groups * CODES, in->scales + row * 2 * groups,
+                          in->scales + row * 2 * groups + groups, in->starts + row * 2 * groups, groups * CODES, groups};
+}
+
+/* Where this process puts its columns of rows that all processes share, [num_rows][size]: in their places, or if it converts them to
+ * the input type of `w` itself, in a block of its own, which one stream reads. */
+struct part {
+    float *first;
+    int64_t stride;
+};
+INLINE struct part part_of(const struct decoder *model, const struct batch *batch, const struct matrix *w, float *rows, int64_t size,
+                           int64_t first, int64_t columns)
+{
+    return model->own_codes && wants(w) ? (struct part){rows + batch->num_rows * first, columns} : (struct part){rows + first, size};
 }
 
 /* Quantize one row. Its last group is padded with zeros. Codes are rounded to nearest even; the largest of a group becomes 127. */
