@@ -1,15 +1,17 @@
 """The leg `serve-ranks`: tokens per second of a random Mixtral, most of whose weights are experts, and of a random Llama, on one
-process and on several, and the memory of each process.
+process and on several, and the memory of each process; the Llama in bf16 on several, beside DeepSpeed's AutoTP.
 
 One process has as many threads as the others have processes, so that all use the same cores. `--measure` is one contender.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,16 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.legs import Options
-from benchmarks.report import Spread, table
+from benchmarks.peers import Peers, prepare
+from benchmarks.report import Spread, table, verdict, verdicts
 
 HIDDEN, INNER, LAYERS, EXPERTS, VOCAB = 1024, 3584, 4, 8, 4096
 BATCHES = (1, 8)  # sequences
 NEW, PROMPT = 48, 512  # tokens of each, of a prompt alone
-KINDS = {"mixture": ("one process", "ep_size", "moe_tp_size", "tp_size"), "dense": ("one process", "tp_size")}  # by model
+ONE, AUTOTP = "one process", "DeepSpeed AutoTP"
+KINDS = {"mixture": (ONE, "ep_size", "moe_tp_size", "tp_size"), "dense": (ONE, "tp_size")}  # by model
+TARGETS = {"decode 1": 0.9, "prompt": 0.95}  # over one process
+FIGURES = (*(f"decode {batch}" for batch in BATCHES), "prompt", "memory")
 CONFIG: dict[str, Any] = {
     "model_type": "mixtral",
     "vocab_size": VOCAB,
@@ -98,9 +104,31 @@ def measure(folder: str, dtype: str, split: dict[str, Any], threads: int) -> Non
             tell("prompt", PROMPT / (time.perf_counter() - began))
 
 
-def figures(folder: Path, dtype: str, kind: str, processes: int) -> dict[str, float]:
-    """Tokens per second by figure, and the most memory of a process in MB. `kind`: of KINDS."""
-    one = kind == "one process"
+def measure_autotp(folder: str, dtype: str, processes: int) -> None:
+    """The same by DeepSpeed and transformers' `generate`."""
+    import deepspeed
+    import transformers
+
+    kind, before = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], private_megabytes()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+    engine = deepspeed.init_inference(model, dtype=kind, tensor_parallel={"tp_size": processes}, replace_with_kernel_inject=False)
+    tell("memory", private_megabytes() - before)
+
+    def rate(batch: int, prompt: int, new: int) -> float:
+        ids = torch.arange(batch * prompt).view(batch, prompt) * 7 % VOCAB
+        began = time.perf_counter()
+        engine.generate(ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new, do_sample=False)
+        return batch * (new if new > 1 else prompt) / (time.perf_counter() - began)
+
+    told = [(f"decode {batch}", rate(batch, 3, NEW)) for batch in (BATCHES[0], *BATCHES)]
+    told += [("prompt", rate(1, PROMPT, 1)) for _ in range(3)]
+    for name, value in told if torch.distributed.get_rank() == 0 else ():
+        tell(name, value)
+
+
+def figures(folder: Path, dtype: str, kind: str, processes: int, peers: Peers) -> dict[str, float]:
+    """Tokens per second by figure, and the most memory of a process in MB. `kind`: of KINDS, or AUTOTP."""
+    one, autotp, env = kind == ONE, kind == AUTOTP, dict(os.environ)
     command = [
         sys.executable,
         "-m",
@@ -113,36 +141,67 @@ def figures(folder: Path, dtype: str, kind: str, processes: int) -> dict[str, fl
         str(processes if one else 1),
     ]
     if not one:
-        launch = [sys.executable, "-m", "slipstream", "run", "--quiet", "--nproc", str(processes)]
-        command = [*launch, *command[1:], "--split", kind, "--processes", str(processes)]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
-    found = [(name, float(value)) for name, _, value in (line.rpartition(" ") for line in lines if line)]
+        ours = [sys.executable, "-m", "slipstream", "run", "--quiet", "--nproc", str(processes)]
+        theirs = [str(peers.python), "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        command = [*(theirs if autotp else ours), *command[1:], "--split", kind, "--processes", str(processes)]
+    if autotp:
+        env |= peers.env() | {"OMP_NUM_THREADS": "1"}
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout.split("\n")
+    split = [line.rpartition(" ") for line in lines]
+    found = [(name, float(value)) for name, _, value in split if name in FIGURES]
     return dict(found) | {"memory": max(value for name, value in found if name == "memory")}
 
 
-def run(options: Options, dtype: str = "int4", processes: int = 2) -> str:
+def turns(options: Options, model: str, dtype: str, kinds: Sequence[str], processes: int, peers: Peers) -> list[list[str]]:
+    """Rows of the table; ratios are over the first of `kinds`."""
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), model)
+        for turn in range(options.num_rounds(3)):
+            for kind in kinds[:: 1 if turn % 2 == 0 else -1]:
+                found[kind].append(figures(Path(folder), dtype, kind, processes, peers))
+                print(f"  serve-ranks, {model}, {dtype}, {kind}: done", flush=True)
     rows = []
+    for figure in FIGURES:
+        base = [one[figure] for one in found[kinds[0]]]
+        for kind, rounds in found.items():
+            values = [one[figure] for one in rounds]
+            rows.append([f"{model}, {dtype}", figure, kind, Spread.of(values).show(1), Spread.ratio(values, base).show(2)])
+    return rows
+
+
+def reached(rows: Sequence[Sequence[str]], dtype: str, figure: str, kind: str) -> float:
+    """The median of a row's ratio."""
+    return next(float(row[4].split()[0]) for row in rows if row[:3] == [f"dense, {dtype}", figure, kind])
+
+
+def run(options: Options, dtype: str = "int4", processes: int = 2) -> str:
+    peers, rows = prepare(options.peers), []
     for model, kinds in KINDS.items():
-        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder), model)
-            for turn in range(options.num_rounds(3)):
-                for kind in kinds[:: 1 if turn % 2 == 0 else -1]:
-                    found[kind].append(figures(Path(folder), dtype, kind, processes))
-                    print(f"  serve-ranks, {model}, {kind}: done", flush=True)
-        for figure in (*(f"decode {batch}" for batch in BATCHES), "prompt", "memory"):
-            base = [one[figure] for one in found["one process"]]
-            for kind, rounds in found.items():
-                values = [one[figure] for one in rounds]
-                rows.append([model, figure, kind, Spread.of(values).show(1), Spread.ratio(values, base).show(2)])
+        rows += turns(options, model, dtype, kinds, processes, peers)
+    judgments = [
+        verdict(f"{figure}, {processes} processes over one, dense", reached(rows, dtype, figure, "tp_size"), least, at_least=True)
+        for figure, least in TARGETS.items()
+    ]
+    peer_rows: list[list[str]] = []
+    if peers.python is not None:
+        peer_rows = turns(options, "dense", "bf16", (AUTOTP, "tp_size"), processes, peers)
+        judgments += [
+            verdict(f"{figure}, over {AUTOTP}", reached(peer_rows, "bf16", figure, "tp_size"), 2.0, at_least=True)
+            for figure in FIGURES[:-1]
+        ]
+    head = ["model", "figure", "processes", "tok/s, MB"]
     return "\n\n".join(
         (
             f"A random Mixtral (width {HIDDEN:,}, {LAYERS} layers of {EXPERTS} experts of {INNER:,} features) and a Llama (an MLP "
             f"of {2 * INNER:,}), {dtype}, on {processes} cores: one process of {processes} threads, or {processes} of one thread, "
             "which have whole experts (ep_size), columns of each (moe_tp_size) or of all products (tp_size). Tokens per second of "
             f"1 and 8 sequences ({NEW} new tokens of each) and of a prompt ({PROMPT} tokens, the last of three); MB of private "
-            "memory of the largest process; median (min-max) of the rounds.",
-            table(["model", "figure", "processes", "tok/s, MB", "over one process"], rows),
+            "memory of the largest process; median (min-max) of the rounds. The Llama in bf16 beside DeepSpeed's AutoTP (gloo and "
+            f"its shared memory, transformers' `generate`), {processes} processes of one thread; {peers}.",
+            table([*head, "over one process"], rows),
+            *([table([*head, f"over {AUTOTP}"], peer_rows)] if peer_rows else []),
+            verdicts(judgments),
         )
     )
 
@@ -155,6 +214,8 @@ def main() -> None:
     parser.add_argument("--split")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
+    if options.split == AUTOTP:
+        return measure_autotp(options.measure, options.dtype, options.processes)
     measure(options.measure, options.dtype, {options.split: options.processes} if options.split else {}, options.threads)
 
 
