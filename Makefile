@@ -11,7 +11,7 @@
 #   make test-clients       accelerate, transformers' Trainer, PEFT and TRL with Slipstream's deepspeed package
 #   make test-clients-smoke one test of each, as CI runs them
 #   make test-agents        OpenAI's Agents SDK, pydantic-ai and lm-eval and OpenTelemetry with the server; part of test-all
-#   make test-clusters      Ray Train, Spark, Slurm (Debian's slurm-wlm) and the files of examples/deploy; part of test-all
+#   make test-clusters      Ray Train, Spark, Slurm (Debian's slurm-wlm), notebooks, the files of examples/deploy; part of test-all
 #   make lint               ruff, codespell and mypy
 #   make bench              25 min: training and serving against DeepSpeed, FSDP2, DDP, vLLM, llama.cpp, into benchmarks/RESULTS.md
 #   make bench-all          all other benchmarks, about 2.5 hours (ARGS="LEG ..." selects some, ARGS=--quick is a short check)
@@ -88,7 +88,7 @@ test-clients-smoke: $(CLIENTS)/.ready
 	SLIPSTREAM_TEST_CLIENTS=1 $(CLIENTS)/bin/python -m pytest -m smoke tests/clients $(ARGS)
 
 test-clusters: $(CLUSTERS)/$(PINNED)
-	$(CLUSTERS)/bin/python -m pytest -m "slow or not slow" tests/unit/test_deploy.py tests/dist/test_ray.py tests/dist/test_slurm.py $(ARGS)
+	$(CLUSTERS)/bin/python -m pytest -m "slow or not slow" tests/unit/test_deploy.py tests/dist/test_ray.py tests/dist/test_slurm.py tests/dist/test_notebook.py $(ARGS)
 
 test-agents: $(AGENTS)/$(PINNED)
 	$(AGENTS)/bin/python -m pytest -m "slow or not slow" -n0 tests/inference/test_agents.py \
