@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -232,6 +233,7 @@ def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str
     assembled.engine.prepare()
     gc.collect()
     gc.freeze()  # a collection would write to every object, and so copy its page
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of the threads of numpy's BLAS: it ends them before a fork
     connection.sendall(wire.frame_of([["loaded"]]))
     while True:
         # Not by `Link`: a buffered reader would lose the descriptors. The server waits for each answer before it asks again.
