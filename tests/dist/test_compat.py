@@ -1,6 +1,7 @@
 """DeepSpeed's API on two ranks: models built in shards, gathered parameters, states of a rank's own part."""
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,17 @@ def test_one_reduction_of_several_backwards(transport: str) -> None:
             ours.coalesce_grad_reduction().__enter__()
         ours.destroy()
         reference.destroy()
+
+
+@distributed(world_size=2)
+def test_a_schedule_of_torch_by_name_follows_the_engine_without_a_warning() -> None:
+    """It steps the returned optimizer's rates; torch warns if that optimizer's step is not the one that it has wrapped."""
+    config = toy.settings(2, scheduler={"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}})
+    engine, optimizer, _, scheduler = initialize(model=toy.seeded(toy.Lm), config=config)
+    rate = optimizer.param_groups[0]["lr"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        toy.step(engine, toy.tokens(engine.rank, 0))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1).step()  # a user's own, made of it
+    assert scheduler.optimizer is optimizer and optimizer.param_groups[0]["lr"] == pytest.approx(rate * 0.5 * 0.1)
+    engine.destroy()

@@ -41,6 +41,8 @@ class OptimizerHandle(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError("optimizer.step() is not supported: call engine.step(), which also reduces, clips and publishes")
 
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so do those whose `optimizer` becomes this one
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.zero_grad()
 
