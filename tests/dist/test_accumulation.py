@@ -213,8 +213,13 @@ def test_a_loop_that_steps_once_a_window_is_warned() -> None:
         assert "4 backward passes in a window of 2 micro-batches: call engine.step() after each" in messages[0]
         assert "engine.step() without a backward" in messages[1]
         messages.clear()
-        engine.destroy()
-        idle.destroy()
+        chosen = toy.make(toy.seeded(toy.Lm), stage, gradient_accumulation_steps=2)
+        for micro in range(4):
+            chosen.set_boundary(micro == 3)
+            toy.step(chosen, toy.tokens(0, 0, micro))
+        assert chosen.step_applied and not messages, "a longer window by hand is no mistake"
+        for each in (engine, idle, chosen):
+            each.destroy()
     logging.getLogger("slipstream").removeHandler(handler)
 
 

@@ -334,3 +334,52 @@ def test_a_pipeline_drops_the_same_blocks(style: str, recompute: int) -> None:
         for one, other in zip(mine.parameters() if mine is not None else (), layer.parameters(), strict=mine is not None):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     engine.destroy()
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"mesh": {"pp": 2}},
+    {"mesh": {"pp": 2}, "activations": "recompute"},
+    {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}},
+]
+
+
+@distributed(world_size=2)
+def test_stages_and_shares_of_tokens_of_an_unmodified_model() -> None:
+    """What connects the first and the last block to other ranks happens also where they are dropped, and to what they add."""
+    transformers = pytest.importorskip("transformers")
+
+    def train(own: dict[str, Any]) -> list[float]:
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=5, **sizes))
+        engine, *_ = slipstream.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 3,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+                "progressive_layer_drop": {"enabled": True, "theta": 0.2, "gamma": 10.0},
+                "zero_optimization": {"stage": 1},
+                "slipstream": own,
+            },
+        )
+        found = []
+        for step in range(4):
+            ids = torch.randint(64, (3, 2, 8), generator=torch.Generator().manual_seed(step))
+            batches = [{"input_ids": each, "labels": each} for each in ids]
+            if engine.mesh.pp.size > 1:
+                found.append(float(engine.train_batch(iter(batches))))
+            else:
+                losses = []
+                for each in batches:
+                    losses.append(loss := engine(**each).loss)
+                    engine.backward(loss)
+                    engine.step()
+                found.append(sum(loss.item() for loss in losses) / 3)
+            found.append(engine.global_grad_norm)
+        engine.destroy()
+        return found
+
+    expected = train({})  # both ranks have the same batches
+    for own in LAYOUTS:
+        assert train(own) == pytest.approx(expected, rel=1e-4), own

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.config.plan import PipelinePlan
+from slipstream.parallel.around import connect_before, connect_behind
 from slipstream.parallel.layers import TIMINGS, partition, partition_balanced, partition_uniform
 from slipstream.parallel.module import Tied, loop_stages, v_stages
 from slipstream.parallel.slicing import gather_behind, scatter_before
@@ -170,13 +171,13 @@ class DecoderChunk(nn.Module):
         base: Any = part.base_model
         base.register_forward_hook(self._collect_routers)
         if not self.is_first:
-            blocks[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+            connect_before(blocks[0], self._enter)
             if owner.tokens is not None:
                 scatter_before(blocks[0], owner.tokens)
         if not self.is_last:
             if owner.tokens is not None:
                 gather_behind(blocks[-1], owner.tokens)
-            blocks[-1].register_forward_hook(self._leave)
+            connect_behind(blocks[-1], self._leave)
 
     def forward(self, x: Any, batch: Any = None) -> Any:
         """Return the hidden states (and router logits) for the next stage; the last one returns the model's output."""

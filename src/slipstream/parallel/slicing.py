@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.config.plan import TensorPlan
 from slipstream.parallel import tensor
+from slipstream.parallel.around import connect_before, connect_behind
 from slipstream.parallel.exchange import enter, even_shares, leave
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.sequence import Heads, deal_heads
@@ -607,12 +608,12 @@ class _Slicing:
 
 def scatter_before(block: nn.Module, slices: Slices) -> None:
     """Let a block, and those that follow, have this rank's share of the tokens."""
-    block.register_forward_pre_hook(_first_input(slices.scatter_tokens), with_kwargs=True)
+    connect_before(block, _first_input(slices.scatter_tokens))
 
 
 def gather_behind(block: nn.Module, slices: Slices) -> None:
     """Let what follows a block have all tokens again."""
-    block.register_forward_hook(_first_output(slices.gather_tokens))
+    connect_behind(block, _first_output(slices.gather_tokens))
 
 
 def _all_router_logits(slices: Slices) -> Callable[..., None]:

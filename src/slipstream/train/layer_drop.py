@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
-from slipstream.train.around import first_of, unwrap, with_first, wrap
+from slipstream.parallel.around import first_of, unwrap, with_first, wrap
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks
 from slipstream.zero.wrap import repeated_blocks

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from slipstream.config.plan import Plan
 from slipstream.data.sampler import generator_of
 from slipstream.data.schedules import fixed_root
-from slipstream.train.around import Around, first_of, unwrap, with_first, wrap
+from slipstream.parallel.around import Around, first_of, unwrap, with_first, wrap
 from slipstream.zero.wrap import repeated_blocks
 
 if TYPE_CHECKING:

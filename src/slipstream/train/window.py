@@ -62,7 +62,7 @@ class AccumulationWindow:
                 "engine.step() without a backward since the last one: gradients are zero, but momentum and weight decay may "
                 "still change the weights"
             )
-        elif batch.managed and batch.accumulation > 1 and backwards > batch.accumulation:
+        elif self.forced is None and batch.managed and batch.accumulation > 1 and backwards > batch.accumulation:
             warning = (
                 f"{backwards} backward passes in a window of {batch.accumulation} micro-batches: call engine.step() after each "
                 f"backward (it updates after the last), or set managed_gradient_accumulation to false and call it once per window"

@@ -2,6 +2,9 @@
 
 `wrap` gives a module a class of its own below its class, whose `__call__` runs the wrappers and at last the module. `__call__` and
 not `forward`: hooks and recompute then see what the innermost call sees. Copies and pickles have the module's own class.
+
+`connect_before` and `connect_behind` connect a block to others: what they do happens outside of all wrappers, since one of these
+may leave the block out, or change its output. Without wrappers they are hooks, so that all blocks of a model have one class.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import nn
 
 Around = Callable[..., Any]  # called with the module, its call, and the call's arguments; returns the module's output
 _WRAPPERS = "_slipstream_around"  # attribute of a wrapped module
+_BEFORE, _BEHIND = "_slipstream_before", "_slipstream_behind"  # attributes: what connects a block
 _CLASSES: dict[type, type] = {}
 
 
@@ -25,7 +29,12 @@ class _Wrapped:
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]
         for around in vars(self)[_WRAPPERS]:
             call = partial(around, self, call)
-        return call(*args, **kwargs)
+        for change in vars(self).get(_BEFORE, ()):
+            args, kwargs = change(self, args, kwargs) or (args, kwargs)
+        output = call(*args, **kwargs)
+        for change in vars(self).get(_BEHIND, ()):
+            output = _changed(output, change(self, args, output))
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in vars(self).items() if name != _WRAPPERS}
@@ -52,6 +61,30 @@ def unwrap(module: nn.Module, around: Around) -> None:
     if isinstance(module, _Wrapped) and not wrappers:
         del vars(module)[_WRAPPERS]
         module.__class__ = type(module).__mro__[2]
+
+
+def connect_before(block: nn.Module, change: Callable[..., Any]) -> None:
+    """Change a block's arguments, outside of its wrappers: `change(block, args, kwargs)` returns new ones, or None."""
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if isinstance(module, _Wrapped) else change(module, args, kwargs)
+
+    vars(block).setdefault(_BEFORE, []).append(change)
+    block.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def connect_behind(block: nn.Module, change: Callable[..., Any]) -> None:
+    """Change a block's output, outside of its wrappers: `change(block, args, output)` returns a new one, or None."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return None if isinstance(module, _Wrapped) else change(module, args, output)
+
+    vars(block).setdefault(_BEHIND, []).append(change)
+    block.register_forward_hook(hook)
+
+
+def _changed(value: Any, new: Any) -> Any:
+    return value if new is None else new
 
 
 def first_of(output: Any) -> Any:
