@@ -1,6 +1,7 @@
 """The leg `replicas`: engines in processes of their own. Tokens per second of two engines with a core each over one on one core,
-all clients included; prefix hits of two over one's; the processor time of a token in an engine's process beside its computation;
-the longest gap in a stream while others send requests that are expensive to prepare.
+all clients included; prefix hits of two over one's; their memory, and the return of one that is killed; the processor time of a
+token in an engine's process beside its computation; the longest gap in a stream while others send requests that are expensive to
+prepare.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -77,6 +80,50 @@ def hits(*options: str) -> float:
         text = connection.getresponse().read().decode()
     cached, total = (float(re.search(rf"^slipstream_{name}_tokens_total (\S+)", text, re.M)[1]) for name in ("cached", "prompt"))  # type: ignore[index]
     return cached / total
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+def own_megabytes(pids: Sequence[int]) -> float:
+    """Memory of processes, in which what several share counts once."""
+    text = "".join(Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids)
+    return sum(map(int, re.findall(r"^Pss_Anon:\s+(\d+)", text, re.M))) / 1024
+
+
+def killed(streams: int = 8) -> tuple[float, list[float]]:
+    """Seconds from the SIGKILL of one of two replicas, while both work, until both serve again; and the memory of the processes of
+    one engine and of two, without the spare."""
+    sizes = []
+    for options in (("--replicas", "1"), TWO):
+        with server(*options) as (address, pid), ThreadPoolExecutor(streams) as clients:
+            body = json.dumps({"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True})
+
+            def ask(_: int, address: str = address, body: str = body) -> None:
+                connection = http.client.HTTPConnection(address, timeout=stall.TIMEOUT)
+                connection.request("POST", stall.COMPLETIONS, body, {"Content-Type": "application/json"})
+                connection.getresponse().read()
+
+            answers = [clients.submit(ask, number) for number in range(streams)]
+            time.sleep(3)
+            zygote = next(child for child in children(pid) if children(child))
+            replicas = children(zygote)
+            sizes.append(own_megabytes([zygote, *replicas]))
+            os.kill(replicas[-1], signal.SIGKILL)
+            began, down = time.monotonic(), False
+            while time.monotonic() - began < 60:
+                connection = http.client.HTTPConnection(address, timeout=stall.TIMEOUT)
+                connection.request("GET", "/health")
+                ready = json.loads(connection.getresponse().read()).get("replicas") == ["ready"] * len(replicas)
+                down = down or not ready
+                if down and ready:
+                    break
+                time.sleep(0.01)
+            seconds = time.monotonic() - began
+            for answer in answers:
+                answer.result()
+    return seconds, sizes
 
 
 class Idle:
@@ -151,10 +198,12 @@ def run(options: Options) -> str:
     times = [[token_time(wired) for _ in range(rounds)] for wired in (False, True)]
     alone, wired = (median(each) for each in times)
     loads = [load for load in stall.LOADS if load.name in LOADS[: 1 if options.quick else None]]
+    back, sizes = killed()
     gaps = [stall.measure(load.name, lambda address, load=load: stall.send(address, load), *TWO) for load in loads]  # type: ignore[misc]
     rows = [
         ["output tokens per second", f"{one:.0f}", f"{two:.0f}"],
         ["tokens of prompts that were cached", f"{known[0]:.3f}", f"{known[1]:.3f}"],
+        ["MB of engines' processes", *(f"{size:.0f}" for size in sizes)],
     ]
     return "\n\n".join(
         (
@@ -169,6 +218,7 @@ def run(options: Options) -> str:
                     verdict("tokens per second of two over one", median(b / a for a, b in pairs), 1.9, at_least=True),
                     verdict("prefix hits of two over one's", known[1] / known[0], 0.9, at_least=True),
                     verdict("us of a token for HTTP in the engine's process", wired - alone, 60, digits=0),
+                    verdict("seconds until a killed replica serves again, under load", back, 5.0),
                     verdict("ms of the longest gap of another stream", max(float(row[1]) for row in gaps), 50, digits=0),
                 ]
             ),
