@@ -392,6 +392,7 @@ _LTD = {
 _EFFICIENT = {**_ON, "seed": 1234, "data_sampling": _SAMPLED, "data_routing": {**_ON, "random_ltd": _LTD}}
 TEXTS["data-efficiency"] = json.dumps(having(MEGATRON, data_efficiency=_EFFICIENT), indent=2)
 TEXTS["hybrid"] = json.dumps(having(CHAT, hybrid_engine__enabled=True), indent=2)
+TEXTS["hybrid-sliced"] = json.dumps(having(CHAT, hybrid_engine__enabled=True, hybrid_engine__inference_tp_size=2), indent=2)
 TEXTS["tensorboard"] = json.dumps(having(CHAT, tensorboard__enabled=True), indent=2)
 TEXTS["wandb"] = json.dumps(trainer(2, wandb={"enabled": True, "project": "p"}), indent=2)
 TEXTS["sparse"] = json.dumps(having(BERT, sparse_attention={"mode": "fixed", "block": 16, "num_local_blocks": 4}), indent=2)
@@ -404,6 +405,5 @@ REFUSED_CONFIGS: dict[str, tuple[Config, str]] = {
     "unknown-in-block": (trainer(2, zero_optimization__sharding_strategy="full"), "sharding_strategy"),
     "both-halves": (trainer(2, fp16__enabled=True, bf16__enabled=True), "bf16.enabled"),
     "batch-triad": (having(MEGATRON, gradient_accumulation_steps=7), "train_batch_size"),
-    "hybrid": (having(CHAT, hybrid_engine__enabled=True, hybrid_engine__inference_tp_size=2), "hybrid_engine.inference_tp_size"),
 }
 REFUSED: dict[str, tuple[str, str]] = {name: (json.dumps(config), named) for name, (config, named) in REFUSED_CONFIGS.items()}

@@ -205,7 +205,6 @@ def test_memory_between_rollouts() -> None:
 def test_rollouts_that_are_refused() -> None:
     for model, settings, why in (
         (toy.Lm, ON, "Lm is no model of transformers that generates; set hybrid_engine.enabled to false"),
-        (llama, ON | {"inference_tp_size": 2}, "hybrid_engine.inference_tp_size is 2"),
     ):
         with pytest.raises(ValueError, match=why):
             toy.make(model(), 0, "gloo", hybrid_engine=settings)

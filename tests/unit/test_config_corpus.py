@@ -1,4 +1,4 @@
-"""Configurations as they are out there: at least 95 % are accepted, and each refusal is a sentence with a remedy."""
+"""Configurations as they are out there: at least 96 % are accepted, and each refusal is a sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_corpus_is_large_and_its_files_differ() -> None:
     assert len(texts) >= 100 and len({text.replace(" ", "") for text in texts}) == len(texts)
 
 
-def test_at_least_95_percent_are_accepted() -> None:
+def test_at_least_96_percent_are_accepted() -> None:
     refused = {}
     for name, text in TEXTS.items() | {name: text for name, (text, _) in REFUSED.items()}.items():
         try:
@@ -42,7 +42,7 @@ def test_at_least_95_percent_are_accepted() -> None:
             refused[name] = str(error)
     assert set(refused) == set(REFUSED), {name: refused.get(name) for name in set(refused) ^ set(REFUSED)}
     accepted = len(TEXTS) / (len(TEXTS) + len(REFUSED))
-    assert accepted >= 0.95, f"{accepted:.1%}"
+    assert accepted >= 0.96, f"{accepted:.1%}"
 
 
 @pytest.mark.parametrize("name", REFUSED)

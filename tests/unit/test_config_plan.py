@@ -486,7 +486,6 @@ TRAINED = {key for key in HONORED if not key.startswith("autotuning.")}  # the o
 CHECKED = {"data_parallel_size", "sequence_parallel_size", "pipeline.stages", "slipstream.unknown_keys"}
 CHECKED |= {"tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"}  # sizes of an axis, as the two above
 CHECKED |= {"expert_parallel.enabled"}  # else autoep_size counts as 1
-CHECKED |= {"hybrid_engine.inference_tp_size"}  # refused above 1
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 
 
@@ -811,7 +810,6 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.adaptive_batch.scale_lr": st.sampled_from(["none", "Sqrt", "linear"]),
     "hybrid_engine.enabled": flags,
     "hybrid_engine.max_out_tokens": st.integers(1, 999),
-    "hybrid_engine.inference_tp_size": st.sampled_from([1, 1, 2]),
     "hybrid_engine.release_inference_cache": flags,
     "checkpoint.load_universal": flags,
     "checkpoint.writer.decoupled": flags,

@@ -157,7 +157,7 @@ PLANS: Mapping[str, tuple[Config, ...]] = {
     ),
     "checkpoints": ({}, {"checkpoint.writer.decoupled": True}),
     "compile": ({}, {"compile.backend": "eager"}, {"compile.enabled": True}),
-    "rollouts": ({"hybrid_engine.enabled": True}, {"hybrid_engine.enabled": True, "hybrid_engine.inference_tp_size": 2}),
+    "rollouts": ({}, {"hybrid_engine.enabled": True}),
     "fused": ({}, {"slipstream.fused_layers": True}),
     "trace": ({}, {"slipstream.trace.steps": [3, 2]}),
     "noise": (

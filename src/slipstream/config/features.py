@@ -161,9 +161,7 @@ class HybridEngine(Block):
     max_out_tokens: Count = honored(
         512, "Tokens of a prompt and its answer together; the model's context if that is less.", "test_limits_of_rollouts"
     )
-    inference_tp_size: Count = honored(
-        1, "1: each rank answers its own prompts. Other sizes are refused.", "test_rollouts_that_are_refused"
-    )
+    inference_tp_size: Count = no_effect(1, "each rank answers its own prompts, with a whole copy of the weights")
     release_inference_cache: bool = honored(
         False,
         "Free the memory of generation, its copy of the weights included, after each call; the next call is collective.",

@@ -383,11 +383,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "use tp 1{c.instead}, or drop it",
     ),
     Refusal(
-        lambda c: c.plan.rollouts and c.values["hybrid_engine.inference_tp_size"] > 1,
-        "hybrid_engine.inference_tp_size is {c.values[hybrid_engine.inference_tp_size]}, and each rank answers its own prompts "
-        "with the whole model; set it to 1",
-    ),
-    Refusal(
         lambda c: c.plan.rollouts and c.plan.mesh.pp > 1,
         "hybrid_engine is not built with pipelines (pp {c.plan.mesh.pp}); drop it, and give a server engine.named_weights()",
     ),
