@@ -142,10 +142,10 @@ def figures(folder: Path, dtype: str, kind: str, processes: int, peers: Peers) -
     ]
     if not one:
         ours = [sys.executable, "-m", "slipstream", "run", "--quiet", "--nproc", str(processes)]
-        theirs = [str(peers.python), "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        theirs = [str(peers.python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command = [*(theirs if autotp else ours), *command[1:], "--split", kind, "--processes", str(processes)]
-    if autotp:
-        env |= peers.env() | {"OMP_NUM_THREADS": "1"}
+    if autotp:  # LOCAL_SIZE: as its launcher sets it; without, its sums over shared memory crash
+        env |= peers.env() | {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(processes)}
     lines = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout.split("\n")
     split = [line.rpartition(" ") for line in lines]
     found = [(name, float(value)) for name, _, value in split if name in FIGURES]
