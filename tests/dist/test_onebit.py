@@ -532,3 +532,26 @@ def test_what_the_log_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         assert len([record for record in said if re.search(pattern, record.getMessage())]) == 1, pattern
     warnings = [record.getMessage() for record in said if record.levelname == "WARNING"]
     assert any("no effect" in text for text in warnings) and any("are dense" in text for text in warnings)
+
+
+@distributed(world_size=2)
+def test_stages_treat_a_tied_embedding_alike() -> None:
+    """In the first stage it is an embedding, in the last the head: both send it as rows, or they would wait for each other."""
+    transformers = pytest.importorskip("transformers")
+
+    def train(**blocks: Any) -> list[float]:
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes))
+        config = toy.settings(0, gradient_accumulation_steps=2, slipstream={"mesh": {"pp": 2}, "timeout_s": 30}, **blocks)
+        engine, *_ = slipstream.initialize(model=model, config=config)
+        ids = torch.randint(64, (2, 2, 8), generator=torch.Generator().manual_seed(1))
+        losses = [float(engine.train_batch(iter([{"input_ids": each, "labels": each} for each in ids]))) for _ in range(5)]
+        engine.destroy()
+        return losses
+
+    rate = {"lr": 1e-2}
+    plain = train(optimizer={"type": "AdamW", "params": rate})
+    assert train(optimizer={"type": "AdamW", "params": rate}, sparse_gradients=True) == plain
+    signs = train(optimizer={"type": "OneBitAdam", "params": rate | {"freeze_step": 2}})
+    assert signs[:3] == pytest.approx(plain[:3], rel=1e-6) and signs[4] < signs[2]

@@ -52,7 +52,7 @@ from slipstream.train.engine import Engine
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.loaders import Loader, build_loader, scaled_schedule
 from slipstream.train.local_steps import LocalSteps
-from slipstream.train.pipeline import kept, pipeline_engine, prepare
+from slipstream.train.pipeline import agree_on_kinds, kept, pipeline_engine, prepare
 from slipstream.train.precision import Precision
 from slipstream.train.progress import log_layout, log_plan
 from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, warn_of_frozen
@@ -134,6 +134,8 @@ def initialize(
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
     _check_optimizer(model, inner, scheduler, mesh)
     mark_kinds(model, plan, inner, rule)
+    if isinstance(model, PipelineModule | PipelinedDecoder):
+        agree_on_kinds(model, mesh)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     cut.connect(engine)
     connect_changes(engine)

@@ -39,7 +39,7 @@ from slipstream.world.mesh import Mesh
 from slipstream.world.watch import PeerError
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import tensors_in
-from slipstream.zero.leaves import mark_tied
+from slipstream.zero.leaves import keep_apart, kind_of, mark_tied
 
 logger = logging.getLogger(__name__)
 
@@ -526,6 +526,19 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
         for stage, name in tied.places if len(ranks) > 1 else ():
             if stage in module.stages:
                 mark_tied(module.get_parameter(name), ranks)
+
+
+def agree_on_kinds(module: Any, mesh: Mesh) -> None:
+    """Let all stages that share a parameter communicate its gradients in one way: it may be an embedding in one, a head in another.
+
+    Collective over the pipeline, after each stage has marked its own (`keep_apart`).
+    """
+    places = [(tied.key, name) for tied in module.tied for stage, name in tied.places if stage in module.stages]
+    own = [(key, kind) for key, name in places if (kind := kind_of(module.get_parameter(name)))]
+    found = dict(sorted(itertools.chain.from_iterable(gather_objects(own, mesh.pp)), reverse=True))  # dense before rows
+    for key, name in places:
+        if key in found:
+            keep_apart(module.get_parameter(name), found[key])
 
 
 def kept(params: Iterable[Any], module: nn.Module, whole: nn.Module) -> list[Any]:
