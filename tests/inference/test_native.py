@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -219,6 +220,65 @@ def test_the_same_bits_in_every_batch(kind: str, cache: torch.dtype, family: str
     assert many.run([(shared, 128, 150)])[0].equal(expected[-1])
     alone.close()
     together.close()
+
+
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "two key-value heads": ("Llama", {}),
+    "one": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),  # two tiles of queries for each row
+    "window": ("Mistral", {"sliding_window": 300}),
+    "windows of some layers": ("Gemma2", {"sliding_window": 300, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24}),
+}
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512bf16"])
+@pytest.mark.parametrize("case", LONG)
+def test_ranges_of_a_long_context_change_no_bits(case: str, isa: str) -> None:
+    """600 positions are three ranges, which one thread sums, or several do: as in plain torch, and the same bits in any chunks,
+    beside other requests and on 1, 2 and 3 threads."""
+    used, length = cpu.isa(), 600
+    if not cpu.use_isa(isa):
+        pytest.skip(f"this processor lacks {isa}")
+    family, sizes = LONG[case]
+    config, weights = weights_of("float32", family, max_position_embeddings=1024, **sizes)
+    rng = random.Random(case)
+    prompt = [rng.randrange(config.vocab_size) for _ in range(length)]
+    cache = KVCache(head_shapes(config), num_blocks=38, block_size=16, dtype=torch.float32)
+    plain = Requests(Decoder(config, weights, cache, torch.float32), 0)
+    expected = []
+    try:
+        for threads in (1, 2, 3):
+            runner = NativeDecoder(config, weights, num_blocks=80, cache_dtype=torch.float32, threads=threads)
+            side = Requests(runner, threads)
+            long, others = side.request(prompt), [side.request([token]) for token in range(30)]
+            for start, stop in pairwise((0, 250, 511, 513, length - 1)):  # of 513: rows that see two and three ranges
+                side.run([(long, start, stop)])
+            expected += side.run([(long, length - 1, length)])
+            expected += side.run([(long, length - 1, length), *((one, 0, 1) for one in others)])[:1]
+            expected += side.run([(long, 0, length)])
+            runner.close()
+        torch.testing.assert_close(expected[0], plain.run([(plain.request(prompt), 0, length)])[0], rtol=1e-3, atol=1e-3)
+        assert all(logits.equal(expected[0]) for logits in expected)
+    finally:
+        assert cpu.use_isa(used)
+
+
+def test_a_broken_token_in_another_range_leaves_the_rows_before_it_whole() -> None:
+    """Rows 255 and 256 are one tile, whose first does not see the range of the second."""
+    config, weights = weights_of("float32", max_position_embeddings=512, num_attention_heads=2, num_key_value_heads=2)
+    weights.embed = weights.embed.clone()
+    weights.embed[5] = torch.nan
+    prompt = [6 + i % 90 for i in range(256)]
+    logits = []
+    for token in (7, 5):
+        runner = NativeDecoder(config, weights, num_blocks=20, cache_dtype=torch.float32, threads=2)
+        side = Requests(runner, 0)
+        one = side.request([*prompt, token])
+        side.run([(one, 0, 255)])
+        one.tokens = prompt
+        logits.append(torch.as_tensor(runner.forward(Batch((Chunk(one, 255, 256, draft=(token,)),), ()))).clone())
+        runner.close()
+    assert logits[0].isfinite().all()
+    assert logits[1][0].equal(logits[0][0]) and logits[1][1].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ struct team {
     const struct sampling *rows; /* of a choice of tokens */
     int64_t num_rows, vocab_size, *tokens;
     const struct decoder_isa *isa;
+    float *sums; /* [slots][sums_size] of ranges of positions */
+    atomic_int *ended; /* [slots] how many items of a tile, in one of its slots; 0 between layers */
+    int64_t sums_size, num_slots, num_sums;
     char *inputs; /* of a product on its own */
     size_t input_bytes;
     int num_stages;
@@ -94,6 +97,16 @@ int64_t team_next(struct team *team, int stage, int thread, int64_t total)
 }
 
 int team_size(const struct team *team) { return team->size; }
+
+float *team_sums(struct team *team, int64_t slot) { return team->sums + slot * team->sums_size; }
+
+int team_ends(struct team *team, int64_t slot, int64_t items)
+{
+    if (atomic_fetch_add_explicit(&team->ended[slot], 1, memory_order_acq_rel) < items - 1)
+        return 0;
+    atomic_store_explicit(&team->ended[slot], 0, memory_order_relaxed);
+    return 1;
+}
 
 /* Arrivals are released and acquired, so that all of a process's writes before a meeting are visible after it. Who sleeps counts
  * itself first, and who arrives looks at the count afterwards: one of both sees the other. */
@@ -163,6 +176,8 @@ SLIPSTREAM_API void slipstream_team_free(struct team *team)
     for (int i = 0; i < team->size; ++i)
         free(team->scratch[i]);
     free(team->next);
+    free(team->sums);
+    free(team->ended);
     free(team->inputs);
     pthread_mutex_destroy(&team->mutex);
     pthread_cond_destroy(&team->posted);
@@ -220,6 +235,39 @@ static int prepare(struct team *team, int64_t scratch_bytes, int stages)
     return 0;
 }
 
+/* Memory for the sums of the ranges that are items in one layer. */
+static int prepare_sums(struct team *team, const struct decoder *model, const struct batch *batch)
+{
+    int64_t slots = 0;
+    for (int i = batch->first_layer; i < batch->until_layer; ++i) {
+        const struct layer *layer = &model->layers[i];
+        if (i > batch->first_layer && layer->window == layer[-1].window)
+            continue;
+        const int64_t most = most_together(model, layer, batch, team->size);
+        int64_t needed = 0;
+        for (int sequence = 0; sequence < batch->num_sequences; ++sequence)
+            if (ranges_of(layer, batch, sequence) > most)
+                needed += items_of(model, layer, batch, sequence, most);
+        slots = needed > slots ? needed : slots;
+    }
+    team->sums_size = ROWS * SUMS(model->head_dim);
+    if (slots * team->sums_size > team->num_sums) {
+        free(team->sums);
+        team->sums = aligned_alloc(64, (size_t)(slots * team->sums_size) * sizeof(float));
+        team->num_sums = team->sums ? slots * team->sums_size : 0;
+        if (!team->sums)
+            return -1;
+    }
+    if (slots > team->num_slots) {
+        free(team->ended);
+        team->ended = calloc((size_t)slots, sizeof *team->ended);
+        team->num_slots = team->ended ? slots : 0;
+        if (!team->ended)
+            return -1;
+    }
+    return 0;
+}
+
 /* Four widened panels. */
 static int64_t scratch_to_multiply(int64_t features) { return features * 4 * PANEL * (int64_t)sizeof(float); }
 
@@ -261,7 +309,7 @@ static void run_all(struct team *team, void (*task)(struct team *, int thread))
 /* Run one forward; returns -1 if memory is short, -2 if another process is lost. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
 {
-    if (prepare(team, scratch_to_multiply(widest_of(model)), model->num_layers * 10 + 1))
+    if (prepare(team, scratch_to_multiply(widest_of(model)), model->num_layers * 10 + 1) || prepare_sums(team, model, batch))
         return -1;
     team->model = model;
     team->batch = batch;

@@ -2,8 +2,8 @@
  * instruction set.
  *
  * [Note: Batch invariance] Every computed element has its own accumulator, which adds its terms in a fixed order, over the input
- * features (matrices) or over positions in blocks counted from 0 (attention), whatever else is in the batch. Tiles group
- * independent accumulators; they never split one. So, with one instruction set, the logits of a token are bit-identical alone,
+ * features (matrices) or over positions (attention: [Note: Ranges]), whatever else is in the batch. Tiles group independent
+ * accumulators; they never split one. So, with one instruction set, the logits of a token are bit-identical alone,
  * in any batch, with any chunking of the prompt, and from cached prefixes. A masked position adds 0 * value, which changes
  * nothing: the cache holds finite numbers only.
  */
@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #define PANEL 16 /* adjacent output columns; also the positions per cache block */
+#define RANGE 256 /* positions; a multiple of PANEL */
 #define ROWS 6   /* rows of a tile: six accumulators of 16 lanes fill AVX2's registers, 24 those of AVX-512 */
 #define CODES 32 /* features that share a scale if activations are quantized to 8 bits */
 #define LINEAR_ROWS 512 /* rows of a product on its own that are computed together: their inputs stay in the caches */
@@ -220,6 +221,53 @@ struct linear {
     struct batch batch;
 };
 
+/* [Note: Ranges] Attention sums each range of RANGE positions, counted from 0, by itself, and then adds the ranges in order, relative to
+ * the largest score so far: so bits do not depend on who computes which. A tile of queries (ROWS of one sequence and key-value head) is
+ * the work of one thread. If it is more than 1/MOST_OF_SHARE of a thread's share, as a long context is that has few beside it, each of
+ * its ranges is an item. */
+#define MOST_OF_SHARE 8
+
+/* What a query has summed: [dim] weighted values, PANEL lanes whose sum is that of the weights, and the largest score (and padding). */
+#define SUMS(dim) ((dim) + 2 * PANEL)
+
+static inline int64_t first_range(const struct layer *layer, const struct batch *batch, int sequence)
+{
+    const int64_t start = batch->start[sequence];
+    return layer->window && start >= layer->window ? (start - layer->window + 1) / RANGE : 0;
+}
+
+/* The ranges that a sequence's rows see. */
+static inline int64_t ranges_of(const struct layer *layer, const struct batch *batch, int sequence)
+{
+    const int64_t rows = batch->first_row[sequence + 1] - batch->first_row[sequence];
+    return (batch->start[sequence] + rows - 1) / RANGE + 1 - first_range(layer, batch, sequence);
+}
+
+/* The tiles of a sequence's queries, per key-value head, each of which has `group` query heads. */
+static inline int64_t tiles_of(const struct batch *batch, int sequence, int64_t group)
+{
+    return ((batch->first_row[sequence + 1] - batch->first_row[sequence]) * group + ROWS - 1) / ROWS;
+}
+
+/* The items of a sequence, if the ranges of its tiles are items where they are more than `most`. */
+static inline int64_t items_of(const struct decoder *model, const struct layer *layer, const struct batch *batch, int sequence, int64_t most)
+{
+    const int64_t ranges = ranges_of(layer, batch, sequence), group = model->num_heads / model->num_kv_heads;
+    return tiles_of(batch, sequence, group) * model->num_kv_heads * (ranges > most ? ranges : 1);
+}
+
+/* The most ranges of a tile that are one item. */
+static inline int64_t most_together(const struct decoder *model, const struct layer *layer, const struct batch *batch, int threads)
+{
+    int64_t total = 0;
+    if (threads == 1)
+        return INT64_MAX;
+    for (int sequence = 0; sequence < batch->num_sequences; ++sequence)
+        total += items_of(model, layer, batch, sequence, 0);
+    const int64_t most = total / threads / MOST_OF_SHARE;
+    return most > 1 ? most : 1;
+}
+
 struct team; /* the threads; see decoder.c */
 
 struct decoder_isa {
@@ -242,6 +290,8 @@ struct ahead {
 void team_wait(struct team *, struct ahead *); /* a barrier; prefetches `ahead` while waiting */
 int64_t team_next(struct team *, int stage, int thread, int64_t total); /* the next item, each once; `total` if none is left */
 int team_size(const struct team *);
+float *team_sums(struct team *, int64_t slot); /* of a range of a tile that is an item; slots are numbered in a layer */
+int team_ends(struct team *, int64_t slot, int64_t items); /* whether the caller is the last of so many; `slot`: one of theirs */
 void ranks_meet(struct ranks *, struct ahead *); /* by one thread: a barrier of all processes; ends early if one is lost */
 
 /* expert_store.c */

@@ -110,22 +110,23 @@ INLINE int64_t block_of(const struct batch *batch, int sequence, int64_t positio
     return batch->tables[batch->table_at[sequence] + position / PANEL];
 }
 
-/* Normalize and rotate a row's heads that share a key-value head, in place, and write its key and value to the cache. */
-TARGET static void place_head(const struct decoder *model, const struct layer *layer, const struct batch *batch, int64_t row, int sequence,
-                              int64_t kv_head)
+/* Normalize and rotate a head, in place. */
+TARGET static void turn(const struct decoder *model, const struct layer *layer, float *head, const float *norm, int64_t position)
 {
-    const int64_t dim = model->head_dim, num_kv = model->num_kv_heads, group = model->num_heads / num_kv;
+    if (norm && !model->qk_norm_whole)
+        rms_norm(head, head, norm, model->head_dim, model->norm_eps, 0);
+    if (layer->cosine)
+        rotate(head, layer, position);
+}
+
+/* Normalize and rotate a row's key, in place, and write it and the value to the cache. */
+TARGET static void place_key(const struct decoder *model, const struct layer *layer, const struct batch *batch, int64_t row, int sequence,
+                             int64_t kv_head)
+{
+    const int64_t dim = model->head_dim, num_kv = model->num_kv_heads;
     const int64_t position = batch->start[sequence] + row - batch->first_row[sequence];
-    float *first = batch->qkv + row * (model->num_heads + 2 * num_kv) * dim, *q = first + kv_head * group * dim;
-    float *k = first + (model->num_heads + kv_head) * dim, *v = k + num_kv * dim;
-    for (int64_t i = 0; i <= group; ++i) {
-        float *head = i < group ? q + i * dim : k;
-        const float *norm = i < group ? layer->q_norm : layer->k_norm;
-        if (norm && !model->qk_norm_whole)
-            rms_norm(head, head, norm, dim, model->norm_eps, 0);
-        if (layer->cosine)
-            rotate(head, layer, position);
-    }
+    float *k = batch->qkv + (row * (model->num_heads + 2 * num_kv) + model->num_heads + kv_head) * dim, *v = k + num_kv * dim;
+    turn(model, layer, k, layer->k_norm, position);
     const int64_t at = position % PANEL, base = (block_of(batch, sequence, position) * num_kv + kv_head) * dim * PANEL;
     if (model->cache_type == WEIGHT_BF16) {
         uint16_t *keys = (uint16_t *)layer->keys + base + at, *values = (uint16_t *)layer->values + base + at * dim;
@@ -146,172 +147,270 @@ static const float LANES[PANEL] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
 
 /* Up to ROWS queries of one sequence and key-value head. Query i is (row i / group, head i % group of the group). */
 struct queries {
-    const float *q[ROWS];
+    int count, sequence;
+    int64_t kv_head;
+    float *q; /* [count][head_dim] */
     float *to[ROWS];
     int64_t first[ROWS], last[ROWS]; /* visible positions, both inclusive */
     int64_t own[ROWS];               /* its position */
     float slope[ROWS];
+    int64_t from, until; /* the positions that any of them sees */
 };
 
-/* `next` is the distance of the block that follows: it is prefetched. */
-INLINE void attend_block(const int count, const struct decoder *model, const struct queries *queries, int64_t position,
-                         int64_t seen, const char *keys, const char *values, int64_t next, const int type, float *most, vec *total,
-                         float *out, int64_t out_stride)
+/* What queries see of a range of positions, and the blocks that hold it. */
+struct segment {
+    int64_t from, until, blocks;
+    int64_t at[2 * RANGE / PANEL]; /* bytes from layer->keys, or layer->values, to these blocks and those of the next range */
+};
+
+INLINE struct segment segment_of(const struct decoder *model, const struct batch *batch, const struct queries *queries, int64_t range)
 {
+    const int64_t size = model->head_dim * PANEL * weight_size(model->cache_type), start = range * RANGE, stop = start + RANGE;
+    struct segment segment = {.from = (queries->from > start ? queries->from : start) / PANEL * PANEL,
+                              .until = queries->until < stop ? queries->until : stop};
+    segment.blocks = (segment.until - segment.from + PANEL - 1) / PANEL;
+    for (int64_t i = 0; i < segment.blocks + RANGE / PANEL; ++i) {
+        const int64_t position = segment.from + i * PANEL;
+        const int64_t block = block_of(batch, queries->sequence, position < queries->until ? position : queries->until - 1);
+        segment.at[i] = (block * model->num_kv_heads + queries->kv_head) * size;
+    }
+    return segment;
+}
+
+/* Into the second level: lines on their way to the first are few, so they would be waited for. */
+INLINE void fetch_further(const char *p) { __builtin_prefetch(p, 0, 2); }
+
+/* The scores of `num` blocks from `block` on. Fetches their values. */
+INLINE void score(const int count, const int num, const int type, const struct decoder *model, const struct layer *layer,
+                  const struct queries *queries, const struct segment *segment, int64_t block, float scores[][RANGE])
+{
+    const int64_t dim = model->head_dim, size = weight_size(type), step = 4 / size; /* features per line */
+    const char *const keys = layer->keys, *const values = layer->values;
+    vec sums[ROWS * 4];
+    for (int a = 0; a < count * num; ++a)
+        sums[a] = vec_zero();
+    for (int64_t d = 0; d < dim; d += step)
+        for (int j = 0; j < num; ++j) {
+            const int64_t at = d * PANEL * size;
+            fetch_further(values + segment->at[block + j] + at);
+            for (int k = 0; k < step; ++k) {
+                const vec key = load_weight(type, keys + segment->at[block + j] + at + k * PANEL * size);
+                for (int i = 0; i < count; ++i)
+                    sums[i * num + j] = vec_fma(vec_set(queries->q[i * dim + d + k]), key, sums[i * num + j]);
+            }
+        }
+    for (int i = 0; i < count; ++i)
+        for (int j = 0; j < num; ++j) {
+            const int64_t at = (block + j) * PANEL;
+            vec score = vec_mul(sums[i * num + j], vec_set(model->attn_scale));
+            if (model->attn_softcap > 0.0f)
+                score = vec_mul(vec_set(model->attn_softcap), vec_tanh(vec_div(score, vec_set(model->attn_softcap))));
+            if (model->slopes)
+                score = vec_fma(vec_set(queries->slope[i]), vec_add(vec_set((float)(segment->from + at - queries->own[i])), load_f32(LANES)),
+                                score);
+            store_f32(scores[i] + at, score, 0);
+        }
+}
+
+INLINE void hide(float *scores, int64_t from, int64_t until, int64_t size, float value)
+{
+    for (int64_t at = 0; at < from; ++at)
+        scores[at] = value;
+    for (int64_t at = until; at < size; ++at)
+        scores[at] = value;
+}
+
+/* A query's scores -> weights, in place: 0 where it sees nothing. `sums`: from the weights' on. */
+TARGET static void weigh(const struct queries *queries, int query, const struct segment *segment, float *scores, float *sums)
+{
+    const int64_t size = segment->blocks * PANEL;
+    const int64_t first = queries->first[query] - segment->from, after = queries->last[query] + 1 - segment->from;
+    const int64_t from = first < 0 ? 0 : first < size ? first : size, until = after < from ? from : after < size ? after : size;
+    vec most = vec_set(MASKED), total = vec_zero();
+    hide(scores, from, until, size, MASKED);
+    for (int64_t at = 0; at < size; at += PANEL)
+        most = vec_max(load_f32(scores + at), most); /* in this order, NaN is not the maximum */
+    most = vec_set(lanes_max(most));
+    for (int64_t at = 0; at < size; at += PANEL)
+        store_f32(scores + at, vec_exp(vec_sub(load_f32(scores + at), most)), 0);
+    hide(scores, from, until, size, 0.0f);
+    for (int64_t at = 0; at < size; at += PANEL)
+        total = vec_add(total, load_f32(scores + at));
+    store_f32(sums, total, 0);
+    store_f32(sums + PANEL, most, 0);
+}
+
+/* sums += a block's weighted values of `num` vectors; `all`: every query sees all of its `seen` positions. */
+INLINE void mix_block(const int count, const int num, const int type, const int all, const struct queries *queries, int64_t position,
+                      int64_t seen, const char *values, const char *next, int64_t width, const float *weights, vec *sums)
+{
+    const int64_t size = PANEL * weight_size(type);
+    for (int64_t at = 0; at < seen; ++at, values += width, next += width) {
+        vec value[4];
+        for (int b = 0; b < num * size; b += 64)
+            fetch_further(next + b);
+        for (int j = 0; j < num; ++j)
+            value[j] = load_weight(type, values + j * size);
+        for (int i = 0; i < count; ++i)
+            if (all || (position + at >= queries->first[i] && position + at <= queries->last[i])) /* 0 times NaN would be NaN */
+                for (int j = 0; j < num; ++j)
+                    sums[i * num + j] = vec_fma(vec_set(weights[i * RANGE + at]), value[j], sums[i * num + j]);
+    }
+}
+
+/* `num` vectors of weighted values, from feature d on, of every query. Fetches the keys of the next range. */
+INLINE void mix(const int count, const int num, const int type, const struct decoder *model, const struct layer *layer,
+                const struct queries *queries, const struct segment *segment, int64_t d, const float *weights, float *to)
+{
+    const int64_t size = weight_size(type), width = model->head_dim * size;
+    const char *const keys = (const char *)layer->keys + d * size, *const values = (const char *)layer->values + d * size;
+    int64_t low = segment->from, high = segment->until; /* all queries see these */
+    vec sums[ROWS * 4];
+    for (int i = 0; i < count; ++i) {
+        low = queries->first[i] > low ? queries->first[i] : low;
+        high = queries->last[i] < high ? queries->last[i] + 1 : high;
+        for (int j = 0; j < num; ++j)
+            sums[i * num + j] = vec_zero();
+    }
+    for (int64_t block = 0; block < segment->blocks; ++block, weights += PANEL) {
+        const int64_t position = segment->from + block * PANEL, left = segment->until - position, seen = left < PANEL ? left : PANEL;
+        const char *const at = values + segment->at[block], *const next = keys + segment->at[segment->blocks + block];
+        if (position >= low && position + seen <= high)
+            mix_block(count, num, type, 1, queries, position, seen, at, next, width, weights, sums);
+        else
+            mix_block(count, num, type, 0, queries, position, seen, at, next, width, weights, sums);
+    }
+    for (int i = 0; i < count; ++i)
+        for (int j = 0; j < num; ++j)
+            store_f32(to + i * SUMS(model->head_dim) + d + j * PANEL, sums[i * num + j], 0);
+}
+
+INLINE void sum_range_of(const int count, const int type, const struct decoder *model, const struct layer *layer, const struct batch *batch,
+                         const struct queries *queries, int64_t range, float *to)
+{
+    const int num = WIDE == 4 || count == 1 ? 4 : count == 2 ? 2 : 1; /* whose sums fit the registers */
+    const struct segment segment = segment_of(model, batch, queries, range);
     const int64_t dim = model->head_dim;
-    float weights[ROWS][PANEL];
-    vec scores[ROWS];
-    int causal = 0; /* the queries of the tile see different positions */
-    for (int i = 0; i < count; ++i) {
-        scores[i] = vec_zero();
-        causal |= queries->last[i] - position + 1 < seen;
-    }
-    for (int64_t d = 0; d < dim; ++d) {
-        const int64_t at = d * PANEL * weight_size(type);
-        const vec key = load_weight(type, keys + at);
-        __builtin_prefetch(keys + next + at, 0, 3);
-        __builtin_prefetch(values + next + at, 0, 3);
-        for (int i = 0; i < count; ++i)
-            scores[i] = vec_fma(vec_set(queries->q[i][d]), key, scores[i]);
-    }
-    for (int i = 0; i < count; ++i) {
-        vec score = vec_mul(scores[i], vec_set(model->attn_scale));
-        if (model->attn_softcap > 0.0f)
-            score = vec_mul(vec_set(model->attn_softcap), vec_tanh(vec_div(score, vec_set(model->attn_softcap))));
-        if (model->slopes)
-            score = vec_fma(vec_set(queries->slope[i]), vec_add(vec_set((float)(position - queries->own[i])), load_f32(LANES)), score);
-        const int64_t from = queries->first[i] - position, to = queries->last[i] - position;
-        store_f32(weights[i], score, 0);
-        if (from > 0 || to < PANEL - 1)
-            for (int64_t lane = 0; lane < PANEL; ++lane)
-                if (lane < from || lane > to)
-                    weights[i][lane] = MASKED;
-        score = load_f32(weights[i]);
-        const float above = lanes_max(score);
-        if (above > most[i]) {
-            const vec factor = vec_set(exp_of(most[i] - above));
-            most[i] = above;
-            total[i] = vec_mul(total[i], factor);
-            for (int64_t d = 0; d < dim; d += PANEL)
-                store_f32(out + i * out_stride + d, vec_mul(load_f32(out + i * out_stride + d), factor), 0);
-        }
-        store_f32(weights[i], vec_exp(vec_sub(score, vec_set(most[i]))), 0);
-        if (from > 0 || to < PANEL - 1)
-            for (int64_t lane = 0; lane < PANEL; ++lane)
-                if (lane < from || lane > to)
-                    weights[i][lane] = 0.0f;
-        total[i] = vec_add(total[i], load_f32(weights[i]));
-    }
-    for (int64_t d = 0; d < dim; d += PANEL) {
-        vec sums[ROWS];
-        for (int i = 0; i < count; ++i)
-            sums[i] = load_f32(out + i * out_stride + d);
-        for (int64_t at = 0; at < seen; ++at) {
-            const vec value = load_weight(type, values + (at * dim + d) * weight_size(type));
-            for (int i = 0; i < count; ++i)
-                if (!causal || position + at <= queries->last[i]) /* 0 times a later NaN would be NaN in rows that do not see it */
-                    sums[i] = vec_fma(vec_set(weights[i][at]), value, sums[i]);
-        }
-        for (int i = 0; i < count; ++i)
-            store_f32(out + i * out_stride + d, sums[i], 0);
-    }
+    float weights[ROWS][RANGE];
+    int64_t block = 0, d = 0;
+    for (; block + num <= segment.blocks; block += num)
+        score(count, num, type, model, layer, queries, &segment, block, weights);
+    for (; num > 1 && block < segment.blocks; ++block)
+        score(count, 1, type, model, layer, queries, &segment, block, weights);
+    for (int i = 0; i < count; ++i)
+        weigh(queries, i, &segment, weights[i], to + i * SUMS(dim) + dim);
+    for (; d + num * PANEL <= dim; d += num * PANEL)
+        mix(count, num, type, model, layer, queries, &segment, d, weights[0], to);
+    for (; num > 1 && d < dim; d += PANEL)
+        mix(count, 1, type, model, layer, queries, &segment, d, weights[0], to);
 }
 
-INLINE void attend_type(const int count, const int type, const struct decoder *model, const struct layer *layer,
-                        const struct batch *batch, int sequence, int64_t kv_head, const struct queries *queries, float *out)
+#define SUM_RANGE(COUNT, type) sum_range_of(COUNT, type, model, layer, batch, queries, range, to)
+
+/* The sums over what the queries see of a range. */
+TARGET static void sum_range(const struct decoder *model, const struct layer *layer, const struct batch *batch, const struct queries *queries,
+                             int64_t range, float *to)
 {
-    const int64_t dim = model->head_dim, stride = dim;
-    float most[ROWS];
-    vec total[ROWS];
-    int64_t first = queries->first[0], last = queries->last[0];
-    for (int i = 0; i < count; ++i) {
-        most[i] = MASKED;
-        total[i] = vec_zero();
-        memset(out + i * stride, 0, (size_t)dim * sizeof(float));
-        first = queries->first[i] < first ? queries->first[i] : first;
-        last = queries->last[i] > last ? queries->last[i] : last;
-    }
-    for (int64_t position = first / PANEL * PANEL; position <= last; position += PANEL) {
-        const int64_t block = block_of(batch, sequence, position), size = dim * PANEL * weight_size(type);
-        const int64_t base = (block * model->num_kv_heads + kv_head) * size;
-        const int64_t following = position + PANEL <= last ? block_of(batch, sequence, position + PANEL) : block;
-        const int64_t seen = last - position + 1 < PANEL ? last - position + 1 : PANEL;
-        attend_block(count, model, queries, position, seen, (const char *)layer->keys + base, (const char *)layer->values + base,
-                     (following - block) * model->num_kv_heads * size, type, most, total, out, stride);
-    }
-    for (int i = 0; i < count; ++i) {
-        const vec factor = vec_set(1.0f / lanes_sum(total[i]));
-        for (int64_t d = 0; d < dim; d += PANEL)
-            store_f32(queries->to[i] + d, vec_mul(load_f32(out + i * stride + d), factor), 0);
-    }
+    if (model->cache_type == WEIGHT_BF16)
+        FOR_ROWS(SUM_RANGE, queries->count, WEIGHT_BF16)
+    else
+        FOR_ROWS(SUM_RANGE, queries->count, WEIGHT_F32)
 }
 
-/* The number of tiles of a sequence's queries, per key-value head. */
-INLINE int64_t num_tiles(const struct batch *batch, int sequence, int64_t group)
+/* to += the sums over the range that follows. */
+TARGET static void add_sums(float *to, const float *sums, int count, int64_t dim)
 {
-    return ((batch->first_row[sequence + 1] - batch->first_row[sequence]) * group + ROWS - 1) / ROWS;
-}
-
-#define ATTEND(COUNT)                                                                                                   \
-    case COUNT:                                                                                                         \
-        if (model->cache_type == WEIGHT_BF16)                                                                           \
-            attend_type(COUNT, WEIGHT_BF16, model, layer, batch, sequence, kv_head, queries, out);                      \
-        else                                                                                                            \
-            attend_type(COUNT, WEIGHT_F32, model, layer, batch, sequence, kv_head, queries, out);                       \
-        break;
-
-TARGET static void attend(int count, const struct decoder *model, const struct layer *layer, const struct batch *batch, int sequence,
-                          int64_t kv_head, const struct queries *queries, float *out)
-{
-    switch (count) {
-        ATTEND(1)
-        ATTEND(2)
-        ATTEND(3)
-        ATTEND(4)
-        ATTEND(5)
-        default: ATTEND(6)
+    for (int i = 0; i < count; ++i, to += SUMS(dim), sums += SUMS(dim)) {
+        float *const largest = to + dim + PANEL;
+        const float added = sums[dim + PANEL], most = *largest > added ? *largest : added;
+        const vec kept = vec_set(exp_of(*largest - most)), taken = vec_set(exp_of(added - most));
+        for (int64_t d = 0; d < dim + PANEL; d += PANEL)
+            store_f32(to + d, vec_fma(load_f32(sums + d), taken, vec_mul(load_f32(to + d), kept)), 0);
+        *largest = most;
     }
 }
 
-/* If every sequence has one row, which fits one tile, no other item needs its key: the same item writes it to the cache. */
+/* If every sequence has one row, which fits one tile, no other tile needs its key: the item with its range writes it to the cache. */
 INLINE int placed_when_attended(const struct decoder *model, const struct batch *batch)
 {
     return batch->num_rows == batch->num_sequences && model->num_heads / model->num_kv_heads <= ROWS;
 }
 
-/* An item is a (sequence, key-value head, tile of queries). */
-TARGET static void attention(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
+/* The queries of a tile, normalized and rotated, in `q`. */
+TARGET static struct queries queries_of(const struct decoder *model, const struct layer *layer, const struct batch *batch, int sequence,
+                                        int64_t kv_head, int64_t tile, float *q)
 {
-    const int stage = worker->stage++;
-    const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads;
-    const int64_t width = (model->num_heads + 2 * model->num_kv_heads) * dim;
+    const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, at = tile * ROWS;
+    const int64_t row = batch->first_row[sequence], rows = batch->first_row[sequence + 1] - row;
     const struct part to = part_of(model, batch, &layer->out, batch->attended, model->attended_size, model->first_attended,
                                    model->num_heads * dim);
-    int64_t total = 0;
-    for (int sequence = 0; sequence < batch->num_sequences; ++sequence)
-        total += num_tiles(batch, sequence, group) * model->num_kv_heads;
+    struct queries queries = {.count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS), .sequence = sequence,
+                              .kv_head = kv_head, .q = q, .from = INT64_MAX};
+    for (int i = 0; i < queries.count; ++i, q += dim) {
+        const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group, own = batch->start[sequence] + r;
+        memcpy(q, batch->qkv + ((row + r) * (model->num_heads + 2 * model->num_kv_heads) + head) * dim, (size_t)dim * sizeof(float));
+        turn(model, layer, q, layer->q_norm, own);
+        queries.to[i] = to.first + (row + r) * to.stride + head * dim;
+        queries.own[i] = own;
+        queries.last[i] = model->both_ways ? batch->start[sequence] + rows - 1 : own;
+        queries.first[i] = layer->window && own >= layer->window ? own - layer->window + 1 : 0;
+        if (layer->window && queries.last[i] >= own + layer->window)
+            queries.last[i] = own + layer->window - 1;
+        queries.slope[i] = model->slopes ? model->slopes[head] : 0.0f;
+        queries.from = queries.first[i] < queries.from ? queries.first[i] : queries.from;
+        queries.until = queries.last[i] >= queries.until ? queries.last[i] + 1 : queries.until;
+    }
+    return queries;
+}
+
+/* An item is a (sequence, key-value head, tile of queries), or one of its ranges: see [Note: Ranges]. Where ranges are items, the thread
+ * that ends the last one of a tile adds them. */
+TARGET static void attention(const struct decoder *model, const struct layer *layer, const struct batch *batch, struct worker *worker)
+{
+    const int stage = worker->stage++, placed = placed_when_attended(model, batch);
+    const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads;
+    const int64_t most = most_together(model, layer, batch, team_size(worker->team));
+    float *const sums = worker->scratch, *const one = sums + ROWS * SUMS(dim), *const q = one + ROWS * SUMS(dim);
+    int64_t total = 0, before = 0, slots = 0; /* items, and of those that are ranges, before `sequence` */
+    int sequence = 0;
+    for (int each = 0; each < batch->num_sequences; ++each)
+        total += items_of(model, layer, batch, each, most);
     for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
-        int sequence = 0;
-        for (; item >= num_tiles(batch, sequence, group) * model->num_kv_heads; ++sequence)
-            item -= num_tiles(batch, sequence, group) * model->num_kv_heads;
-        const int64_t row = batch->first_row[sequence], rows = batch->first_row[sequence + 1] - row;
-        const int64_t tiles = num_tiles(batch, sequence, group), kv_head = item / tiles, at = item % tiles * ROWS;
-        const int count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS);
-        struct queries queries;
-        if (placed_when_attended(model, batch))
-            place_head(model, layer, batch, row, sequence, kv_head);
-        for (int i = 0; i < count; ++i) {
-            const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group;
-            queries.q[i] = batch->qkv + (row + r) * width + head * dim;
-            queries.to[i] = to.first + (row + r) * to.stride + head * dim;
-            queries.own[i] = batch->start[sequence] + r;
-            queries.last[i] = model->both_ways ? batch->start[sequence] + rows - 1 : queries.own[i];
-            queries.first[i] = layer->window && queries.own[i] >= layer->window ? queries.own[i] - layer->window + 1 : 0;
-            if (layer->window && queries.last[i] >= queries.own[i] + layer->window)
-                queries.last[i] = queries.own[i] + layer->window - 1;
-            queries.slope[i] = model->slopes ? model->slopes[head] : 0.0f;
+        if (item < before)
+            sequence = 0, before = slots = 0;
+        for (int64_t items; item >= before + (items = items_of(model, layer, batch, sequence, most)); ++sequence) {
+            before += items;
+            slots += ranges_of(layer, batch, sequence) > most ? items : 0;
         }
-        attend(count, model, layer, batch, sequence, kv_head, &queries, worker->scratch);
+        const int64_t ranges = ranges_of(layer, batch, sequence), parts = ranges > most ? ranges : 1;
+        const int64_t tiles = tiles_of(batch, sequence, group), tile = (item - before) % tiles;
+        const int64_t number = (item - before) / tiles % parts, kv_head = (item - before) / tiles / parts;
+        const int64_t range = first_range(layer, batch, sequence) + number, slot = slots + kv_head * parts * tiles + tile;
+        const struct queries queries = queries_of(model, layer, batch, sequence, kv_head, tile, q);
+        const int64_t from = queries.from / RANGE, last = (queries.until - 1) / RANGE;
+        if (placed && number == parts - 1)
+            place_key(model, layer, batch, batch->first_row[sequence], sequence, kv_head);
+        if (parts > 1) {
+            if (range >= from && range <= last)
+                sum_range(model, layer, batch, &queries, range, team_sums(worker->team, slot + number * tiles));
+            if (!team_ends(worker->team, slot, parts))
+                continue;
+        }
+        for (int i = 0; i < queries.count; ++i) {
+            memset(sums + i * SUMS(dim), 0, (size_t)SUMS(dim) * sizeof(float));
+            sums[i * SUMS(dim) + dim + PANEL] = MASKED;
+        }
+        for (int64_t each = from; each <= last; ++each) {
+            if (parts == 1)
+                sum_range(model, layer, batch, &queries, each, one);
+            add_sums(sums, parts == 1 ? one : team_sums(worker->team, slot + (number + each - range) * tiles), queries.count, dim);
+        }
+        for (int i = 0; i < queries.count; ++i) {
+            const float *const of = sums + i * SUMS(dim);
+            const vec factor = vec_set(1.0f / lanes_sum(load_f32(of + dim)));
+            for (int64_t d = 0; d < dim; d += PANEL)
+                store_f32(queries.to[i] + d, vec_mul(load_f32(of + d), factor), 0);
+        }
     }
 }
 

@@ -533,7 +533,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
                 while (row >= batch->first_row[sequence + 1])
                     ++sequence;
                 for (int64_t kv_head = 0; kv_head < model->num_kv_heads; ++kv_head)
-                    place_head(model, layer, batch, row, sequence, kv_head);
+                    place_key(model, layer, batch, row, sequence, kv_head);
             }
             meet(worker);
         }
