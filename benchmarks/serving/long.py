@@ -101,20 +101,19 @@ def run(options: Options) -> str:
         cases = [(kv_heads, threads, side) for threads in sorted({1, cores}) for side in sides]
         with ExitStack() as stack:
             measured = stack.enter_context(Worker("benchmarks.serving.limits:measure", name="rates"))
+            measured.ready()  # alone: it measures as it starts
+            rates += [Rates(*measured.call("rates"))] * rounds
             workers = {}
             for case in cases:
                 path = {"PYTHONPATH": f"{options.before}/src{os.pathsep}{ROOT}"} if case[2] == BEFORE else {}
                 arguments: dict[str, Any] = {"kv_heads": case[0], "threads": case[1]}
                 workers[case] = stack.enter_context(Worker("benchmarks.serving.long:token", arguments, name=str(case), env=path))
-            for worker in (measured, *workers.values()):
+            for worker in workers.values():
                 worker.ready()
             for turn in range(rounds + 1):  # the first is not counted
-                rate = Rates(*measured.call("rates"))
                 took = {case: worker.call("tokens") for case, worker in workers.items()}
-                if turn:
-                    rates.append(rate)
-                    for case, one in took.items():
-                        seconds.setdefault(case, []).append(one)
+                for case, one in took.items() if turn else ():
+                    seconds.setdefault(case, []).append(one)
     rows, judged = [], []
     for (kv_heads, threads, side), times in seconds.items():
         own = rates[:rounds] if kv_heads == next(iter(KV_HEADS)) else rates[rounds:]
