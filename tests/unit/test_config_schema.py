@@ -150,6 +150,14 @@ def test_dtype_spellings(spelling: str, name: str) -> None:
     assert value_of({"data_types": {"grad_accum_dtype": spelling}}, "data_types.grad_accum_dtype") == name
 
 
+def test_a_type_of_null_is_none() -> None:
+    """As in DeepSpeed, which asks whether the type is set."""
+    for block in ("optimizer", "scheduler"):
+        assert getattr(parse({block: {"type": None, "params": {"lr": 1}}}).config, block) is None
+        with pytest.raises(ValueError, match=f"config key {block}.type is missing"):
+            parse({block: {"params": {}}})
+
+
 def test_null_means_not_set_at_every_level() -> None:
     raw = {"optimizer": None, "gradient_clipping": None, "zero_optimization": {"stage": 2, "offload_param": None}}
     parsed = parse(raw)

@@ -114,6 +114,9 @@ def is_left_out(word: str) -> bool:
     return not difflib.get_close_matches(word, known, n=1, cutoff=0.8)
 
 
+_NAMED = ("optimizer", "scheduler")  # with a type of null, there is none
+
+
 def _is_lenient(raw: Any) -> bool:
     own = raw.get("slipstream") if isinstance(raw, Mapping) else None
     return isinstance(own, Mapping) and str(own.get("unknown_keys")).lower() == "warn"
@@ -163,7 +166,7 @@ class _Cleaning:
                 clean[name] = value
             elif isinstance(value, str) and value.lower() == "auto":
                 self.autos.add(path)
-            elif value is not None:
+            elif value is not None and not (path in _NAMED and isinstance(value, Mapping) and value.get("type", "") is None):
                 below = child(field.annotation)
                 clean[name] = value if below is None else self.below(value, below, path)
         return clean
