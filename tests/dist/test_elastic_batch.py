@@ -55,6 +55,10 @@ def test_stated_sizes() -> None:
     stated = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert plan_of(4, **stated).batch.accumulation == 3, "as it stands, where it fits"
     assert plan_of(3, **stated).batch.accumulation == 4 and plan_of(5, **stated).batch.accumulation == 3
+    assert plan_of(8, **stated).batch.accumulation == 3, "one sample a rank"
+    loaded = ModelFacts(device_type="cpu", supports_bf16=True, loader_batch_size=8)
+    batch = plan_of(3, facts=loaded, train_batch_size=256, train_micro_batch_size_per_gpu="auto").batch
+    assert (batch.micro_batch_size, batch.accumulation) == (6, 16), "a DataLoader's batch is the most of a rank"
     assert plan_of(5, train_batch_size=24, gradient_accumulation_steps=2).batch.per_pass == 12
     with pytest.raises(WorldError, match=r"\(24\) has no equal parts .* 5 data-parallel ranks a sample, in 5 micro-batches"):
         plan_of(5, train_batch_size=24, gradient_accumulation_steps=5)
@@ -204,6 +208,45 @@ def test_other_loops_and_scales() -> None:
     engine, _, loader, _ = slipstream.initialize(model=Plain(), config=halves, training_data=Stream())
     assert train(engine, loader)[0] == pytest.approx(expected[0], rel=0.01)
     engine.destroy()
+
+
+@distributed(world_size=3)
+def test_losses_beside_the_outputs() -> None:
+    """Of a submodule's outputs, and of gradients: by `engine.scale` as in one process; a step without a weighed loss is refused."""
+    rank = dist.get_rank()
+
+    def losses(model: Any, module: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return mse_loss(module.chunk(0)(x), y), slope.square().sum(1).mean()
+
+    data, first = samples(), torch.arange(8)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:8]
+    x, y = (torch.stack(part) for part in zip(*(data[int(i)] for i in order[first]), strict=True))
+    plain = Plain()
+    of_module, penalty = losses(plain, plain.stages, x, y)
+    (of_module + penalty).backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    engine, _, loader, _ = slipstream.initialize(model=Plain(), config=config(8, 3, 1), training_data=data)
+    x, y = next(iter(loader))
+    assert len(x) == (3, 3, 2)[rank]
+    engine.backward(sum(engine.scale(loss) for loss in losses(engine, engine.module.stages, x, y)))
+    engine.step()
+    assert engine.global_grad_norm == pytest.approx(expected, rel=1e-5)
+    engine.backward(mse_loss(engine.module.stages.chunk(0)(x), y))
+    with pytest.raises(RuntimeError, match=r"elastic_batch: samples of this rank count .*engine.scale\(loss\)"):
+        engine.step()
+    engine.destroy()
+
+
+@distributed(world_size=3)
+def test_shards_are_refused() -> None:
+    class Shard(Stream):
+        already_sharded = True
+
+    with pytest.raises(ValueError, match=r"3 ranks do not divide a global batch of 8 samples .* let the loader shard it"):
+        slipstream.initialize(model=Plain(), config=config(8, 3, 1), training_data=Shard())
 
 
 @distributed(world_size=4)

@@ -56,7 +56,7 @@ except TypeError as error:
     print(error)
 """
 WAITS = """
-import os, time
+import os, signal, time
 from slipstream.integrations.notebook import launch
 
 def job():
@@ -87,12 +87,23 @@ def test_a_rank_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
         launch(job, 0, nproc=0)
 
 
-def test_an_interrupt_ends_all_ranks(tmp_path: Path) -> None:
-    kernel = subprocess.Popen([sys.executable, "-c", WAITS], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_interrupts_end_all_ranks(stubborn: bool, tmp_path: Path) -> None:
+    """The second one ends those that will not listen."""
+    script = WAITS.replace("    print(", "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    print(") if stubborn else WAITS
+    variables = os.environ | {
+        "SLURM_JOB_NUM_NODES": "2",
+        "SM_HOSTS": '["a", "b"]',
+        "SM_CURRENT_HOST": "b",
+    }  # of the kernel's own job
+    kernel = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=variables)
     assert kernel.stdout is not None
     pids = [int(kernel.stdout.readline().split()[1]) for _ in range(2)]
     kernel.send_signal(signal.SIGINT)
-    assert kernel.wait(60) != 0
+    if stubborn:
+        time.sleep(1)
+        kernel.send_signal(signal.SIGINT)
+    assert kernel.wait(20) != 0
     kernel.stdout.close()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 

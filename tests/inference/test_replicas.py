@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -337,9 +338,45 @@ def test_replicas_share_the_weights(folder: Path) -> None:
         until(lambda: gone(zygote))
         back(2)
         os.kill(one.pid or 0, signal.SIGKILL)
-        assert back(3) not in (zygote, parent(other.pid)), "another one has loaded the model"
+        other_pid, third = other.pid, back(3)
+        assert third not in (zygote, parent(other_pid)), "another one has loaded the model"
+        private = int(re.findall(r"Private_Dirty:\s+(\d+)", Path(f"/proc/{one.pid}/smaps_rollup").read_text())[0])
+        assert 1024 * private < router.engines[0].facts["shared"] / 2, "what it has for itself"
+        os.kill(other_pid or 0, signal.SIGKILL)  # which the new one has not forked
+        until(lambda: router.engines[1].starts == 2)
+        assert back(3) == parent(other.pid) == third and not gone(third)
         pids = [parent(one.pid), one.pid or 0, other.pid or 0]
     until(lambda: all(map(gone, pids)))
+
+
+MANY_FILES = """
+import os, resource, signal, sys, time
+from slipstream.inference.server import Router
+from slipstream.inference.server.process import Spare
+from tests.inference.test_server import until
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+with Spare() as spare:
+    router = Router.local(sys.argv[1], {"threads": 1}, [[]], spare).open()
+    os.kill(router._sources[0].pid, signal.SIGKILL)
+    until(lambda: router.engines[0].starts == 2 and router.ready)
+    router.close()
+print("back")
+"""
+
+
+def test_a_server_with_many_files(folder: Path) -> None:
+    """Their numbers are too large for select(2)."""
+    done = subprocess.run([sys.executable, "-c", MANY_FILES, str(folder)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "back\n", done.stderr
+
+
+def test_what_is_not_forked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not work in a fork, and neither do files of weights."""
+    for options, forks in (({}, True), ({"device": "cpu"}, True), ({"device": "cuda:1"}, False), ({"weights_bytes": 0}, False)):
+        source = Router.local(str(folder), options, [[]], Spare())._sources[0]
+        assert isinstance(source, EngineProcess) and (source.zygote is not None) == forks, options
 
 
 @pytest.mark.slow

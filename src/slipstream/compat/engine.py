@@ -417,6 +417,10 @@ class DeepSpeedEngine(Engine):
         plan = self.plan if route == "train" else dataclasses.replace(self.plan, efficiency=None)
         if batch_size is None and route != "train":
             batch_size = plan.batch.micro_batch_size  # equal on all ranks
+        elif batch_size is not None and route == "train" and self.precision.weight != 1.0:
+            raise ValueError(
+                f"deepspeed_io(batch_size={batch_size}): slipstream.elastic_batch gives ranks unequal batches; leave it out"
+            )
         given = {"batch_size": batch_size, "num_workers": num_local_io_workers}
         options = {name: value for name, value in given.items() if value is not None}
         pin = pin_memory and self.device.type == "cuda"

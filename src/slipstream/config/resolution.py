@@ -327,7 +327,7 @@ def _batch(values: Values, world: DataWorld, mesh: MeshPlan) -> BatchPlan:
     if train is None and micro is None:
         micro = _default_micro_batch(values)
     if values["slipstream.elastic_batch"]:
-        batch = elastic_triad(train, micro, accumulation, ranks)
+        batch = elastic_triad(train, micro or values.facts.loader_batch_size, accumulation, ranks)
     else:
         batch = triad(train, micro, accumulation, ranks)
     for path, given, formula in (
@@ -436,12 +436,11 @@ def elastic_triad(train: int | None, micro: int | None, accumulation: int | None
     """
     if train is None:
         raise ValueError("slipstream.elastic_batch keeps train_batch_size on any number of ranks; set it")
-    if accumulation is not None and (micro is None or train == micro * accumulation * ranks):
-        counts = [accumulation]
-    else:
-        counts = [passes for passes in range(1, train // ranks + 1) if micro is None or train <= passes * micro * ranks]
+    counts = [] if accumulation is None else [accumulation]
+    if accumulation is None or micro is not None:
+        counts += range(1, train // ranks + 1)
     for passes in counts:
-        if train % passes == 0 and train // passes >= ranks:
+        if train % passes == 0 and train // passes >= ranks and (micro is None or train <= passes * micro * ranks):
             return Triad(train, -(-train // (passes * ranks)), passes)
     stated = f"{accumulation} micro-batches" if micro is None else f"micro-batches of at most {micro} samples on each rank"
     fits = max(passes for passes in range(1, max(train // ranks, 1) + 1) if train % passes == 0)

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -65,6 +64,7 @@ def facts_of(
         "block_size": 1 if isinstance(engine, EmbeddingEngine) else engine.runner.block_size,
         "nbytes": max(0, _memory() - shared),
         "shared": shared,
+        "zygote": os.getppid() if shared else 0,  # whose they are
         "normalize": engine.pooling.normalize if isinstance(engine, EmbeddingEngine) else None,  # None: it does not embed
     }
 
@@ -197,7 +197,7 @@ def _in_thread(connection: socket.socket, load: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, name="slipstream-load")
     thread.start()
     while thread.is_alive():
-        if select.select([connection], [], [], 0)[0] and not connection.recv(1, socket.MSG_PEEK):
+        if wire.is_readable(connection.fileno(), 0) and not connection.recv(1, socket.MSG_PEEK):
             os._exit(0)
         thread.join(LOOK)
     return future.result()
@@ -222,8 +222,8 @@ def _serve(link: wire.Link, assembled: Assembled, digest: str, shared: int = 0) 
 
 def _fork_on_demand(connection: socket.socket, assembled: Assembled, digest: str) -> int:
     """[Note: Zygote] Serve the server's requests for replicas: each is a fork of this process, which has loaded the model and runs
-    nothing. Replicas so share the pages of all weights, which none writes, and start in no time. This process has one thread when
-    it forks: those that loaded have ended, and native teams start in the process that uses them.
+    nothing. Replicas so share the pages of all weights, which none writes, and start in no time. No thread of ours lives when it
+    forks: those that loaded have ended, and native teams start in the process that uses them.
 
         to the zygote                              from it
                                                    loaded

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import select
 import socket
 import sys
 import threading
@@ -99,6 +100,13 @@ class Link:
                     yield from json.loads(frame)
             except (OSError, ValueError):  # it is lost, closed here, or not of this protocol
                 return
+
+
+def is_readable(descriptor: int, seconds: float) -> bool:
+    """Within so many seconds. Any descriptor will do: those of a server with many clients are too large for `select`."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def frame_of(batch: Sequence[Sequence[Any]]) -> bytes:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ except ImportError as error:
 __all__ = ["RanksFailedError", "launch"]
 
 T = TypeVar("T")
+# Variables by which `slipstream run` would find other hosts, or a rank: those of the job that the kernel runs in.
+PLACES = ("SLURM_", "SM_", "OMPI_", "PMI", "PET_", "SKYPILOT_", "AZ_BATCH", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK")
 STOP = 35.0  # seconds for ranks to end after an interrupt; `slipstream run` gives them 30
 
 
@@ -59,7 +62,7 @@ def launch(function: Callable[..., T], *args: Any, nproc: int | None = None, max
     with tempfile.TemporaryDirectory(prefix="slipstream-notebook-") as folder:
         try:
             Path(folder, "call").write_bytes(cloudpickle.dumps((function, args, kwargs)))
-        except (TypeError, pickle.PicklingError) as error:
+        except Exception as error:
             raise TypeError(
                 f"{getattr(function, '__name__', function)!r} cannot be sent to other processes: {error}. Open files, locks and "
                 "engines are made inside the function"
@@ -72,36 +75,51 @@ def launch(function: Callable[..., T], *args: Any, nproc: int | None = None, max
 def _run(arguments: list[str]) -> None:
     """`slipstream run`, whose output goes to the cell."""
     command = [sys.executable, "-m", "slipstream", "run", "--quiet", *arguments]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}  # of the kernel itself
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     # A group of its own: an interrupt of the kernel may go to its whole group, and is passed on once.
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
     )
-    lines: list[str] = []  # of the launcher's report, which is the end of stderr
-    readers = [
-        threading.Thread(target=_forward, args=(process.stdout, sys.stdout, [])),
-        threading.Thread(target=_forward, args=(process.stderr, sys.stderr, lines)),
-    ]
-    for reader in readers:
-        reader.start()
+    lines = deque[str](maxlen=80)  # of the launcher's report, which is the end of stderr
+    streams = ((process.stdout, sys.stdout, deque[str](maxlen=1)), (process.stderr, sys.stderr, lines))
+    readers = [threading.Thread(target=_forward, args=each, daemon=True) for each in streams]
     try:
+        for reader in readers:
+            reader.start()
         status = process.wait()
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP)
+        _stop(process)
         raise
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         for reader in readers:
-            reader.join()
+            reader.join(1)
     if status:
-        raise RanksFailedError(f"slipstream run ended with exit code {status}:\n{''.join(lines[-80:]).rstrip()}")
+        raise RanksFailedError(f"slipstream run ended with exit code {status}:\n{''.join(lines).rstrip()}")
 
 
-def _forward(stream: IO[str] | None, to: Any, lines: list[str]) -> None:
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End the launcher and its ranks, by force after `STOP` seconds or a second interrupt."""
+    started = _descendants(process.pid)  # ranks have sessions of their own, and outlive a launcher that is killed
+    try:
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        for pid in (process.pid, *started):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    with suppress(OSError):  # it has ended
+        files = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        children = [int(child) for file in files for child in file.read_text().split()]
+        return [one for child in children for one in (child, *_descendants(child))]
+    return []
+
+
+def _forward(stream: IO[str] | None, to: Any, lines: deque[str]) -> None:
     if stream is not None:
         with stream:
             for line in stream:
@@ -113,8 +131,12 @@ def _forward(stream: IO[str] | None, to: Any, lines: list[str]) -> None:
 def _call(folder: str) -> None:
     """A rank: call the function, and leave its result for the kernel."""
     function, args, kwargs = pickle.loads(Path(folder, "call").read_bytes())
-    result = cloudpickle.dumps(function(*args, **kwargs))
-    Path(folder, f"result{os.environ['RANK']}").write_bytes(result)
+    result = function(*args, **kwargs)
+    try:
+        packed = cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"what {getattr(function, '__name__', function)!r} returned cannot be sent back: {error}") from error
+    Path(folder, f"result{os.environ['RANK']}").write_bytes(packed)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,12 @@ class StatefulLoader:
         self.iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if self.iterable:
             _check_iterable(dataset, self.num_workers)
+            if self.position_is_own and self.global_batch_size % world:
+                raise ValueError(
+                    f"training data: {world} ranks do not divide a global batch of {self.global_batch_size} samples "
+                    "(slipstream.elastic_batch), and shards of an already_sharded dataset would end at different times; let the "
+                    "loader shard it"
+                )
         else:
             _check_indexable(dataset, size, world, self.global_batch_size if self.drop_last else 1, self.drop_last)
         self.collate_fn = self.collate_fn or default_collate

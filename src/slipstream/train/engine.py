@@ -215,6 +215,8 @@ class Engine(nn.Module):
 
     def _finish_window(self) -> Verdict:
         self.window.check_loop(self.states.hooks.backwards, logs=self.mesh.is_first)
+        if self.states.hooks.backwards:
+            self.precision.end_step()
         window.finish(self.states, self.alpha)
         return judge(self.states, self.precision.loss_scale, self.plan.gradient_clipping, self.saves.auto.wish)
 
@@ -311,8 +313,9 @@ class Engine(nn.Module):
         self.states.hooks.forget_backwards()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss as the engine scales outputs: for a loss of parameters that does not depend on the engine's outputs."""
-        return loss.float() * self.precision.factor
+        """Return the loss as the engine scales outputs, for fp16 and for `elastic_batch`: for a loss that does not depend on the
+        engine's outputs, such as one of parameters or of a submodule's outputs."""
+        return loss.float() * self.precision.incoming()
 
     # -- states by name --
 

@@ -53,7 +53,8 @@ class _Tokens:
     def __init__(self, engine: Engine) -> None:
         self.seen = 0  # in this step, on this rank
         mesh = engine.mesh
-        self.parts = mesh.batch.size * mesh.sp.size  # ranks that see different tokens, taken to be as many as here
+        self.parts = mesh.batch.size * mesh.sp.size  # ranks that see different tokens
+        self.weight = engine.precision.weight  # this rank's samples over the mean of all
         is_whole = mesh.world.size == self.parts and not expert_loads(engine.module)  # each rank has all weights of a token
         self.flop = _flop(engine) if is_whole else 0  # of a token's products; 0: not known
         engine.states.before_forward(self._count, with_kwargs=True)
@@ -68,7 +69,7 @@ class _Tokens:
     def take(self) -> int:
         """The tokens of all ranks since the last call."""
         seen, self.seen = self.seen, 0
-        return seen * self.parts
+        return round(seen * self.parts / self.weight)
 
 
 def _flop(engine: Engine) -> int:

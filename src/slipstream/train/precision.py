@@ -133,6 +133,7 @@ class Precision:
         self.plan, self.device, self.in_stages, self.weight = plan, device, in_stages, weight
         self.scaler = LossScaler(plan.loss_scale)
         self.scales = plan.loss_scale is not None or weight != 1.0
+        self.weighed = False  # a gradient has come in by an output since the last step
 
     @property
     def loss_scale(self) -> float:
@@ -171,7 +172,21 @@ class Precision:
 
     def _output(self, tensor: Tensor) -> Tensor:
         tensor = _widened(tensor)
-        return _Scale.apply(tensor, lambda: self.factor) if self._is_scaled(tensor) else tensor
+        return _Scale.apply(tensor, self.incoming) if self._is_scaled(tensor) else tensor
+
+    def incoming(self) -> float:
+        """The factor of a gradient that enters the model."""
+        self.weighed = True
+        return self.factor
+
+    def end_step(self) -> None:
+        """Raises RuntimeError if this rank's samples count more or less than others', and no loss was weighed."""
+        weighed, self.weighed = self.weighed, False
+        if self.weight != 1.0 and not (weighed or self.in_stages):
+            raise RuntimeError(
+                f"slipstream.elastic_batch: samples of this rank count {self.weight:g} times, by the engine's outputs, and none "
+                "took part in this step's backward passes: compute the loss from engine(...), or pass it through engine.scale(loss)"
+            )
 
     @staticmethod
     def _is_scaled(tensor: Tensor) -> bool:

@@ -6,7 +6,6 @@ small model, so a `Spare` has done that for the next one that loads a model."""
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,13 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
-from slipstream.inference.wire import Link, frame_of
+from slipstream.inference.wire import Link, frame_of, is_readable
 
 TAIL = 20  # lines of stderr that are kept for the error
 PATIENCE = 5.0  # seconds for a process to end by itself
 ATTEMPTS = 3  # starts in a row that may fail before the server ends
 MAX_PAUSE = 10.0  # seconds between two starts
 SPARE = "spare engine"
+BUSY = 0.5  # seconds for a zygote to say how a fork ended
 
 
 class ReplicaError(RuntimeError):
@@ -112,21 +112,27 @@ class Blank(_Process):
 class Fork(_Process):
     """A replica that a zygote has forked."""
 
-    def __init__(self, zygote: Zygote, name: str, pid: int, connection: socket.socket, said: int) -> None:
-        self.zygote, self.pid = zygote, pid
-        self._descriptor = os.pidfd_open(pid)  # its number is not given to another before the zygote is asked for its status
+    def __init__(self, zygote: Zygote, blank: Blank, name: str, pid: int, connection: socket.socket, said: int) -> None:
+        self.zygote, self.blank, self.pid = zygote, blank, pid
+        self._using = threading.Lock()
+        self._descriptor: int | None = os.pidfd_open(pid)  # None: closed, and its number another's
         super().__init__(name, connection, said)
 
     def kill(self) -> None:
-        with suppress(OSError):  # it has ended
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        with self._using, suppress(OSError):  # it has ended
+            if self._descriptor is not None:
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def _wait(self, seconds: float) -> bool:
-        return bool(select.select([self._descriptor], [], [], seconds)[0])
+        return self._descriptor is None or is_readable(self._descriptor, seconds)
 
     def _status(self) -> int | None:
-        os.close(self._descriptor)
-        return self.zygote.status(self.pid)
+        with self._using:
+            descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return None
+        os.close(descriptor)
+        return self.zygote.status(self.blank, self.pid)
 
 
 class Zygote:
@@ -152,7 +158,7 @@ class Zygote:
             try:
                 kind, pid = self._ask(blank, "fork", cores, [theirs.fileno(), says])
                 if kind == "forked":
-                    return Fork(self, name, pid, ours, said)
+                    return Fork(self, blank, name, pid, ours, said)
             finally:
                 theirs.close()
                 os.close(says)
@@ -160,10 +166,14 @@ class Zygote:
             os.close(said)
             raise blank.failed()
 
-    def status(self, pid: int) -> int | None:
-        """Of a fork that has ended; None: the zygote has ended, too."""
-        with self._lock:
-            return None if self._blank is None else self._ask(self._blank, "ended", pid)[1]
+    def status(self, blank: Blank, pid: int) -> int | None:
+        """Of a fork of `blank` that has ended; None: that has ended, too, or another is being loaded, for which nobody waits."""
+        if not self._lock.acquire(timeout=BUSY):
+            return None
+        try:
+            return self._ask(blank, "ended", pid)[1] if blank is self._blank else None
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End it: `fork` raises. Its forks live on."""

@@ -178,7 +178,8 @@ class Router:
         of `init_inference`; `spare`: of the server; `name`: of the processes, in the log. On CUDA, they take the GPUs in turn.
         Raises ValueError for a model without a tokenizer."""
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
-        forks = not gpus and sys.platform == "linux" and not any(option in options for option in ON_DISK)
+        on_cpu = not gpus and options.get("device") in (None, "cpu")  # CUDA does not work in a fork
+        forks = on_cpu and sys.platform == "linux" and not any(option in options for option in ON_DISK)
         zygote = Zygote(name, model, options, len(cores), cores[0], spare) if forks and cores else None
         sources = [
             EngineProcess(
@@ -212,7 +213,7 @@ class Router:
     def nbytes(self) -> int:
         """Memory of all engines on this host, as each said when it began; what they share counts once."""
         facts = [engine.facts for engine in self.engines if not engine.address]
-        return sum(one["nbytes"] for one in facts) + max((one["shared"] for one in facts), default=0)
+        return sum(one["nbytes"] for one in facts) + sum({one["zygote"]: one["shared"] for one in facts}.values())
 
     # ---- as an engine's
 
