@@ -39,7 +39,7 @@ def job(start, more=0):
     slipstream.init_distributed()
     total = torch.tensor([float(start + dist.get_rank())])
     dist.all_reduce(total)
-    print(f"rank {dist.get_rank()} is here", flush=True)
+    print(f"rank {dist.get_rank()} is here\\n", end="", flush=True)  # one write: both share the pipe
     return Found(dist.get_rank(), helper(total.item()) + more)
 
 found = launch(job, 5, nproc=2, more=1)
@@ -60,7 +60,7 @@ import os, signal, time
 from slipstream.integrations.notebook import launch
 
 def job():
-    print(f"pid {os.getpid()}", flush=True)
+    print(f"pid {os.getpid()}\\n", end="", flush=True)
     time.sleep(600)
 
 launch(job, nproc=2)
