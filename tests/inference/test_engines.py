@@ -184,6 +184,7 @@ def test_an_engine_that_is_lost(hosts: list[Host]) -> None:
     with running() as engine:
         expected = wait(submit(engine, "waits")).text()
     with routed(slow.address(), quick.address()) as router:
+        until(lambda: states(router) == ["ready", "ready"])  # one is enough for the router to open
         quick.end()
         until(lambda: states(router) == ["ready", "down"])
         begun = submit(router, "begins", LONG)
@@ -224,6 +225,7 @@ def test_an_engine_that_leaves(hosts: list[Host]) -> None:
     """It answers what it has, and what comes later goes to others."""
     quick, slow = hosts
     with routed(slow.address(), quick.address()) as router:
+        until(lambda: states(router) == ["ready", "ready"])  # one is enough for the router to open
         begun = submit(router, "begins", LONG)
         slow.steps.release(3)
         assert begun.started.wait(30)
