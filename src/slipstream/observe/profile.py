@@ -321,7 +321,7 @@ class FlopsProfiler:
                 "step latency: ": _text(times.get("step", 0.0), "s"),
                 "iter latency: ": _text(seconds := self._micro_batch(times), "s"),
                 "FLOPS per GPU = (fwd+bwd) flops per GPU / iter latency: ": _rate(both, seconds),
-                "samples/second: ": round(samples * engine.mesh.batch.size / seconds, 2),
+                "samples/second: ": round(engine.plan.batch.per_pass / seconds, 2),
             }
         return [f"{label:<70}  {value!s:<8}" for label, value in values.items()]
 
