@@ -23,9 +23,9 @@ from slipstream.inference import Listener, wire
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Engine
 from slipstream.inference.handshake import GREETING, SIZE
-from slipstream.inference.initialize import weights_digest
 from slipstream.inference.replica import facts_of
 from slipstream.inference.server import EngineAddress, Router
+from slipstream.inference.source import weights_digest
 from slipstream.launch.cli import main
 from tests import tiny_chat
 from tests.inference.test_replicas import LONG, SAMPLED, Local, server, submit

@@ -18,9 +18,9 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from slipstream.compat.config import DeepSpeedConfigModel
+from slipstream.inference.assembly import open_runner
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
-from slipstream.inference.initialize import open_runner
 from slipstream.inference.precision import QUANTIZED
 from slipstream.inference.runner import Sizes
 

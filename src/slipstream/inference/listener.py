@@ -19,8 +19,8 @@ from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.handshake import admit
-from slipstream.inference.initialize import weights_digest
 from slipstream.inference.replica import Session, facts_of
+from slipstream.inference.source import weights_digest
 
 logger = logging.getLogger(__name__)
 

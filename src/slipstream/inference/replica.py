@@ -35,7 +35,7 @@ from slipstream.inference.engine import Engine, Handle, Output
 from slipstream.inference.kv_cache import reserved_nbytes
 
 if TYPE_CHECKING:
-    from slipstream.inference.initialize import Assembled
+    from slipstream.inference.assembly import Assembled
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ LOOK = 0.1  # seconds between looks at the engine's health
 def facts_of(
     engine: Engine | EmbeddingEngine, description: str, dtype: str = "", weights: str = "", shared: int = 0
 ) -> dict[str, Any]:
-    """What the server has to know of the engine. `weights`: `initialize.weights_digest`; `shared`: bytes of this process's memory
+    """What the server has to know of the engine. `weights`: `source.weights_digest`; `shared`: bytes of this process's memory
     that are other replicas', too."""
     return {
         "description": description,
@@ -160,7 +160,8 @@ def main(descriptor: int) -> int:
     connection = socket.socket(fileno=descriptor)
     link = wire.Link(connection)
     # A spare process has imported all before it knows its model.
-    from slipstream.inference.initialize import assemble_replica, weights_digest
+    from slipstream.inference.initialize import assemble_replica
+    from slipstream.inference.source import weights_digest
 
     if (message := next(link.messages, None)) is None:  # the server has ended
         return 0

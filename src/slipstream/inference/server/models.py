@@ -27,7 +27,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from slipstream.inference.engine import ClosedError
-from slipstream.inference.initialize import file_bytes
 from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.metrics import Loading, ModelFigures
@@ -37,6 +36,7 @@ from slipstream.inference.server.requests import refused
 from slipstream.inference.server.router import Router, Source
 from slipstream.inference.server.state import Front, Serving, adapter_of, body_of, not_found
 from slipstream.inference.server.status import replicas_of
+from slipstream.inference.source import file_bytes
 from slipstream.inference.stats import Stats, settled, total
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from slipstream.inference import stats, wire
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
 from slipstream.inference.engine import ClosedError, Engine, Sink
-from slipstream.inference.initialize import open_tokenizer
 from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare, Zygote
 from slipstream.inference.server.remote import LostError, RemoteEngine, ReplicaState, Ticket
+from slipstream.inference.source import open_tokenizer
 from slipstream.inference.stats import Stats
 from slipstream.inference.text import Tokenizer
 

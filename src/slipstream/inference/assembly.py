@@ -1,0 +1,378 @@
+"""From a model and checked options to the parts of an engine: loads the model, chooses its forward and makes the loop.
+
+`initialize` has checked the options, and `source` finds the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from slipstream.extras import needs
+from slipstream.inference import generic, outputs, precision, trained
+from slipstream.inference.adapters import Opener, opener
+from slipstream.inference.config import ModelPart
+from slipstream.inference.core import Runner
+from slipstream.inference.draft_model import FEW, MOST, DraftModel
+from slipstream.inference.embedding import EmbeddingEngine, Pooling
+from slipstream.inference.engine import Engine
+from slipstream.inference.families import UnsupportedModel
+from slipstream.inference.generate import InferenceEngine
+from slipstream.inference.gguf_file import open_gguf, read_gguf
+from slipstream.inference.layer_store import WeightMemory
+from slipstream.inference.load import LoadedModel, is_config, load
+from slipstream.inference.native import NativeDecoder
+from slipstream.inference.ranks import ServingRanks
+from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_encoder, open_generic
+from slipstream.inference.scheduler import MAX_RUNNING, budget_of
+from slipstream.inference.source import find_source, given_tokenizer, name_of, sampling_of, tokenizer_of
+from slipstream.inference.text import Tokenizer
+from slipstream.inference.update import Target
+from slipstream.inference.weights import Int4, KQuant, leaves
+from slipstream.ops.pages import give_back_freed
+from slipstream.ops.team import MAX_THREADS
+from slipstream.quantized import PackedLinear
+from slipstream.world.watch import PeerLostError
+
+GROUP_SIZES = (32, 64, 128)
+_NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
+_ON_DISK = "its experts are on disk; open it without expert_cache_bytes"
+_LAYERS_ON_DISK = "layers of it are on disk; open it without weights_bytes and weights_folder"
+_ONCE = "transformers' modules are quantized once, when the model is opened; open it in a float dtype"
+_BLOCKS = "the blocks of its file have another form; open it with dtype=, or open the unquantized model"
+_SPLIT = "it is split over processes; open it again from the new weights"
+_EMBEDS = "encoders take no new weights yet; open it again from the new ones"
+_ADAPTERS = "they need the native kernels of one process on a CPU, and here it is {}; merge one into the model, and serve that"
+_FOLLOWS = "rank {} computes for rank 0, which answers: call it there, `if engine.leads:`"
+_SHARED = "it reads the live model's own tensors on the GPU; open it from a folder, or from the model's configuration"
+
+
+def open_runner(
+    model: Any, sizes: Sizes, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
+) -> Runner:
+    """Load a decoder and choose its forward, without a loop, for a caller that composes the batches itself. Raises as
+    `init_inference`, and ValueError for what has no weights or no head."""
+    place, threads = _place(device, sizes.threads, None)
+    source = find_source(model)
+    if is_config(source):
+        raise ValueError(f"a {type(source).__name__} has no weights; give the model or its folder")
+    served = _serve(source, precision.parse_dtype(dtype), place, GROUP_SIZES[0], sizes._replace(threads=threads))
+    if served.embeds:
+        raise ValueError(f"{model} has no head, so it computes no logits; slipstream.init_inference embeds texts with it")
+    return served.forward.runner
+
+
+def open_engine(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, tp_size: int = 1, **options: Any) -> InferenceEngine:
+    budget = budget_of(options.get("token_budget"), options.get("max_running", MAX_RUNNING))
+    part = ModelPart(ep_size=ep_size, moe_tp_size=moe_tp_size, tp_size=tp_size)
+    if part.size == 1:
+        return InferenceEngine(*assemble(model, ranks=None, **options))
+    ranks = ServingRanks(part, max_rows=budget)
+    try:
+        return InferenceEngine(*assemble(model, ranks=ranks, **options))
+    except BaseException:
+        with suppress(PeerLostError):
+            ranks.close()
+        raise
+
+
+class _Ready(NamedTuple):
+    """A model that is ready to be served."""
+
+    forward: Opened
+    target: Target | str  # what `update_weights` changes, or why it cannot
+    kind: str  # of `precision.DTYPES`, "blocks", or "disk"
+    weights: str  # for the description
+    ends: tuple[int, ...]
+    metadata: Mapping[str, Any]  # of a GGUF file
+    embeds: int = 0  # the size of an encoder's vocabulary
+    open_adapter: Opener | str = _ADAPTERS.format("transformers' code runs this model")
+
+    @property
+    def dtype(self) -> str:
+        """`weights` without the reason."""
+        return self.weights.partition(" (")[0]
+
+
+class Assembled(NamedTuple):
+    """The arguments of `InferenceEngine`, which starts the engine: no thread runs yet."""
+
+    engine: Engine | EmbeddingEngine
+    description: str
+    target: Target | str
+    module: Callable[[], torch.nn.Module] | str
+    ranks: ServingRanks | None = None
+    release: Callable[[], object] = bool
+    dtype: str = ""
+
+
+def assemble(
+    model: Any,
+    *,
+    ranks: ServingRanks | None,
+    replicas: int = 1,
+    dtype: torch.dtype | str | None = None,
+    group_size: int | None = None,
+    device: torch.device | str | None = None,
+    threads: int | None = None,
+    tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+    max_context: int | None = None,
+    kv_cache_bytes: int | None = None,
+    expert_cache_bytes: int | None = None,
+    memory: WeightMemory | None = None,
+    max_running: int | None = None,
+    model_name: str | None = None,
+    **loop: Any,
+) -> Assembled:
+    """Load the model, choose the forward and make the loop. `replicas`: processes that do so with the same memory. `loop`: the
+    other arguments of `Engine`, and `draft`, a model."""
+    name, source, kind = model_name or name_of(model), find_source(model), precision.parse_dtype(dtype)
+    if group_size is not None and (kind != "int4" or group_size not in GROUP_SIZES):
+        raise ValueError(f'group_size is {group_size} with dtype "{kind}"; it needs dtype="int4", and is 32, 64 or 128')
+    group, (place, threads) = group_size or GROUP_SIZES[0], _place(device, threads, ranks)
+    passed_tokenizer = None if tokenizer is None else given_tokenizer(tokenizer)
+    sizes = Sizes(kv_cache_bytes, max_running or MAX_RUNNING, max_context, threads, expert_cache_bytes, ranks, replicas=replicas)
+    sizes = sizes if memory is None else _with_layers_on_disk(sizes, memory, source, place)
+    if isinstance(source, torch.nn.Module) and outputs.gives_outputs_only(source):
+        loop |= {"max_context": max_context, "max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "ep_size": ranks}
+        return _outputs(source, name, kind, place, group, loop | {"tokenizer": tokenizer, "expert_cache_bytes": expert_cache_bytes})
+    served = _serve(source, kind, place, group, sizes)
+    give_back_freed()
+    own_tokenizer, runner = passed_tokenizer or tokenizer_of(source, served.metadata), cast("Any", served.forward.runner)
+    if served.embeds:
+        loop |= {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
+        if loop := {option: value for option, value in loop.items() if value is not None}:
+            raise ValueError(f"{name} embeds texts, it does not generate: leave out {', '.join(loop)}")
+        folder = source if isinstance(source, Path) else None
+        vectors = EmbeddingEngine(runner, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
+        description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
+        return Assembled(vectors, description, _EMBEDS, _module(source, served.kind, place, group), dtype=served.dtype)
+    drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
+    engine = Engine(
+        runner,
+        own_tokenizer,
+        max_running=sizes.max_running,
+        end_ids=served.ends,
+        model_name=name,
+        sampling=sampling_of(source, served.metadata),
+        unavailable=_NOT_YET if is_config(source) else _FOLLOWS.format(ranks.index) if ranks and ranks.index else "",
+        expert_use=served.forward.expert_use,
+        open_adapter=served.open_adapter,
+        **loop,
+    )
+    sizes_text = f"cache of {runner.num_blocks * runner.block_size:,} tokens, context of {engine.max_context:,}"
+    description = f"{name}: {served.weights}, {served.forward.forward}, {sizes_text}{drafted}"
+    if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
+        ranks.start(runner.follow, engine.fail)
+    module = _module(source, served.kind, place, group)
+    return Assembled(engine, description, served.target, module, ranks, served.forward.close, served.dtype)
+
+
+def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place: torch.device) -> Sizes:
+    """Raises ValueError for what weights_bytes and weights_folder do not go with, before anything is read."""
+    saved = isinstance(source, Path) and trained.find(source) is not None
+    reasons = (
+        (f"the {type(source).__name__} is in memory already; give its folder", not isinstance(source, Path)),
+        ("a checkpoint is read whole; export a Hugging Face folder", saved),
+        (f'they need the native kernels on a CPU, and the model is on {place}; give device="cpu"', place.type != "cpu"),
+        ("the model is cut over processes; leave out tp_size, ep_size and moe_tp_size", sizes.ranks is not None),
+        ("expert_cache_bytes keeps experts on disk; leave out one of the two", sizes.expert_nbytes is not None),
+    )
+    if why := next((why for why, holds in reasons if holds), None):
+        raise ValueError(f"weights_bytes and weights_folder keep layers on disk: {why}")
+    return sizes._replace(memory=memory)
+
+
+def _outputs(model: torch.nn.Module, name: str, kind: str, place: torch.device, group: int, others: Mapping[str, Any]) -> Assembled:
+    """An engine that computes a module's outputs. `others`: options of models that answer or embed."""
+    if given := [option for option, value in others.items() if value is not None]:
+        raise ValueError(f"{name} gives outputs, it neither generates nor embeds: leave out {', '.join(given)}")
+    module = outputs.opened(model, kind, place, group)
+    packed = sum(isinstance(layer, PackedLinear) for layer in module.modules())
+    weights = "as it is" if kind in ("auto", "stored") else precision.short(kind)
+    description = f"{name}: {weights}, outputs only{f', {packed} linear layers by kernels' if packed else ''}"
+    engine: Any = outputs.OutputsEngine(name)
+    return Assembled(engine, description, _ONCE.replace("transformers' modules are", "it is"), lambda: module)
+
+
+def _add_draft(loop: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None, place: torch.device, sizes: Sizes) -> str:
+    """Open the model that `loop` has as `draft`, if any. Returns words for the description."""
+    if (draft := loop.pop("draft", None)) is None:
+        return ""
+    opened = _draft(draft, vocab_size, tokenizer, place, sizes)
+    loop["draft"] = DraftModel(opened.runner, vocab_size, loop.pop("num_draft", MOST))
+    return f", drafts by {name_of(draft)}: {opened.forward}"
+
+
+def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torch.device, sizes: Sizes) -> Opened:
+    """The forward of a draft model, in the precision of its weights. Raises ValueError unless its tokens are the model's."""
+    if place.type != "cpu" or sizes.ranks:
+        where = "experts are split over processes" if sizes.ranks else f"the model runs on {place}"
+        raise ValueError(f"draft needs a CPU and one process, and here {where}; leave it out")
+    source = find_source(draft)
+    if is_config(source):
+        raise ValueError(f"draft is a {type(source).__name__}, which has no weights; give the model or its folder")
+    served = _serve(source, precision.parse_dtype(None), place, GROUP_SIZES[0], Sizes(None, FEW, None, sizes.threads))
+    if served.embeds:
+        raise ValueError(f"draft is {name_of(draft)}, which embeds texts and generates none; give a small decoder")
+    own, size = tokenizer_of(source, served.metadata), served.forward.runner.vocab_size
+    if own is None or tokenizer is None:  # only sizes are known; with tokenizers, they may differ by padding
+        if size != vocab_size:
+            raise ValueError(f"draft has {size:,} tokens, and the model {vocab_size:,}; give one with the same vocabulary")
+        return served.forward
+    tokens, theirs = ({number: text for text, number in one.backend.get_vocab().items()} for one in (tokenizer, own))
+    for number, text in sorted(tokens.items()):
+        if theirs.get(number, text) != text:
+            raise ValueError(
+                f"token {number} is {text!r} to the model and {theirs[number]!r} to the draft {name_of(draft)}; "
+                "give one with the same vocabulary"
+            )
+    return served.forward
+
+
+def _place(device: torch.device | str | None, threads: int | None, ranks: ServingRanks | None) -> tuple[torch.device, int | None]:
+    """The device, and the threads of its native forward (None: torch's)."""
+    place = _device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    if threads is not None:
+        if place.type != "cpu":
+            raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
+        torch.set_num_threads(threads)  # they load and quantize for every forward, and compute for torch's
+    if place.type == "cuda":
+        return _gpu(place), threads
+    if ranks is not None:
+        threads = threads or min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks.neighbors))
+    return place, threads
+
+
+def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
+    """Load the model, by our own forward if it has one, else by transformers'. Collective with ranks."""
+    ranks = sizes.ranks
+    options: dict[str, Any] = {"part": ranks.part if ranks else None, "by_layer": sizes.memory is not None}
+    read = partial(load, source, dtype=kind, group_size=group, device=place, **options)
+    try:
+        loaded = ranks.together(read) if ranks else read()
+    except UnsupportedModel as error:
+        if any((ranks, sizes.expert_nbytes, sizes.memory)):
+            raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
+        return _serve_by_transformers(source, kind, place, group, sizes)
+    embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
+    open_forward = open_encoder if embeds else open_decoder
+    blocks = _blocks(loaded) if loaded.opening.kind == "stored" else ""
+    reasons = (
+        (_SPLIT, ranks is not None),
+        (_ON_DISK, sizes.expert_nbytes is not None),
+        (_LAYERS_ON_DISK, sizes.memory is not None),
+        (_BLOCKS, bool(blocks)),
+        (_SHARED, place.type == "cuda" and isinstance(source, torch.nn.Module)),
+    )
+    fixed = next((why for why, holds in reasons if holds), None)
+    forward = open_forward(loaded.config, loaded.weights, place, loaded.dtype, sizes)
+    weights = blocks + _weights_text(loaded.opening.kind, loaded.dtype)
+    return _Ready(
+        forward=forward,
+        target=fixed or Target.decoder(loaded.config, loaded.weights),
+        kind="disk" if sizes.memory else "blocks" if blocks else loaded.opening.kind,
+        weights=weights + (f" ({loaded.opening.why})" if loaded.opening.why else ""),
+        ends=loaded.config.end_ids,
+        metadata=loaded.gguf,
+        embeds=embeds,
+        open_adapter=_opener(loaded, forward, ranks),
+    )
+
+
+def _blocks(loaded: LoadedModel) -> str:
+    """The description's words for matrices that are as quantized as in their file."""
+    kept = [m for _, m in leaves(loaded.weights) if not isinstance(m, torch.Tensor)]
+    bits = {m.bits if isinstance(m, KQuant) else 4 if isinstance(m, Int4) else 8 for m in kept}
+    return f"{' and '.join(f'{one}-bit' for one in sorted(bits))} blocks as stored, else " if bits else ""
+
+
+def _opener(loaded: LoadedModel, forward: Opened, ranks: ServingRanks | None) -> Opener | str:
+    """Opens adapters, or why they are not served."""
+    if ranks is None and isinstance(forward.runner, NativeDecoder):
+        return opener(loaded.config, loaded.dtype)
+    return _ADAPTERS.format("a model over processes" if ranks else forward.forward)
+
+
+def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
+    live = _transformers_model(source, kind, place, group)
+    generic.check_context(live, sizes.max_context)
+    return _Ready(
+        forward=open_generic(live, sizes),
+        target=_ONCE if kind in precision.QUANTIZED else Target.module(live),
+        kind=kind,
+        weights=_weights_text(kind, live.dtype),
+        ends=_end_ids(live),
+        metadata=read_gguf(source).metadata if isinstance(source, Path) and source.is_file() else {},
+    )
+
+
+def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:
+    """Creates the model for `InferenceEngine.module`, or why there is none. `kind`: as in `_Ready`."""
+    if kind == "disk":
+        return _LAYERS_ON_DISK
+    if kind in (*precision.QUANTIZED, "blocks"):
+        form = "the blocks of their file" if kind == "blocks" else kind
+        return f"its weights are kept in {form}, for generating only; open the model with dtype bf16, fp16 or fp32"
+    if is_config(source):
+        return "it was opened from a configuration; open the model or its folder"
+    return partial(_transformers_model, source, kind, place, group_size)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        place = torch.device("meta")  # rejected below
+    if place.type == "cpu" and not place.index:
+        return torch.device("cpu")
+    if place.type != "cuda":
+        raise ValueError(f'device is {str(device)!r}; give "cpu", "cuda", or "cuda:1" for the second GPU')
+    return place
+
+
+def _weights_text(kind: str, dtype: torch.dtype) -> str:
+    """The precision of the weights, for the description."""
+    return kind if kind in precision.QUANTIZED else precision.short(str(dtype).removeprefix("torch."))
+
+
+def _gpu(place: torch.device) -> torch.device:
+    """Add the number of the current GPU, which is thread-local: another thread runs the model."""
+    count = torch.cuda.device_count()
+    if (place.index or 0) >= count:
+        raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
+    return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:
+    """A transformers model, for models that `TransformerConfig` cannot describe. Raises UnsupportedModel."""
+    with needs(f"{type(source).__name__ if is_config(source) else source}, by transformers' code,", extra="hf"):
+        import transformers  # noqa: F401 (everything below)
+    quantized = kind in precision.QUANTIZED
+    dtype = torch.bfloat16 if quantized else precision.FLOATS.get(kind)
+    if isinstance(source, Path) and source.is_file():
+        own = open_gguf(source, dtype or torch.bfloat16)
+    elif isinstance(source, Path):
+        saved = trained.find(source)
+        own = generic.open_model(source, dtype or "auto") if saved is None else trained.open_model(saved, dtype)
+    elif is_config(source):
+        from transformers import AutoModelForCausalLM
+
+        own = AutoModelForCausalLM.from_config(source, dtype=dtype)
+    else:
+        own = generic.shared_copy(source)
+    if quantized:
+        return generic.quantize_model(own, kind, group_size=group_size).to(place)
+    return own.to(device=place, dtype=dtype)
+
+
+def _end_ids(live: Any) -> tuple[int, ...]:
+    """The end tokens of a transformers model."""
+    ends = getattr(live.generation_config, "eos_token_id", None) if live.can_generate() else live.config.eos_token_id
+    return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
