@@ -17,36 +17,29 @@ _BY_MESH = "the mesh decides which ranks slice a layer; initialize(mpu=) brings 
 
 
 class TensorParallelSize(Block):
-    tp_size: Count = honored(1, "Ranks that share each layer; the same as `slipstream.mesh.tp`.", "test_an_unmodified_model")
+    tp_size: Count = honored(1, "Ranks that share each layer; the same as `slipstream.mesh.tp`.")
     tp_grain_size: Count = no_effect(1, "heads are never cut, and other features are shared as evenly as possible")
     mpu: Any = no_effect(None, _BY_MESH)
     tp_group: Any = no_effect(None, _BY_MESH)
 
 
 class TensorParallel(Block):
-    autotp_size: Size = honored(0, "Ranks that share each layer; the same as `slipstream.mesh.tp`.", "test_an_unmodified_model")
+    autotp_size: Size = honored(0, "Ranks that share each layer; the same as `slipstream.mesh.tp`.")
     tp: TensorParallelSize = TensorParallelSize()
     dtype: str | None = no_effect("fp16", "fp16 and bf16 decide the dtype")
-    preset_model: str | None = honored(
-        None, "Plan of a known model: llama, qwen2, bloom, gpt2, opt, ...", "test_a_partition_config"
-    )
+    preset_model: str | None = honored(None, "Plan of a known model: llama, qwen2, bloom, gpt2, opt, ...")
     tp_overlap_comm: bool = honored(
         False,
         "Sum input gradients while weight gradients are computed and, over a network, a row layer's output in chunks during its "
         "product. The same bits; gains if the network, not the processor, moves the bytes.",
-        "test_overlapped_sums_have_the_same_bits",
     )
     vocab_parallel_lm_head: bool | None = honored(
-        None,
-        "Compute the loss from logits of which each rank has a share of the vocabulary.",
-        "test_a_loss_over_shares_of_the_vocabulary",
+        None, "Compute the loss from logits of which each rank has a share of the vocabulary."
     )
     vocab_parallel_ce_backend: str = no_effect("torch", "the loss over shares of the vocabulary is Slipstream's own")
     injection_policy_tuple: Any = no_effect(None, "partition_config names the layers to cut")
     partition_config: dict[str, Any] | None = honored(
-        None,
-        "Which layers are cut, and how: `layer_specs`, `use_default_specs`, `lm_head_patterns`, `strict_mode`.",
-        "test_a_partition_config",
+        None, "Which layers are cut, and how: `layer_specs`, `use_default_specs`, `lm_head_patterns`, `strict_mode`."
     )
     keep_module_on_host: bool = no_effect(False, "the model is cut where its parameters are")
     replace_with_kernel_inject: bool = no_effect(False, "modules are not replaced")
@@ -62,14 +55,8 @@ _FIXED = "Must be what the model does: another value is refused."
 
 
 class ExpertParallel(Block):
-    enabled: bool = honored(
-        False, "Split the experts of each layer over `autoep_size` ranks.", "test_an_unmodified_model_of_experts"
-    )
-    autoep_size: Count = honored(
-        1,
-        "Ranks that have different experts of a layer, unless the layer's own `ep_size` says.",
-        "test_an_unmodified_model_of_experts",
-    )
+    enabled: bool = honored(False, "Split the experts of each layer over `autoep_size` ranks.")
+    autoep_size: Count = honored(1, "Ranks that have different experts of a layer, unless the layer's own `ep_size` says.")
     expert_tensor_parallel_size: Count = no_effect(1, "tensor_parallel.autotp_size slices experts, too")
     validate_folding_routing: bool = no_effect(False, "the numbers of rows are compared in every exchange")
     async_split_plan: bool = no_effect(False, _BY_EXCHANGE)
@@ -78,23 +65,16 @@ class ExpertParallel(Block):
         None,
         "Regular expression of the names of layers whose lists of experts are split. One whose experts cannot be split is refused; "
         "null: layers of all lists that are named so, and one that cannot be split is named in a warning.",
-        "test_experts_that_stay_whole_are_named",
     )
     expert_pattern: str | None = honored(
-        None,
-        'With `moe_layer_pattern`: of the name of the experts in such a layer; null: "experts".',
-        "test_experts_that_stay_whole_are_named",
+        None, 'With `moe_layer_pattern`: of the name of the experts in such a layer; null: "experts".'
     )
     router_pattern: str | None = no_effect(None, _BY_MODEL)
     use_grouped_mm: bool = no_effect(True, _BY_COUNTS)
     disable_triton_grouped_mm: bool = no_effect(False, _BY_COUNTS)
-    route_norm: bool | None = honored(
-        None, f"Whether a token's weights add up to 1; null: {_ROUTERS}", "test_router_settings_of_the_config"
-    )
-    route_scale: Real = honored(1.0, f"Factor of the weights; 1: {_ROUTERS}", "test_router_settings_of_the_config")
-    score_apply: Literal["auto", "pre", "post"] = honored(
-        "auto", f"Where weights apply: to outputs (post). {_FIXED}", "test_router_settings_of_the_config"
-    )
+    route_norm: bool | None = honored(None, f"Whether a token's weights add up to 1; null: {_ROUTERS}")
+    route_scale: Real = honored(1.0, f"Factor of the weights; 1: {_ROUTERS}")
+    score_apply: Literal["auto", "pre", "post"] = honored("auto", f"Where weights apply: to outputs (post). {_FIXED}")
     combine_impl: str = no_effect("auto", _BY_COUNTS)
     row_weighting_impl: str = no_effect("auto", _BY_COUNTS)
     gate_up_impl: str = no_effect("separate", _BY_COUNTS)
@@ -102,23 +82,16 @@ class ExpertParallel(Block):
     comm_num_sm: Size = no_effect(12, _BY_EXCHANGE)
     comm_qp_margin: Size = no_effect(4, _BY_EXCHANGE)
     comm_max_tokens_per_rank: Size = no_effect(0, _BY_EXCHANGE)
-    num_expert_groups: Count | None = honored(None, f"Groups of experts; null: {_ROUTERS}", "test_router_settings_of_the_config")
-    num_limited_groups: Count | None = honored(
-        None, f"Groups that a token uses; null: {_ROUTERS}", "test_router_settings_of_the_config"
-    )
-    score_func: Literal["auto", "softmax", "sigmoid"] = honored(
-        "auto", f"The router's scores. {_FIXED}", "test_router_settings_of_the_config"
-    )
-    top_k: Count | Literal["auto"] = honored("auto", f"Experts of a token; auto: {_ROUTERS}", "test_router_settings_of_the_config")
+    num_expert_groups: Count | None = honored(None, f"Groups of experts; null: {_ROUTERS}")
+    num_limited_groups: Count | None = honored(None, f"Groups that a token uses; null: {_ROUTERS}")
+    score_func: Literal["auto", "softmax", "sigmoid"] = honored("auto", f"The router's scores. {_FIXED}")
+    top_k: Count | Literal["auto"] = honored("auto", f"Experts of a token; auto: {_ROUTERS}")
     load_balance_coeff: Positive | None = honored(
         None,
         "Step by which a bias on the choice of experts moves against their load after each update; the router must have the bias "
         "(DeepSeek-V3 and its like, `slipstream.moe.MoE`). null: biases rest.",
-        "test_the_config_balances_the_experts_of_an_unmodified_model",
     )
-    routed_scaling_factor: Positive | Literal["auto"] = honored(
-        "auto", "As `route_scale`, before it.", "test_router_settings_of_the_config"
-    )
+    routed_scaling_factor: Positive | Literal["auto"] = honored("auto", "As `route_scale`, before it.")
     expert_w1: str | None = no_effect(None, _BY_MODEL)
     expert_w2: str | None = no_effect(None, _BY_MODEL)
     expert_w3: str | None = no_effect(None, _BY_MODEL)
@@ -127,24 +100,19 @@ class ExpertParallel(Block):
     has_shared_experts: bool | None = no_effect(None, _BY_MODEL)
     shared_experts_pattern: str | None = no_effect(None, _BY_MODEL)
     shared_experts_gate_pattern: str | None = no_effect(None, _BY_MODEL)
-    expert_activation: str | None = honored(None, f"The experts' activation. {_FIXED}", "test_router_settings_of_the_config")
+    expert_activation: str | None = honored(None, f"The experts' activation. {_FIXED}")
 
 
 class Pipeline(Block):
-    stages: Count | Word[Literal["auto"]] = honored(
-        "auto", "Pipeline stages; the same as `slipstream.mesh.pp`.", "test_the_stages_of_the_config"
-    )
+    stages: Count | Word[Literal["auto"]] = honored("auto", "Pipeline stages; the same as `slipstream.mesh.pp`.")
     partition: str = honored(
         "best",
         "How a decoder's blocks are divided into stages: `parameters` (also `best`), `uniform`, `type:REGEX` of their classes, or "
         "`profile`, which measures them. A PipelineModule divides its own layers, as in DeepSpeed.",
-        "test_the_partition_of_the_config",
     )
     seed_layers: bool = no_effect(False, "PipelineModule(seed_layers=) decides, as in DeepSpeed")
     activation_checkpoint_interval: Size = honored(
-        0,
-        "Layers of a PipelineModule that are recomputed together; 0: the module's own. In a decoder, each block is recomputed.",
-        "test_recomputed_layers",
+        0, "Layers of a PipelineModule that are recomputed together; 0: the module's own. In a decoder, each block is recomputed."
     )
     pipe_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
     grad_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
@@ -158,14 +126,10 @@ class HybridEngine(Block):
     enabled: bool = honored(
         False, "`engine.generate` and `engine.module.generate` answer with the current weights, by the engine of serving."
     )
-    max_out_tokens: Count = honored(
-        512, "Tokens of a prompt and its answer together; the model's context if that is less.", "test_limits_of_rollouts"
-    )
+    max_out_tokens: Count = honored(512, "Tokens of a prompt and its answer together; the model's context if that is less.")
     inference_tp_size: Count = no_effect(1, "each rank answers its own prompts, with a whole copy of the weights")
     release_inference_cache: bool = honored(
-        False,
-        "Free the memory of generation, its copy of the weights included, after each call; the next call is collective.",
-        "test_memory_between_rollouts",
+        False, "Free the memory of generation, its copy of the weights included, after each call; the next call is collective."
     )
     pin_parameters: bool = no_effect(True, "weights are gathered one unit at a time, when they have changed")
     tp_gather_partition_size: Count = no_effect(8, "weights are gathered one unit at a time, when they have changed")
@@ -186,12 +150,10 @@ class Compile(Block):
     feature = Feature(
         "DeepCompile", 'set compile.deepcompile to false; {"compile": {"enabled": true}} is torch.compile of each block'
     )
-    enabled: bool = honored(False, "Apply `torch.compile` to each repeated block, or to the model if it has none.", "test_compile")
+    enabled: bool = honored(False, "Apply `torch.compile` to each repeated block, or to the model if it has none.")
     disable: bool = honored(False, "True: do not compile, even if `enabled` is true.")
-    backend: str = honored("inductor", "Backend of `torch.compile`, by name or as `module.attribute`.", "test_compile")
-    kwargs: dict[str, Any] = honored(
-        {}, "Other arguments of `torch.compile` (`mode`, `fullgraph`, `dynamic`, ...).", "test_compile"
-    )
+    backend: str = honored("inductor", "Backend of `torch.compile`, by name or as `module.attribute`.")
+    kwargs: dict[str, Any] = honored({}, "Other arguments of `torch.compile` (`mode`, `fullgraph`, `dynamic`, ...).")
     deepcompile: bool = switch()
     autoep_non_moe: bool = False
     free_activation: bool = False
@@ -227,31 +189,28 @@ class ActivationCheckpointing(Block):
     profile: bool = honored(False, "Log the time of recomputation, in seconds.")
 
 
-_PATTERN = "test_each_mode_of_the_json"
-
-
 class SparseAttention(Block):
     """Which blocks of attention's scores are computed. Each mode reads its own keys (`slipstream.attention.layouts`)."""
 
     mode: Word[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"]] = honored(
-        "fixed", 'The pattern of blocks; "dense": all of them, as without this block.', _PATTERN
+        "fixed", 'The pattern of blocks; "dense": all of them, as without this block.'
     )
-    block: Count = honored(16, "Tokens of a block, a multiple of 16.", _PATTERN)
-    different_layout_per_head: bool = honored(False, "Each head has a layout of its own.", _PATTERN)
-    num_local_blocks: Count = honored(4, "Blocks of a window, in mode fixed.", _PATTERN)
-    num_global_blocks: Size = honored(1, "Global blocks: of each window (fixed), or at the beginning (bigbird).", _PATTERN)
+    block: Count = honored(16, "Tokens of a block, a multiple of 16.")
+    different_layout_per_head: bool = honored(False, "Each head has a layout of its own.")
+    num_local_blocks: Count = honored(4, "Blocks of a window, in mode fixed.")
+    num_global_blocks: Size = honored(1, "Global blocks: of each window (fixed), or at the beginning (bigbird).")
     attention: Word[Literal["unidirectional", "bidirectional"]] = honored(
-        "bidirectional", "unidirectional: no block of later keys. Decoders are causal inside blocks, too.", _PATTERN
+        "bidirectional", "unidirectional: no block of later keys. Decoders are causal inside blocks, too."
     )
-    horizontal_global_attention: bool = honored(False, "Global blocks attend to all (fixed, variable).", _PATTERN)
-    num_different_global_patterns: Count = honored(1, "Global blocks that heads take in turn (fixed).", _PATTERN)
-    num_random_blocks: Size = honored(0, "Random blocks of each row (variable, bigbird).", _PATTERN)
-    local_window_blocks: list[Count] = honored([4], "Lengths of windows in blocks, the last one repeated (variable).", _PATTERN)
-    global_block_indices: list[Size] = honored([0], "First blocks of global spans (variable, bslongformer).", _PATTERN)
+    horizontal_global_attention: bool = honored(False, "Global blocks attend to all (fixed, variable).")
+    num_different_global_patterns: Count = honored(1, "Global blocks that heads take in turn (fixed).")
+    num_random_blocks: Size = honored(0, "Random blocks of each row (variable, bigbird).")
+    local_window_blocks: list[Count] = honored([4], "Lengths of windows in blocks, the last one repeated (variable).")
+    global_block_indices: list[Size] = honored([0], "First blocks of global spans (variable, bslongformer).")
     global_block_end_indices: list[Size] | None = honored(
-        None, "Ends of global spans, exclusive; not set: spans of one block (variable, bslongformer).", _PATTERN
+        None, "Ends of global spans, exclusive; not set: spans of one block (variable, bslongformer)."
     )
-    num_sliding_window_blocks: Count = honored(3, "Blocks of the sliding window (bigbird, bslongformer).", _PATTERN)
+    num_sliding_window_blocks: Count = honored(3, "Blocks of the sliding window (bigbird, bslongformer).")
 
 
 # Elasticity, checkpoints, tuning
@@ -259,23 +218,20 @@ class SparseAttention(Block):
 _WRITER = "each rank writes its shards to its own file with direct I/O and without pickle"
 
 
-_ELASTIC = "test_elasticity"
-
-
 class Elasticity(Block):
     """Batch sizes for many numbers of ranks (config/elastic.py)."""
 
-    enabled: bool = honored(False, "Compute the batch sizes such that many numbers of ranks keep the same global batch.", _ELASTIC)
-    max_train_batch_size: Count = honored(2000, "Largest global batch, in samples; to be set.", _ELASTIC)
-    micro_batch_sizes: list[Count] = honored([2, 4, 6], "Micro-batch sizes to choose from, in samples; to be set.", _ELASTIC)
-    min_gpus: Count = honored(1, "Fewest ranks.", _ELASTIC)
-    max_gpus: Count = honored(10000, "Most ranks.", _ELASTIC)
+    enabled: bool = honored(False, "Compute the batch sizes such that many numbers of ranks keep the same global batch.")
+    max_train_batch_size: Count = honored(2000, "Largest global batch, in samples; to be set.")
+    micro_batch_sizes: list[Count] = honored([2, 4, 6], "Micro-batch sizes to choose from, in samples; to be set.")
+    min_gpus: Count = honored(1, "Fewest ranks.")
+    max_gpus: Count = honored(10000, "Most ranks.")
     min_time: Size = no_effect(0, "how long to wait between changes of the number of ranks is the scheduler's choice")
-    prefer_larger_batch: bool = honored(True, "Of batches that fit equally many numbers of ranks, take the largest.", _ELASTIC)
-    version: Real = honored(0.2, "0.1 counts ranks; 0.2 whole nodes, and it has a batch for every number of ranks.", _ELASTIC)
-    ignore_non_elastic_batch_info: bool = honored(False, "Ignore batch sizes in the config; false: refuse them.", _ELASTIC)
-    num_gpus_per_node: Count = honored(1, "Version 0.2: ranks of a node.", _ELASTIC)
-    model_parallel_size: Count = honored(1, "Version 0.2: ranks of one replica of the model, as the mesh has it.", _ELASTIC)
+    prefer_larger_batch: bool = honored(True, "Of batches that fit equally many numbers of ranks, take the largest.")
+    version: Real = honored(0.2, "0.1 counts ranks; 0.2 whole nodes, and it has a batch for every number of ranks.")
+    ignore_non_elastic_batch_info: bool = honored(False, "Ignore batch sizes in the config; false: refuse them.")
+    num_gpus_per_node: Count = honored(1, "Version 0.2: ranks of a node.")
+    model_parallel_size: Count = honored(1, "Version 0.2: ranks of one replica of the model, as the mesh has it.")
 
 
 class ParallelWrite(Block):
@@ -320,7 +276,6 @@ class Nebula(Block):
     load_path: str | None = None
 
 
-_TUNED = "test_the_autotuning_block"
 _OWN_MODEL = "the first run sees the model itself"
 
 
@@ -334,28 +289,28 @@ class ModelInfo(Block):
 class Autotuning(Block):
     """Read by `slipstream tune` and `deepspeed --autotuning`; training ignores it."""
 
-    enabled: bool = honored(False, "`slipstream tune` takes its settings from this block; training ignores it.", _TUNED)
-    results_dir: str = honored("autotuning_results", "Folder of the runs, the table and the best config.", _TUNED)
+    enabled: bool = honored(False, "`slipstream tune` takes its settings from this block; training ignores it.")
+    results_dir: str = honored("autotuning_results", "Folder of the runs, the table and the best config.")
     exps_dir: str = no_effect("autotuning_exps", "the config of each run lies in its folder, results_dir/runs/N")
-    overwrite: bool = honored(True, "Begin again; false: go on from results_dir.", _TUNED)
+    overwrite: bool = honored(True, "Begin again; false: go on from results_dir.")
     metric: Word[Literal["latency", "throughput", "flops"]] = honored(
-        "throughput", "`latency`: seconds of a step; `throughput` and `flops`, which order alike: samples per second.", _TUNED
+        "throughput", "`latency`: seconds of a step; `throughput` and `flops`, which order alike: samples per second."
     )
     metric_path: str | None = no_effect(None, "the figures of each run lie in results_dir/runs/N/progress.jsonl")
-    start_profile_step: Size = honored(3, "Steps of a run before those that are timed.", _TUNED)
-    end_profile_step: Size = honored(5, "The last step of a run.", _TUNED)
-    fast: bool = honored(True, "Vary micro-batch and stage only; false: offload and activations as well.", _TUNED)
-    max_train_batch_size: Count | None = honored(None, "Largest global batch to try; null: the config's only.", _TUNED)
-    min_train_batch_size: Count = honored(1, "Smallest global batch to try.", _TUNED)
-    max_train_micro_batch_size_per_gpu: Count = honored(1024, "Largest micro-batch to try.", _TUNED)
-    min_train_micro_batch_size_per_gpu: Count = honored(1, "Smallest micro-batch to try.", _TUNED)
-    num_tuning_micro_batch_sizes: Count = honored(3, "How many sizes of micro-batches to try: the largest that fit.", _TUNED)
+    start_profile_step: Size = honored(3, "Steps of a run before those that are timed.")
+    end_profile_step: Size = honored(5, "The last step of a run.")
+    fast: bool = honored(True, "Vary micro-batch and stage only; false: offload and activations as well.")
+    max_train_batch_size: Count | None = honored(None, "Largest global batch to try; null: the config's only.")
+    min_train_batch_size: Count = honored(1, "Smallest global batch to try.")
+    max_train_micro_batch_size_per_gpu: Count = honored(1024, "Largest micro-batch to try.")
+    min_train_micro_batch_size_per_gpu: Count = honored(1, "Smallest micro-batch to try.")
+    num_tuning_micro_batch_sizes: Count = honored(3, "How many sizes of micro-batches to try: the largest that fit.")
     mp_size: Count = no_effect(1, "the model parallelism of the script and of slipstream.mesh is seen in the first run")
     tuner_type: Word[Literal["gridsearch", "random", "model_based"]] = honored(
-        "gridsearch", "Order of the runs: as listed, random, or by predicted time, corrected by each run.", _TUNED
+        "gridsearch", "Order of the runs: as listed, random, or by predicted time, corrected by each run."
     )
-    tuner_early_stopping: Count = honored(5, "Runs in a row without an improvement that end the search.", _TUNED)
-    tuner_num_trials: Count = honored(50, "Most runs.", _TUNED)
-    arg_mappings: dict[str, Any] | None = honored(None, "Keys of the config -> options of the script that follow them.", _TUNED)
+    tuner_early_stopping: Count = honored(5, "Runs in a row without an improvement that end the search.")
+    tuner_num_trials: Count = honored(50, "Most runs.")
+    arg_mappings: dict[str, Any] | None = honored(None, "Keys of the config -> options of the script that follow them.")
     model_info: ModelInfo | None = None
     model_info_path: str | None = no_effect(None, _OWN_MODEL)

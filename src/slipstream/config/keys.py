@@ -1,6 +1,6 @@
 """The fate of every JSON key: honored, without effect, or refused. The schema's fields state it.
 
-- HONORED: the value changes what Slipstream does; `proofs` names the test that shows it.
+- HONORED: the value changes what Slipstream does; tests/unit/test_config_keys.py names the test that shows it.
 - NO_EFFECT: the key is valid but has nothing to control here. One warning names all that the user set.
 - REFUSED: the key belongs to a feature that is not built yet. A value that enables the feature raises an error, because
   training silently without it would be worse; a value that leaves it off is accepted.
@@ -46,7 +46,6 @@ class Key:
 
     fate: Fate = Fate.REFUSED
     meaning: str = ""  # HONORED: one sentence, with the unit
-    proof: str = ""  # HONORED: a test, if its name does not follow from the key's
     reason: str = ""  # NO_EFFECT
     feature: Feature | None = None  # REFUSED
     off: tuple[Any, ...] | None = None  # REFUSED: values that do not enable the feature; None: the key only configures it
@@ -54,12 +53,6 @@ class Key:
     block: str = ""  # REFUSED: the block that the feature belongs to; "" if the field names the feature
     annotation: Any = None
     default: Any = None
-
-    @property
-    def proofs(self) -> list[str]:
-        """The names that the test of an honored key can have: test_<key>, or without the key's outer blocks."""
-        parts = self.name.split(".")
-        return [self.proof] if self.proof else [f"test_{'_'.join(parts[i:])}" for i in range(len(parts))]
 
 
 class Counts(NamedTuple):

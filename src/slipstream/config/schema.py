@@ -147,7 +147,7 @@ class DataTypes(Block):
 
 class OffloadParam(Block):
     device: Device = honored("none", "Where sharded weights are stored at stage 3.")
-    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.", "test_offload_param_device")
+    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.")
     buffer_count: Size = no_effect(5, _DIRECT)
     buffer_size: Size = no_effect(100_000_000, _DIRECT)
     max_in_cpu: Size = honored(1_000_000_000, "Elements per rank that stay in host memory if device is nvme.")
@@ -156,7 +156,7 @@ class OffloadParam(Block):
 
 class OffloadOptimizer(Block):
     device: Device = honored("none", "Where master weights and moments are stored.")
-    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.", "test_offload_optimizer_device")
+    nvme_path: str | None = honored(None, "Directory of the files if device is nvme.")
     buffer_count: Size = honored(4, "Chunks in memory at a time if device is nvme.")
     pin_memory: bool = no_effect(True, _PINNED)
     pipeline_read: bool = no_effect(False, _STREAMED)
@@ -191,9 +191,9 @@ class Loco(Block):
     """Error feedback of gradients in codes (arXiv 2407.04480)."""
 
     err_beta: Annotated[Real, Field(ge=0, lt=1)] = honored(
-        0.8, "Error feedback of gradients in codes: the weight of old errors in the new ones.", "test_error_feedback"
+        0.8, "Error feedback of gradients in codes: the weight of old errors in the new ones."
     )
-    reset_T: Count = honored(1024, "Steps after which the errors are dropped.", "test_error_feedback")
+    reset_T: Count = honored(1024, "Steps after which the errors are dropped.")
 
 
 class ZeroOptimization(Block):
@@ -215,7 +215,7 @@ class ZeroOptimization(Block):
     zenflow: ZenFlow | None = None
     sub_group_size: Size = honored(1_000_000_000, "Maximum chunk size, in elements, when the optimizer streams offloaded states.")
     cpu_offload: bool = honored(False, "Older spelling of `offload_optimizer.device: cpu`.")
-    cpu_offload_param: bool = honored(False, "Older spelling of `offload_param.device: cpu`.", "test_cpu_offload")
+    cpu_offload_param: bool = honored(False, "Older spelling of `offload_param.device: cpu`.")
     cpu_offload_use_pin_memory: bool = no_effect(False, _PINNED)
     stage3_prefetch_bucket_size: Size = no_effect(50_000_000, _UNITS)
     stage3_param_persistence_threshold: Size = no_effect(100_000, _UNITS)
@@ -231,23 +231,16 @@ class ZeroOptimization(Block):
     round_robin_gradients: bool = no_effect(False, "every unit is already sharded evenly over all ranks")
     parameter_alignment: bool = no_effect(False, "parameters are always aligned to 128 bytes")
     zero_hpz_partition_size: Size = honored(
-        1,
-        "Ranks of a group (hpZ): weights (stage 3) and gradients in codes (every stage) cross groups once a step.",
-        "test_groups_of_ranks",
+        1, "Ranks of a group (hpZ): weights (stage 3) and gradients in codes (every stage) cross groups once a step."
     )
     zero_quantized_weights: bool = honored(
         False,
         "Stage 3: gather weights in codes of 8 bits; stages 1 and 2: send what an update has changed in such codes, if weights are "
         "bf16 or fp16 with fp32 masters. Nothing changes over shared memory.",
-        "test_codes_on_the_wire",
     )
-    zero_quantized_nontrainable_weights: bool = honored(
-        False, "Stage 3: store and gather frozen weights in codes of 8 bits.", "test_frozen_weights_in_codes"
-    )
+    zero_quantized_nontrainable_weights: bool = honored(False, "Stage 3: store and gather frozen weights in codes of 8 bits.")
     zero_quantized_gradients: bool = honored(
-        False,
-        "Communicate gradients in codes of 4 bits, at every stage; as `communication_data_type` int4.",
-        "test_codes_on_the_wire",
+        False, "Communicate gradients in codes of 4 bits, at every stage; as `communication_data_type` int4."
     )
     zeropp_loco_param: Loco | None = None
     memory_efficient_linear: bool = no_effect(True, "torch.nn.functional.linear is not patched")
@@ -261,9 +254,9 @@ class ZeroOptimization(Block):
 
 
 class Aio(Block):
-    block_size: Size = honored(MIB, "Bytes per disk transfer.", "test_aio")
-    queue_depth: Size = honored(8, "Transfers in flight.", "test_aio")
-    intra_op_parallelism: Size = honored(1, "I/O threads if the kernel does not allow io_uring.", "test_aio")
+    block_size: Size = honored(MIB, "Bytes per disk transfer.")
+    queue_depth: Size = honored(8, "Transfers in flight.")
+    intra_op_parallelism: Size = honored(1, "I/O threads if the kernel does not allow io_uring.")
     single_submit: bool = no_effect(False, _SUBMITTED)
     overlap_events: bool = no_effect(True, _SUBMITTED)
     use_gds: bool = switch(False, _GDS)
@@ -272,15 +265,13 @@ class Aio(Block):
 class MeshSizes(Block):
     """Sizes of the axes of ranks that hold one replica of the model."""
 
-    pp: Count = honored(1, "Pipeline stages.", "test_a_parameter_on_two_stages")
-    sp: Count = honored(1, "Ranks that share the sequence of one sample.", "test_parts_of_a_sequence")
-    tp: Count = honored(1, "Ranks that share each layer (tensor parallelism).", "test_layers_in_parts")
+    pp: Count = honored(1, "Pipeline stages.")
+    sp: Count = honored(1, "Ranks that share the sequence of one sample.")
+    tp: Count = honored(1, "Ranks that share each layer (tensor parallelism).")
 
 
 class TensorOptions(Block):
-    sequence_parallel: bool = honored(
-        False, "Between the sliced layers, each tp rank has a share of the tokens.", "test_shares_of_the_tokens"
-    )
+    sequence_parallel: bool = honored(False, "Between the sliced layers, each tp rank has a share of the tokens.")
 
 
 class PipelineOptions(Block):
@@ -288,15 +279,11 @@ class PipelineOptions(Block):
         "1f1b",
         "Order of forwards and backwards: `gpipe`, `1f1b`, or `zero_bubble`, in which weight gradients fill the gaps; or `v`: "
         "these, and a decoder's stages go out to the last rank and back (DualPipeV's layout).",
-        "test_the_schedule_of_the_config",
     )
-    chunks: Count = honored(
-        1, "Stages of a decoder on each rank: rank r has stages r, r + pp, and so on (interleaved).", "test_chunks_of_a_decoder"
-    )
+    chunks: Count = honored(1, "Stages of a decoder on each rank: rank r has stages r, r + pp, and so on (interleaved).")
     reduce: Word[Literal["step", "micro_batch"]] = honored(
         "step",
         "Reduce gradients once a `step`, or after each `micro_batch`: more traffic, and no whole gradients at stages 2 and 3.",
-        "test_gradients_reduced_after_each_micro_batch",
     )
 
 
@@ -304,68 +291,53 @@ class LocalSteps(Block):
     """Replicas that exchange weights every few hundred steps in place of gradients in every step (DiLoCo, arXiv 2311.08105)."""
 
     every: Size = honored(
-        0,
-        "Steps that each replica makes on its own before all exchange how far their weights have moved. 0: none.",
-        "test_local_steps",
+        0, "Steps that each replica makes on its own before all exchange how far their weights have moved. 0: none."
     )
-    outer_lr: Annotated[Real, Field(gt=0)] = honored(0.7, "The outer optimizer's learning rate.", "test_local_steps")
-    outer_momentum: Annotated[Real, Field(ge=0, lt=1)] = honored(
-        0.9, "The outer optimizer's Nesterov momentum.", "test_local_steps"
-    )
+    outer_lr: Annotated[Real, Field(gt=0)] = honored(0.7, "The outer optimizer's learning rate.")
+    outer_momentum: Annotated[Real, Field(ge=0, lt=1)] = honored(0.9, "The outer optimizer's Nesterov momentum.")
     exchange: Word[Literal["fp32", "bf16", "int8", "int4"]] = honored(
-        "fp32", "What is exchanged; `int8`, `int4`: codes, with error feedback.", "test_local_steps"
+        "fp32", "What is exchanged; `int8`, `int4`: codes, with error feedback."
     )
-    overlap: Size = honored(
-        0, "Steps that go on while the differences of a round travel, fewer than `every`; 0: they wait.", "test_rounds_beside_steps"
-    )
-
-
-_AUTOSAVE = "test_checkpoints_by_itself"
+    overlap: Size = honored(0, "Steps that go on while the differences of a round travel, fewer than `every`; 0: they wait.")
 
 
 class AutomaticCheckpoints(Block):
     """Checkpoints that the engine saves and loads by itself (train/autosave.py)."""
 
-    folder: str | None = honored(None, "Directory of the checkpoints that the engine saves by itself.", _AUTOSAVE)
-    every_steps: Size = honored(0, "Steps between them; 0: not by steps.", _AUTOSAVE)
-    every_minutes: Annotated[Real, Field(ge=0)] = honored(0.0, "Minutes between them; 0: not by time.", _AUTOSAVE)
+    folder: str | None = honored(None, "Directory of the checkpoints that the engine saves by itself.")
+    every_steps: Size = honored(0, "Steps between them; 0: not by steps.")
+    every_minutes: Annotated[Real, Field(ge=0)] = honored(0.0, "Minutes between them; 0: not by time.")
     on_signal: Names = honored(
-        ["SIGTERM", "SIGUSR1"], "Signals to any rank after which all save at the end of the step and exit with code 85.", _AUTOSAVE
+        ["SIGTERM", "SIGUSR1"], "Signals to any rank after which all save at the end of the step and exit with code 85."
     )
-    resume: bool = honored(True, "`initialize` loads the newest checkpoint of the directory, if there is one.", _AUTOSAVE)
+    resume: bool = honored(True, "`initialize` loads the newest checkpoint of the directory, if there is one.")
     memory_every_steps: Size = honored(
         0,
         "Steps between checkpoints in the host's memory, for ranks that `slipstream run --max-restarts` or `--elastic` starts "
         "again; 0: none.",
-        "test_checkpoints_in_memory",
     )
-
-
-_ADAPTS = "test_the_batch_follows_the_noise_scale"
 
 
 class AdaptiveBatch(Block):
     """A global batch that follows the gradient noise scale (train/adaptive.py): a block that is there is on."""
 
     min_batch_size: Count | None = honored(
-        None, "The fewest samples of a step over all ranks; not set: `train_batch_size`, with which training begins.", _ADAPTS
+        None, "The fewest samples of a step over all ranks; not set: `train_batch_size`, with which training begins."
     )
-    max_batch_size: Count | None = honored(None, "The most; not set: 16 times `train_batch_size`.", _ADAPTS)
-    every: Count = honored(10, "Steps between changes of the batch, each by a factor of 2 at most.", _ADAPTS)
-    ratio: Positive = honored(1.0, "The batch over the noise scale.", _ADAPTS)
-    smoothing: Annotated[Real, Field(ge=0, lt=1)] = honored(
-        0.9, "The weight of past measurements in the noise scale.", "test_the_noise_scale_of_a_known_spread"
-    )
+    max_batch_size: Count | None = honored(None, "The most; not set: 16 times `train_batch_size`.")
+    every: Count = honored(10, "Steps between changes of the batch, each by a factor of 2 at most.")
+    ratio: Positive = honored(1.0, "The batch over the noise scale.")
+    smoothing: Annotated[Real, Field(ge=0, lt=1)] = honored(0.9, "The weight of past measurements in the noise scale.")
     scale_lr: Word[Literal["none", "sqrt", "linear"]] = honored(
-        "sqrt", "The rate's factor: 1, the root of batch over train_batch_size, or that itself.", _ADAPTS
+        "sqrt", "The rate's factor: 1, the root of batch over train_batch_size, or that itself."
     )
 
 
 class Trace(Block):
     """Traces of torch.profiler (observe/trace.py)."""
 
-    steps: list[Size] = honored([10, 13], "First step that is traced, and the first one that is not any more.", "test_trace")
-    folder: str = honored("trace", "Directory of the traces, one file for each rank.", "test_trace")
+    steps: list[Size] = honored([10, 13], "First step that is traced, and the first one that is not any more.")
+    folder: str = honored("trace", "Directory of the traces, one file for each rank.")
 
 
 class Slipstream(Block):
@@ -393,25 +365,19 @@ class Slipstream(Block):
         "keep", "Keep, recompute or offload to the host the activations of repeated blocks."
     )
     keep_checkpoints: Count | None = honored(None, "Number of newest checkpoints to keep in a directory; not set: all.")
-    fused_layers: bool = honored(
-        False,
-        "Fuse the steps between products in layers of BERT's and Llama's families (transformers).",
-        "test_the_config_fuses_layers",
-    )
+    fused_layers: bool = honored(False, "Fuse the steps between products in layers of BERT's and Llama's families (transformers).")
     checkpoint: AutomaticCheckpoints = AutomaticCheckpoints()
     monitors: observing.OwnMonitors = observing.OwnMonitors()
     noise_scale_every: Size = honored(
         0,
         "Steps between measurements of the gradient noise scale, in samples, which monitors get; 0: none, or each step with "
         "`adaptive_batch`.",
-        "test_the_noise_scale_of_a_known_spread",
     )
     adaptive_batch: AdaptiveBatch | None = None
     elastic_batch: bool = honored(
         False,
         "Keep `train_batch_size` on any number of ranks: the micro-batch is the most that a rank gets, accumulation follows, and "
         "some ranks may get a sample less; the mean is over samples.",
-        "test_elastic_batch",
     )
     trace: Trace | None = None
     broadcast_buffers: bool = honored(False, "Broadcast rank 0's buffers before each forward, as in DistributedDataParallel.")
@@ -433,9 +399,7 @@ class Config(Block):
     zero_allow_untested_optimizer: bool = no_effect(False, "every optimizer is allowed at every stage")
     zero_force_ds_cpu_optimizer: bool = no_effect(True, "every optimizer can run on the CPU")
     communication_data_type: WireDtype = honored(
-        None,
-        "Dtype of gradients in communication; `int8`, `int4`: codes, with a scale per 256 elements; not set: their own dtype.",
-        "test_codes_on_the_wire",
+        None, "Dtype of gradients in communication; `int8`, `int4`: codes, with a scale per 256 elements; not set: their own dtype."
     )
     seq_parallel_communication_data_type: DtypeOrNone = no_effect(
         "fp32", "activations travel in their own dtype, and sums are rounded once"
@@ -445,9 +409,7 @@ class Config(Block):
     gradient_allreduce_op: Word[Literal["mean", "sum"]] = honored(
         "mean", "Whether gradients are averaged (`mean`) or summed (`sum`) over ranks."
     )
-    sparse_gradients: bool = honored(
-        False, "Send only those rows of embeddings' gradients that are not 0; the result is the same.", "test_rows_of_embeddings"
-    )
+    sparse_gradients: bool = honored(False, "Send only those rows of embeddings' gradients that are not 0; the result is the same.")
     disable_allgather: bool = no_effect(False, "DeepSpeed does not read it either")
     allgather_size: Size = no_effect(500_000_000, _UNITS)
     gradient_clipping: Annotated[Real, Field(ge=0)] = honored(
@@ -464,9 +426,7 @@ class Config(Block):
     tensor_parallel: features.TensorParallel = features.TensorParallel()
     expert_parallel: features.ExpertParallel = features.ExpertParallel()
     use_data_before_expert_parallelism: bool = no_effect(False, "neighboring ranks hold different experts; results are the same")
-    sequence_parallel_size: Count = honored(
-        1, "Ranks that share the sequence of one sample; the same as `slipstream.mesh.sp`.", "test_parts_of_a_sequence"
-    )
+    sequence_parallel_size: Count = honored(1, "Ranks that share the sequence of one sample; the same as `slipstream.mesh.sp`.")
     data_parallel_size: Count | None = honored(
         None, "Expected number of data-parallel ranks; initialize raises an error if it differs."
     )

@@ -120,9 +120,9 @@ class Block(BaseModel):
         return hash(type(self))  # pydantic copies defaults deeply that have no hash: half of the time of a parse
 
 
-def honored(default: Any, meaning: str, proof: str = "") -> Any:
-    """A key that changes what Slipstream does. meaning: for docs/CONFIG.md; proof: see `Key.proofs`."""
-    return _field(default, Key(fate=Fate.HONORED, meaning=meaning, proof=proof))
+def honored(default: Any, meaning: str) -> Any:
+    """A key that changes what Slipstream does. meaning: for docs/CONFIG.md."""
+    return _field(default, Key(fate=Fate.HONORED, meaning=meaning))
 
 
 def no_effect(default: Any, reason: str) -> Any:
