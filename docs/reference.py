@@ -1,16 +1,19 @@
-"""Writes REFERENCE.md and CONFIG.md from docstrings and schema: `python docs/reference.py`. A test says if one is old."""
+"""Writes REFERENCE.md, CONFIG.md and the tables of DEEPSPEED_KEYS.md from docstrings, schema and tables of names:
+`python docs/reference.py`. A test says if one is old."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import slipstream
 from slipstream import zero
+from slipstream.compat.constants import TABLES
+from slipstream.compat.names import ALIASES, MISSING, MISSING_METHODS, SERVED
 from slipstream.config import keys
 from slipstream.train.pipeline import PipelineEngine
 
@@ -142,6 +145,81 @@ def shown(default: Any) -> str:
     return f"`{str(default).lower()}`" if isinstance(default, bool) else f"`{default}`"
 
 
+def deepspeed_page(old: str) -> str:
+    """The page of DeepSpeed's keys and names, with new tables."""
+    head, rest = old.split("### Honored", 1)
+    between = rest[rest.index("## Names") : rest.index("### Served")]
+    return "\n\n".join([head + "\n\n".join(tables_of_keys()), between + "\n\n".join(tables_of_names())]) + "\n"
+
+
+def tables_of_keys() -> list[str]:
+    """Honored keys by block, keys without effect by reason, and the others by feature."""
+    blocks: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    features: dict[keys.Feature, dict[str, None]] = {}  # switches, then blocks
+    for name, key in keys.table().items():
+        if key.feature is not None:
+            of_feature = features.setdefault(key.feature, {})
+            of_feature |= dict.fromkeys(([] if key.off is None else [name]) + ([f"{key.block}.*"] if key.block else []))
+        elif key.fate is keys.Fate.HONORED:
+            block, _, last = name.rpartition(".")
+            blocks.setdefault(f"`{block}`" if block else "", []).append(last)
+        else:
+            reasons.setdefault(key.reason, []).append(name)
+    refused = {
+        f"{feature.what}: {feature.remedy}": sorted(names, key=lambda name: name.endswith(".*"))
+        for feature, names in features.items()
+    }
+    return [
+        table("Honored", ("block", "keys"), ((block, coded(names)) for block, names in blocks.items())),
+        table("Without effect (logged once)", ("keys", "why"), ((coded(names), why) for why, names in reasons.items())),
+        table(
+            "Refused if they enable a feature that is not built",
+            ("keys", "feature and alternative"),
+            ((coded(names), why) for why, names in refused.items()),
+        ),
+    ]
+
+
+def tables_of_names() -> list[str]:
+    served = ((f"`{module}`", coded(sorted(" ".join(homes.values()).split()))) for module, homes in SERVED.items())
+    constants = ((f"`{module}`", f"{len(values)}, such as {coded(sorted([*values][:3]))}") for module, values in TABLES.items())
+    missing = (
+        (f"`{module}`: {coded(sorted(n for n in names if n != '*')) or 'all other names, and the modules below'}", why)
+        for module, reasons in MISSING.items()
+        for why, names in by_reason(reasons).items()
+    )
+    methods = ((coded(sorted(f"engine.{name}" for name in names)), why) for why, names in by_reason(MISSING_METHODS).items())
+    return [
+        table("Served", ("module", "names"), served),
+        table("Constants (a constant exists even where its feature is missing)", ("module", "how many"), constants),
+        table("The same under another path", ("module", "is"), ((f"`{alias}`", f"`{of}`") for alias, of in ALIASES.items())),
+        table("Missing: using one says why", ("name", "why, and what to do"), [*missing, *methods]),
+    ]
+
+
+def by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    names_of: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names_of.setdefault(why, []).append(name)
+    return names_of
+
+
+def coded(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def table(title: str, head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"### {title}", "", f"| {head[0]} | {head[1]} |", "|---|---|", *(f"| {left} | {right} |" for left, right in rows)]
+    return "\n".join(lines)
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """The text of each page that this file writes, by its name."""
+    old = (folder / "DEEPSPEED_KEYS.md").read_text()
+    return {"REFERENCE.md": page(), "CONFIG.md": config_page(), "DEEPSPEED_KEYS.md": deepspeed_page(old)}
+
+
 if __name__ == "__main__":
-    for name, text in {"REFERENCE.md": page(), "CONFIG.md": config_page()}.items():
+    for name, text in pages(Path(__file__).parent).items():
         Path(__file__).with_name(name).write_text(text)

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from slipstream import initialize
 from slipstream.compat import commands, launcher, modules, names
-from slipstream.compat.__main__ import differences, tables
 from slipstream.train import deepspeed_names
 from slipstream.train.planning import explain
 from tests import deepspeed_checkpoints as ds
@@ -163,12 +162,9 @@ def test_importing_it_imports_neither_the_engine_nor_pydantic() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_the_pages_have_these_tables() -> None:
-    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("DEEPSPEED_KEYS", "COMING_FROM_DEEPSPEED")}
-    hint = "replace the tables by what `python -m slipstream.compat` prints"
-    assert pages["DEEPSPEED_KEYS"].endswith(f"tables. `import deepspeed` has no other names.\n\n{tables()}\n"), hint
-    assert f"## Differences\n\n{differences()}\n\n## Missing" in pages["COMING_FROM_DEEPSPEED"], hint
-    assert len(pages["COMING_FROM_DEEPSPEED"].splitlines()) <= 250, "a guide"
+def test_the_page_for_deepspeeds_users_is_a_guide() -> None:
+    """The tables of keys and names have a page of their own."""
+    assert len((ROOT / "docs" / "COMING_FROM_DEEPSPEED.md").read_text().splitlines()) <= 250
 
 
 # -- behavior (reference/deepspeed-surface.md, 1.18) --

@@ -225,13 +225,6 @@ def test_loops_of_fsdp_and_lightning_run_here(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").is_file()
 
 
-def test_the_page_lists_what_becomes_of_every_key() -> None:
-    from slipstream.config.__main__ import tables
-
-    page = (ROOT / "docs" / "DEEPSPEED_KEYS.md").read_text()
-    assert f"\n{tables()}\n\n## Names" in page, "replace the keys' tables by what `python -m slipstream.config` prints"
-
-
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama whose tokens are bytes, in a folder of the name that README gives: it goes before the installed model."""

@@ -1,6 +1,7 @@
-"""Tables of DeepSpeed 0.19.8's names: where each is implemented, what differs, and what is missing and why.
+"""Tables of DeepSpeed 0.19.8's names: where each is implemented, and what is missing and why.
 
-docs/DEEPSPEED_KEYS.md and docs/COMING_FROM_DEEPSPEED.md contain these tables; a test compares them and imports every name.
+docs/DEEPSPEED_KEYS.md contains these tables; a test compares them and imports every name. docs/COMING_FROM_DEEPSPEED.md has what
+behaves differently.
 """
 
 from __future__ import annotations
@@ -344,85 +345,6 @@ ALIASES: Mapping[str, str] = {
 
 # module -> the module that has its other names
 BEYOND: Mapping[str, str] = {"deepspeed.comm": "torch.distributed"}
-
-# name -> the difference from DeepSpeed
-DIFFERS: Mapping[str, str] = {
-    "deepspeed.initialize": "an unknown config key is an error that suggests the nearest known key; at the top level, if no known "
-    "key is near, it is a warning. `mesh_param` raises ValueError",
-    "deepspeed.init_inference": "keeps the module's dtype where `dtype` is not given, and computes without a graph. "
-    "`replace_with_kernel_inject` gives encoders native kernels on CPUs, after a comparison with the module's outputs; hidden "
-    "states of padding are 0. Greedy `generate` of decoders runs Slipstream's engine, which keeps a copy of the weights; others "
-    "are transformers' own. `mp_size` above 1 needs a sliced module "
-    "and its `mpu`. A pickle in `checkpoint` is read, not run",
-    "deepspeed.DeepSpeedConfigError": "is ValueError. Batch sizes that disagree raise it instead of AssertionError",
-    "deepspeed.DeepSpeedConfig": "is read-only; `engine.plan` has the engine's settings. Batch sizes that disagree raise an error "
-    "that is both ValueError and AssertionError",
-    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3, ZeROOptimizer, FP16_Optimizer, ...": "exist for isinstance, "
-    "which checks the engine's stage and precision; one class implements all stages",
-    "optimizer.needs_scaler, engine.scale": "gradients are scaled at the engine's outputs in every backward, so `engine.scale` "
-    "returns a loss of such outputs unchanged",
-    "deepspeed.ops.op_builder.*Builder": "compile nothing: the ops of Adam, Adagrad, Lion and flatten load Slipstream's kernels "
-    "and torch's functions; the others raise ImportError and name an alternative",
-    "get_accelerator().current_device": "on a CPU returns the device; DeepSpeed returns LOCAL_RANK, which torch does not accept",
-    "deepspeed.zero.Init": "a sharded parameter keeps its shape and reads as NaN. Shards stay in host memory until `initialize`. "
-    "`zero_quantized_weights` and `zero_quantized_nontrainable_weights` have no effect: the config's keys decide",
-    "deepspeed.inference.v2.InferenceEngineV2": "blocks have 16 tokens. It serves all decoders, on a CPU, too; prompts that begin "
-    "alike share keys and values. `get_remaining_block_capacity` is what is left of the last block, not what is used of it; a "
-    "sequence above the context gives SequenceTokenLimitExceeded; `quantization_mode` is int8 or int4",
-    "engine.generate with hybrid_engine": "needs the other ranks only if the weights have changed since its last call: each rank "
-    "then calls it, without prompts with an empty tensor [0, n]. Samples have transformers' distribution, not its numbers. A "
-    "prompt and its answer above `max_out_tokens` raise ValueError",
-    "deepspeed.zero.GatheredParameters": "gathers at every stage, not only 3. Without `modifier_rank` a changed parameter "
-    "always raises, with or without `enable_sanity_checks`, also after a write to `.data`",
-    "deepspeed.utils.safe_get_local_*, safe_set_local_*": "are collective",
-    "deepspeed.utils.safe_get_full_grad": "returns the mean fp32 gradient without the loss scale; DeepSpeed's includes it",
-    "deepspeed.ops.adam.DeepSpeedCPUAdam, FusedAdam, ...": "create torch's or Slipstream's optimizer; Slipstream's kernels step it",
-    "deepspeed.ops.lamb.FusedLamb, OnebitAdam, OnebitLamb": "correct biases: LAMB before it computes the norm, as in the "
-    "paper. `worker_errors` and `server_errors` have a tensor, made when read, for each unit whose variance is frozen",
-    "deepspeed.utils.zero_to_fp32": "reads checkpoints of Slipstream and of DeepSpeed; `exclude_frozen_parameters` leaves out what "
-    "the checkpoint's optimizer does not have",
-    "deepspeed.profiling.flops_profiler.FlopsProfiler, deepspeed.comm.log_summary": "the profiler counts products, convolutions "
-    "and attention, and the backward as it is; the summary has transfers of engines only, and latencies end when a rank has its "
-    "result",
-    "deepspeed.utils.set_z3_leaf_modules": "marks modules to gather as a unit; blocks and layers of experts are without it",
-    "deepspeed.utils.logger": "is Slipstream's logger, which prints WARNING and above by default",
-    "deepspeed.moe.layer.MoE": "stacks its experts: a parameter of one is `...experts.stack.expert.NAME` with a leading dimension. "
-    "Nothing is padded to the capacity; random draws of the gate come in another order",
-    "engine.save_checkpoint": "`client_state` can hold numbers, strings, containers, tensors, numpy arrays and "
-    "`argparse.Namespace`. A defaultdict is loaded as a dict. Other classes raise an error, because checkpoints "
-    "contain no pickle",
-    "engine.zero_*, flops_profiler_* and other config values": "return the config's value or DeepSpeed's default, also for "
-    "keys that have no effect here",
-    "engine.save_16bit_model": "writes at every stage, whatever `stage3_gather_16bit_weights_on_model_save` says",
-    "engine.coalesce_grad_reduction": "reduces with the next `step()`, backward or `safe_get_full_grad`, not when the context ends",
-    "engine.destroy": "is collective. It turns the model's parameters into ordinary, unsharded ones",
-    "engine.offload_states, reload_states": "are `Engine.sleep` and `wake`. On a CPU, states can only be moved to disk",
-    "engine.step in fp32": "skips an update whose gradients are not finite, as in bf16, and raises OverflowError after 50 in a "
-    'row; `"slipstream": {"check_grad_overflow": false}` applies it, as DeepSpeed does',
-    "optimizer.state_dict, load_state_dict": "are collective; the state is complete and in torch's format",
-    "zero_optimization.ignore_unused_parameters": "`false` is checked at every stage, not only with `offload_optimizer` at "
-    "1 and 2, and the AssertionError names the parameter",
-    "data_types.buffer_dtype": "without it, persistent buffers follow the weights' dtype; DeepSpeed keeps the dtype of all buffers",
-    "param and param.ds_* in stage 3": "keeps shape, numel() and identity, so code that detects a released parameter by its empty "
-    "tensor does not find it. `ds_status` is AVAILABLE only inside GatheredParameters. `ds_tensor` is this rank's shard, "
-    "without padding; on disk it is empty. `ds_persist` is False. Reading `.data` elsewhere raises and says how to gather it",
-}
-
-# what DeepSpeed refuses -> what Slipstream does
-REFUSED_THERE: Mapping[str, str] = {
-    "`engine.no_sync()` in stages 2 and 3": "works: each rank accumulates gradients until the next backward outside, or the step",
-    "`engine.coalesce_grad_reduction()` in stage 0": "works",
-    "LAMB in stages 1 to 3": "works at every stage; a parameter's norm is taken over all of its shards",
-    "an optimizer outside of DeepSpeed's list, without `zero_allow_untested_optimizer`": "works at every stage, unless it is LBFGS",
-    "`offload_optimizer` with another optimizer than DeepSpeed's CPU ones": "works with device cpu, whatever "
-    "`zero_force_ds_cpu_optimizer` says; device nvme needs an optimizer with a native kernel",
-    '`"gradient_allreduce_op": "sum"` in stage 3': "works",
-    "`loss.backward()` in stage 0": "works",
-    "`torch.func.grad`, `vjp`, `jacrev` and `vmap(grad)` through the engine in stage 3": "work at every stage, also for "
-    "parameters (`functional_call`), but not inside `GatheredParameters` with gradients enabled",
-    "nested GatheredParameters contexts over the same parameter": "the inner one uses the outer one's tensors",
-    "a ZeRO checkpoint on a different number of ranks": "loads, at any stage",
-}
 
 _EXPERTS = "the inside of DeepSpeed's layer; slipstream.moe has ours"
 _PIPELINE = "the inside of DeepSpeed's pipeline; engine.schedule holds the order of this engine's steps"
