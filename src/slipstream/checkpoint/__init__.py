@@ -9,14 +9,13 @@ types a value may have; hosts.py keeps checkpoints in the memory of several host
 from slipstream.checkpoint.background import AsyncSave, Staging
 from slipstream.checkpoint.conversion import convert
 from slipstream.checkpoint.errors import CheckpointError
-from slipstream.checkpoint.flat_slice import Box, FlatSlice, boxes
+from slipstream.checkpoint.flat_slice import FlatSlice
 from slipstream.checkpoint.hosts import Hosts, complete_newest
 from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, retry_if_replaced
 from slipstream.checkpoint.save import save, save_async
 
 __all__ = [
     "AsyncSave",
-    "Box",
     "CheckpointError",
     "FlatSlice",
     "Hosts",
@@ -24,7 +23,6 @@ __all__ = [
     "Metadata",
     "Staging",
     "TensorInfo",
-    "boxes",
     "complete_newest",
     "convert",
     "latest_tag",

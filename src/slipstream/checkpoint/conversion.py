@@ -18,7 +18,7 @@ import torch
 
 from slipstream.checkpoint import pretrained
 from slipstream.checkpoint.box_reader import BoxReader
-from slipstream.checkpoint.directory import LATEST, LATEST_UNIVERSAL, is_deepspeed, locate, read_document, read_latest, sync_folder
+from slipstream.checkpoint.directory import LATEST, LATEST_UNIVERSAL, is_deepspeed, locate, read_document, read_latest, sync
 from slipstream.checkpoint.document import METADATA, Document, Entry
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.load import retry_if_replaced
@@ -200,12 +200,12 @@ def _to_deepspeed(source: BoxReader, target: Path, name: str | None) -> Path:
         for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # stages 1 and 2; stage 3
             torch.save(model, draft / file)
         for path in (draft, *draft.rglob("*")):
-            _sync(path)
+            sync(path)
         os.rename(draft, result)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     (target / LATEST_UNIVERSAL).write_text(tag, "utf-8")
-    sync_folder(target)
+    sync(target)
     return result
 
 
@@ -261,11 +261,3 @@ def _model_file(source: BoxReader, shared: dict[str, Any], states: Mapping[str, 
         "ds_version": "0.19.8",
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
     }
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir():
-        sync_folder(path)
-        return
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

@@ -217,12 +217,12 @@ class Draft:
         write_synced(self.folder / METADATA, render(document))
         if save_latest:
             write_synced(self.folder / LATEST, f"{self.tag}\n".encode())
-        sync_folder(self.folder)
+        sync(self.folder)
         replaced = self._rename()
-        sync_folder(self.directory)
+        sync(self.directory)
         if save_latest:
             os.replace(self.target / LATEST, self.directory / LATEST)
-            sync_folder(self.directory)
+            sync(self.directory)
         if replaced is not None:
             remove(replaced)
         self._release()
@@ -312,9 +312,9 @@ def exchange(first: Path, second: Path) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def sync_folder(folder: Path) -> None:
-    """fsync a folder's entries; ignored by file systems that do not support it."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """fsync a file, or a folder's entries; ignored by file systems that do not support it."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
@@ -330,12 +330,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f"{path.name}.half-{secrets.token_hex(8)}")
     try:
         write(partial)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
+        sync(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _is_empty(folder: Path) -> bool:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.directory import exchange, lock_folder, sweep_drafts, sync_folder, unlock, write_synced
+from slipstream.checkpoint.directory import exchange, lock_folder, sweep_drafts, sync, unlock, write_synced
 from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape, memory, runs
 from slipstream.checkpoint.plan import Share, own_shares
@@ -265,10 +265,10 @@ def _finish(
         new[INDEX] = index_of({name: place.file for name, place in places.items()}, sum(out.nbytes for out in tensors.values()))
     for name, text in new.items():
         write_synced(draft / name, text.encode() if isinstance(text, str) else text)
-    sync_folder(draft)
+    sync(draft)
     if not target.exists():
         os.rename(draft, target)
-        sync_folder(target.absolute().parent)
+        sync(target.absolute().parent)
         return
     had_weights = single == SINGLE and ((target / INDEX).exists() or (target / SINGLE).exists())  # adapters may be next to a base
     if had_weights and not all(_is_same(draft / name, target / name) for name in texts) and _swap(draft, target, {*files, *new}):
@@ -276,14 +276,14 @@ def _finish(
     last = INDEX if len(files) > 1 else single
     for name in (name for name in (*files, *new) if name != last and not _is_same(draft / name, target / name)):
         os.replace(draft / name, target / name)
-        sync_folder(target)
+        sync(target)
     os.replace(draft / last, target / last)
-    sync_folder(target)
+    sync(target)
     if last not in (SINGLE, INDEX):
         return
     for name in {SINGLE, INDEX} - {last}:  # if both exist, readers disagree which to prefer
         (target / name).unlink(missing_ok=True)
-    sync_folder(target)
+    sync(target)
     for path in target.iterdir():
         if _SHARD.fullmatch(path.name) and path.name not in files:
             path.unlink()
@@ -308,7 +308,7 @@ def _swap(draft: Path, target: Path, new: Collection[str]) -> bool:
         if (like.st_uid, like.st_gid) != (draft.stat().st_uid, draft.stat().st_gid):
             os.chown(draft, like.st_uid, like.st_gid)
         shutil.copymode(target, draft)
-        sync_folder(draft)
+        sync(draft)
         os.rename(draft, sibling)
     except OSError:
         return False
@@ -317,7 +317,7 @@ def _swap(draft: Path, target: Path, new: Collection[str]) -> bool:
     except OSError:
         os.rename(sibling, draft)
         return False
-    sync_folder(target.parent)
+    sync(target.parent)
     shutil.rmtree(sibling, ignore_errors=True)  # the old folder
     return True
 

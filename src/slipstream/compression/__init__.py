@@ -9,13 +9,7 @@ from slipstream.compression.compress import (
     student_initialization,
 )
 from slipstream.compression.export import export
-from slipstream.compression.layers import (
-    BNLayer_Compress,
-    Compressed,
-    Conv2dLayer_Compress,
-    Embedding_Compress,
-    LinearLayer_Compress,
-)
+from slipstream.compression.layers import BNLayer_Compress, Conv2dLayer_Compress, Embedding_Compress, LinearLayer_Compress
 from slipstream.compression.quantize import (
     AsymQuantizer,
     BinaryQuantizer,
@@ -30,7 +24,6 @@ __all__ = [
     "AsymQuantizer",
     "BNLayer_Compress",
     "BinaryQuantizer",
-    "Compressed",
     "Conv2dLayer_Compress",
     "Embedding_Compress",
     "LinearLayer_Compress",

@@ -5,39 +5,7 @@ Importing this package does not import pydantic; `resolve` does.
 """
 
 from slipstream.config.arguments import add_config_arguments, load_config
-from slipstream.config.plan import (
-    BatchPlan,
-    CheckpointPlan,
-    DataPlan,
-    DataWorld,
-    DebugPlan,
-    LossScalePlan,
-    ModelFacts,
-    OptimizerPlan,
-    Plan,
-    PrecisionPlan,
-    SchedulerPlan,
-    ZeroPlan,
-    describe,
-)
+from slipstream.config.plan import DataWorld, ModelFacts, Plan, describe
 from slipstream.config.resolution import for_inference, resolve
 
-__all__ = [
-    "BatchPlan",
-    "CheckpointPlan",
-    "DataPlan",
-    "DataWorld",
-    "DebugPlan",
-    "LossScalePlan",
-    "ModelFacts",
-    "OptimizerPlan",
-    "Plan",
-    "PrecisionPlan",
-    "SchedulerPlan",
-    "ZeroPlan",
-    "add_config_arguments",
-    "describe",
-    "for_inference",
-    "load_config",
-    "resolve",
-]
+__all__ = ["DataWorld", "ModelFacts", "Plan", "add_config_arguments", "describe", "for_inference", "load_config", "resolve"]

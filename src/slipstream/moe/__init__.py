@@ -3,7 +3,7 @@
 from slipstream.moe import gate
 from slipstream.moe.gate import Routes
 from slipstream.moe.layer import Experts, GatedMLP, MoE, mix_residual
-from slipstream.moe.load import ExpertLoad, expert_loads
+from slipstream.moe.load import expert_loads
 from slipstream.moe.stack import ExpertStack
 
-__all__ = ["ExpertLoad", "ExpertStack", "Experts", "GatedMLP", "MoE", "Routes", "expert_loads", "gate", "mix_residual"]
+__all__ = ["ExpertStack", "Experts", "GatedMLP", "MoE", "Routes", "expert_loads", "gate", "mix_residual"]

@@ -89,11 +89,11 @@ class Tensorboard:
         self.writer.close()
 
 
-class Wandb:
-    """A run of Weights & Biases."""
+class ServiceRun:
+    """A run of a service with the interface of Weights & Biases."""
 
-    def __init__(self, group: str | None, team: str | None, project: str) -> None:
-        self.run: Any = importlib.import_module("wandb").init(project=project, group=group, entity=team)
+    def __init__(self, run: Any) -> None:
+        self.run = run
 
     def write(self, events: Sequence[Figure]) -> None:
         for samples, values in by_samples(events).items():
@@ -101,6 +101,16 @@ class Wandb:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def wandb(group: str | None, team: str | None, project: str) -> ServiceRun:
+    """A run of Weights & Biases."""
+    return ServiceRun(importlib.import_module("wandb").init(project=project, group=group, entity=team))
+
+
+def trackio(project: str, **options: str | None) -> ServiceRun:
+    """A run of Trackio, local unless `space_id` names a Space of Hugging Face."""
+    return ServiceRun(importlib.import_module("trackio").init(project=project, embed=False, **given(**options)))
 
 
 class Comet:
@@ -147,21 +157,6 @@ class Mlflow:
     def close(self) -> None:
         if self.is_own:
             self.mlflow.end_run()
-
-
-class Trackio:
-    """A run of Trackio, local unless `space_id` names a Space of Hugging Face."""
-
-    def __init__(self, project: str, name: str | None, group: str | None, space_id: str | None) -> None:
-        options = given(name=name, group=group, space_id=space_id)
-        self.run: Any = importlib.import_module("trackio").init(project=project, embed=False, **options)
-
-    def write(self, events: Sequence[Figure]) -> None:
-        for samples, values in by_samples(events).items():
-            self.run.log(values, step=samples)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 def _newest(events: Sequence[Figure]) -> dict[str, float]:
@@ -244,11 +239,11 @@ class Backend(NamedTuple):
 DEEPSPEED = ("tensorboard", "wandb", "comet", "csv_monitor")
 BACKENDS: Mapping[str, Backend] = {
     "tensorboard": Backend(Tensorboard, "tensorboard", "tensorboard", "tensorboard"),
-    "wandb": Backend(Wandb, "wandb", "wandb", "wandb"),
+    "wandb": Backend(wandb, "wandb", "wandb", "wandb"),
     "comet": Backend(Comet, "comet_ml", "comet_ml", "comet"),
     "csv_monitor": Backend(CsvFiles),
     "mlflow": Backend(Mlflow, "mlflow", "mlflow", "mlflow"),
-    "trackio": Backend(Trackio, "trackio", "trackio", "trackio"),
+    "trackio": Backend(trackio, "trackio", "trackio", "trackio"),
     "prometheus": Backend(Prometheus, "prometheus_client", "prometheus-client", "prometheus"),
     "otlp": Backend(Otlp, "opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http", "otlp"),
     "jsonl": Backend(JsonLines),

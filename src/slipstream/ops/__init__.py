@@ -6,23 +6,13 @@ call does. With SLIPSTREAM_NATIVE=0, or without a compiler, the twins run. `repo
 """
 
 from slipstream.ops import words
-from slipstream.ops.cpu import (
-    OpReport,
-    copy_stream,
-    dequantize_int4,
-    dequantize_int8,
-    quantize_int4,
-    quantize_int8,
-    report,
-    sum_ranks,
-)
+from slipstream.ops.cpu import copy_stream, dequantize_int4, dequantize_int8, quantize_int4, quantize_int8, report, sum_ranks
 from slipstream.ops.optim import adagrad, adamw, lamb_apply, lamb_update, lion, sgd
 from slipstream.ops.optim_reference import Blocks, Stochastic
 from slipstream.ops.reference import Partial
 
 __all__ = [
     "Blocks",
-    "OpReport",
     "Partial",
     "Stochastic",
     "adagrad",

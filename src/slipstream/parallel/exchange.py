@@ -410,10 +410,9 @@ class GroupExchange(Exchange):
         """The sum of the rows, of `numel` elements, that are on their way from all ranks."""
 
         def add(received: Tensor) -> Tensor:
-            rows = received.view(self.size, numel)
-            out = rows.new_empty(numel)
+            out = received.new_empty(numel)
             if numel:
-                _add(out, rows.unbind())
+                _add(out, received.view(self.size, numel).unbind())
             return out
 
         return moving.then(add)
@@ -437,12 +436,7 @@ class GroupExchange(Exchange):
 
 def _of_work(work: Any, out: Tensor) -> Pending[Tensor]:
     """An operation of NCCL's; waiting for it makes the current stream wait."""
-
-    def finish() -> Tensor:
-        work.wait()
-        return out
-
-    return Pending(finish)
+    return Pending(work.wait).then(lambda _: out)
 
 
 def connect_activations(axis: Axis, device: torch.device, transport: str, watch: Watch) -> Exchange:

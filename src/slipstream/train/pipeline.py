@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import BatchPlan, PipelinePlan
+from slipstream.observe.memory import MemoryReading
 from slipstream.parallel.deferred import Deferred
 from slipstream.parallel.drawing import draw_svg, draw_text
 from slipstream.parallel.mail import Mail, connect_mail
@@ -209,14 +209,11 @@ class PipelineEngine(Engine):
         """
         if print_rank not in (-1, self.rank):
             return
-        if self.device.type == "cuda":
-            now, most = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-            if reset_max:
-                torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-            now, most = (int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))
-        logger.info("%s: rank %d, stage %d: %.1f MiB, at most %.1f MiB", msg, self.rank, self.stage_id, now / 2**20, most / 2**20)
+        now = MemoryReading.of(self.device)
+        if reset_max and self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        sizes = (now.allocated / 2**20, now.peak / 2**20)
+        logger.info("%s: rank %d, stage %d: %.1f MiB, at most %.1f MiB", msg, self.rank, self.stage_id, *sizes)
 
     def reset_activation_shape(self) -> None:
         """A no-op: shapes may change from micro-batch to micro-batch."""

@@ -325,6 +325,9 @@ class ProcessGroupComm(Comm):
                     self.watch.check(since)  # this wait timed out
         self.ledger.finish(number)
 
+    def _running(self, work: Any, operation: str, number: int) -> Pending[None]:
+        return Pending(lambda: self._finish(work, operation, number))
+
     def _outcome(self, work: Any) -> None:
         """Raise the error of an operation that completed just as a wait for it timed out, if it failed."""
         try:
@@ -340,12 +343,8 @@ class ProcessGroupComm(Comm):
         total = full.new_empty(lengths.pop())
         number = self._launch("reduce-scatter", full.nbytes)
         work: Any = dist.reduce_scatter_tensor(total, full, group=self.group, async_op=True)
-
-        def finish() -> Partial:
-            self._finish(work, "reduce-scatter", number)
-            return reduce_into(out, [total], alpha, accumulate)
-
-        return Pending(finish)
+        running = self._running(work, "reduce-scatter", number)
+        return running.then(lambda _: reduce_into(out, [total], alpha, accumulate))
 
     def swap(self, buffer: Buffer, cuts: Cuts, use: Callable[[list[Tensor]], T], operation: str = "swap") -> Pending[T]:
         full, numel = buffer.tensor[: cuts[-1]], cuts[self.index + 1] - cuts[self.index]
@@ -353,12 +352,8 @@ class ProcessGroupComm(Comm):
         number = self._launch(operation, full.nbytes, full.nbytes - numel * item)
         lengths = [(b - a) * item for a, b in itertools.pairwise(cuts)]
         work = self._all_to_all(received, self._sender(full), [numel * item] * self.size, lengths)
-
-        def finish() -> T:
-            self._finish(work, operation, number)
-            return use([span.to(self.device) for span in received.view(self.size, numel).unbind(0)])
-
-        return Pending(finish)
+        running = self._running(work, operation, number)
+        return running.then(lambda _: use([span.to(self.device) for span in received.view(self.size, numel).unbind(0)]))
 
     def swap_some(
         self, buffer: Buffer, cuts: Cuts, lengths: Sequence[int], use: Callable[[list[Tensor]], T], operation: str = "swap"
@@ -413,12 +408,11 @@ class ProcessGroupComm(Comm):
     def _landing(self, work: Any, operation: str, number: int, received: Tensor, out: Tensor) -> Pending[None]:
         """An operation that receives into `out`, or into memory on the host that is then copied there."""
 
-        def finish() -> None:
-            self._finish(work, operation, number)
+        def land(_: None) -> None:
             if received is not out:
                 out.copy_(received)
 
-        return Pending(finish)
+        return self._running(work, operation, number).then(land)
 
     def _sender(self, tensor: Tensor) -> Tensor:
         """The tensor to send: `tensor` itself, or a copy on the host."""

@@ -76,23 +76,24 @@ def drop_grad(param: nn.Parameter) -> None:
         _GRAD.__set__(param, None)
 
 
+def _set_grad(param: nn.Parameter, value: torch.Tensor | None) -> None:
+    if value is not None:
+        raise _no_gradient(param)
+    drop_grad(param)
+
+
 class ReducedParameter(nn.Parameter):
     """A parameter whose gradient is in its unit's buffers until the optimizer has used it."""
 
     owner: weakref.ref[Any]
 
-    @property
-    def grad(self) -> torch.Tensor | None:
+    def _get_grad(self) -> torch.Tensor | None:
         grad = raw_grad(self)
         if grad is not None:
             return grad
         raise _no_gradient(self)
 
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
-            raise _no_gradient(self)
-        drop_grad(self)
+    grad = property(_get_grad, _set_grad)
 
 
 class ReleasedParameter(nn.Parameter):
@@ -113,18 +114,13 @@ class ReleasedParameter(nn.Parameter):
                 _refuse(param, getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
-    @property
-    def grad(self) -> torch.Tensor | None:
+    def _get_grad(self) -> torch.Tensor | None:
         grad = raw_grad(self)
         if grad is not None or not _unit(self).holds_gradient():
             return grad
         raise _no_gradient(self)
 
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
-            raise _no_gradient(self)
-        drop_grad(self)
+    grad = property(_get_grad, _set_grad)
 
     @property
     def data(self) -> torch.Tensor:
