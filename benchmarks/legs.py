@@ -171,6 +171,7 @@ LEGS = (
     Leg("monitors", 2, 4, "what monitors add to a step of 50 ms, and what one that hangs adds", "monitors:run"),
     Leg("logs", 2, 2, "what comms_logger and wall_clock_breakdown add to a step of two ranks", "monitors:run_logs"),
     Leg("restart", 2, 4, "seconds until a run trains again after a rank is killed, and the steps lost", "restart:run"),
+    Leg("kills", 2, 12, "steps that 200 kills of ranks at random moments lose, and whether anything else is", "restart:run_kills"),
     Leg("disk", 2, 3, "bytes per second of the disk layer over fio's", "disk:run"),
     Leg("save", 2, 5, "seconds until a checkpoint is on disk: fio, torch.save, DeepSpeed; 200 kills", "save:run", "deepspeed"),
     Leg("install", 2, 2, "seconds from a wheel to the first training step in an environment without a compiler", "install:run"),

@@ -265,6 +265,73 @@ def test_a_rank_that_hangs_at_exit_is_ended(launcher: Launcher) -> None:
     assert "KeyError: 'late'" in err
 
 
+def test_what_a_failed_rank_has_written_is_there(launcher: Launcher, tmp_path: Path) -> None:
+    """It ends without taking its modules apart, but its threads, its exit handlers and its open files end as always."""
+    script = launcher.script("""
+        import atexit, gzip, sys, threading, time
+        kept = open("kept.txt", "w")
+        kept.write("in the buffer")
+        atexit.register(lambda: print("exit handler", end=" "))
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread", end=" "))).start()
+        raise KeyError("late")
+    """)
+    code, out, err = launcher.run("--nproc", "1", script)
+    assert (code, out.split()) == (1, ["thread", "exit", "handler"]), err
+    assert (tmp_path / "kept.txt").read_text() == "in the buffer"
+
+
+# Fails until it runs in a fork of the zygote, which needs a few seconds.
+FORKED = """
+    import os, sys, time
+    forked = "torch._dynamo" in sys.modules
+    with open("attempts.txt", "a") as file:
+        print(os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], file=file)
+    if not forked:
+        time.sleep(1)
+        raise RuntimeError("not yet")
+    import numpy, random, helper
+    here = [sys.argv[1:], sys.path[0], __name__, __file__, os.getcwd(), os.getsid(0) == os.getpid(), os.environ.get("LATER")]
+    print(*here, "parent", os.getppid(), "drawn", numpy.random.rand(), random.random())
+"""
+
+
+def test_a_restarted_rank_is_a_fork_that_looks_like_a_process(launcher: Launcher, tmp_path: Path) -> None:
+    """The agent is its parent, and nothing of the user's has run before it."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "helper.py").write_text("import numpy\nopen('helper.txt', 'a').write('read ')")
+    script = tmp_path / "code" / "train.py"
+    script.write_text(textwrap.dedent(FORKED))
+    process = launcher.start("--nproc", "2", "--max_restarts", "50", str(script), "--lr", "0.1")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    ranks = out.splitlines()
+    looks = f"['--lr', '0.1'] {script.parent} __main__ {script} {tmp_path} True None parent {process.pid} drawn "
+    drawn = [number for line in ranks for number in line.removeprefix(looks).split()]
+    assert [line.startswith(looks) for line in ranks] == [True, True], out
+    assert len(set(drawn)) == 4 and all(0 < float(number) < 1 for number in drawn)
+    assert (tmp_path / "helper.txt").read_text() == "read read "
+    attempts = (tmp_path / "attempts.txt").read_text().splitlines()
+    assert len(attempts) == len(set(attempts)) > 2 and "restart 1 of 50 after rank" in err
+    assert launcher.gone(within=1)
+
+
+def test_a_run_restarts_without_its_zygote(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import os, signal, sys, time
+        from pathlib import Path
+        children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            while not (zygotes := [int(pid) for pid in children.read_text().split() if b"launch.zygote" in
+                                   Path(f"/proc/{pid}/cmdline").read_bytes()]):
+                time.sleep(0.01)
+            os.kill(zygotes[0], signal.SIGKILL)
+            sys.exit(3)
+        print("again", "torch" in sys.modules)
+    """)
+    code, out, err = launcher.run("--nproc", "1", "--max_restarts", "1", script)
+    assert (code, out) == (0, "again False\n"), err
+
+
 def test_exit_codes_and_messages_of_sys_exit(launcher: Launcher) -> None:
     code, _, err = launcher.run("--nproc", "1", launcher.script("import sys; sys.exit(7)"))
     assert (code, "sys.exit(7)" in err, "Traceback" in err) == (7, True, False)

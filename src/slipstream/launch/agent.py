@@ -10,6 +10,7 @@ Names of torch used here: `torch.distributed.run.{parse_args, run}`, `ChildFaile
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import importlib
 import logging
@@ -31,10 +32,12 @@ from slipstream.launch import environment
 from slipstream.launch.failure import Failure, decode, encode, first, render, shell_code, with_reason
 from slipstream.launch.watch import RankWatch
 from slipstream.launch.worker import read_records, read_stack
+from slipstream.launch.zygote import spare_ranks
 from slipstream.observe.host import num_cores, read_pressure
 
 __all__ = ["main", "run_node"]
 
+_POLL_S = 0.02  # between two looks at the ranks, in a job of one host: with more, each look asks the rendezvous's host
 _SHARED_MEMORY, _KEPT = Path("/dev/shm"), "slipstream-memory-"
 
 
@@ -57,6 +60,15 @@ def _share_cores(num_ranks: int, *, verbose: bool) -> None:
     if verbose:
         note = f"OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set it to override"
         print(f"slipstream run: {note}", file=sys.stderr)
+
+
+def _prepare_restarts(options: argparse.Namespace) -> None:
+    if options.nnodes == "1":
+        options.monitor_interval = _POLL_S
+    if options.max_restarts:
+        # By default the ranks of all attempts share the agent's store, whose keys still name the dead ranks of the previous
+        # attempt: process groups then fail to connect, or hang. Without sharing, rank 0 creates a new store for each attempt.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 def _collect(failures: dict[int, Any], folder: Path, watch: RankWatch) -> list[Failure]:
@@ -93,16 +105,13 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
     options = torchrun.parse_args(list(argv))
     _share_cores(int(options.nproc_per_node), verbose=not quiet and options.node_rank == 0)
     _quiet_torchrun()
-    if options.max_restarts:
-        # By default the ranks of all attempts share the agent's store, whose keys still name the dead ranks of the previous
-        # attempt: process groups then fail to connect, or hang. Without sharing, rank 0 creates a new store for each attempt.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    _prepare_restarts(options)
     folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
     options.log_dir = str(folder / "torchrun")
     os.environ[brief.RECORDS] = str(folder)
     before = read_pressure()
     try:
-        restarts = _memory_of_host() if options.max_restarts else nullcontext()
+        restarts = _ready_to_restart() if options.max_restarts else nullcontext()
         with restarts, RankWatch(folder, patient=":" in options.nnodes) as watch, _reporting_reaped_ranks(watch):
             if lease:
                 _stop_with_stdin(watch)
@@ -140,6 +149,12 @@ def run_node(argv: Sequence[str], *, report: bool, lease: bool = False, quiet: b
 
 def _saved(folder: Path) -> str:
     return f"all ranks have stopped after a signal; {brief.last_checkpoint(str(folder))}; exit code {brief.AGAIN}: start again"
+
+
+@contextmanager
+def _ready_to_restart() -> Iterator[None]:
+    with _memory_of_host(), spare_ranks():
+        yield
 
 
 @contextmanager

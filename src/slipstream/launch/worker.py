@@ -11,17 +11,22 @@ Invariants: TARGET sees `sys.argv`, `sys.path[0]` and `__main__` as if started d
 from __future__ import annotations
 
 import argparse
+import atexit
 import builtins
 import ctypes
 import faulthandler
+import gc
 import importlib.util
+import io
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
@@ -122,10 +127,18 @@ def describe(error: BaseException, place: RankPlace) -> Failure:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit normally; after `EXIT_S` a C thread ends the process even if it hangs."""
-    sys.stdout.flush()
+    """Exit as the interpreter does, to the flush of the files that the script has open, but without taking apart its modules and
+    torch's objects: that takes most of a second, and native libraries tend to hang in it. After `EXIT_S` a C thread ends the
+    process whatever hangs."""
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until exit)
-    sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    objects = gc.get_objects()
+    files = {kind for kind in set(map(type, objects)) if issubclass(kind, io.TextIOBase | io.BufferedIOBase)}
+    for file in [item for item in objects if type(item) in files]:
+        with suppress(Exception):
+            file.flush()
+    os._exit(code)
 
 
 def _write_record(failure: Failure, place: RankPlace) -> None:
@@ -230,7 +243,7 @@ def _bind(chosen: str, place: RankPlace) -> None:
         sys.exit(str(error))
 
 
-def main(argv: list[str] | None = None) -> None:
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m slipstream.launch.worker", allow_abbrev=False)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--pass-local-rank", action="store_true")
@@ -240,7 +253,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cores")
     parser.add_argument("target")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def source_of(argv: list[str]) -> tuple[Path, Path] | None:
+    """The file that `main` would run with these arguments, and the folder where that looks for modules first. By the words alone: a
+    module is not imported, and None stands for one that is not in this folder."""
+    options = _parse(argv)
+    if not options.module:
+        return (file := Path(options.target).absolute()), file.parent
+    place = (here := Path.cwd()).joinpath(*options.target.split("."))
+    return next(((file, here) for file in (place.with_suffix(".py"), place / "__main__.py") if file.exists()), None)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = _parse(argv)
     _die_with_parent()
     try:
         place = _find_place(options.report)

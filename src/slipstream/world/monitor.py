@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from slipstream.brief import tell
 from slipstream.world.mesh import Axis
-from slipstream.world.watch import PeerLostError, Watch, living
+from slipstream.world.watch import PeerLostError, Pulse, Watch, living
 
 logger = logging.getLogger(__name__)
 
 _MOST_MISSES = 3
 _NOTICE = 2.5  # beats between the decision to fail and the failure, so that all ranks have read it
+_SLICE = 0.02  # seconds between two looks at whether the others have read it
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
@@ -60,9 +61,9 @@ class StatusMonitor:
         self.failed_at: float | None = None
         self.misses = 0  # consecutive failures to reach the store
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, pulse: Pulse) -> None:
         beat_s = 0.0
-        while not stop.wait(beat_s):
+        while pulse.wait(beat_s):
             watch = self.watch()
             if watch is None or watch.abandoned:
                 break
@@ -89,6 +90,7 @@ class StatusMonitor:
             return
         if self.verdict is None and self.store.check(["failure"]):
             at, is_lost, text = json.loads(self.store.get("failure"))
+            self.store.set(f"heard{self.index}", "")
             self.verdict = (min(at, time.time() + _NOTICE * watch.beat_s), is_lost, text)  # another host's clock may differ
         if self.verdict is None:
             self._look(watch)
@@ -132,9 +134,18 @@ class StatusMonitor:
                     text = str(error).splitlines()[0]
                 self.store.compare_set("failure", "", json.dumps((time.time(), True, text)))
                 if watch.rank == 0:  # the store may end with this process
-                    time.sleep(1.5 * watch.beat_s)
+                    self._wait_until_heard(watch)
         except (RuntimeError, ValueError, OSError, KeyboardInterrupt):
             return
+
+    def _wait_until_heard(self, watch: Watch) -> None:
+        """Keep the store until the ranks that live have read the failure, for as long as a rank that waits may take."""
+        until, others = time.monotonic() + 1.5 * watch.beat_s, dict(enumerate(self.ranks))
+        while time.monotonic() < until:
+            gone = watch.peers.gone()
+            if all(rank in {watch.rank, *gone} or self.store.check([f"heard{index}"]) for index, rank in others.items()):
+                return
+            time.sleep(_SLICE)
 
     def _blocked(self) -> FrameType | None:
         """The training thread's frame inside one of torch's collectives, or None."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _MOST_BEATS = 10.0  # that the monitor's thread may be late
 _STORE_PATIENCE = timedelta(seconds=5)  # the store's server may have gone with its process
+_SLICE = 0.01  # seconds between two looks at what another process or thread will have done within moments
 _LAST_WORDS = 3.0  # seconds at the end of the script for operations with lost ranks to end
 
 
@@ -96,6 +97,26 @@ class Waiter(Protocol):
         """End the thread, or leave it after `patience` seconds."""
 
 
+class Pulse:
+    """When the monitor's thread looks: once a beat, at once after `now`, and never again after `stop`."""
+
+    def __init__(self) -> None:
+        self._due, self._stopped = threading.Event(), False
+
+    def now(self) -> None:
+        self._due.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._due.set()
+
+    def wait(self, beat_s: float) -> bool:
+        """Whether to look again, after `beat_s` at most."""
+        if self._due.wait(beat_s):
+            self._due.clear()
+        return not self._stopped
+
+
 class Watch:
     """One engine's current position on this rank. `waits` counts entries and exits of waits, which shows progress."""
 
@@ -125,7 +146,7 @@ class Watch:
         self.left: set[int] = set()  # ranks whose script ended normally
         self.asked: set[int] = set()  # ranks of which the monitor has asked for that since their processes ended
         self._pid = os.getpid()
-        self._stop = threading.Event()
+        self._pulse = Pulse()
         self.abandoned = False
         self._thread: threading.Thread | None = None
         self._monitor: StatusMonitor | None = None
@@ -168,10 +189,11 @@ class Watch:
         """The error to raise when a rank has gone, or when a connection broke with `error`. It names the first rank to go."""
         deadline = time.monotonic() + self.patience_s
         while self.failure is None and not self.peers.gone() and time.monotonic() < deadline:
-            time.sleep(0.05)  # a process closes its connections before it has ended
+            time.sleep(_SLICE)  # a process closes its connections before it has ended
         began, gone = time.monotonic(), list(self.peers.gone())
+        self._pulse.now()
         while self.failure is None and not self.left and not all(self._is_known(rank, began) for rank in gone or [self.rank]):
-            time.sleep(0.05)  # the monitor may still have to read the status that the rank published on exit
+            time.sleep(_SLICE)  # the monitor may still have to read the status that the rank published on exit
             gone = list(self.peers.gone())
         gone.sort(key=lambda rank: rank in self.left)
         if self.failure is None:
@@ -240,7 +262,7 @@ class Watch:
         own = shared.clone()  # a separate connection, which no blocked call holds
         own.set_timeout(_STORE_PATIENCE)
         self._monitor = StatusMonitor(self, dist.distributed_c10d.PrefixStore(f"slipstream-{token[0]}", own), axis)
-        self._thread = threading.Thread(target=self._monitor.run, args=(self._stop,), name="slipstream-watch", daemon=True)
+        self._thread = threading.Thread(target=self._monitor.run, args=(self._pulse,), name="slipstream-watch", daemon=True)
         self._thread.start()
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
@@ -248,7 +270,7 @@ class Watch:
 
     def stop(self) -> None:
         """Stop watching, when the engine is destroyed."""
-        self._stop.set()
+        self._pulse.stop()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
         self._thread = self._monitor = None
@@ -266,7 +288,7 @@ class Watch:
         if os.getpid() != self._pid:  # a forked child's exit says nothing about this rank
             return
         monitor = self._monitor
-        self._stop.set()
+        self._pulse.stop()
         if self._thread is not None:
             self._thread.join(timeout=_STORE_PATIENCE.total_seconds())
         if monitor is not None and not (self._thread and self._thread.is_alive()):
