@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from slipstream.config.data import DataEfficiency
-from slipstream.data.sampler import CurriculumOrder, CurriculumPlace, OtherDataError
+from slipstream.data.sampler import CurriculumOrder, CurriculumPlace
 
 
 class DeepSpeedDataSampler:
@@ -83,12 +83,8 @@ class DeepSpeedDataSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The place, the same on all ranks and for any number of them."""
-        place, seed = self._place, self.order.seed
-        return {"position": place.position, "consumed_samples": place.consumed, "seed": seed, "length": self.order.count}
+        return self.order.state_of(self._place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Move to a saved place. Raises OtherDataError, a ValueError, for the place of another dataset."""
-        if state_dict.get("length") != self.order.count:
-            raise OtherDataError(f"saved place {dict(state_dict)} is not one of a curriculum over {self.order.count} samples")
-        self.order.seed = state_dict["seed"]
-        self._place = CurriculumPlace(state_dict["position"], state_dict["consumed_samples"])
+        self._place = self.order.place_of(state_dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from slipstream.compat.accelerator import get_accelerator
 from slipstream.parallel.layers import partition_uniform
+from slipstream.zero.trees import tensors_in
 
 noop_context = nullcontext
 
@@ -270,10 +271,7 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
 
 def get_tensor_bytes(item: Any) -> int:
     """Return the bytes of all tensors in a tree."""
-    if isinstance(item, Tensor):
-        return item.numel() * item.element_size()
-    items = item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else ()
-    return sum(map(get_tensor_bytes, items))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(item))
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map
 
 from slipstream.compat.accelerator import get_accelerator
 from slipstream.compat.comm import get_rank
@@ -57,7 +58,7 @@ def set_random_seed(seed: int) -> None:
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
     """Return a copy of a tree with the items that meet `criterion_func` on `device`."""
-    return _converted(item, lambda leaf: leaf.to(device) if criterion_func(leaf) else leaf)
+    return tree_map(lambda leaf: leaf.to(device) if criterion_func(leaf) else leaf, item)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
@@ -69,15 +70,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
             return leaf
         return leaf.to(device) if criterion_func is None and torch.is_tensor(leaf) else leaf
 
-    return _converted(item, move)
-
-
-def _converted(item: Any, convert: Callable[[Any], Any]) -> Any:
-    if isinstance(item, (list, tuple)):
-        return type(item)(_converted(value, convert) for value in item)
-    if isinstance(item, dict):
-        return {key: _converted(value, convert) for key, value in item.items()}
-    return convert(item)
+    return tree_map(move, item)
 
 
 class OnDevice:

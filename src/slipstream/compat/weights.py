@@ -20,6 +20,7 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.train.engine import Engine
 from slipstream.zero import access
 from slipstream.zero.leaves import identity
+from slipstream.zero.trees import map_tensors
 from slipstream.zero.unit import Unit
 
 # Beside `latest` in a folder of checkpoints
@@ -86,21 +87,15 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     """Copy a tree of tensors to `device`, without the rest of their storages. A tensor that occurs twice is copied once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 
-    def copy(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            key = identity(value)
-            if key not in copies:
-                source = value.detach()
-                moved = source.to(device)
-                copies[key] = moved.clone() if moved is source else moved
-            return copies[key]
-        if isinstance(value, Mapping):
-            return type(value)({name: copy(child) for name, child in value.items()})  # type: ignore[call-arg]
-        if isinstance(value, (list, tuple)):
-            return type(value)(copy(child) for child in value)
-        return value
+    def copy(tensor: Tensor) -> Tensor:
+        key = identity(tensor)
+        if key not in copies:
+            source = tensor.detach()
+            moved = source.to(device)
+            copies[key] = moved.clone() if moved is source else moved
+        return copies[key]
 
-    return copy(item)
+    return map_tensors(item, copy)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -155,6 +155,20 @@ class CurriculumOrder:
             self._eligible = ((seed, limits), np.flatnonzero(mask[order]))
         return order, self._eligible[1]
 
+    def state_of(self, place: CurriculumPlace) -> dict[str, int]:
+        """The place for a checkpoint, the same for any number of ranks."""
+        return {"position": place.position, "consumed_samples": place.consumed, "seed": self.seed, "length": self.count}
+
+    def place_of(self, state: Mapping[str, Any]) -> CurriculumPlace:
+        """A saved place, whose seed is adopted. Raises OtherDataError, unchanged."""
+        keys = ("position", "consumed_samples", "seed", "length")
+        if any(not isinstance(state.get(key), int) for key in keys) or state["length"] != self.count:
+            raise OtherDataError(
+                f"saved data position: {dict(state)} is not one of a curriculum over this dataset's {self.count} samples"
+            )
+        self.seed = state["seed"]
+        return CurriculumPlace(state["position"], state["consumed_samples"])
+
     def _none(self, step: int, limits: tuple[Any, ...]) -> str:
         found = [
             f"{name} at most {self.difficulties(step)[name]} (the easiest sample has {metric.level.min()})"
@@ -263,16 +277,10 @@ class CurriculumLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next draw, the same on all ranks."""
-        place = self._place
-        return {"position": place.position, "consumed_samples": place.consumed, "seed": self.seed, "length": len(self.dataset)}
+        return self.order.state_of(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a saved place and adopt its seed. Raises OtherDataError, unchanged."""
-        keys = ("position", "consumed_samples", "seed", "length")
-        if any(not isinstance(state.get(key), int) for key in keys) or state["length"] != len(self.dataset):
-            raise OtherDataError(
-                f"saved data position: {dict(state)} is not one of a curriculum over this dataset's {len(self.dataset)} samples"
-            )
-        self.seed = self.order.seed = state["seed"]
-        self._place = CurriculumPlace(state["position"], state["consumed_samples"])
+        self._place = self.order.place_of(state)
+        self.seed = self.order.seed
         self._loads += 1

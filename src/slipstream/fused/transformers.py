@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from slipstream.attention.transformers import DENSE, register
 from slipstream.ops import fused
 from slipstream.ops.fused import Activation
+from slipstream.parallel.around import class_before
 
 # class of an activation in transformers or torch -> kind
 _KINDS: dict[str, Activation] = {
@@ -197,16 +198,6 @@ def _own(kind: type) -> type:
     return kind.__mro__[kind.__mro__.index(Fused) + 1]
 
 
-_MADE: dict[tuple[type, type], type] = {}
-
-
-def _class(own: type, mixin: type[Fused]) -> type:
-    if (own, mixin) not in _MADE:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-        _MADE[own, mixin] = type(own.__name__, (mixin, own), names)
-    return _MADE[own, mixin]
-
-
 def _mixin_of(module: nn.Module) -> type[Fused] | None:
     own = type(module)
     mixin = _CLASSES.get(own.__name__) if own.__module__.startswith("transformers.models.") else None
@@ -227,7 +218,7 @@ def fuse_layers(model: nn.Module, *, attention: bool = True) -> nn.Module:
             f" {names}. Drop the option, or build the model of slipstream.ops.fused"
         )
     for module, mixin in found:
-        module.__class__ = _class(type(module), mixin)
+        module.__class__ = class_before(mixin, type(module))
     if attention:
         _use_dense_attention(model)
     if getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss":

@@ -18,6 +18,7 @@ from slipstream.moe.dispatch import Meanwhile, run_experts
 from slipstream.moe.grouped import grouped_linear
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.routers import RouterBias
+from slipstream.parallel.around import class_before
 from slipstream.parallel.exchange import Exchange, gather_from, scatter_to, without_values
 from slipstream.zero.leaves import mark_stack, parts_of
 
@@ -44,15 +45,10 @@ def put_before(module: nn.Module, ours: type) -> None:
     module.__class__ = _before(ours, type(module))
 
 
-_CLASSES: dict[tuple[type, type], type] = {}
-
-
 def _before(ours: type, theirs: type) -> type:
     """A class that has ours before theirs, and pickles as this pair."""
-    if (ours, theirs) not in _CLASSES:
-        attributes = {"__reduce_ex__": lambda module, protocol: (_made, (ours, theirs), vars(module))}
-        _CLASSES[ours, theirs] = type(theirs.__name__, (ours, theirs), attributes)
-    return _CLASSES[ours, theirs]
+    reduced = lambda module, protocol: (_made, (ours, theirs), vars(module))  # noqa: E731
+    return class_before(ours, theirs, __module__=__name__, __reduce_ex__=reduced)
 
 
 def _made(ours: type, theirs: type) -> Any:

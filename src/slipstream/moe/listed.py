@@ -32,8 +32,9 @@ from slipstream.moe.huggingface import put_before
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.routers import RouterBias
 from slipstream.parallel.exchange import Exchange, even_shares, gather_from, scatter_to, without_values
-from slipstream.zero.hooks import eager, tensors_in
+from slipstream.zero.hooks import eager
 from slipstream.zero.leaves import identity
+from slipstream.zero.trees import tensors_in
 
 Answer = Callable[[int, Tensor], Tensor]  # of an expert, by its place in the list, to [..., d]
 Forward = Callable[..., Any]

@@ -15,7 +15,6 @@ import logging
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +102,6 @@ def count(model: nn.Module, args: Any, kwargs: Any, names: Iterable[str], recomp
     Raises what the model raises if it reads values.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.checkpoint import checkpoint
 
     from slipstream.train.planning import dry_run
 
@@ -113,9 +111,7 @@ def count(model: nn.Module, args: Any, kwargs: Any, names: Iterable[str], recomp
         with FakeTensorMode(allow_non_fake_inputs=True):
             ghost = dry_run.without_memory(model)
             modules = dict(ghost.named_modules())
-            for name in recomputed:
-                block = modules[name]
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            dry_run.recompute_blocks(ghost, recomputed)
             inputs, keywords = _faked(args), _faked(kwargs)
             counter = FlopCounter({name: modules[name] for name in names})
             with counter:

@@ -12,6 +12,7 @@ while it runs. Latencies are those of hooks, which exist between `start_profile`
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import sys
@@ -416,15 +417,11 @@ def flame(rows: Sequence[ModuleProfile], width: int = 1200) -> str:
         hue = 10 + sum(map(ord, row.kind)) % 50
         y = row.depth * height
         box = f'x="{x * width:.1f}" y="{y}" width="{share * width:.1f}" height="{height - 1}" fill="hsl({hue},85%,65%)"'
-        text = f'<text x="{x * width + 3:.1f}" y="{y + 14}">{_escaped(label)}</text>'
-        out.append(f"<g><title>{_escaped(told)}, {100 * share:.1f} %</title><rect {box}/>{text}</g>")
+        text = f'<text x="{x * width + 3:.1f}" y="{y + 14}">{html.escape(label)}</text>'
+        out.append(f"<g><title>{html.escape(told)}, {100 * share:.1f} %</title><rect {box}/>{text}</g>")
     size = f'width="{width}" height="{height * (1 + max(row.depth for row in rows))}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, *out, "</svg>", ""])
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def get_model_profile(

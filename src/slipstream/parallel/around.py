@@ -19,7 +19,7 @@ from torch import nn
 Around = Callable[..., Any]  # called with the module, its call, and the call's arguments; returns the module's output
 _WRAPPERS = "_slipstream_around"  # attribute of a wrapped module
 _BEFORE, _BEHIND = "_slipstream_before", "_slipstream_behind"  # attributes: what connects a block
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[tuple[type, type], type] = {}
 
 
 class _Wrapped:
@@ -41,15 +41,19 @@ class _Wrapped:
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), state  # type: ignore[attr-defined]
 
 
+def class_before(ours: type, own: type, **attributes: Any) -> type:
+    """The class that has ours before a module's own one, under the name of that; the same one for the same pair."""
+    if (ours, own) not in _CLASSES:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        _CLASSES[ours, own] = type(own.__name__, (ours, own), names | attributes)
+    return _CLASSES[ours, own]
+
+
 def wrap(module: nn.Module, around: Around) -> None:
     """Run `around` outside of the wrappers that the module has."""
-    own = type(module)
     if not isinstance(module, _Wrapped):
-        if own not in _CLASSES:
-            names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-            _CLASSES[own] = type(own.__name__, (_Wrapped, own), names)
         vars(module)[_WRAPPERS] = []
-        module.__class__ = _CLASSES[own]
+        module.__class__ = class_before(_Wrapped, type(module))
     vars(module)[_WRAPPERS].append(around)
 
 

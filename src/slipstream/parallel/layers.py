@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from slipstream.zero.hooks import tensors_in
+from slipstream.zero.trees import tensors_in
 
 TIMINGS = 5  # of a layer; the fastest counts
 
@@ -136,11 +137,7 @@ def _finish(device: torch.device) -> None:
 
 def _leaves(value: Any) -> Any:
     """The tree outside of any graph; floating point tensors need gradients, as what a stage receives."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    if isinstance(value, dict):
-        return {name: _leaves(item) for name, item in value.items()}
-    return type(value)(map(_leaves, value)) if isinstance(value, (tuple, list)) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), value)
 
 
 def prefix_sum_inc(weights: Iterable[Any]) -> list[Any]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Watch
@@ -68,31 +69,24 @@ class _Form(NamedTuple):
 
 
 def _pack(tree: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        tensors.append(tree.detach().contiguous())
-        return _Form(tuple(tree.shape), tree.dtype, tree.requires_grad)
-    if isinstance(tree, dict):
-        return {name: _pack(item, tensors) for name, item in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_pack(item, tensors) for item in tree)
-    return tree
+    def put(tensor: Tensor) -> _Form:
+        tensors.append(tensor.detach().contiguous())
+        return _Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    return tree_map_only(Tensor, put, tree)
+
+
+def _is_form(value: Any) -> bool:
+    return isinstance(value, _Form)
 
 
 def _forms(tree: Any) -> list[_Form]:
-    if isinstance(tree, _Form):
-        return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [form for item in items for form in _forms(item)]
+    return list(filter(_is_form, tree_leaves(tree, is_leaf=_is_form)))
 
 
 def _unpack(tree: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(tree, _Form):
-        return tensors.pop(0).requires_grad_(tree.requires_grad)
-    if isinstance(tree, dict):
-        return {name: _unpack(item, tensors) for name, item in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_unpack(item, tensors) for item in tree)
-    return tree
+    left = iter(tensors)
+    return tree_map_only(_Form, lambda form: next(left).requires_grad_(form.requires_grad), tree, is_leaf=_is_form)
 
 
 class GroupMail(Mail):

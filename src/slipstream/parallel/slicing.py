@@ -372,31 +372,32 @@ class _Slicing:
     # -- kinds --
 
     def _column(self, name: str, module: nn.Module, how: Cut) -> None:
-        layer: Any = getattr(module, "base_layer", module)  # of a LoRA adapter
-        _weight(name, layer)
-        transposed = _is_transposed(layer)
-        length = whole_shape(layer.weight)[1 if transposed else 0]  # a tied weight may have been cut
-        ranges, shares = self._ranges(name, length, how)
         gathers = how.whole and not (self.plan.vocab_head and self._is_head(name))
-        for each in (layer, *adapters_of(module, "lora_B")):
-            self._part(each.weight, 1 if transposed and each is layer else 0, length, ranges, shares)
-            if each.bias is not None:
-                self._part(each.bias, 0, length, ranges, shares)
-            self._become(each, Column, gathers=gathers, shares=shares, is_transposed=transposed and each is layer)
+        self._linear(name, module, how, Column, 0, "lora_B", gathers=gathers)
         if self._is_head(name) and not gathers:
             self._local_loss()
 
     def _row(self, name: str, module: nn.Module, how: Cut) -> None:
-        layer: Any = getattr(module, "base_layer", module)
-        _weight(name, layer)
-        transposed = _is_transposed(layer)
-        length = whole_shape(layer.weight)[0 if transposed else 1]
-        ranges, shares = self._ranges(name, length, how)
-        for each in (layer, *adapters_of(module, "lora_A")):
-            self._part(each.weight, 0 if transposed and each is layer else 1, length, ranges, shares)
-            self._become(each, Row, splits=how.whole, shares=shares, is_transposed=transposed and each is layer)
+        layer = self._linear(name, module, how, Row, 1, "lora_A", splits=how.whole)
         if self.slices.tokens is not None and layer.bias is not None:
             self._partial(name, layer, how, only="bias")
+
+    def _linear(
+        self, name: str, module: nn.Module, how: Cut, mixin: type[Sliced], dim: int, adapter: str, **attributes: Any
+    ) -> Any:
+        """Cut dimension `dim` of [out, in] of a layer and its adapter. Returns the layer."""
+        layer: Any = getattr(module, "base_layer", module)  # of a LoRA adapter
+        _weight(name, layer)
+        transposed = _is_transposed(layer)
+        length = whole_shape(layer.weight)[1 - dim if transposed else dim]  # a tied weight may have been cut
+        ranges, shares = self._ranges(name, length, how)
+        for each in (layer, *adapters_of(module, adapter)):
+            flipped = transposed and each is layer
+            self._part(each.weight, 1 - dim if flipped else dim, length, ranges, shares)
+            if dim == 0 and each.bias is not None:
+                self._part(each.bias, 0, length, ranges, shares)
+            self._become(each, mixin, shares=shares, is_transposed=flipped, **attributes)
+        return layer
 
     def _vocab(self, name: str, module: nn.Module, how: Cut) -> None:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:

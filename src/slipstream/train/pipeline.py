@@ -32,14 +32,15 @@ from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
 from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stage_of
 from slipstream.parallel.topology import PipelineParallelGrid, topology_of
+from slipstream.train.data import RepeatingLoader
 from slipstream.train.engine import Engine
-from slipstream.train.precision import Precision, map_tensors
+from slipstream.train.precision import Precision
 from slipstream.train.states import States
 from slipstream.world.mesh import Mesh
 from slipstream.world.watch import PeerError
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.hooks import tensors_in
 from slipstream.zero.leaves import keep_apart, kind_of, mark_tied
+from slipstream.zero.trees import map_tensors, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Set what `train_batch` reads without an argument, again and again from the start."""
-        self.training_dataloader, self.pipe.iterator = loader, repeat(loader)
+        self.training_dataloader, self.pipe.iterator = loader, RepeatingLoader(loader)
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
         """Apply a function to every item that is read from an iterator."""
@@ -314,7 +315,7 @@ class Pipe:
             loader = self.engine.training_dataloader
             if loader is None:
                 raise ValueError("train_batch() has no data: pass data_iter, or training_data to initialize()")
-            self.iterator = repeat(loader)
+            self.iterator = RepeatingLoader(loader)
         items = list(itertools.islice(self.iterator, count))
         if self.batch_fn is not None:
             items = [self.batch_fn(item) for item in items]
@@ -572,17 +573,6 @@ def style_of(module: Any, plan: PipelinePlan) -> Style:
     if module.is_v:
         return Style.V
     return Style.INTERLEAVED if plan.schedule == "1f1b" and len(module.stages) > 1 else Style(plan.schedule)
-
-
-def repeat(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's items without end."""
-    while True:
-        count = 0
-        for item in loader:
-            count += 1
-            yield item
-        if not count:
-            raise ValueError("the data loader is empty")
 
 
 def _describe(value: Any) -> str:

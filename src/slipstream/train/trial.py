@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
 from slipstream.config.trial import PROGRESS, STOP, SURVEY, Trial, current, write_json
-from slipstream.train.precision import map_tensors
 from slipstream.world.join import local_world_size
 from slipstream.zero.leaves import named_leaves
+from slipstream.zero.trees import map_tensors
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine

@@ -15,7 +15,6 @@ recompute inside backward runs forward hooks again, or only some of them: they g
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import weakref
@@ -36,6 +35,7 @@ from slipstream.zero.comm import Buffer, Comm, Pending
 from slipstream.zero.leaves import trainable_error
 from slipstream.zero.parameter import raw_grad
 from slipstream.zero.shown import check_writes
+from slipstream.zero.trees import tensors_in
 from slipstream.zero.unit import State, Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -606,18 +606,3 @@ def _in_graphs(value: Any) -> Iterator[tuple[int, Tensor]]:
     """Every tensor inside `value` that requires a gradient, and the level of its graph (zero/transforms.py)."""
     for tensor in tensors_in(value):
         yield from transforms.in_graphs(tensor)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside tuples, lists, dicts, dataclasses and mappings, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

@@ -21,6 +21,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.nn as nn
 
+from slipstream.zero.trees import tensors_in
+
 
 class Owner(Protocol):
     """The methods of a unit that its parameter classes call."""
@@ -108,9 +110,8 @@ class ReleasedParameter(nn.Parameter):
                 if func in _GEOMETRY:
                     args = (_unit(args[0]).view_of(args[0]), *args[1:])
                 return func(*args, **(kwargs or {}))
-        for param in _released(args, kwargs):
-            is_gathered = not isinstance(param, ReleasedParameter)  # with another parameter of its unit
-            if not (is_gathered or _unit(param).copy_on_read() or _unit(param).gather_on_read()):
+        for param in tensors_in((args, kwargs)):  # one may be gathered with another one of its unit
+            if isinstance(param, ReleasedParameter) and not (_unit(param).copy_on_read() or _unit(param).gather_on_read()):
                 _refuse(param, getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
@@ -175,20 +176,6 @@ def _unit(param: Any) -> Any:
     if unit is None:
         raise RuntimeError("this parameter's engine was dropped without engine.destroy(), so its weights are lost; keep the engine")
     return unit
-
-
-def _released(args: Any, kwargs: Any) -> list[ReleasedParameter]:
-    released: list[ReleasedParameter] = []
-    stack: list[Any] = [args, kwargs or {}]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, ReleasedParameter):
-            released.append(item)
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-    return released
 
 
 def _plain(param: Any, operation: str) -> Any:

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,11 @@ from torch.utils.flop_counter import flop_registry
 
 from slipstream.config.plan import Plan
 from slipstream.train.planning.predict import ComputeWork, Moment, Profile
-from slipstream.train.precision import Precision, map_tensors
+from slipstream.train.precision import Precision
 from slipstream.zero.build import buffer_dtypes
-from slipstream.zero.hooks import tensors_in as tensors_in  # for observe/, too
 from slipstream.zero.leaves import named_leaves
+from slipstream.zero.trees import map_tensors
+from slipstream.zero.trees import tensors_in as tensors_in  # for observe/, too
 from slipstream.zero.wrap import repeated_blocks as repeated_blocks
 from slipstream.zero.wrap import wrap
 
@@ -89,10 +90,7 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
         meter = _Meter(ghost)
         precision = Precision(plan.precision, torch.device("cpu"))
         if plan.activations.way == "recompute":
-            modules = dict(ghost.named_modules())
-            for name in repeated_blocks(ghost)[: plan.activations.num_blocks]:
-                block = modules[name]
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            recompute_blocks(ghost, repeated_blocks(ghost)[: plan.activations.num_blocks])
         try:
             with meter:
                 inputs, keywords = precision.inputs(inputs, keywords)
@@ -109,6 +107,13 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
                 f"values: pass the bytes that one micro-batch keeps for its backward instead: slipstream plan --activations 300M"
             ) from error
     return meter.profile()
+
+
+def recompute_blocks(ghost: nn.Module, names: Iterable[str]) -> None:
+    """Let the backward run the forward of these modules again."""
+    for name in names:
+        block = ghost.get_submodule(name)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def profiles(
@@ -263,17 +268,17 @@ class _Meter(TorchDispatchMode):
         if func.namespace not in ("aten", "slipstream"):  # metadata queries
             return out
         made = 0
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             made += self._follow(tensor.untyped_storage())
         work = self.work[self.phase]
         formula = formulas().get(func.overloadpacket)
         if formula is not None:
             flops = formula(*args, **(kwargs or {}), out_val=out)
             work[0] += flops
-            dtype = str(next(_tensors(args)).dtype).removeprefix("torch.")
+            dtype = str(next(tensors_in(args)).dtype).removeprefix("torch.")
             self.products[dtype] = self.products.get(dtype, 0) + flops
         elif made or func._schema.is_mutable:  # not a view
-            work[1] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, out)))
+            work[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, out)))
         self._look()
         return out
 
@@ -293,11 +298,3 @@ class _Meter(TorchDispatchMode):
     def profile(self) -> Profile:
         dtype = max(self.products, key=lambda name: self.products[name])
         return Profile(tuple(self.moments), ComputeWork(*self.work["forward"]), ComputeWork(*self.work["backward"]), dtype)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
