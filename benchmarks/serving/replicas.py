@@ -130,6 +130,7 @@ class Idle:
     """A runner that computes nothing, so that all time of the process is the engine's and the wire's."""
 
     num_blocks, block_size, vocab_size, max_context = 4096, 16, 64, 4096
+    generate = None
 
     def __init__(self) -> None:
         self.logits = np.zeros((64, self.vocab_size), np.float32)

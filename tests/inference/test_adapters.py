@@ -68,7 +68,7 @@ class Adapted:
     def __init__(self, runner: NativeDecoder, adapter: Any) -> None:
         self.runner, self.adapter = runner, adapter
         self.num_blocks, self.block_size, self.vocab_size = runner.num_blocks, runner.block_size, runner.vocab_size
-        self.max_context, self.put = runner.max_context, runner.put
+        self.max_context, self.put, self.generate = runner.max_context, runner.put, None
 
     def forward(self, batch: Batch) -> Any:
         for chunk in batch.chunks:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.inference.core import Batch, Chunk, Finish, QueueFullError, SamplingParams
+from slipstream.inference.core import Batch, Chunk, Finish, Generate, QueueFullError, SamplingParams
 from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
 from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _as_list, _sampling
 from slipstream.inference.initialize import _translated, init_inference
@@ -45,6 +45,7 @@ class HashRunner:
     """Its cache holds tokens; the logits after position p depend on all that the blocks of 0..p hold, and nothing else."""
 
     vocab_size = END + 1
+    generate: Generate | None = None
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_context: int = 200, says: str = "") -> None:
         self.num_blocks, self.block_size, self.max_context = num_blocks, block_size, max_context

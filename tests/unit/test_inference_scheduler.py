@@ -68,6 +68,15 @@ class Model:
                 sampled[request] = accept(chunk.draft, rows)
         return sampled
 
+    def generate(self, batch: Batch, most: int) -> tuple[Batch, dict[Request, list[int]]]:
+        """Makes the batch's steps up to `most`, or to an end token; returns the batch as it was made."""
+        sampled = self.forward(batch)
+        made = 1
+        while made < min(batch.steps, most) and not any(tokens[-1] == END for tokens in sampled.values()):
+            chunks = tuple(chunk._replace(draft=tuple(sampled[chunk.request])) for chunk in batch.chunks)
+            sampled, made = self.forward(Batch(chunks, ())), made + 1
+        return batch._replace(steps=made), sampled
+
 
 def histories(tokens: list[int]) -> Iterator[int]:
     before = 0
@@ -134,6 +143,8 @@ class Traffic(NamedTuple):
     token_budget: int
     max_running: int
     num_draft: int
+    most_steps: int
+    made: int  # of several steps, before another thread stops them
     split: bool
     prefix_caching: bool
     arrivals: list[Arrival]
@@ -158,7 +169,9 @@ traffic = st.builds(
     block_size=st.integers(1, 5),
     token_budget=st.integers(1, 24),
     max_running=st.integers(1, 8),
-    num_draft=st.sampled_from([0, 2, 4]),
+    num_draft=st.sampled_from([0, 0, 2, 4]),
+    most_steps=st.sampled_from([1, 3, 8]),
+    made=st.integers(1, 8),
     split=st.sampled_from([True, True, True, False]),
     prefix_caching=st.sampled_from([True, True, True, False]),
     arrivals=st.lists(arrivals, min_size=1, max_size=10),
@@ -180,7 +193,9 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         split=case.split,
         num_draft=case.num_draft,
         patience=5,
+        most_steps=case.most_steps,
     )
+    scheduler.pace.add(1, 1e-3)
     model, log = Model(pool), []
     families: list[tuple[Arrival, Request]] = []
     streamed: dict[Request, list[int]] = {}
@@ -218,18 +233,18 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
             if now > last:
                 break
             continue
-        log.append(repr([(c.request.id, c.start, c.stop, c.draft) for c in batch.chunks]) + repr(batch.copies))
+        log.append(repr([(c.request.id, c.start, c.stop, c.draft) for c in batch.chunks]) + repr((batch.copies, batch.steps)))
         assert 0 < batch.num_tokens <= budget
         assert len({chunk.request for chunk in batch.chunks}) == len(batch.chunks)
         assert not any(chunk.draft and chunk.request.params.json_schema for chunk in batch.chunks)
         for chunk in batch.chunks:
             most = min(scheduler.max_context, chunk.request.num_prompt + chunk.request.params.max_tokens)
-            assert chunk.stop + len(chunk.draft) < most, "a position that no token can follow"
+            assert chunk.stop + len(chunk.draft) + batch.steps - 1 < most, "a position that no token can follow"
         planned = [chunk.request for chunk in batch.chunks]
         if case.split:
             stalled = [r for r in generating if r.phase is RequestPhase.RUNNING and r not in planned]
             assert not stalled or len(planned) == budget, "a generation waits although there is budget"
-        sampled = model.forward(batch)
+        batch, sampled = model.generate(batch, case.made)
         cancel(during=True)
         pool.check(request.blocks for request in scheduler.running)
         for request, tokens in scheduler.commit(batch, sampled):
@@ -265,8 +280,8 @@ def test_random_traffic() -> None:
 
     @given(traffic)
     def run(case: Traffic) -> None:
-        scheduler, _ = play(case)
-        happened.update(dataclasses.asdict(scheduler.counters))
+        scheduler, log = play(case)
+        happened.update(dataclasses.asdict(scheduler.counters), further_steps=scheduler.counters.forwards - len(log))
         happened.update(evictions=scheduler.pool.num_evictions, copies=scheduler.pool.num_copies)
 
     run()
@@ -333,6 +348,41 @@ def test_refusals() -> None:
         Scheduler(pool, token_budget=10, max_running=0, max_waiting=1, max_context=100)
     drain(scheduler, Model(pool))
     assert pool.num_free == 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "interval", "steps"), [(0.0, None, 1), (0.001, None, 16), (0.006, None, 4), (0.03, None, 1), (0.001, 0.0055, 5)]
+)
+def test_steps_are_as_many_as_a_reader_does_not_notice(seconds: float, interval: float | None, steps: int) -> None:
+    assert _steps([{}], seconds, token_interval=interval) == steps
+
+
+def test_several_steps_need_plain_rows_and_an_empty_queue() -> None:
+    assert _steps([{}, {"max_tokens": 9}]) == 7
+    assert _steps([{}], most_steps=1) == _steps([{}], num_draft=2) == 1
+    assert _steps([{}, {}], max_running=1) == 1, "one waits"
+    assert _steps([{}], max_context=20) == 20 - 8, "six tokens of a prompt, and two"
+    for other in ({"logprobs": 0}, {"min_tokens": 9}, {"presence_penalty": 0.5}, {"logit_bias": {1: 2.0}}, {"json_schema": "{}"}):
+        assert _steps([{}, other]) == 1
+    assert _steps([{"min_tokens": 2}]) == 16
+    assert _steps([{}, {}], num_blocks=6) == 5, "one block is common, two are taken, and three are not enough for four"
+
+
+def _steps(params: list[dict[str, Any]], seconds: float = 1e-3, *, num_blocks: int = 64, **options: Any) -> int:
+    """Of the batch after two that compute all prompts of 6 tokens, and then a token of each request."""
+    pool = BlockPool(num_blocks, 4)
+    options = {"token_budget": 32, "max_running": 4, "max_waiting": 4, "max_context": 64, "most_steps": 16} | options
+    scheduler, model = Scheduler(pool, **options), Model(pool)
+    for number, one in enumerate(params):
+        of = SamplingParams(**{"max_tokens": 40} | one)
+        scheduler.add(make([1, 2, 3, 4, 5, number], f"r{number}", params=of, end_ids=frozenset()))
+    for _ in range(2):
+        step(scheduler, model)
+    for tokens in (1, 2) if seconds else ():
+        scheduler.pace.add(tokens, seconds)
+    batch = scheduler.schedule()
+    assert batch is not None
+    return batch.steps
 
 
 def test_siblings_share_the_prompt_and_part_at_its_last_block() -> None:

@@ -7,7 +7,7 @@ request: many positions of a prompt, or the one token that was sampled last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
@@ -88,6 +88,12 @@ class SamplingParams:
     def constrained(self) -> bool:
         return self.json_schema is not None or self.grammar is not None
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether penalties or biases change the logits of every token."""
+        penalized = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalized or bool(self.logit_bias)
+
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -123,6 +129,13 @@ class Request:
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its next tokens follow from their logits as they are, the settings and the seed, and only they are wanted."""
+        params = self.params
+        edited = params.edits_logits or self.num_generated < params.min_tokens
+        return not edited and not params.constrained and params.logprobs is None
+
 
 class Chunk(NamedTuple):
     """A request's part of one forward: positions [start, stop) of its tokens, then the `draft`."""
@@ -155,13 +168,15 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The input of one forward."""
+    """The input of one forward, or of several `steps` of one token per request: each step's tokens are the input of the next."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]  # blocks (from, to) to copy before the forward: copy-on-write
+    steps: int = 1  # at most; the blocks have the positions of all
 
     @property
     def num_tokens(self) -> int:
+        """Of a step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
@@ -186,3 +201,14 @@ class Runner(Protocol):
         """Write the batch's keys and values to the cache and return logits: fp32 [rows, vocab], torch or numpy, with `num_rows`
         rows per chunk in order. They are valid until the next forward."""
         ...
+
+    @property
+    def generate(self) -> Generate | None:
+        """Runs a batch of several steps; None: this runner makes one step at a time, by `forward`."""
+        ...
+
+
+# The batch, how to draw (`sampler.Draws`), and an int32 that another thread makes nonzero so that no further step begins -> the
+# tokens of each step that was made, one per request, or -1 if none can be drawn. The last step is `batch.steps`, or the first that
+# draws an end token or -1.
+Generate = Callable[[Batch, Any, Any], list[list[int]]]

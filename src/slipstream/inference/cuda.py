@@ -192,6 +192,8 @@ def _numbers(batch: Batch, block_size: int, rows_per_tile: int) -> list[list[int
 class CudaDecoder:
     """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs)."""
 
+    generate = None  # several steps at once
+
     def __init__(
         self, config: TransformerConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype, *, max_batch: int
     ):

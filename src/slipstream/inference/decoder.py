@@ -76,6 +76,8 @@ def head_shapes(config: TransformerConfig) -> list[HeadShape]:
 class Decoder:
     """A `core.Runner`. Weights, cache and inputs are on one device, the cache's."""
 
+    generate = None  # several steps at once
+
     def __init__(self, config: TransformerConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype):
         self.config, self.weights, self.cache, self.dtype = config, weights, cache, compute_dtype
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size

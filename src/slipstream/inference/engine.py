@@ -10,6 +10,7 @@ Glossary: `submit` returns a `Handle` with `n` *sequences*: each is a scheduler 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import os
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
-from slipstream.inference.core import Batch, Chunk, Finish, Request, RequestPhase, Runner, SamplingParams
+from slipstream.inference.core import Batch, Chunk, Finish, Generate, Request, RequestPhase, Runner, SamplingParams
 from slipstream.inference.draft_model import FEW, DraftModel
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import LogitsRow, Sampled, Sampler, SamplingError
@@ -37,6 +38,7 @@ __all__ = ["ClosedError", "Engine", "Handle", "Logprob", "Output", "Sink", "Usag
 
 logger = logging.getLogger(__name__)
 
+MOST_STEPS = 16  # of a batch
 MAX_FAILURES = 3  # consecutive batches that fail entirely, before a known good token is tried to tell requests from device
 
 
@@ -192,6 +194,7 @@ class Engine:
         self.runner, self.tokenizer, self._expert_use = runner, tokenizer, expert_use
         self.end_ids = frozenset(end_ids) | (frozenset() if tokenizer is None else tokenizer.end_ids)
         self.model_name, self.sampling = model_name, dict(sampling or {})
+        self._sampler, self._drafter = Sampler(runner.vocab_size), draft
         self._scheduler = Scheduler(
             BlockPool(runner.num_blocks, runner.block_size, prefix_caching),
             token_budget=budget_of(token_budget, max_running),
@@ -201,19 +204,18 @@ class Engine:
             split=split,
             num_draft=num_draft,
             token_interval=token_interval,
+            most_steps=MOST_STEPS if runner.generate is not None and self._sampler.is_native and draft is None else 1,
         )
-        self._sampler, self._drafter = Sampler(runner.vocab_size), draft
         self._grammars_lock, self._process = threading.Lock(), 0  # the process of the engine's thread, once it is started
-        # Guards the scheduler and all fields below. Reentrant: the garbage collector can call close() at any allocation.
-        self._lock = threading.RLock()
-        self._work = threading.Condition(self._lock)  # notified when there is work or the state changes
+        self._lock = threading.RLock()  # for the scheduler and all below; reentrant: a garbage collection can call close() anywhere
+        # Notified, and nonzero so that a batch of several steps ends, when there is work or the state changes.
+        self._work, self._stop = threading.Condition(self._lock), ctypes.c_int32()
         self._state, self._why = _EngineState.SERVING, ""  # the reason for DEAD
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
         self._failures = self._proven = 0  # consecutive failed batches; a token of the last batch that was computed
-        self._unavailable = unavailable  # why it cannot serve; "" if it can
-        self._pause = threading.Lock()  # one pause at a time
+        self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; one pause at a time
         self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
         self._meters, self._ids = Meters(), itertools.count()
         self._thread: threading.Thread | None = None
@@ -305,7 +307,7 @@ class Engine:
             self._check_open()
             self._scheduler.add(first)
             self._sequences |= {sequence.request: sequence for sequence in handle.sequences}
-            self._work.notify_all()
+            self._notify()
         return handle
 
     @property
@@ -349,14 +351,14 @@ class Engine:
         """Cancel the unfinished sequences of `handle` before the next forward; the sink receives Finish.CANCELLED."""
         with self._lock:
             self._cancelled.append(handle)
-            self._work.notify_all()
+            self._notify()
 
     def close(self) -> None:
         """Cancel all requests (Finish.CANCELLED) and stop the thread. Idempotent."""
         with self._lock:
             if self._state is not _EngineState.DEAD:
                 self._state = _EngineState.CLOSED
-            self._work.notify_all()
+            self._notify()
         if self._thread is None:
             self._shut(Finish.CANCELLED)
         elif self._thread is not threading.current_thread():
@@ -368,7 +370,7 @@ class Engine:
             if self._state is _EngineState.SERVING:
                 self._state, self._why = _EngineState.DEAD, why
                 logger.error("the engine of %s fails: %s", self.model_name, why)
-            self._work.notify_all()
+            self._notify()
 
     def stats(self) -> Stats:
         with self._lock:
@@ -464,7 +466,7 @@ class Engine:
             try:
                 with self._lock:
                     self._scheduler.pausing = True
-                    self._work.notify_all()
+                    self._notify()
                     self._work.wait_for(lambda: self._scheduler.drained or not self.healthy)
                     self._check_open(changing=True)
                 try:
@@ -481,14 +483,19 @@ class Engine:
             finally:
                 with self._lock:
                     self._scheduler.pausing = False
-                    self._work.notify_all()
+                    self._notify()
+
+    def _notify(self) -> None:
+        """Tell the engine's thread, and those that wait for it, of a change. Call with the lock."""
+        self._stop.value = 1
+        self._work.notify_all()
 
     # ---- the loop; only the engine's thread runs it
 
     def step(self) -> bool:
-        """Run one forward and process its results. Return False if there was nothing to compute."""
-        start = time.perf_counter()
-        batch = self._schedule()
+        """Run one batch and process its results. Return False if there was nothing to compute."""
+        start, counters = time.perf_counter(), self._scheduler.counters
+        batch, forwards = self._schedule(), counters.forwards
         if batch is None:
             return False
         if self._drafter is not None:
@@ -497,7 +504,7 @@ class Engine:
         if self._compute(batch) is not None:
             self._compute_in_parts(batch)
         self._send_outputs()
-        self._scheduler.pace.add(batch.num_tokens, time.perf_counter() - start)
+        self._scheduler.pace.add(batch.num_tokens, (time.perf_counter() - start) / max(1, counters.forwards - forwards))
         return True
 
     def _run(self) -> None:
@@ -513,7 +520,7 @@ class Engine:
         """Sleep until there is work. Return False if the engine is closed or dead."""
         with self._lock:
             if self._scheduler.pausing and self._scheduler.drained:
-                self._work.notify_all()
+                self._notify()
             self._work.wait_for(lambda: self._has_work or self._cancelled or not self.healthy)
             return self.healthy
 
@@ -524,6 +531,7 @@ class Engine:
     def _schedule(self) -> Batch | None:
         """End the cancelled requests and return the next batch."""
         with self._lock:
+            self._stop.value = 0
             for handle in self._cancelled:
                 self._end(handle.sequences, Finish.CANCELLED)
             self._cancelled.clear()
@@ -554,12 +562,14 @@ class Engine:
             return self._scheduler.add_drafts(batch, drafts)
 
     def _compute(self, batch: Batch) -> str | None:
-        """Run the forward, sample and commit. Return None, or the error text; then no request has changed.
+        """Run the forwards, sample and commit. Return None, or the error text; then no request has changed.
 
         The exception itself is not kept: its traceback would hold memory that the next forward needs."""
         try:
-            logits = self.runner.forward(batch)
-            drawn = self._sample(batch, logits)
+            if batch.steps > 1 and (generate := self.runner.generate) is not None:
+                batch, drawn = self._generate(batch, generate)
+            else:
+                drawn = self._sample(batch, self.runner.forward(batch))
         except Exception as error:  # any error of the model or device; it is reported to the requests
             num = len(batch.chunks)
             logger.error("a forward of %d tokens of %d requests failed: %s", batch.num_tokens, num, _text(error), exc_info=num == 1)
@@ -616,6 +626,19 @@ class Engine:
             with self._lock:
                 pool.free(probe.blocks)
         return None
+
+    def _generate(self, batch: Batch, generate: Generate) -> tuple[Batch, dict[Request, list[Sampled] | str]]:
+        """Make the steps of a batch. Returns the batch as it was made, and the tokens of each request. A step in which a token
+        cannot be drawn counts as not made: the next batch begins with it, and finds whose error it is."""
+        requests = [chunk.request for chunk in batch.chunks]
+        made = generate(batch, self._sampler.draws(requests, batch.steps), self._stop)
+        if -1 in made[-1]:
+            made.pop()
+        if not made:
+            batch = Batch(batch.chunks, ())
+            return batch, self._sample(batch, self.runner.forward(batch))
+        each = zip(requests, zip(*made, strict=True), strict=True)
+        return batch._replace(steps=len(made)), {request: [Sampled(token) for token in tokens] for request, tokens in each}
 
     def _sample(self, batch: Batch, logits: Any) -> dict[Request, list[Sampled] | str]:
         """For each request that samples from the batch: the accepted draft tokens and one more, or an error text."""

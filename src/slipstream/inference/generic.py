@@ -127,6 +127,8 @@ def _rope_limits(model: Any) -> Iterator[tuple[int, str]]:
 class GenericDecoder:
     """A `core.Runner` for a live `PreTrainedModel`, which it sets to evaluation mode. The cache must have `cache_shapes`."""
 
+    generate = None  # several steps at once
+
     def __init__(self, model: Any, cache: KVCache):
         self.model, self.cache = model.eval(), cache
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size

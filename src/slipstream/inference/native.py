@@ -23,13 +23,14 @@ from torch import Tensor
 
 from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, Rope, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch
+from slipstream.inference.core import Batch, Generate
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
 from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
 from slipstream.inference.models import shape_of
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.ranks import ServingRanks
+from slipstream.inference.sampler import Draws
 from slipstream.inference.weights import Codes, DecoderWeights, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 from slipstream.ops.matrices import CODES, PANEL, TYPES, MatrixRecord, Table, bias_table, fill, is_centred, record_of, tables_of
@@ -96,6 +97,13 @@ class _Decoder(ctypes.Structure):
         ("head", MatrixRecord),
         ("layers", ctypes.POINTER(_LayerRecord)),
         ("ranks", _pointer),
+    )
+
+
+class _Steps(ctypes.Structure):
+    _fields_ = (
+        *((name, _pointer) for name in ("rows", "u", "ends", "first_end", "stop", "ids", "start", "tokens")),
+        *((name, _int) for name in ("num_steps", "done")),
     )
 
 
@@ -199,6 +207,21 @@ def _write(address: int, values: Tensor) -> None:
     ctypes.memmove(address, flat.data_ptr(), flat.nbytes)
 
 
+def _numbers(batch: Batch) -> tuple[array[int], ...]:
+    """The values of `_NUMBERS` of a batch's first step, with the blocks of all steps."""
+    ids, first_row, start, tables, table_at, logit_rows = (array("i") for _ in range(6))
+    first_row.append(0)
+    for chunk in batch.chunks:
+        ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
+        ids.extend(chunk.draft)
+        start.append(chunk.start)
+        table_at.append(len(tables))
+        tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft) + batch.steps - 1) // PANEL)])
+        first_row.append(len(ids))
+        logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
+    return ids, first_row, start, tables, table_at, logit_rows
+
+
 class NativeDecoder:
     """Runs batches on `threads` cores. Raises ValueError if `why_not` returns a reason."""
 
@@ -245,6 +268,7 @@ class NativeDecoder:
             self.store = self._open_store(weights, expert_nbytes)
         self._library = build.kernels()
         self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
+        self._library.slipstream_decoder_steps.argtypes = [_pointer, _pointer, _pointer, _pointer]
         self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
         layers, head = self._pack(weights) if memory is None else (self._read_layers(weights, memory), self._head(weights))
         self._layers = (_LayerRecord * len(layers))(*layers)
@@ -726,17 +750,8 @@ class NativeDecoder:
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""
         self.copy(batch.copies)
-        ids, first_row, start, tables, table_at, logit_rows = (array("i") for _ in range(6))
-        first_row.append(0)
-        for chunk in batch.chunks:
-            ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
-            ids.extend(chunk.draft)
-            start.append(chunk.start)
-            table_at.append(len(tables))
-            tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft)) // PANEL)])
-            first_row.append(len(ids))
-            logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
-        numbers = (ids, first_row, start, tables, table_at, logit_rows)
+        numbers = _numbers(batch)
+        ids, *_, logit_rows = numbers
         if self.ranks is None:
             self._allocate(len(ids), len(logit_rows))
             self._run(*numbers, adapters=self._adapters(batch))
@@ -746,13 +761,35 @@ class NativeDecoder:
                 self._run(*numbers)
         return self._logits[: len(logit_rows)]
 
+    @property
+    def generate(self) -> Generate | None:
+        """As `core.Runner.generate`. Several processes, and weights on disk, need this process between two steps."""
+        return self._generate if self.ranks is None and self.store is None and self.layer_store is None else None
+
+    def _generate(self, batch: Batch, draws: Draws, stop: ctypes.c_int32) -> list[list[int]]:
+        self.copy(batch.copies)
+        ids, _, start, *_ = numbers = _numbers(batch)
+        self._allocate(len(ids), len(ids))
+        adapters = self._adapters(batch)
+        self._place(*numbers, adapters=adapters)
+        self._batch.first_layer, self._batch.until_layer = 0, len(self.config.layers)
+        num, tokens = len(ids), array("q", bytes(8 * len(ids) * batch.steps))
+        arrays = (draws.uniforms, draws.ends, draws.first_end)
+        at = [one.buffer_info()[0] for one in (*arrays, ids, start, tokens)]
+        steps = _Steps(ctypes.addressof(draws.rows), *at[:3], ctypes.addressof(stop), *at[3:], batch.steps)
+        if self._library.slipstream_decoder_steps(
+            self._team.handle, ctypes.byref(self._model), ctypes.byref(self._batch), ctypes.byref(steps)
+        ):
+            raise MemoryError(f"no memory for a forward of {num} tokens")
+        return [tokens[step * num : (step + 1) * num].tolist() for step in range(steps.done)]
+
     def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
         """Compute this process's part of a forward of rank 0: `numbers` are `_NUMBERS`."""
         self.copy(copies)
         self._run(*numbers)
 
-    def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
-        """Run one forward, with the values of `_NUMBERS`, types of tokens (None: all 0) and `_adapters`."""
+    def _place(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
+        """Make `_NUMBERS`, types of tokens (None: all 0) and `_adapters` the inputs of the next call, which they outlive."""
         ids, _, start, _, _, logit_rows = numbers
         self._allocate(len(ids), len(logit_rows))
         record = self._batch
@@ -761,6 +798,11 @@ class NativeDecoder:
             setattr(record, name, values.buffer_info()[0])
         record.types = None if types is None else types.buffer_info()[0]
         record.adapters = None if adapters is None else adapters.buffer_info()[0]
+
+    def _run(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
+        """Run one forward, with the values of `_place`."""
+        self._place(*numbers, types=types, adapters=adapters)
+        record = self._batch
         store = self.layer_store
         for number, (record.first_layer, record.until_layer) in enumerate(pairwise(self._stops)):
             if store is not None:
@@ -769,7 +811,7 @@ class NativeDecoder:
             if failure == -2 and self.ranks is not None:
                 raise self.ranks.error()
             if failure:
-                raise MemoryError(f"no memory for a forward of {len(ids)} tokens")
+                raise MemoryError(f"no memory for a forward of {record.num_rows} tokens")
             if store is not None:
                 store.release(number)
         if self.store is not None:

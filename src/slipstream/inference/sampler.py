@@ -23,7 +23,9 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +79,15 @@ class _Sampling(ctypes.Structure):
     )
 
 
+class Draws(NamedTuple):
+    """How to draw the tokens of several steps in native code: struct steps of csrc/decoder.h."""
+
+    rows: ctypes.Array[_Sampling]  # of the first step
+    uniforms: array[float]  # [steps][rows]
+    ends: array[int]  # the tokens that end a row, of all rows
+    first_end: array[int]  # [rows + 1]
+
+
 class _Kernel:
     """The C version of `_twin`, for all rows of a call, on the threads that torch has."""
 
@@ -92,16 +103,21 @@ class _Kernel:
             self._rows = (_Sampling * len(rows))()
         at, step, tokens = logits.ctypes.data, logits.strides[0], (ctypes.c_int64 * len(rows))()
         for record, row in zip(self._rows, rows, strict=False):
-            params = row.request.params
-            record.logits, record.allowed = at, None if row.mask is None else row.mask.data_ptr()
-            record.temperature = params.temperature and max(params.temperature, 1e-30)
-            if params.temperature > 0:
-                record.top_p, record.u, record.min_p = params.top_p, uniform(row.request.seed, _number(row)), params.min_p
-                record.top_k = min(params.top_k, self._vocab_size)  # the parameter is unbounded, the field has 64 bits
+            _fill(record, row, self._vocab_size)
+            record.logits = at
             at += step
         if self._choose(self._team.handle, self._rows, len(rows), self._vocab_size, tokens):
             raise MemoryError(f"no memory to sample {len(rows)} rows")
         return list(tokens)
+
+
+def _fill(record: _Sampling, row: LogitsRow, vocab_size: int) -> None:
+    params = row.request.params
+    record.allowed = None if row.mask is None else row.mask.data_ptr()
+    record.temperature = params.temperature and max(params.temperature, 1e-30)
+    if params.temperature > 0:
+        record.top_p, record.u, record.min_p = params.top_p, uniform(row.request.seed, _number(row)), params.min_p
+        record.top_k = min(params.top_k, vocab_size)  # the parameter is unbounded, the field has 64 bits
 
 
 class _Edits:
@@ -210,6 +226,22 @@ class Sampler:
             for index, (row, token) in enumerate(zip(rows, tokens, strict=True))
         ]
 
+    @property
+    def is_native(self) -> bool:
+        """Whether native code can draw by `draws`."""
+        return self._kernel is not None
+
+    def draws(self, requests: Sequence[Request], steps: int) -> Draws:
+        """How to draw the next tokens of requests that are plain."""
+        assert all(request.is_plain for request in requests), "steps need plain rows"
+        rows, uniforms = (_Sampling * len(requests))(), array("d", bytes(8 * steps * len(requests)))
+        for index, request in enumerate(requests):
+            _fill(rows[index], LogitsRow(request), self.vocab_size)
+            for step in range(steps if request.params.temperature > 0 else 0):
+                uniforms[step * len(requests) + index] = uniform(request.seed, request.num_generated + step)
+        ends = [sorted(request.end_ids) for request in requests]
+        return Draws(rows, uniforms, array("i", chain(*ends)), array("i", accumulate(map(len, ends), initial=0)))
+
     def score(self, logits: Tensor | Floats, tokens: Sequence[int], num: int) -> list[Sampled]:
         """The log-probability of each token in its row, [rows, vocab], and the `num` likeliest tokens of the row."""
         arrays = logits.cpu().numpy() if isinstance(logits, Tensor) else logits
@@ -267,14 +299,8 @@ def _mix(x: int) -> int:
 
 
 def _is_edited(row: LogitsRow) -> bool:
-    p = row.request.params
-    return (
-        p.repetition_penalty != 1
-        or p.presence_penalty != 0
-        or p.frequency_penalty != 0
-        or bool(p.logit_bias)
-        or _number(row) < p.min_tokens
-    )
+    params = row.request.params
+    return params.edits_logits or _number(row) < params.min_tokens
 
 
 def _is_plain(row: LogitsRow) -> bool:

@@ -13,6 +13,9 @@ budget and blocks are left. The engine's loop is
     for request, tokens in scheduler.commit(batch, sampled):
         ...                                                 # tokens: the new ones; request.finish: why it ended, if it did
 
+Where nothing waits, a batch has several *steps*: the runner makes one forward after the other (`core.Generate`), and `commit` gets
+all their tokens. Its caller looks at the queue only afterwards, so another thread that adds a request stops the steps.
+
 `add` and `finish` may be called at any time, also between `schedule` and `commit`. A batch whose forward failed may be computed
 and committed in parts, see `retryable_chunks`; `finish(request, Finish.ERROR)` ends a request that cannot be computed at all.
 
@@ -50,6 +53,7 @@ from slipstream.inference.core import Batch, Chunk, Finish, QueueFullError, Requ
 from slipstream.inference.drafts import Lookup
 from slipstream.inference.pace import Pace
 
+STEPS_SECONDS = 0.025  # several steps are made at once if they take less: a reader does not see the tokens come together
 STEP = 4096  # tokens of a tenant's share that a step of priority is worth
 LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever token_interval says
 
@@ -120,12 +124,14 @@ class Scheduler:
         num_draft: int = 0,
         token_interval: float | None = None,
         patience: float = 10.0,
+        most_steps: int = 1,
     ) -> None:
         """
         max_context     is lowered to the capacity of the pool; a request that reaches it ends (LENGTH)
         split           False: plain continuous batching, for comparison: whole prompts, which go before generations
         token_interval  seconds that a forward may take while a request generates; limits its prompt tokens below token_budget
         patience        seconds of waiting that one step of priority is worth
+        most_steps      of a batch, where nothing waits
         """
         for name, value in (("token_budget", token_budget), ("max_running", max_running), ("max_waiting", max_waiting)):
             if value < 1:
@@ -139,6 +145,7 @@ class Scheduler:
         self.num_draft = num_draft
         self.token_interval = token_interval
         self.patience = patience
+        self.most_steps = most_steps
         self.pace = Pace()  # durations of past forwards, for token_interval
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -215,14 +222,16 @@ class Scheduler:
             if not plan.chunks:
                 self._generate(plan)
         self._add_drafts(plan)
-        return Batch(tuple(plan.chunks), tuple(plan.copies)) if plan.chunks else None
+        steps = self._steps(plan)
+        return Batch(tuple(plan.chunks), tuple(plan.copies), steps) if plan.chunks else None
 
     def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
-        """Record a computed batch. `sampled` has the accepted tokens of each of its `receivers`. Requests are extended up to their
-        end, full blocks are published, and siblings start with a fork of the prompt's blocks."""
-        self.counters.forwards += 1
-        self.counters.full_forwards += batch.num_tokens == self.token_budget
-        self.counters.tokens += batch.num_tokens
+        """Record a computed batch, whose `steps` are those that were made. `sampled` has the accepted tokens of each of its
+        `receivers`. Requests are extended up to their end, full blocks are published, and siblings start with a fork of the
+        prompt's blocks."""
+        self.counters.forwards += batch.steps
+        self.counters.full_forwards += batch.steps * (batch.num_tokens == self.token_budget)
+        self.counters.tokens += batch.steps * batch.num_tokens
         outputs = []
         for chunk in batch.chunks:
             request = chunk.request
@@ -231,7 +240,7 @@ class Scheduler:
             if chunk.draft:
                 self._count_draft(chunk, len(sampled[request]) - 1)
             sampling = receivers(chunk)
-            self._served[request.tenant] += chunk.stop - chunk.start + len(sampling)
+            self._served[request.tenant] += batch.steps * (chunk.stop - chunk.start + len(sampling))
             request.num_computed = chunk.stop
             self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop, request.salt)
             for sibling in sampling[1:]:
@@ -408,6 +417,25 @@ class Scheduler:
         plan.copies += self.pool.reserve(chunk.request.blocks, chunk.stop, chunk.stop + len(draft))
         plan.chunks[index] = chunk._replace(draft=draft)
         plan.budget -= len(draft)
+
+    def _steps(self, plan: _Plan) -> int:
+        """Reserve blocks for the steps of the batch, and return how many it has: several only if nothing waits and every request
+        generates plainly to the last of them."""
+        chunks = plan.chunks
+        if self.most_steps == 1 or self.num_draft or self.waiting or len(chunks) < len(self.running):
+            return 1
+        if not all(_generates(chunk) and chunk.request.is_plain for chunk in chunks):
+            return 1
+        step = self.pace.seconds(len(chunks))
+        within = STEPS_SECONDS if self.token_interval is None else min(STEPS_SECONDS, self.token_interval)
+        steps = min([self.most_steps, int(within / step) if step else 1, *(1 + self._room(chunk) for chunk in chunks)])
+        while steps > 1 and self.pool.num_free < sum(
+            self.pool.num_lacking(chunk.request.blocks, chunk.stop, chunk.start + steps) for chunk in chunks
+        ):
+            steps -= 1
+        for chunk in chunks if steps > 1 else ():
+            plan.copies += self.pool.reserve(chunk.request.blocks, chunk.stop, chunk.start + steps)
+        return max(1, steps)
 
     # ---- operations on one request
 

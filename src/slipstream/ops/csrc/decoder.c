@@ -33,6 +33,7 @@ struct team {
     const struct batch *batch;
     const struct linear *linear; /* of a product on its own */
     const struct sampling *rows; /* of a choice of tokens */
+    struct steps *steps; /* of several forwards */
     int64_t num_rows, vocab_size, *tokens;
     const struct decoder_isa *isa;
     float *sums; /* [slots][sums_size] of ranges of positions */
@@ -41,6 +42,7 @@ struct team {
     char *inputs; /* of a product on its own */
     size_t input_bytes;
     int num_stages;
+    int more; /* whether another step follows */
     atomic_llong *next; /* [size][num_stages] how many items of a thread's share are taken */
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_int generation;
@@ -146,6 +148,51 @@ static void run_choice(struct team *team, int thread)
         team->tokens[row] = team->isa->choose(&team->rows[row], team->vocab_size, team->scratch[thread]);
 }
 
+/* Begin the next stages of all threads. */
+static void reset(struct team *team)
+{
+    for (int i = 0; i < team->num_stages * team->size; ++i)
+        atomic_store_explicit(&team->next[i], 0, memory_order_relaxed);
+}
+
+/* Make the drawn tokens the rows of the next step; returns whether there is one. By one thread, while the others wait. */
+static int advance(struct team *team, struct steps *steps)
+{
+    const int num = team->batch->num_rows;
+    const int64_t *drawn = steps->tokens + (int64_t)steps->done++ * num;
+    int more = steps->done < steps->num_steps && !__atomic_load_n(steps->stop, __ATOMIC_RELAXED);
+    for (int row = 0; row < num && more; ++row) {
+        more = drawn[row] >= 0;
+        for (int i = steps->first_end[row]; i < steps->first_end[row + 1]; ++i)
+            more &= drawn[row] != steps->ends[i];
+    }
+    for (int row = 0; row < num && more; ++row) {
+        steps->ids[row] = (int32_t)drawn[row];
+        ++steps->start[row];
+        steps->rows[row].u = steps->u[(int64_t)steps->done * num + row];
+    }
+    reset(team);
+    return more;
+}
+
+/* The threads stay together from step to step: to wake one costs more than to draw a token. */
+static void run_steps(struct team *team, int thread)
+{
+    struct steps *const steps = team->steps;
+    const int64_t num = team->batch->num_rows, vocab_size = team->model->vocab_size;
+    struct ahead none = {0, 0};
+    do {
+        run_forward(team, thread);
+        team_wait(team, &none);
+        for (int64_t row = thread; row < num; row += team->size)
+            steps->tokens[steps->done * num + row] = team->isa->choose(&steps->rows[row], vocab_size, team->scratch[thread]);
+        team_wait(team, &none);
+        if (thread == 0)
+            team->more = advance(team, steps);
+        team_wait(team, &none);
+    } while (team->more);
+}
+
 static void *work(void *argument)
 {
     struct seat seat = *(struct seat *)argument;
@@ -230,8 +277,7 @@ static int prepare(struct team *team, int64_t scratch_bytes, int stages)
         team->next = next;
         team->num_stages = stages;
     }
-    for (int i = 0; i < team->num_stages * team->size; ++i)
-        atomic_store_explicit(&team->next[i], 0, memory_order_relaxed);
+    reset(team);
     return 0;
 }
 
@@ -315,6 +361,31 @@ SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct de
     team->batch = batch;
     run_all(team, run_forward);
     return model->ranks && __atomic_load_n(&model->ranks->lost, __ATOMIC_RELAXED) ? -2 : 0;
+}
+
+/* Run up to steps->num_steps forwards, and draw their tokens: `done` tells how many. In one process, of all layers. Returns -1 if memory
+ * is short. One call at a time per team. */
+SLIPSTREAM_API int slipstream_decoder_steps(struct team *team, const struct decoder *model, const struct batch *batch, struct steps *steps)
+{
+    const int64_t forward = scratch_to_multiply(widest_of(model)), choice = scratch_to_choose(model->vocab_size);
+    if (prepare(team, forward > choice ? forward : choice, model->num_layers * 10 + 1))
+        return -1;
+    for (int row = 0; row < batch->num_rows; ++row) {
+        steps->start[row] += steps->num_steps - 1; /* the last step has the most ranges, but not always the most items */
+        steps->rows[row].logits = batch->logits + row * model->vocab_size;
+    }
+    for (int step = 0; step < steps->num_steps; ++step) {
+        if (prepare_sums(team, model, batch))
+            return -1;
+        for (int row = 0; row < batch->num_rows && step < steps->num_steps - 1; ++row)
+            --steps->start[row];
+    }
+    steps->done = 0;
+    team->model = model;
+    team->batch = batch;
+    team->steps = steps;
+    run_all(team, run_steps);
+    return 0;
 }
 
 /* y = x W^T + bias: x fp32 [num_rows][num_features], y fp32 [num_rows][columns of w]; `bias` as in struct matrix. Returns -1 if memory

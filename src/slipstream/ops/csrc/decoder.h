@@ -212,6 +212,18 @@ static inline int64_t scratch_to_choose(int64_t vocab_size)
     return (3 * blocks + 2) * BLOCK_OF_SUMS * (int64_t)sizeof(float) + blocks * (int64_t)(sizeof(double) + 3 * sizeof(float));
 }
 
+/* Several forwards of a batch with one row per sequence: tokens are drawn from the logits of one, and are the rows of the next. */
+struct steps {
+    struct sampling *rows;  /* [num_rows] how to draw from each row of logits; their logits are the batch's, their u is set here */
+    const double *u;        /* [num_steps][num_rows] */
+    const int32_t *ends;    /* the tokens that end a row, of all rows: after a step that draws one there is none */
+    const int32_t *first_end; /* [num_rows + 1] */
+    const int32_t *stop;    /* another thread makes it nonzero: no further step begins */
+    int32_t *ids, *start;   /* those of the batch, which each step changes */
+    int64_t *tokens;        /* [num_steps][num_rows] what is drawn; -1 where that is impossible, after which there is no step */
+    int32_t num_steps, done;
+};
+
 /* y = x W^T + bias for rows of fp32. `batch` has the scratch memory: inputs of LINEAR_ROWS rows. */
 struct linear {
     const struct matrix *w;
