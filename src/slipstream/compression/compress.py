@@ -418,8 +418,7 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
         linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
         if bias is not None:
             linear.bias = bias
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, linear)
+        model.set_submodule(name, linear)
     return model
 
 

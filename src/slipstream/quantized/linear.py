@@ -111,8 +111,7 @@ def quantize(
     for layer, names in chosen.items():
         quantized = QuantizedLinear(layer, RowForm(bits=bits, columns=layer.in_features, block=block))
         for name in names:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, quantized)
+            model.set_submodule(name, quantized)
     return model
 
 

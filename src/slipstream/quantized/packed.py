@@ -258,11 +258,10 @@ def pack(model: nn.Module, kind: str, *, block: int = 32, include: Sequence[str]
             packed = PackedLinear(matrix, weight.shape, layer.bias, weight.dtype)
             packed.train(layer.training)
             for name in names:
-                parent, _, leaf = name.rpartition(".")
                 if layer is model:
                     model = packed
                 else:
-                    setattr(model.get_submodule(parent), leaf, packed)
+                    model.set_submodule(name, packed)
         layers.clear()
     logger.info("quantize: %d matrices to %s, %.1f MB to %.1f MB", count, kind, nbytes / 1e6, packed_nbytes / 1e6)
     return model.requires_grad_(False)
