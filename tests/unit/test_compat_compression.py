@@ -215,7 +215,7 @@ def test_a_sampler_of_samples_that_are_easy_enough(tmp_path: Path) -> None:
     assert [a + b for a, b in zip(*resumed, strict=True)] == [*one][4:]
     with pytest.raises(ValueError, match="no metric 'rarity' of schedule_type 'custom'"):
         one.set_custom_curriculum_learning_schedule({"rarity": lambda step: 3})
-    with pytest.raises(ValueError, match="over this dataset.s 44 samples"):
+    with pytest.raises(ValueError, match="over this dataset's 44 samples"):
         one.load_state_dict({"length": 3})
     with pytest.raises(ValueError, match="rank 2 of 2"):
         sampler(metrics, 2, 2, 2)
