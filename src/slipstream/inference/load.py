@@ -25,7 +25,7 @@ from slipstream.inference.gguf_file import GgufFile, GgufTensor, form_of, is_blo
 from slipstream.inference.models import MisfitError, from_hf, from_state, head_name, outline, shape_of
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
-from slipstream.inference.quantized_files import METHODS, restored
+from slipstream.inference.quantized_files import restored
 from slipstream.inference.trained import find
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, LayerWeights, Matrix, Mlp
 from slipstream.ops.matrices import blank_of
@@ -199,9 +199,7 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
     huggingface.check_folder(path)  # transformers never sees an invalid file
     values = huggingface.read_config(path / "config.json")
     quantization = values.get("quantization_config") or {}
-    if quantization.get("quant_method") in METHODS:
-        values = {**values, "quantization_config": None}
-    config = from_hf(values)
+    config = from_hf({**values, "quantization_config": None})
     if (path / "modules.json").is_file():  # of sentence-transformers: a decoder that embeds
         config = replace(config, has_head=False)
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
@@ -241,7 +239,7 @@ def _quantized(
 ) -> LoadedModel:
     """A folder whose weights another tool has quantized."""
     if FAMILIES[config.family].transposed:
-        raise UnsupportedModel(f"quantized weights of {config.family} models, which are stored transposed, are not read")
+        raise ValueError(f"quantized weights of {config.family} models, which are stored transposed, are not read")
     stored = FLOATS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
     dtype = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, stored)
     state: Any = _safetensors(path, keep=False)

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.quantize import dequantize, unpack
 from slipstream.inference.weights import Int4, Int8, Matrix
 
-__all__ = ["METHODS", "Restored", "restored"]
+__all__ = ["Restored", "restored"]
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the code in a word of each of 8 neighboring columns
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Parts that belong to a matrix or to activations, beside the one that a method is recognized by.
@@ -50,7 +49,7 @@ def restored(state: Mapping[str, Tensor], quantization: Mapping[str, Any], *, ke
     """Readers of the model's weights. `state`: those of the file, each read at access. `keep`: 4-bit and int8 matrices stay so if
     that is exact; else, and where it is not, they are tensors of `dtype`.
 
-    Raises UnsupportedModel for a method or layout that is not read."""
+    Raises ValueError for a method or layout that is not read."""
     _check(quantization)
     by_method: dict[str, Callable[[Mapping[str, Tensor], str], _Codes]] = {
         "gptq": partial(_gptq, less=quantization.get("checkpoint_format") != "gptq_v2"),
@@ -95,10 +94,10 @@ def _check(quantization: Mapping[str, Any]) -> None:
         ],
         "fp8": [],
     }
-    for name, value, read in by_method.get(str(method), [("quant_method", method, METHODS)]):
+    for name, value, read in by_method.get(str(method), [("quant_method", method, _METHODS)]):
         if value not in read:
             values = ", ".join(map(str, read))
-            raise UnsupportedModel(f"weights quantized by {method}, with {name} {value!r:.100}, are not read; read is {values}")
+            raise ValueError(f"weights quantized by {method}, with {name} {value!r:.100}, are not read; read is {values}")
 
 
 def _in_order(group_of: Tensor) -> bool:
@@ -145,7 +144,7 @@ def _compressed(state: Mapping[str, Tensor], module: str) -> _Codes:
     out, features = state[f"{module}.weight_shape"].tolist()
     words, scale = state[f"{module}.weight_packed"], state[f"{module}.weight_scale"].float()
     if words.shape[1] * 8 < features or words.shape[1] * 4 >= features:
-        raise UnsupportedModel(f"{module}.weight_packed has {list(words.shape)} words of {[out, features]} codes; read are 4 bits")
+        raise ValueError(f"{module}.weight_packed has {list(words.shape)} words of {[out, features]} codes; read are 4 bits")
     points = state.get(f"{module}.weight_zero_point")
     zero = _zeros(None if points is None else points.T, scale)[:out]
     return _Codes(
@@ -183,11 +182,11 @@ def _scaled(state: Mapping[str, Tensor], module: str, block: tuple[int, int], ke
     elif scale.shape == (-(-out // block[0]), -(-features // block[1])):
         scale = scale.repeat_interleave(block[0], 0)[:out].repeat_interleave(block[1], 1)[:, :features]
     else:
-        raise UnsupportedModel(
+        raise ValueError(
             f"{module} has {list(scale.shape)} scales of {[out, features]} weights; read is one, or one per row or block"
         )
     if weight.dtype == torch.int8 and keep and scale.shape[1] == 1 and f"{module}.weight_zero_point" not in state:
         return Int8(weight, scale.flatten().expand(out).contiguous())
     if weight.dtype == torch.int8 and f"{module}.weight_zero_point" in state:
-        raise UnsupportedModel(f"{module} has int8 weights with zero points; read are symmetric ones")
+        raise ValueError(f"{module} has int8 weights with zero points; read are symmetric ones")
     return (weight.float() * scale).to(dtype)
