@@ -98,6 +98,7 @@ def test_a_constraint_is_its_requests_own_and_says_when_it_is_done(grammars: Gra
         ('{"type": "banana"}', "banana"),
         ('{"type": "string", "pattern": "("}', "json_schema cannot be served"),
         ('{"$ref": "#/nowhere"}', "nowhere"),
+        ('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "allows no output at all"),
         ('{"type": "integer", "multipleOf": 1000000007}', "multipleOf is above"),  # it would take hours, and all memory
         ('{"type": "number", "multipleOf": 20.03}', "multipleOf is above 2000 of their smallest digit"),  # 1 MB each, and 128 kept
         ('{"anyOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}', "multipleOf is above"),

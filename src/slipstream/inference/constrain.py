@@ -70,7 +70,9 @@ class Grammars:
     def _checked(self, name: str, matcher: LLMatcher) -> LLMatcher:
         if matcher.is_error():
             raise ValueError(f"{name} cannot be served: {matcher.get_error()}")
-        matcher.compute_bitmask()  # here, not in the engine's loop: the first mask of a large schema needs 0.1 s; copies inherit it
+        # The mask here, not in the engine's loop: the first one of a large schema needs 0.1 s; copies inherit it.
+        if not Constraint(matcher, self._end_ids, self._words).mask().any():
+            raise ValueError(f"{name} allows no output at all, not even an empty one")
         return matcher
 
 
