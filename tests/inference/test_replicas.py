@@ -312,9 +312,13 @@ def parent(pid: int | None) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def test_replicas_share_the_weights(folder: Path) -> None:
+def no_descriptor(pid: int) -> int:
+    raise OSError("no descriptor is left")
+
+
+def test_replicas_share_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """They are forks of one process: their answers are one engine's, also with several threads, one that is killed is back from the
-    same weights, and their lives do not depend on that process's."""
+    same weights, and their lives do not depend on that process's. A fork that fails leaves no open file, one that ends no zombie."""
     prompts = [f"prompt {index}" for index in range(4)]
     with slipstream.init_inference(folder, threads=2) as alone:
         expected = [wait(submit(alone.engine, prompt, SAMPLED)).ids() for prompt in prompts]
@@ -330,6 +334,11 @@ def test_replicas_share_the_weights(folder: Path) -> None:
 
         zygote = back(1)
         assert zygote == parent(other.pid) != os.getpid()
+        files = os.listdir("/proc/self/fd")
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no descriptor is left"):
+            patch.setattr(os, "pidfd_open", no_descriptor)
+            one.zygote.fork("a fork", [])  # type: ignore[union-attr]
+        assert os.listdir("/proc/self/fd") == files
         facts = [engine.facts for engine in router.engines]
         assert facts[0]["shared"] > 0 and router.nbytes < sum(each["nbytes"] + each["shared"] for each in facts)
         os.kill(one.pid or 0, signal.SIGKILL)
@@ -344,6 +353,7 @@ def test_replicas_share_the_weights(folder: Path) -> None:
         assert 1024 * private < router.engines[0].facts["shared"] / 2, "what it has for itself"
         os.kill(other_pid or 0, signal.SIGKILL)  # which the new one has not forked
         until(lambda: router.engines[1].starts == 2)
+        assert "ended by SIGKILL (replica 1)" in caplog.text and not Path(f"/proc/{other_pid}").exists()
         assert back(3) == parent(other.pid) == third and not gone(third)
         pids = [parent(one.pid), one.pid or 0, other.pid or 0]
     until(lambda: all(map(gone, pids)))

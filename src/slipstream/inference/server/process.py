@@ -5,6 +5,7 @@ small model, so a `Spare` has done that for the next one that loads a model."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
@@ -25,6 +26,7 @@ ATTEMPTS = 3  # starts in a row that may fail before the server ends
 MAX_PAUSE = 10.0  # seconds between two starts
 SPARE = "spare engine"
 BUSY = 0.5  # seconds for a zygote to say how a fork ended
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class ReplicaError(RuntimeError):
@@ -36,15 +38,24 @@ class Connected(NamedTuple):
     facts: Mapping[str, Any]  # `replica.facts_of`
 
 
+def _ends(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, IO[str], list[int]]:
+    """Our ends of a new process's link and of its stderr, and the descriptors of its own."""
+    link, its = socket.socketpair()
+    ours.enter_context(link), theirs.enter_context(its)
+    said, says = os.pipe()
+    theirs.callback(os.close, says)
+    return link, ours.enter_context(os.fdopen(said, errors="replace")), [its.fileno(), says]
+
+
 class _Process:
     """A process that an engine runs in, or will: its link, and what it says on stderr, which goes on with its name."""
 
     pid: int
 
-    def __init__(self, name: str, connection: socket.socket, said: int) -> None:
-        """`said`: a descriptor of the read end of its stderr."""
+    def __init__(self, name: str, connection: socket.socket, said: IO[str]) -> None:
+        """`said`: the read end of its stderr."""
         self.name, self.tail, self.link = name, deque[str](maxlen=TAIL), Link(connection)
-        self.forwarding = threading.Thread(target=self._forward, args=(os.fdopen(said, errors="replace"),), daemon=True)
+        self.forwarding = threading.Thread(target=self._forward, args=(said,), daemon=True)
         self.forwarding.start()
 
     def kill(self) -> None:
@@ -86,14 +97,14 @@ class Blank(_Process):
     """A started process that is not told yet which model to open."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        said, says = os.pipe()
-        with theirs, os.fdopen(says, "wb") as output:
-            command = [sys.executable, "-m", "slipstream.inference.replica", str(theirs.fileno())]
+        with ExitStack() as ours, ExitStack() as theirs:
+            link, said, (its, says) = _ends(ours, theirs)
+            command = [sys.executable, "-m", "slipstream.inference.replica", str(its)]
             # A group of its own: the terminal's Ctrl-C is the server's, which lets running requests finish.
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=output, stderr=output, process_group=0)
-        self.pid = self.process.pid
-        super().__init__(SPARE, ours, said)
+            self.process = subprocess.Popen(command, pass_fds=[its], stdout=says, stderr=says, process_group=0)
+            self.pid = self.process.pid
+            super().__init__(SPARE, link, said)
+            ours.pop_all()
 
     def kill(self) -> None:
         self.process.kill()
@@ -112,7 +123,7 @@ class Blank(_Process):
 class Fork(_Process):
     """A replica that a zygote has forked."""
 
-    def __init__(self, zygote: Zygote, blank: Blank, name: str, pid: int, connection: socket.socket, said: int) -> None:
+    def __init__(self, zygote: Zygote, blank: Blank, name: str, pid: int, connection: socket.socket, said: IO[str]) -> None:
         self.zygote, self.blank, self.pid = zygote, blank, pid
         self._using = threading.Lock()
         self._descriptor: int | None = os.pidfd_open(pid)  # None: closed, and its number another's
@@ -143,6 +154,9 @@ class Zygote:
         self, name: str, model: str, options: Mapping[str, Any], replicas: int, cores: Sequence[int], spare: Spare
     ) -> None:
         """`cores`: as many as each replica has. The others are `EngineProcess`'s."""
+        # If it ends before its forks, they become children of this process, which asks how they ended, and not of the first process
+        # of a container, which may never ask.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.name, self.spare = f"{name} zygote", spare
         self._order = ("load", model, options, replicas, cores)
         self._blank: Blank | None = None
@@ -151,29 +165,30 @@ class Zygote:
 
     def fork(self, name: str, cores: Sequence[int]) -> Fork:
         """Raises ValueError for options that the engine refuses, ReplicaError if the model cannot be loaded."""
-        with self._lock:
+        with self._lock, ExitStack() as ours, ExitStack() as theirs:
             blank = self._loaded()
-            ours, theirs = socket.socketpair()
-            said, says = os.pipe()
-            try:
-                kind, pid = self._ask(blank, "fork", cores, [theirs.fileno(), says])
-                if kind == "forked":
-                    return Fork(self, blank, name, pid, ours, said)
-            finally:
-                theirs.close()
-                os.close(says)
-            ours.close()
-            os.close(said)
+            link, said, descriptors = _ends(ours, theirs)
+            kind, pid = self._ask(blank, "fork", cores, descriptors)
+            if kind == "forked":
+                fork = Fork(self, blank, name, pid, link, said)
+                ours.pop_all()
+                return fork
             raise blank.failed()
 
     def status(self, blank: Blank, pid: int) -> int | None:
-        """Of a fork of `blank` that has ended; None: that has ended, too, or another is being loaded, for which nobody waits."""
-        if not self._lock.acquire(timeout=BUSY):
-            return None
-        try:
-            return self._ask(blank, "ended", pid)[1] if blank is self._blank else None
-        finally:
-            self._lock.release()
+        """Of a fork of `blank` that has ended; None: nobody knows."""
+        if blank is self._blank and self._lock.acquire(timeout=BUSY):  # nobody waits until another one has loaded the model
+            try:
+                kind, status = self._ask(blank, "ended", pid)
+            finally:
+                self._lock.release()
+            if kind == "status":
+                return status
+        with suppress(subprocess.TimeoutExpired, ChildProcessError):
+            blank.process.wait(BUSY)  # until it has ended, its forks are not this process's
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            return os.waitstatus_to_exitcode(status) if ended else None
+        return None
 
     def close(self) -> None:
         """End it: `fork` raises. Its forks live on."""
