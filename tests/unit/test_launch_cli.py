@@ -322,6 +322,23 @@ sys.exit(cli.main(["generate", "smollm2", "x"]))
     assert (done.returncode, done.stderr) == (code, "")
 
 
+def test_ctrl_c_while_torch_imports_numpy(tmp_path: Path) -> None:
+    """Torch drops exceptions of that import."""
+    script = """
+import sys
+from slipstream.launch import cli
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "numpy.matrixlib":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+sys.exit(cli.main(["serve", sys.argv[1], "--port", "0"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_as_a_module_it_tells_its_version() -> None:
     done = subprocess.run([sys.executable, "-m", "slipstream", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"slipstream {slipstream.__version__}\n"

@@ -579,6 +579,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _execute(options: argparse.Namespace) -> int:
+    with suppress(ImportError):  # it is optional, to torch
+        import numpy  # noqa: F401 # before torch, whose C code imports it and goes on without it after a Ctrl-C
     match options.command:
         case "run":
             from slipstream.launch.run import execute
