@@ -158,7 +158,7 @@ class Receiver:
 
 
 def _listening(path: Path) -> socket.socket:
-    """A socket at `path` with mode 0600. Raises ValueError if another kind of file or a running server is there."""
+    """A socket at `path` with mode 0600. Raises ValueError if it cannot be made, or another file or a running server is there."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ValueError(f"weights cannot come to {path}: a file that is no socket is there; name another path")
@@ -167,7 +167,10 @@ def _listening(path: Path) -> socket.socket:
         path.unlink()  # the socket of a killed server
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listening.bind(os.fspath(path))
+        try:
+            listening.bind(os.fspath(path))
+        except OSError as error:
+            raise ValueError(f"weights cannot come to {path}: {error.strerror or error}; name another path") from None
         path.chmod(0o600)  # before listen(), until which connections are refused (a umask would apply to all threads)
         listening.listen(1)
         stack.pop_all()

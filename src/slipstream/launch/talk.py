@@ -113,8 +113,9 @@ def serve(options: argparse.Namespace) -> int:
     priority_keys = (
         [] if options.priority_keys is None else _keys(f"--priority-keys {options.priority_keys}", options.priority_keys)
     )
-    if options.tls_key is not None and options.tls_cert is None:
-        raise ValueError("--tls-key is given without --tls-cert; add the certificate")
+    _check_certificate(options.tls_cert, options.tls_key)
+    if options.lora_root is not None and not os.path.isdir(options.lora_root):
+        raise ValueError(f"--lora-root is {options.lora_root!r}, but there is no such folder")
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream.inference import recommended, server
@@ -177,6 +178,21 @@ def engine(options: argparse.Namespace) -> int:
             _note("slipstream engine: the engine failed permanently; see the log, and restart the process")
             return 1
     return 0
+
+
+def _check_certificate(cert: str | None, key: str | None) -> None:
+    """Before the model loads. Raises ValueError for files that cannot be served with."""
+    import ssl
+
+    if cert is None:
+        if key is not None:
+            raise ValueError("--tls-key is given without --tls-cert; add the certificate")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+    except OSError as error:
+        files = f"--tls-cert {cert}" + ("" if key is None else f", --tls-key {key}")
+        raise ValueError(f"{files}: {error.strerror}; they must be a certificate and its key, in PEM") from None
 
 
 def _secret(options: argparse.Namespace, environment: Mapping[str, str]) -> bytes:
