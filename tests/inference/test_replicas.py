@@ -318,7 +318,7 @@ def no_descriptor(pid: int) -> int:
 
 def test_replicas_share_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """They are forks of one process: their answers are one engine's, also with several threads, one that is killed is back from the
-    same weights, and their lives do not depend on that process's. A fork that fails leaves no open file, one that ends no zombie."""
+    same weights, and their lives do not depend on that process's. A failed fork leaves no open file, one that ends no zombie."""
     prompts = [f"prompt {index}" for index in range(4)]
     with slipstream.init_inference(folder, threads=2) as alone:
         expected = [wait(submit(alone.engine, prompt, SAMPLED)).ids() for prompt in prompts]

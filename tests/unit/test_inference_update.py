@@ -233,7 +233,7 @@ def test_a_receiver_takes_no_path_but_its_own(tmp_path: Path) -> None:
     with make(Runner()) as served:
         with pytest.raises(ValueError, match=r"weights\.sock: a file that is no socket is there"):
             handover.Receiver(served, path)
-        with pytest.raises(ValueError, match="weights cannot come to .*/no/folder: No such file or directory"):
+        with pytest.raises(ValueError, match=r"weights cannot come to .*/no/folder: No such file or directory"):
             handover.Receiver(served, tmp_path / "no" / "folder")
         assert path.read_text() == "mine"
         path.unlink()
