@@ -542,6 +542,7 @@ def test_a_partition_config() -> None:
     kept = {"patterns": [".*mlp.c_proj.weight$"], "partition_type": "skip"}
     compare("gpt2", 2, 2, blocks=specs(fused, gathered, kept))
     compare("llama", 0, 2, blocks={"tensor_parallel": {"tp": {"tp_size": 2}, "preset_model": "llama"}})
+    compare("mistral", 0, 2, blocks={"tensor_parallel": {"autotp_size": 2, "preset_model": "mistral"}})  # transformers' plan
 
 
 @distributed(world_size=2)
@@ -682,6 +683,14 @@ def test_deepspeeds_tp_model_init() -> None:
     engine.destroy()
     with pytest.raises(ValueError, match=r"slipstream.mesh.tp \(1\) and the model or an argument \(2\)"):
         slipstream.initialize(model=tp_model_init(build("llama"), 2), config=settings(1, slipstream={"mesh": {"tp": 1}}))
+    tp_model_init(build("llama"), 2, config=settings(1, tensor_parallel={"autotp_size": 2}), tp_group=dist.group.WORLD)
+    for name, arguments in (
+        ("config", {"config": settings(1, tensor_parallel={"autotp_size": 4})}),
+        ("tp_group", {"tp_group": dist.new_group([0, 1])}),
+    ):
+        size = 2 if name == "config" else 4
+        with pytest.raises(ValueError, match=f"tp_size={size}.*its {name} has {6 - size} tensor-parallel ranks"):
+            tp_model_init(build("llama"), size, **arguments)
 
 
 @distributed(world_size=4)

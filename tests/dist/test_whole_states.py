@@ -83,6 +83,7 @@ def whole_states(kind: str, stage: int, blocks: dict[str, Any], folder: Path) ->
     alone.save_checkpoint(folder / f"rank{dist.get_rank()}", tag=name)
     want, mean = alone.optimizer.state_dict(), average.state_dict()
     assert len(want["state"]) == sum(1 for _ in alone.module.parameters()) and {"exp_avg", "master"} <= want["state"][0].keys()
+    gradients = gradients_of(alone, [name for name, _ in alone.module.named_parameters()])
     alone.destroy()
     dist.barrier()
 
@@ -94,6 +95,7 @@ def whole_states(kind: str, stage: int, blocks: dict[str, Any], folder: Path) ->
     assert_equal(engine.optimizer.state_dict(), want, name)
     assert_equal(average.state_dict(), mean, name)
     weights = engine.state_dict()
+    by_name(engine, want, list(gradients))
     step(engine, 2)
     trained = probe.states(engine)
     engine.optimizer.load_state_dict(want)  # with the masters
@@ -103,8 +105,37 @@ def whole_states(kind: str, stage: int, blocks: dict[str, Any], folder: Path) ->
     assert_equal(engine.state_dict(), weights, name)
     step(engine, 2)
     assert_equal(probe.states(engine), trained, name)  # a step from them is the same
+    if engine.mesh.pp.size == 1:
+        engine.load_checkpoint(folder / "rank0", tag=name)
+        for key, gradient in gradients_of(engine, list(gradients)).items():
+            torch.testing.assert_close(gradient, gradients[key], rtol=0.05, atol=0.02 * float(gradients[key].abs().max()))
     refusals(engine, want, average, mean)
     engine.destroy()
+
+
+def gradients_of(engine: Any, names: list[str]) -> dict[str, Tensor]:
+    engine.backward(engine(**batch(2, 0), use_cache=False).loss)
+    return {name: engine.gradient(name) for name in names}
+
+
+def by_name(engine: Any, want: dict[str, Any], names: list[str]) -> None:
+    """One parameter's states are whole on every rank, whichever has them, and are set from whole ones."""
+    known: dict[str, dict[str, Tensor]] = {name: engine.optimizer_state(name) for name in names}
+    wanted = sorted(
+        (float(state["master"].double().sum()), float(state["exp_avg"].double().sum())) for state in want["state"].values()
+    )
+    found = [(float(state["master"].double().sum()), float(state["exp_avg"].double().sum())) for state in known.values()]
+    assert sorted(found) == wanted
+    for name in names[:: max(1, len(names) // 4)]:
+        engine.set_optimizer_state(name, {"exp_avg": known[name]["exp_avg"] * 2})
+        assert torch.equal(engine.optimizer_state(name)["exp_avg"], known[name]["exp_avg"] * 2)
+        engine.set_optimizer_state(name, known[name])
+    assert_equal(engine.optimizer.state_dict(), want)
+    with pytest.raises(ValueError, match=r"the exp_avg of .* has shape"):
+        engine.set_optimizer_state(names[0], {"exp_avg": known[names[0]]["exp_avg"][:1]})
+    for method in (engine.optimizer_state, engine.gradient):
+        with pytest.raises(KeyError, match="no parameter 'nothing'; the nearest are"):
+            method("nothing")
 
 
 def refusals(engine: Any, state: dict[str, Any], average: Ema, mean: dict[str, Any]) -> None:

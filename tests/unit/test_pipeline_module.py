@@ -104,10 +104,13 @@ def test_a_stage_builds_its_own_layers_only() -> None:
     assert PipelineModule(layers, num_stages=3, stages=[1])._layer_specs == [None, layers[1], None]
 
 
-def test_stages_of_a_v_and_a_loop() -> None:
+def test_stages_of_a_v_and_a_loop(caplog: pytest.LogCaptureFixture) -> None:
     assert [loop_stages(r, 2, 3) for r in range(2)] == [(0, 2, 4), (1, 3, 5)]
     layers = tied_layers()
     module = DualPipeVModule(layers, num_stages=1, loss_fn=F.cross_entropy, partition_method="uniform")
+    assert not caplog.records
+    DualPipeVModule(layers, num_stages=1, loss_fn=F.cross_entropy, overlapped_forward_backward=lambda *each: None)
+    assert "overlapped_forward_backward=...) has no effect" in caplog.text
     assert module.stages == (0, 1) and module.num_stages == 2 and module.num_pipeline_stages() == 1
     assert module.chunk(0).funcs[0] is module.tied_modules["embed"] and module.stage_owner(6) == 0
 

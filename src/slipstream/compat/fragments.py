@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.compat.zero import engine_of
 from slipstream.zero import access
 from slipstream.zero.comm import gather_objects
+from slipstream.zero.unit import Unit
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
@@ -52,7 +53,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
-    ((unit, (i,)),) = access.units_of([param]).items()
+    unit, i = _place(param)
     grad, local, slot = unit.window.unreduced(i), unit.memory.local, unit.layout.slots[i]
     if local is not None and unit.window.is_in_local(i):
         grad = local.tensor[slice(*slot.span)].view(slot.shape)
@@ -100,20 +101,26 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     safe_set_full_grad(param, _joined(param, value))
 
 
-def _local(param: nn.Parameter, values: Tensor | None) -> Any:
-    return None if values is None else values.reshape(-1)[_range(param)]
+def _local(param: nn.Parameter, whole: Tensor | None) -> Any:
+    unit, i = _place(param)
+    return None if whole is None else access.part_of_whole(whole, unit, i).reshape(-1)[_range(unit, i)]
 
 
 def _joined(param: nn.Parameter, value: Tensor) -> Tensor:
-    """Concatenate all ranks' parts into one tensor. Collective."""
-    engine, _ = engine_of(param)
-    values = torch.zeros(param.numel(), dtype=torch.float32)
-    for start, part in gather_objects((_range(param).start, value.reshape(-1).float().cpu()), engine.mesh.world):
+    """The whole of what all ranks own of it. Collective."""
+    unit, i = _place(param)
+    slot = unit.layout.slots[i]
+    values = torch.zeros(slot.numel, dtype=torch.float32)
+    for start, part in gather_objects((_range(unit, i).start, value.reshape(-1).float().cpu()), unit.comms.data.axis):
         values[start : start + part.numel()] = part
-    return values.view(param.shape)
+    return access.whole_of(values.view(slot.shape), unit, i)
 
 
-def _range(param: nn.Parameter) -> slice:
-    """The elements of the flat parameter that this rank's optimizer owns."""
+def _place(param: nn.Parameter) -> tuple[Unit, int]:
     ((unit, (i,)),) = access.units_of([param]).items()
+    return unit, i
+
+
+def _range(unit: Unit, i: int) -> slice:
+    """The elements of the flat parameter that this rank's optimizer owns."""
     return unit.layout.slots[i].common(unit.optim_span)[1]

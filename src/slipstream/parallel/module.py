@@ -10,6 +10,7 @@ with this key share. What a layer returns is the only argument of the next one, 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -26,6 +27,8 @@ from slipstream.activations.recompute import checkpoint
 from slipstream.parallel.layers import LayerSpec, TiedLayerSpec, partition
 from slipstream.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology, value_of
 from slipstream.world.mesh import nearest_divisor
+
+logger = logging.getLogger(__name__)
 
 
 class PipelineError(Exception):
@@ -337,14 +340,17 @@ class DualPipeVModule(PipelineModule):
     """A `PipelineModule` of twice as many stages as ranks: rank r of p has the stages r and 2 p - 1 - r.
 
     Rank 0 has the first and the last layer: it loads batches and computes losses, and an embedding and a head that are tied
-    are one module.
+    are one module. `overlapped_forward_backward`, of a forward and a backward together, is never called, and a warning says so.
     """
 
     is_v = True
 
     def __init__(self, *args: Any, overlapped_forward_backward: Callable[..., Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.overlapped_forward_backward = overlapped_forward_backward
+        if overlapped_forward_backward is not None:
+            logger.warning(
+                "DualPipeVModule(overlapped_forward_backward=...) has no effect: forwards and backwards run in turn here"
+            )
 
     def _stages_of(self, index: int, num_chunks: int) -> tuple[int, ...]:
         if num_chunks != 1:

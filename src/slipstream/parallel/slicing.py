@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slipstream.config.arguments import load_config
 from slipstream.config.plan import TensorPlan
 from slipstream.parallel import tensor
 from slipstream.parallel.around import connect_before, connect_behind
@@ -171,8 +172,14 @@ _STYLES: Mapping[str, Cut] = {
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any) -> nn.Module:
     """Ask for `tp_size` tensor-parallel ranks; `initialize` cuts the model. Returns it, like DeepSpeed's function of this name.
 
-    dtype: if passed, the model is cast. Raises ValueError for other keywords than `tp_group`, whose ranks the mesh has.
+    dtype: if passed, the model is cast. config: what `initialize` will get, dict or file. Raises ValueError if its
+    tensor_parallel.autotp_size is another, or if `tp_group`, a process group, has another size, and for other keywords.
     """
+    asked = {"config": (load_config(config).get("tensor_parallel") or {}).get("autotp_size") if config is not None else None}
+    asked["tp_group"] = dist.get_world_size(group) if (group := kwargs.get("tp_group")) is not None else None
+    for name, size in asked.items():
+        if size not in (None, 0, tp_size):
+            raise ValueError(f"tp_model_init(tp_size={tp_size}): its {name} has {size} tensor-parallel ranks")
     if unknown := sorted(kwargs.keys() - {"tp_group"}):
         raise ValueError(
             f"tp_model_init() has no argument {', '.join(unknown)}; the config's tensor_parallel block has the options"
@@ -287,9 +294,11 @@ def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], 
     if rules and not partition.use_default_specs:
         return rules + _compiled([(re.escape(name), _HEAD) for name in partition.lm_head_patterns])
     if plan.preset is not None:
-        if plan.preset not in RULES:
-            raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {', '.join(sorted(RULES))}")
-        return rules + _compiled(RULES[plan.preset])
+        if plan.preset in RULES:
+            return rules + _compiled(RULES[plan.preset])
+        if plan.preset != kind:  # a model of that kind may have transformers' own plan
+            known = ", ".join(sorted(RULES))
+            raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {known}, nor the model's type, {kind!r}")
     if kind in RULES:
         return rules + _compiled(RULES[kind])
     styles: dict[str, str] = {}

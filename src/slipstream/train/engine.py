@@ -26,7 +26,7 @@ from torch import Tensor
 from slipstream.activations import blocks
 from slipstream.config.plan import BatchPlan
 from slipstream.ops.disk import DiskError
-from slipstream.train import compiled, window
+from slipstream.train import compiled, named, window
 from slipstream.train.deepspeed_names import explain_missing
 from slipstream.train.gate import IGNORED_BLOCKS, Obstacle
 from slipstream.train.precision import Precision
@@ -366,41 +366,48 @@ class Engine(nn.Module):
         return result
 
     def gradient(self, name: str) -> Tensor:
-        """Return the mean gradient so far of parameter `name`, full shape, unscaled, in fp32. Collective.
+        """Return the mean gradient so far of parameter `name`, whole (full shape), unscaled, in fp32. Collective.
 
         Raises KeyError if no parameter has that name.
         """
-        unit, i = self._find(name)
         with self.together("gradient"), torch.no_grad():
-            if unit.placement.grads:
-                window.reduce_leftovers(self.states)
-            return access.full_gradient(unit, i, self.alpha) / self.precision.loss_scale
+            return named.read(self.states, name, self._gradient)["gradient"]
+
+    def _gradient(self, unit: Unit, i: int) -> dict[str, Tensor]:
+        if unit.placement.grads:
+            window.reduce_leftovers(self.states)
+        return {"gradient": access.full_gradient(unit, i, self.alpha) / self.precision.loss_scale}
 
     def set_gradient(self, name: str, value: Tensor) -> None:
-        """Replace the mean gradient so far of parameter `name`; `value` is unscaled. Collective; all ranks pass the same value.
+        """Replace the mean gradient so far of parameter `name`; `value` is whole and unscaled. Collective; all ranks pass the same.
 
-        Raises ValueError if the shapes differ or the parameter is frozen.
+        Raises KeyError if no parameter has that name, ValueError if the shapes differ or the parameter is frozen.
         """
-        unit, i = self._find(name)
         with self.together("set_gradient"), torch.no_grad():
-            if unit.placement.grads:
-                window.reduce_leftovers(self.states)
-            access.set_gradient(unit, i, value.float() * self.precision.loss_scale, self.alpha)
+            named.write(self.states, name, {"gradient": value.float() * self.precision.loss_scale}, self._set_gradient)
+
+    def _set_gradient(self, unit: Unit, i: int, values: Mapping[str, Tensor]) -> None:
+        if unit.placement.grads:
+            window.reduce_leftovers(self.states)
+        access.set_gradient(unit, i, values["gradient"], self.alpha)
 
     def optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """Return the optimizer states of parameter `name`, unsharded, by name ("exp_avg", ...), and its "master". Collective.
+        """Return the optimizer states of parameter `name`, whole, by name ("exp_avg", ...), and its "master". Collective.
 
         Raises KeyError if no parameter has that name.
         """
-        unit, i = self._find(name)
         with self.together("optimizer_state"):
-            return optimizer_state.of_parameters(unit, [i], self.states.steps)[i]
+            of = optimizer_state.of_parameters
+            return named.read(self.states, name, lambda unit, i: of(unit, [i], self.states.steps)[i])
 
     def set_optimizer_state(self, name: str, values: Mapping[str, Tensor]) -> None:
-        """Overwrite optimizer states of parameter `name`; "master" also sets the weight. Collective; same values on all ranks."""
-        unit, i = self._find(name)
+        """Overwrite optimizer states of parameter `name`; "master" also sets the weight. Collective; all ranks pass the same.
+
+        Raises KeyError if there is no such parameter or state, and ValueError for a wrong shape.
+        """
+        put = optimizer_state.set_parameter
         with self.together("set_optimizer_state"):
-            optimizer_state.set_parameter(unit, i, self.states.steps, values)
+            named.write(self.states, name, values, lambda unit, i, parts: put(unit, i, self.states.steps, parts))
 
     def save_checkpoint(
         self,
@@ -506,18 +513,6 @@ class Engine(nn.Module):
             if Obstacle.BROKEN not in self.gate or Obstacle.BROKEN not in IGNORED_BLOCKS.get(method, ()):
                 raise
             logger.error("%s: %s", method, failure)
-
-    def _find(self, name: str) -> tuple[Unit, int]:
-        places = {known: (unit, i) for unit in self.units for i, known in enumerate(unit.names)}
-        if name not in places:
-            by_param = {id(unit.params[i]): (unit, i) for unit, i in places.values()}
-            tied = self.module.named_parameters(remove_duplicate=False)  # further names of tied parameters
-            places |= {alias: by_param[id(param)] for alias, param in tied if id(param) in by_param}
-        if name in places:
-            return places[name]
-        import difflib
-
-        raise KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, list(places))}")
 
     def __getattr__(self, name: str) -> Any:
         if name == "states":  # `destroy` deletes them

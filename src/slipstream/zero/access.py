@@ -98,8 +98,6 @@ def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
     slot = unit.layout.slots[i]
     if unit.grads is None or not unit.params[i].requires_grad:
         raise ValueError(f"parameter {unit.names[i]!r} is frozen and has no gradient; set requires_grad before the forward")
-    if tuple(value.shape) != slot.shape:
-        raise ValueError(f"the gradient of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
     if unit.memory.local is not None:
         whole = value.reshape(-1) / (alpha * unit.comms.family.weight) if unit.comms.data.index == 0 else torch.zeros(slot.numel)
         unit.window.overwrite_local(unit.memory.local.tensor, i, whole)

@@ -42,12 +42,8 @@ def of_parameters(unit: Unit, indices: Sequence[int], steps: ShardedSteps) -> di
 def set_parameter(unit: Unit, i: int, steps: ShardedSteps, values: Mapping[str, Tensor]) -> None:
     """Overwrite parameter i's states on the ranks that own them, and the weights if `values` has "master". Collective.
 
-    Raises ValueError for a wrong shape and KeyError for an unknown state, on all ranks before anything is written.
+    Raises KeyError for an unknown state, on all ranks before anything is written.
     """
-    slot = unit.layout.slots[i]
-    for name, value in values.items():
-        if tuple(value.shape) != slot.shape:
-            raise ValueError(f"{name} of {unit.names[i]!r} has shape {tuple(value.shape)}, the parameter {slot.shape}")
     steps.expose([unit])
     states = _states(unit, i, steps)
     for known in gather_objects(None if states is None else sorted(states), unit.comms.data.axis):

@@ -1,0 +1,75 @@
+"""A parameter by its name: whole, also where this rank has a part of it (tensor slices, experts) or another stage has it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from slipstream.train.states import States
+from slipstream.zero import access
+from slipstream.zero.comm import gather_objects
+from slipstream.zero.leaves import whole_shape
+from slipstream.zero.unit import Unit
+
+
+def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What `values_of` returns, in this rank's shape, of a parameter: whole, on all ranks. Stages may ask for different parameters.
+
+    Collective over the ranks that have parts of the parameter, and over the stages. Raises KeyError if no stage has the name.
+    """
+    place, own = _find(states, name), dict[str, Tensor]()
+    if place is not None:
+        own = {key: access.whole_of(value, *place) for key, value in values_of(*place).items()}
+    if states.mesh.pp.size == 1:
+        if place is None:
+            raise _unknown(states, name)
+        return own
+    asked = set(gather_objects(name, states.mesh.pp))
+    if len(asked) == 1:  # a stage that has it sends it to those that do not
+        sent = gather_objects({key: value.cpu() for key, value in own.items()} if place is not None else None, states.mesh.pp)
+        found = next((values for values in sent if values is not None), None)
+        if place is None and found is not None:
+            return {key: value.to(states.device) for key, value in found.items()}
+    if place is None:
+        raise _unknown(states, name)
+    return own
+
+
+def write(states: States, name: str, values: Mapping[str, Tensor], put: Callable[[Unit, int, Mapping[str, Tensor]], None]) -> None:
+    """Let `put` have this rank's parts of whole values of a parameter, on the stages that have it.
+
+    Raises KeyError as `read`, and ValueError if a value has another shape than the whole parameter, on all ranks.
+    """
+    place, why = _find(states, name), ""
+    if place is not None:
+        unit, i = place
+        shape = whole_shape(unit.params[i], unit.layout.slots[i].shape)
+        for key, value in values.items():
+            if tuple(value.shape) != shape:
+                why = f"the {key} of {name!r} has shape {tuple(value.shape)}, the parameter {shape}"
+    said = gather_objects((place is not None, why), states.mesh.pp)
+    if why := next(filter(None, (why for _, why in said)), ""):
+        raise ValueError(why)
+    if not any(has for has, _ in said):
+        raise _unknown(states, name)
+    if place is not None:
+        put(*place, {key: access.part_of_whole(value, *place) for key, value in values.items()})
+
+
+def _places(states: States) -> dict[str, tuple[Unit, int]]:
+    return {name: (unit, i) for unit in states.units for i, name in enumerate(unit.names)}
+
+
+def _find(states: States, name: str) -> tuple[Unit, int] | None:
+    places = _places(states)
+    if name not in places:
+        by_param = {id(unit.params[i]): (unit, i) for unit, i in places.values()}
+        tied = states.model.named_parameters(remove_duplicate=False)  # further names of tied parameters
+        places |= {alias: by_param[id(param)] for alias, param in tied if id(param) in by_param}
+    return places.get(name)
+
+
+def _unknown(states: States, name: str) -> KeyError:
+    return KeyError(f"no parameter {name!r}; the nearest are {difflib.get_close_matches(name, list(_places(states)))}")
