@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Watch
@@ -68,25 +67,34 @@ class _Form(NamedTuple):
     requires_grad: bool
 
 
+def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The tree with `change` of each item of this kind; torch's tree_map takes several times as long, and mail is frequent."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {name: _mapped(item, kind, change) for name, item in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(item, kind, change) for item in tree)
+    return tree
+
+
 def _pack(tree: Any, tensors: list[Tensor]) -> Any:
     def put(tensor: Tensor) -> _Form:
         tensors.append(tensor.detach().contiguous())
         return _Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    return tree_map_only(Tensor, put, tree)
-
-
-def _is_form(value: Any) -> bool:
-    return isinstance(value, _Form)
+    return _mapped(tree, Tensor, put)
 
 
 def _forms(tree: Any) -> list[_Form]:
-    return list(filter(_is_form, tree_leaves(tree, is_leaf=_is_form)))
+    forms: list[_Form] = []
+    _mapped(tree, _Form, forms.append)
+    return forms
 
 
 def _unpack(tree: Any, tensors: list[Tensor]) -> Any:
     left = iter(tensors)
-    return tree_map_only(_Form, lambda form: next(left).requires_grad_(form.requires_grad), tree, is_leaf=_is_form)
+    return _mapped(tree, _Form, lambda form: next(left).requires_grad_(form.requires_grad))
 
 
 class GroupMail(Mail):
