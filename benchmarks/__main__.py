@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[list[Leg], Options, P
         help="only contenders whose names start so (slipstream:3 deepspeed, llama vllm:bf16); kernels: of cache, memory, fp32, "
         "fp16, bf16, int8, int4; stall: loads with these words; cuda: train, serve",
     )
-    parser.add_argument("--before", type=Path, metavar="FOLDER", help="step, long: beside it, Slipstream of another checkout")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="step, long, gpt2: beside it, Slipstream of another checkout")
     parser.add_argument("--rounds", type=int, help="how often each contender runs, in the legs that repeat")
     parser.add_argument("--out", type=Path, help="where the sections go (default benchmarks/RESULTS.md; with --quick nowhere)")
     given = parser.parse_args(arguments)

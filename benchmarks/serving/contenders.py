@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.traces import Outcome, Trace
-from benchmarks.worker import Failed, Worker
+from benchmarks.worker import ROOT, Failed, Worker
 from benchmarks.workloads import has_bf16_instructions
 
 START_LIMIT = 600.0  # seconds; vLLM compiles for one or two minutes
@@ -40,6 +40,7 @@ VLLM = Contender(kind="vllm", precision=BEST)
 INT8, INT4 = Contender(kind="ours", precision="int8"), Contender(kind="ours", precision="int4")
 Q8, Q4 = Contender(kind="llama", precision="q8_0"), Contender(kind="llama", precision="q4_0")
 QUANTIZED = (INT8, INT4, Q8, Q4)
+BEFORE = {one: replace(one, kind="before") for one in (OURS, INT8)}  # ours, of another checkout
 UNSPLIT = replace(OURS, extra=(("split", False),))
 UNCACHED = replace(OURS, extra=(("prefix_caching", False),))
 
@@ -47,25 +48,26 @@ UNCACHED = replace(OURS, extra=(("prefix_caching", False),))
 def chosen(contenders: Sequence[Contender], only: Sequence[str], quick: bool) -> list[Contender]:
     """Ours and those that `only` names, else all; with --quick neither 8 bits nor engines that take a minute to load."""
     if only:
-        return [one for one in contenders if one.kind == "ours" or one.name.startswith(tuple(only))]
+        return [one for one in contenders if one.kind in ("ours", "before") or one.name.startswith(tuple(only))]
     slow = ("vllm", "int8", "q8_0") if quick else ()
     return [one for one in contenders if one.kind not in slow and one.precision not in slow]
 
 
-def environment(kind: str, python: Path) -> dict[str, str]:
+def environment(kind: str, python: Path, before: Path | None = None) -> dict[str, str]:
     """The interpreter's folder comes first on the path: vLLM compiles with tools that are installed there. vLLM's documentation
-    asks for Intel's OpenMP before every other library; its packages bring it."""
+    asks for Intel's OpenMP before every other library; its packages bring it. `before`: the checkout of the kind of that name."""
     home = python.absolute().parent
     path = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"
     openmp = home.parent / "lib" / "libiomp5.so"
     preload = {"LD_PRELOAD": str(openmp)} if kind == "vllm" and openmp.exists() else {}
-    return {"PATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | preload
+    source = {"PYTHONPATH": f"{before}/src{os.pathsep}{ROOT}"} if kind == "before" else {}
+    return {"PATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | preload | source
 
 
 class Process:
     """A contender that has answered its first request. It is stopped between traces."""
 
-    def __init__(self, contender: Contender, python: Path, models: Path) -> None:
+    def __init__(self, contender: Contender, python: Path, models: Path, before: Path | None = None) -> None:
         """Raises Failed."""
         self.contender = contender
         arguments = {
@@ -77,7 +79,8 @@ class Process:
             **dict(contender.extra),
         }
         target = "benchmarks.serving.systems:serve"
-        self._worker = Worker(target, arguments, name=contender.name, python=python, env=environment(contender.kind, python))
+        env = environment(contender.kind, python, before)
+        self._worker = Worker(target, arguments, name=contender.name, python=python, env=env)
         try:
             self._worker.ready(START_LIMIT)
             self.facts: Mapping[str, Any] = self._worker.call("facts")
@@ -118,9 +121,10 @@ class Process:
 class Fleet:
     """The processes of a leg, as a context. A peer that fails is dropped, with the reason; ours that fails ends the leg."""
 
-    def __init__(self, pythons: Mapping[str, Path], models: Path) -> None:
+    def __init__(self, pythons: Mapping[str, Path], models: Path, before: Path | None = None) -> None:
         self.pythons = pythons
         self.models = models
+        self.before = before
         self.running: dict[str, Process] = {}
         self.missing: dict[str, str] = {}  # name -> why
 
@@ -129,7 +133,7 @@ class Fleet:
         if name in self.missing:
             return None
         try:
-            process = self.running[name] = Process(contender, self.pythons[contender.kind], self.models)
+            process = self.running[name] = Process(contender, self.pythons[contender.kind], self.models, self.before)
         except Failed as error:
             self._drop(contender, error)
             return None
@@ -156,7 +160,7 @@ class Fleet:
         self.close()
 
     def _drop(self, contender: Contender, error: Failed) -> None:
-        if contender.kind == "ours":
+        if contender.kind in ("ours", "before"):
             raise error
         print(f"  {error}", flush=True)
         self.missing[contender.name] = error.reason

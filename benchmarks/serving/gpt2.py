@@ -1,7 +1,7 @@
 """The leg `gpt2`: tokens per second of a GPT-2 of 124 million weights, whose kernels are not Llama's: vLLM and the read bandwidth.
 
 Its weights are random, and it has 2,048 positions, as many as the other legs use; there is no vocabulary, for nothing turns tokens
-into text.
+into text. With `--before FOLDER`, ours of that checkout runs too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.legs import Options
 from benchmarks.report import Spread, table, verdicts
 from benchmarks.serving import traces
-from benchmarks.serving.contenders import BEST, INT8, OURS, VLLM, Contender
+from benchmarks.serving.contenders import BEFORE, BEST, INT8, OURS, VLLM, Contender
 from benchmarks.serving.limits import Shape
 from benchmarks.serving.measure import Run, absent, contenders_table, interleaved, judged, ratios, warm
 from benchmarks.serving.systems import CONTEXT
@@ -52,7 +52,7 @@ def measure(run: Run) -> str:
         "batch 16": partial(traces.batch, number=16, length=32, outputs=outputs // 2),
     }
     with run.fleet() as fleet:
-        for contender in run.chosen((OURS, INT8, VLLM, other)):
+        for contender in run.chosen((OURS, INT8, *(BEFORE.values() if run.before else ()), VLLM, other)):
             fleet.start(contender)
         warm(fleet)
         results = interleaved(run, fleet, kinds)
@@ -86,6 +86,10 @@ def measure(run: Run) -> str:
     ]
     if INT8.name in alone:
         targets.append(judged("single stream, int8 over bf16", ratios(alone[INT8.name], alone[OURS.name]), 1.5))
+    for one, earlier in BEFORE.items() if run.before else ():
+        if one.name in alone:
+            over = ratios(alone[one.name], alone[earlier.name])
+            targets.append(judged(f"single stream, {one.precision}, over the checkout before", over, 1.0))
     head = [
         "contender",
         f"single stream, tok/s (32 + {outputs})",

@@ -29,6 +29,7 @@ class Run:
     quick: bool
     rounds: int
     only: Sequence[str] = ()
+    before: Path | None = None  # another checkout of Slipstream
     limits: list[Rates] = field(default_factory=list)  # of each round so far
 
     @classmethod
@@ -36,19 +37,24 @@ class Run:
         """`folder`: by default SmolLM2's. `shape`: by default that of the dense model in it."""
         folder = folder or models.FOLDER
         return cls(
-            pythons={"ours": Path(sys.executable), "vllm": options.serve_peers, "llama": options.serve_peers},
+            pythons={
+                **dict.fromkeys(("ours", "before"), Path(sys.executable)),
+                "vllm": options.serve_peers,
+                "llama": options.serve_peers,
+            },
             models=folder,
             shape=shape or Shape.read(folder / "hf"),
             quick=options.quick,
             rounds=options.num_rounds(rounds),
             only=options.only,
+            before=options.before,
         )
 
     def chosen(self, contenders: Sequence[Contender]) -> list[Contender]:
         return chosen(contenders, self.only, self.quick)
 
     def fleet(self) -> Fleet:
-        return Fleet(self.pythons, self.models)
+        return Fleet(self.pythons, self.models, self.before)
 
     def measure_limits(self) -> None:
         with Worker("benchmarks.serving.limits:measure") as worker:

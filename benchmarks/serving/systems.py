@@ -296,7 +296,13 @@ class Transformers(System):
                     feed.wait()
 
 
-SYSTEMS: dict[str, Callable[..., System]] = {"ours": Ours, "llama": Llama, "vllm": Vllm, "transformers": Transformers}
+SYSTEMS: dict[str, Callable[..., System]] = {
+    "ours": Ours,
+    "before": Ours,
+    "llama": Llama,
+    "vllm": Vllm,
+    "transformers": Transformers,
+}
 
 
 def serve(channel: Channel, kind: str, models: str, spawned: float, **options: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.serving import contenders, load, measure, poisson, shared, solo, traces
+from benchmarks.serving import contenders, gpt2, load, measure, poisson, shared, solo, traces
 from benchmarks.serving.contenders import OURS, VLLM, Contender, Fleet, Process
 from benchmarks.serving.limits import Rates, Shape
 from benchmarks.serving.traces import Ask, Feed, Latency, Outcome
@@ -173,7 +173,8 @@ def test_what_was_not_measured_is_a_row_with_the_reason() -> None:
 class Pretended:
     """A process that serves everything at fixed speeds, ours at twice the others'; vLLM is not there."""
 
-    def __init__(self, contender: Contender, python: Path, models: Path) -> None:
+    def __init__(self, contender: Contender, python: Path, models: Path, before: Path | None) -> None:
+        assert before is not None or contender.kind != "before"
         if contender.kind == "vllm":
             raise Failed(contender.name, "it is not installed")
         self.contender = contender
@@ -206,6 +207,18 @@ def test_every_leg_judges_and_names_who_is_missing(name: str, quick: bool, tmp_p
         assert "| single stream, bf16, over llama.cpp | 2.00 | >= 1.3 | reached |" in body
         why = "not in this run" if quick else "it is not installed"
         assert f"| single stream, bf16, over vLLM's best | - | >= 2.5 | not measured: {why} |" in body
+
+
+@pytest.mark.parametrize("before", [None, Path("elsewhere")])
+def test_gpt2_beside_another_checkout(before: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "Process", Pretended)
+    monkeypatch.setattr(measure.Run, "measure_limits", lambda self: self.limits.append(Rates(36e9, 1e9, 148e9)))
+    pythons = dict.fromkeys(("ours", "before", "vllm"), tmp_path)
+    shape = Shape(matrices=85_000_000, head=38_000_000, attention_flops=36_864, kv_bytes=36_864)
+    body = gpt2.measure(measure.Run(pythons=pythons, models=tmp_path, shape=shape, quick=False, rounds=1, before=before))
+    for precision in ("bf16", "int8"):
+        row = f"| single stream, {precision}, over the checkout before | 2.00 | >= 1 | reached |"
+        assert (row in body) == (f"before:{precision}" in body) == (before is not None)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
