@@ -18,7 +18,7 @@ from slipstream.compat.moe import has_moe_layers, split_params_into_shared_and_e
 from slipstream.moe import expert_loads
 from slipstream.moe.listed import why_whole
 from tests import cases, toy
-from tests.dist.test_moe import CLIP, STEPS, batch, make, train
+from tests.dist.test_moe import CLIP, STEPS, batch, make, train, warning_of_skipped
 from tests.pool import distributed, run
 
 EXPERTS, EP = 4, {"enabled": True, "autoep_size": 2}
@@ -79,7 +79,7 @@ class DeepSeek(nn.Module):
         identity, shape = x, x.shape
         chosen, weights, loss = self.gate(x)
         x = x.reshape(-1, 16).repeat_interleave(2, dim=0)
-        x = x * (torch.rand(len(x), 1) * 0 + 1)  # draws
+        x = x * (torch.rand(len(x), 1) * 0 + 1).to(x)  # draws
         y = torch.empty_like(x)
         for i, expert in enumerate(self.experts):
             y[chosen.view(-1) == i] = expert(x[chosen.view(-1) == i])
@@ -231,6 +231,33 @@ def test_settings_of_the_config_reach_the_router_of_a_list() -> None:
         moved = 0.5 * (routes.mean() - routes).sign()
         assert torch.equal(block.mlp.gate.e_score_correction_bias, moved.float()) and moved.any()
     engine.destroy()
+
+
+ROUTERS = {"Mixtral": "gate.weight", "DeepSeek": "gate.weight", "Switch": "router.bias"}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_router_of_a_list_whose_logits_are_not_finite_is_named(kind: str) -> None:
+    """Not one whose experts or whose tokens are not finite."""
+    expert = "experts.expert_0.w2.bias" if kind == "Switch" else "experts.0.w2.bias"
+    for faulty in (ROUTERS[kind], expert, ""):
+        model = build(kind)
+        if faulty:
+            with torch.no_grad():
+                model.blocks[0].mlp.get_parameter(faulty).fill_(torch.nan)
+        engine = make(model, 2, bf16={"enabled": True, "check_grad_overflow": True}, expert_parallel=EP)
+        x = batch(dist.get_rank(), 0).bfloat16()
+        if not faulty and dist.get_rank():
+            x[1, 1] = torch.nan
+        text = warning_of_skipped(engine, x)
+        is_named = faulty == ROUTERS[kind]
+        said = "the router of 'blocks.0.mlp.experts' has NaN or infinite logits for 4 tokens that are finite"
+        assert (said in text) == (is_named and dist.get_rank() == 0) and ("the router" in text) == (said in text), text
+        assert ("or a module beside its experts" in text) == (said in text and kind == "DeepSeek"), text  # it has a shared one
+        lost = [load.lost for load in engine.expert_load().values()]
+        assert lost == [2 * len(x) if is_named else 0, 0], (faulty, lost)
+        engine.destroy()
 
 
 class Odd(Model):

@@ -10,6 +10,9 @@ giving  an expert returns what was computed of the rows of the same call
 Rows keep the graph of the first run, outputs have that of the second. A module of the layer that is called with the same tensors in
 both runs (the router, a shared expert) computes in the first one only. Random numbers that the layer draws are the same in both.
 
+[Note: Lost rows] Only the layer's code sees the router's logits. A token that is finite, and whose output is not, although all that
+the experts computed is, has lost it between the two: in the router, or in a module that the layer has beside its experts.
+
 An expert must treat each row by itself, as one that gets tokens in no certain order has to.
 """
 
@@ -76,8 +79,10 @@ def adopt_list(model: nn.Module, name: str) -> Any:
     for place, module in enumerate(modules):
         vars(module).update(among=experts, place=place)
         put_before(module, ListedExpert)
-    attributes = {"exchange": None, "tokens": None, "bias": None, "answer": None, "owned": range(len(modules))}
-    vars(experts).update(attributes, num_experts=len(modules), meter=LoadMeter(len(modules)))
+    others = len(list(_called(layer, experts)))
+    attributes = {"exchange": None, "tokens": None, "bias": None, "answer": None, "seen": None, "owned": range(len(modules))}
+    meter = LoadMeter(len(modules), or_else=", or a module beside its experts such outputs" if others > 1 else "")
+    vars(experts).update(attributes, num_experts=len(modules), meter=meter)
     if layer is not experts:
         vars(layer).update(listed=experts)
         put_before(layer, ListedLayer)
@@ -99,9 +104,9 @@ class ListedExpert(nn.Module):
                     f"an expert ({type(self).__name__}) is called with {len(args)} arguments and {sorted(kwargs)}, and experts "
                     "that are split over ranks take one tensor, rows of tokens: give it no others, or use autoep_size 1"
                 )
-            return experts.answer(self.place, args[0])
+            return experts.see(self.place, args, experts.answer(self.place, args[0]))
         if self.place in experts.owned:
-            return super().forward(*args, **kwargs)
+            return experts.see(self.place, (args, kwargs), super().forward(*args, **kwargs))
         if experts.is_apart and not any(map(without_values, tensors_in(args))):
             raise RuntimeError(
                 f"expert {self.place} ({type(self).__name__}), which another rank has, is called outside of the forward of the "
@@ -116,6 +121,7 @@ class ListedExperts(nn.Module):
     owned     the experts that this rank has
     exchange  over the ranks that have the others, and `tokens` over the ranks of a replica, which share its tokens
     answer    what a call of an expert returns; None: it computes
+    seen      the calls of experts in a forward that counts, while it runs
     """
 
     num_experts: int
@@ -125,6 +131,7 @@ class ListedExperts(nn.Module):
     meter: LoadMeter
     bias: RouterBias | None
     answer: Answer | None
+    seen: list[_Seen] | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, self, super().forward, args, kwargs)
@@ -149,6 +156,14 @@ class ListedExperts(nn.Module):
                 )
         return torch.cat(outs)
 
+    def see(self, place: int, inputs: Any, output: Any) -> Any:
+        """The output of an expert's call, which the meter counts."""
+        if self.seen is not None:
+            num_rows = next((_num_rows(x) for x in _floats_in(inputs)), 0)
+            with torch.no_grad():
+                self.seen.append(_Seen(place, num_rows, [x.sum(dtype=torch.float32) for x in _floats_in(output)]))
+        return output
+
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[None]:
         """Inside, calls of experts return what `answer` says."""
@@ -171,9 +186,12 @@ class ListedLayer(nn.Module):
 @eager
 def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, kwargs: Any) -> Any:
     """The forward of a layer of experts. Collective over their ranks if some are on others."""
-    inputs = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
-    if not experts.is_apart or not inputs or without_values(inputs[0]):
+    inputs = _floats_in((args, kwargs))
+    if not inputs or without_values(inputs[0]):
         return forward(*args, **kwargs)
+    metered = partial(_metered, experts, inputs, forward)
+    if not experts.is_apart:
+        return metered(*args, **kwargs)
     versions, draws = [x._version for x in inputs], _Draws(inputs[0].device)
     calls: list[_Asked] = []
     others = _Others(layer, experts, draws)
@@ -190,9 +208,9 @@ def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, 
     last = draws.now()
     if has_drawn:
         draws.go(first)
-    due = deque(zip(calls, rows.split([call.num_rows for call in calls]), strict=True))
+    due = deque(zip(calls, rows.split([_num_rows(call.x) for call in calls]), strict=True))
     with others.watched(others.repeat), experts.answering(partial(_give, layer, due)):
-        output = forward(*args, **kwargs)
+        output = metered(*args, **kwargs)
     if due:
         raise _differs(layer, f"called expert {due[0][0].place}", "did not")
     if has_drawn:
@@ -203,13 +221,51 @@ def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, 
     return _tied(output, [rows, *inputs, *(param for param in layer.parameters() if id(param) not in own)])
 
 
+def _metered(experts: ListedExperts, inputs: Sequence[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer; in training, the meter counts the rows of each expert, and lost rows ([Note: Lost rows])."""
+    if not (experts.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    with torch.no_grad():
+        before = [x.sum(-1, dtype=torch.float32).reshape(-1, 1) for x in inputs if x.dim()]  # the layer may change them
+    seen: list[_Seen] = []
+    experts.seen = seen
+    try:
+        output = forward(*args, **kwargs)
+    finally:
+        experts.seen = None
+    counts = [0] * experts.num_experts
+    for call in seen:
+        counts[call.place] += call.num_rows
+    with torch.no_grad():
+        after = [x.sum(-1, dtype=torch.float32).reshape(-1, 1) for x in _floats_in(output) if x.dim()]
+        pairs = [(x, y) for y in after for x in before if len(x) == len(y)]
+        x, y = pairs[0] if pairs else (inputs[0].new_zeros(0, 1), inputs[0].new_zeros(0, 1))
+        computed = [total for call in seen for total in call.totals]
+        if computed:
+            x = x + torch.stack(computed).sum()
+    experts.meter.record(torch.tensor(counts, device=inputs[0].device), x, y)
+    return output
+
+
+class _Seen(NamedTuple):
+    """A call of an expert that the meter counts."""
+
+    place: int
+    num_rows: int
+    totals: list[Tensor]  # of its outputs: finite if they are
+
+
+def _floats_in(value: Any) -> list[Tensor]:
+    return [x for x in tensors_in(value) if x.is_floating_point()]
+
+
+def _num_rows(x: Tensor) -> int:
+    return x.shape[:-1].numel()
+
+
 class _Asked(NamedTuple):
     place: int
     x: Tensor  # [..., d]
-
-    @property
-    def num_rows(self) -> int:
-        return self.x.numel() // self.x.shape[-1]
 
 
 def _note(calls: list[_Asked], place: int, x: Tensor) -> Tensor:
@@ -239,7 +295,7 @@ def _differs(layer: nn.Module, first: str, second: str) -> RuntimeError:
 def _computed(experts: ListedExperts, calls: Sequence[_Asked], like: Tensor) -> Tensor:
     """What the experts compute of the rows of all calls, in the order of the calls. Collective."""
     order = sorted(range(len(calls)), key=lambda i: calls[i].place)
-    lengths = [calls[i].num_rows for i in order]
+    lengths = [_num_rows(calls[i].x) for i in order]
     counts = [0] * experts.num_experts
     for i, length in zip(order, lengths, strict=True):
         counts[calls[i].place] += length
@@ -247,11 +303,9 @@ def _computed(experts: ListedExperts, calls: Sequence[_Asked], like: Tensor) -> 
     rows = torch.cat(parts) if parts else like.reshape(-1, like.shape[-1])[:0]
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows.requires_grad_()  # the backward is collective, too
-    if experts.training and torch.is_grad_enabled():
-        experts.meter.record(torch.tensor(counts, device=rows.device), rows[:0], rows[:0])
     rows = _sent(experts, rows, counts)
     ends = dict(zip(order, itertools.accumulate(lengths), strict=True))
-    back = [rows[ends[i] - calls[i].num_rows : ends[i]] for i in range(len(calls))]
+    back = [rows[ends[i] - _num_rows(calls[i].x) : ends[i]] for i in range(len(calls))]
     return rows if order == sorted(order) else torch.cat(back)
 
 

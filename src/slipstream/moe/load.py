@@ -47,16 +47,19 @@ class ExpertLoad(NamedTuple):
 
 
 class LoadMeter:
-    """The vectors of one layer on this rank: of the training step so far, of the last one, and of all since the last log entry."""
+    """The vectors of one layer on this rank: of the training step so far, of the last one, and of all since the last log entry.
 
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
+    or_else: what else may have lost tokens, where the router's weights are not seen
+    """
+
+    def __init__(self, num_experts: int, or_else: str = "") -> None:
+        self.num_experts, self.or_else = num_experts, or_else
         self.now, self.last, self.since = torch.zeros(3, num_experts + 4, dtype=torch.float64)
         self.kept_loss: Tensor | None = None
 
     def __reduce__(self) -> Any:
         """A copied layer, also one for a dry run or in a file, has routed nothing."""
-        return LoadMeter, (self.num_experts,)
+        return LoadMeter, (self.num_experts, self.or_else)
 
     @eager
     @torch.no_grad()
@@ -73,7 +76,7 @@ class LoadMeter:
         self.now[: self.num_experts] += counts
         if kept is not None:
             self.now[self.num_experts] += counts.sum() - kept.sum()
-        is_lost = ~weights.sum(1).isfinite() & tokens.sum(1, dtype=torch.float32).isfinite()
+        is_lost = ~weights.sum(1, dtype=torch.float32).isfinite() & tokens.sum(1, dtype=torch.float32).isfinite()
         self.now[self.num_experts + 1] += is_lost.sum()
         if loss is not None:
             self.now[self.num_experts + 2 :] += torch.stack([loss.double(), torch.ones_like(loss, dtype=torch.float64)])
@@ -130,7 +133,7 @@ def lost_tokens(by_name: Mapping[str, LoadMeter]) -> str:
     """The first router that gave finite tokens of this step logits that are not finite, as text; "" for none."""
     for name, meter in by_name.items():
         if lost := int(meter.now[meter.num_experts + 1]):
-            return f"the router of {name!r} has NaN or infinite logits for {lost} tokens that are finite"
+            return f"the router of {name!r} has NaN or infinite logits for {lost} tokens that are finite{meter.or_else}"
     return ""
 
 
