@@ -218,11 +218,12 @@ class Balanced(Gate):
 
 
 @distributed(world_size=2)
-def test_settings_of_the_config_reach_the_router_of_a_list() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_settings_of_the_config_reach_the_router_of_a_list(size: int) -> None:
     model = build("DeepSeek")
     for block in model.blocks:
         block.mlp.gate = Balanced()
-    engine = make(model, 1, expert_parallel=EP | {"top_k": 1, "load_balance_coeff": 0.5})
+    engine = make(model, 1, expert_parallel=EP | {"autoep_size": size, "top_k": 1, "load_balance_coeff": 0.5})
     engine.backward(engine(batch(dist.get_rank(), 0)))
     engine.step()
     for block, load in zip(engine.module.blocks, engine.expert_load().values(), strict=True):
@@ -233,12 +234,46 @@ def test_settings_of_the_config_reach_the_router_of_a_list() -> None:
     engine.destroy()
 
 
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_that_is_not_split_is_counted_and_computes_the_same_bits(kind: str) -> None:
+    bits = []
+    for blocks in ({}, {"expert_parallel": {"enabled": True}}):
+        engine = make(build(kind), 3, **blocks)
+        bits.append(train(engine))
+        routes = (1 if kind == "Switch" else 2) * 2 * len(batch(0, 0))
+        assert [sum(load.routes) for load in engine.expert_load().values()] == ([routes] * 2 if blocks else [])
+        engine.destroy()
+    assert bits[0] == bits[1]
+
+
+@distributed(world_size=2)
+def test_settings_that_reach_no_router_are_refused_at_size_1() -> None:
+    uneven = build("Mixtral")
+    REASONS["share modules or parameters"](uneven.blocks[0].mlp.experts)
+    refused: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (toy.Net(), {"top_k": 2}, r"sets expert_parallel.top_k, and Net has no layers of experts .*: drop the key"),
+        (
+            toy.Net(),
+            {"moe_layer_pattern": "mlp"},
+            r"Net has no layers of experts .* named by moe_layer_pattern 'mlp': drop the key",
+        ),
+        (build("Mixtral"), {"top_k": 1}, r"'blocks.0.mlp.experts': expert_parallel.top_k is 1, and the router .*: drop the key"),
+        (uneven, {"load_balance_coeff": 0.1}, r"load_balance_coeff, and the experts of 'blocks.0.mlp' \(Mixtral\) share .*: use"),
+    ]
+    for model, keys, match in refused:
+        with pytest.raises(ValueError, match=match):
+            make(model, 1, expert_parallel={"enabled": True} | keys)
+    make(toy.Net(), 1, expert_parallel={"enabled": True}).destroy()  # a warning
+
+
 ROUTERS = {"Mixtral": "gate.weight", "DeepSeek": "gate.weight", "Switch": "router.bias"}
 
 
 @distributed(world_size=2)
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_router_of_a_list_whose_logits_are_not_finite_is_named(kind: str) -> None:
+def test_the_router_of_a_list_whose_logits_are_not_finite_is_named(kind: str, size: int) -> None:
     """Not one whose experts or whose tokens are not finite."""
     expert = "experts.expert_0.w2.bias" if kind == "Switch" else "experts.0.w2.bias"
     for faulty in (ROUTERS[kind], expert, ""):
@@ -246,7 +281,7 @@ def test_the_router_of_a_list_whose_logits_are_not_finite_is_named(kind: str) ->
         if faulty:
             with torch.no_grad():
                 model.blocks[0].mlp.get_parameter(faulty).fill_(torch.nan)
-        engine = make(model, 2, bf16={"enabled": True, "check_grad_overflow": True}, expert_parallel=EP)
+        engine = make(model, 2, bf16={"enabled": True, "check_grad_overflow": True}, expert_parallel=EP | {"autoep_size": size})
         x = batch(dist.get_rank(), 0).bfloat16()
         if not faulty and dist.get_rank():
             x[1, 1] = torch.nan

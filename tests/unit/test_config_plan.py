@@ -485,7 +485,6 @@ TRAINED = {key for key in HONORED if not key.startswith("autotuning.")}  # the o
 # Honored keys without a field of their own in the plan.
 CHECKED = {"data_parallel_size", "sequence_parallel_size", "pipeline.stages", "slipstream.unknown_keys"}
 CHECKED |= {"tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"}  # sizes of an axis, as the two above
-CHECKED |= {"expert_parallel.enabled"}  # else autoep_size counts as 1
 OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param", "compile.disable"}
 
 

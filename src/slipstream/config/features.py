@@ -55,7 +55,7 @@ _FIXED = "Must be what the model does: another value is refused."
 
 
 class ExpertParallel(Block):
-    enabled: bool = honored(False, "Split the experts of each layer over `autoep_size` ranks.")
+    enabled: bool = honored(False, "Split the experts of each layer over `autoep_size` ranks, and set their routers.")
     autoep_size: Count = honored(1, "Ranks that have different experts of a layer, unless the layer's own `ep_size` says.")
     expert_tensor_parallel_size: Count = no_effect(1, "tensor_parallel.autotp_size slices experts, too")
     validate_folding_routing: bool = no_effect(False, "the numbers of rows are compared in every exchange")

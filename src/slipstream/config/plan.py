@@ -121,8 +121,9 @@ def _unless_auto(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """How layers of experts are split over ranks."""
+    """How layers of experts are split over ranks, and what their routers do."""
 
+    enabled: bool = key("expert_parallel.enabled")  # else `size` is 1 and all else None
     size: int = key("expert_parallel.autoep_size")
     layer_pattern: str | None = key("expert_parallel.moe_layer_pattern")
     expert_pattern: str | None = key("expert_parallel.expert_pattern")

@@ -22,7 +22,7 @@ from slipstream.config.plan import ExpertPlan
 from slipstream.moe.huggingface import adopt, is_foreign, run_shared_ahead
 from slipstream.moe.layer import Experts, mark_experts
 from slipstream.moe.listed import ListedExperts, adopt_list, why_whole
-from slipstream.moe.routers import set_routers
+from slipstream.moe.routers import keys_of_routers, set_routers
 from slipstream.parallel.exchange import Exchange
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
 from slipstream.zero.leaves import Part, Ranges, cuts_of, is_quantized, mark_part, parts_of, take
@@ -92,13 +92,13 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
     Collective over the world. Raises ValueError, before any layer is cut, for experts that cannot be split.
     """
     every = list(_layers(model, plan))
+    if plan.enabled:
+        _check_found(model, mesh, plan, every)
     set_routers(model, [(layer.name, layer.module) for layer in every], plan)
     for layer in every:
         mark_experts(layer.module, layer.size)
     _check_uncut(every, mesh)
     layers = [layer for layer in every if layer.size > 1]
-    if plan.size > 1:
-        _check_found(model, mesh, plan, every)
     for layer in layers:
         _check(layer, mesh)
     mesh = mesh.with_families(layer.differs() for layer in layers)
@@ -114,24 +114,42 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
 
 
 def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequence[_RoutedLayer]) -> None:
-    """Name experts that stay whole on every rank: in an error if there are no others, or if the config's pattern means them."""
+    """Name experts that the config does not reach: in an error if there are no others, or if its pattern or its settings mean them,
+    or else in a warning."""
     known = {layer.name.rpartition(".")[0] for layer in layers}
     whole = next((name for name in _described(model, plan) if name.rpartition(".")[0] not in known), None)
-    remedy = "use slipstream.moe.MoE in its place, or drop the block expert_parallel, and each rank has all of them"
+    keys = keys_of_routers(plan)
+    given = (
+        f"expert_parallel.autoep_size is {plan.size}" if plan.size > 1 else f"the config sets {keys or 'expert_parallel.enabled'}"
+    )
     if whole is not None:
-        layer = whole.rpartition(".")[0]
-        kind = type(model.get_submodule(layer)).__name__
-        text = f"the experts of {layer!r} ({kind}) {why_whole(model, whole)}, and cannot be split"
-        if plan.layer_pattern is not None or not layers:
-            raise ValueError(f"expert_parallel.autoep_size is {plan.size}, and {text}: {remedy}")
-        if mesh.is_first:
-            logger.warning("%s: each rank has all of them, beside its part of other layers' experts", text)
+        is_meant = bool(keys) if plan.size == 1 else plan.layer_pattern is not None or not layers
+        _tell_whole(model, mesh, plan, whole, given if is_meant else "")
     elif not layers and mesh.pp.size == 1:
         pattern = "" if plan.layer_pattern is None else f", and none is named by moe_layer_pattern {plan.layer_pattern!r}"
-        raise ValueError(
-            f"expert_parallel.autoep_size is {plan.size}, and {type(model).__name__} has no layers of experts "
-            f"(slipstream.moe.MoE, transformers' experts, or a list of modules that is named experts){pattern}: drop the key"
+        text = (
+            f"{given}, and {type(model).__name__} has no layers of experts "
+            f"(slipstream.moe.MoE, transformers' experts, or a list of modules that is named experts){pattern}"
         )
+        if plan.size > 1 or keys or pattern:
+            raise ValueError(f"{text}: drop the key")
+        if mesh.is_first:
+            logger.warning("%s: the block has no effect", text)
+
+
+def _tell_whole(model: nn.Module, mesh: Mesh, plan: ExpertPlan, name: str, given: str) -> None:
+    """Warn of a list of experts that is not adopted; raise ValueError if the config means it, which is `given`."""
+    layer = name.rpartition(".")[0]
+    text = f"the experts of {layer!r} ({type(model.get_submodule(layer)).__name__}) {why_whole(model, name)}"
+    outcome, remedy = "their load is not counted", "drop the keys, which do not reach their router"
+    if plan.size > 1:
+        text += ", and cannot be split"
+        outcome = "each rank has all of them, beside its part of other layers' experts"
+        remedy = "drop the block expert_parallel, and each rank has all of them"
+    if given:
+        raise ValueError(f"{given}, and {text}: use slipstream.moe.MoE in its place, or {remedy}")
+    if mesh.is_first:
+        logger.warning("%s: %s", text, outcome)
 
 
 def _described(model: nn.Module, plan: ExpertPlan) -> list[str]:
@@ -181,7 +199,7 @@ def _layers(model: nn.Module, plan: ExpertPlan) -> Iterator[_RoutedLayer]:
             adopt(module)
             yield _RoutedLayer(name, module, plan.size)
     lists = sorted(_described(model, plan), key=lambda name: "shared" in name.rpartition(".")[2])  # of a layer, the routed one
-    for name in lists if plan.size > 1 else ():
+    for name in lists if plan.enabled else ():
         if not why_whole(model, name):
             yield _RoutedLayer(name, adopt_list(model, name), plan.size)
 

@@ -55,7 +55,7 @@ class RouterBias:
 
 def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: ExpertPlan) -> None:
     """Apply the plan to the layers (name, module of experts). Raises ValueError for what a router cannot do."""
-    values = {name: value for name in _SETTINGS if (value := getattr(plan, name)) is not None}
+    values = _values(plan)
     if not values and plan.balance_rate is None:
         return
     config = getattr(model, "config", None)
@@ -67,15 +67,22 @@ def set_routers(model: nn.Module, layers: Iterable[tuple[str, Any]], plan: Exper
             _set_theirs(name, layer, experts, values, config)
             _balance(name, layer, experts, plan.balance_rate)
         else:
-            raise ValueError(f"{name!r}: {_keys(values, plan)} set no router of DeepSpeed's MoE: pass k and its like to the layer")
+            raise ValueError(
+                f"{name!r}: {keys_of_routers(plan)} set no router of DeepSpeed's MoE: pass k and its like to the layer"
+            )
     for key, value in values.items():
         _tell_config(config, _SETTINGS[key].config, value)
     if "top_k" in values and hasattr(model, "num_experts_per_tok"):  # for its auxiliary loss
         vars(model)["num_experts_per_tok"] = values["top_k"]
 
 
-def _keys(values: Mapping[str, Any], plan: ExpertPlan) -> str:
-    names = [*values, *([] if plan.balance_rate is None else ["load_balance_coeff"])]
+def _values(plan: ExpertPlan) -> dict[str, Any]:
+    return {name: value for name in _SETTINGS if (value := getattr(plan, name)) is not None}
+
+
+def keys_of_routers(plan: ExpertPlan) -> str:
+    """The keys of the config that set routers; "" for none."""
+    names = [*_values(plan), *([] if plan.balance_rate is None else ["load_balance_coeff"])]
     return ", ".join(f"expert_parallel.{name}" for name in names)
 
 
