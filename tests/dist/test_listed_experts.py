@@ -267,6 +267,32 @@ def test_settings_that_reach_no_router_are_refused_at_size_1() -> None:
     make(toy.Net(), 1, expert_parallel={"enabled": True}).destroy()  # a warning
 
 
+class Dense(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x.new_zeros(())
+
+
+@distributed(world_size=2)
+def test_a_list_added_in_surgery_gets_the_settings() -> None:
+    model = build("DeepSeek")
+    added, model.blocks[1].mlp = model.blocks[1].mlp, Dense()
+    model.blocks[0].mlp.gate, added.gate = Balanced(), Balanced()
+    engine = make(model, 1, expert_parallel={"enabled": True, "top_k": 1, "load_balance_coeff": 0.5})
+    with engine.surgery():
+        engine.module.blocks[1].mlp = added
+    engine.backward(engine(batch(dist.get_rank(), 0)))
+    engine.step()
+    assert [sum(load.routes) for load in engine.expert_load().values()] == [2 * 2 * len(batch(0, 0))] * 2
+    assert all(block.mlp.gate.top_k == 1 and block.mlp.gate.e_score_correction_bias.any() for block in engine.module.blocks)
+    match = r"'blocks.1.mlp.experts': expert_parallel.top_k is 1, and the router of this model"
+    with pytest.raises(ValueError, match=match), engine.surgery():
+        engine.module.blocks[1].mlp = Mixtral()
+    engine.destroy()
+
+
 ROUTERS = {"Mixtral": "gate.weight", "DeepSeek": "gate.weight", "Switch": "router.bias"}
 
 

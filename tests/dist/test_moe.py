@@ -937,6 +937,53 @@ def test_a_router_whose_logits_are_not_finite_is_named(faulty: str, layer: str) 
     engine.destroy()
 
 
+class Slot(nn.Module):
+    """A layer of experts between dense ones, which may come later."""
+
+    def __init__(self, *, filled: bool) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.moe = self.filling() if filled else nn.Identity()
+
+    def filling(self) -> MoE:
+        torch.manual_seed(1)
+        return MoE(16, None, EXPERTS, k=1, expert_size=8, balance_rate=0.25, aux_loss_weight=8.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)
+        return self.out(self.moe(h)[0] if isinstance(self.moe, MoE) else h).square().mean()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_layer_of_experts_added_in_surgery_is_one_given_to_initialize(stage: int) -> None:
+    """Its load, its balance, the scale of its auxiliary loss, and the name of its router."""
+    results = []
+    for filled in (True, False):
+        engine = make(
+            toy.seeded(lambda f=filled: Slot(filled=f)), stage, fp16={"enabled": True, "loss_scale": 64, "auto_cast": True}
+        )
+        if not filled:
+            assert engine.expert_load() == {}
+            with engine.surgery():
+                engine.module.moe = engine.module.filling()
+        norms = train(engine, steps=2)[1]
+        assert engine.module.moe.balance.any()
+        load = engine.expert_load()["moe"]
+        assert sum(load.routes) == 2 * 4 and load.loss > 0
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        results.append((norms, load, state))
+        with slipstream.zero.gathered([engine.module.moe.router.weight], modifier_rank=0), torch.no_grad():
+            engine.module.moe.router.weight.fill_(torch.nan)
+        text = warning_of_skipped(engine, batch(dist.get_rank(), 0))
+        assert dist.get_rank() or "the router of 'moe' has NaN or infinite logits for 4 tokens that are finite" in text
+        engine.destroy()
+    first, second = results
+    assert first[0] == pytest.approx(second[0], rel=1e-6) and first[1] == second[1]
+    for name, value in first[2].items():
+        torch.testing.assert_close(value, second[2][name])
+
+
 # -- optimizers and tiers --
 
 

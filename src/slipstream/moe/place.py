@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +111,15 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
         placed.append((layer, axis))
     apart = every if mesh.tp.size > 1 and token_shares else []
     return mesh, ExpertRanks(placed, apart, shares_tokens=mesh.tp.size > 1 and not token_shares)
+
+
+def adopt_added(model: nn.Module, plan: ExpertPlan, known: Set[int]) -> None:
+    """Adopt layers of experts that were added to an engine's model, whose parameters' ids are `known`, and set their routers. They
+    stay whole on each rank. Raises ValueError for what a router cannot do."""
+    added = [layer for layer in _layers(model, plan) if known.isdisjoint(map(id, layer.module.parameters()))]
+    set_routers(model, [(layer.name, layer.module) for layer in added], plan)
+    for layer in added:
+        mark_experts(layer.module, 1)
 
 
 def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequence[_RoutedLayer]) -> None:

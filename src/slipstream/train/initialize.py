@@ -18,9 +18,6 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, LoadedConfig, read_config
-from slipstream.moe.balance import balancing
-from slipstream.moe.layer import MoE
-from slipstream.moe.load import KeptLosses, lost_tokens, meters
 from slipstream.moe.place import ExpertRanks, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
@@ -49,6 +46,7 @@ from slipstream.train.agreement import (
 from slipstream.train.changes import change_model
 from slipstream.train.disk_space import open_spaces, warn_of_resident_weights
 from slipstream.train.engine import Engine
+from slipstream.train.experts import connect_experts
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.loaders import Loader, build_loader, scaled_schedule
 from slipstream.train.local_steps import LocalSteps
@@ -192,22 +190,7 @@ class _Cut(NamedTuple):
             self.sequences.exchange = engine.exchange("sp")
             engine.states.resources["sequences"] = self.sequences
         self.experts.connect(engine.states.exchange)
-        states, mesh, watch, every = engine.states, engine.mesh, engine.watch, engine.plan.steps_per_print
-        window, precision = engine.window, engine.precision
-        for module in engine.module.modules():
-            if isinstance(module, MoE):
-                module.seed.value = lambda: precision.factor * window.share
-        states.resources["auxiliary losses"] = KeptLosses(engine.module)
-        logs = mesh.batch.index == mesh.sp.index == mesh.tp.index == 0  # a rank of each pipeline stage
-
-        def due() -> int | None:
-            return watch.step if every and watch.step % every == 0 else None
-
-        by_name = meters(engine.module)
-        for meter in by_name.values():
-            meter.to(engine.device)
-        states.suspects.append(lambda: lost_tokens(by_name))
-        states.after_step.extend(balancing(engine.module, lambda: states.exchange(mesh.stage).sum, due, logs=logs))
+        connect_experts(engine)
 
 
 def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh, _Cut]:

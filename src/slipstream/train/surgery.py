@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from slipstream.config.refusals import SURGERY, matching
+from slipstream.moe.place import adopt_added
 from slipstream.optim import muon_groups
 from slipstream.parallel.adapters import slice_adapters, whole_features
 from slipstream.train import schedules
@@ -180,7 +181,8 @@ class Surgery:
         return lines + [f"parameter group {i} of {options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
 
     def _refusal(self) -> str:
-        """Why ranks that hold parts cannot have the changed model; "" if they can. Slices new adapters: collective over tp."""
+        """Why ranks that hold parts cannot have the changed model, or routers that are new its settings; "" if they can. Slices new
+        adapters: collective over tp."""
         states = self.states
         if states.mesh.pp.size > 1 and states.model is not self.model:
             wrong, states.model = states.model, self.model
@@ -190,6 +192,7 @@ class Surgery:
             )
         try:
             slice_adapters(states.model)
+            adopt_added(states.model, states.plan.experts, states.known)
         except ValueError as error:
             return str(error)
         return _lost_parts(states)
