@@ -327,7 +327,8 @@ def _shares(work: Workload, micros: int, stage: int, variants: list[str]) -> Cal
     engine = slipstream.initialize(model=LlamaForCausalLM(llama), config=config(work, micros, stage, slipstream=own))[0]
 
     def loss_with(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine(input_ids=tokens, shift_labels=targets).loss
+        tokens, targets = (whole.chunk(dist.get_world_size(), 1)[dist.get_rank()] for whole in (tokens, targets))
+        loss: Tensor = engine(input_ids=tokens, labels=targets, shift_labels=targets).loss
         return loss
 
     one = _trained(loss_with, work, engine.backward, engine.step)
