@@ -243,6 +243,14 @@ def test_times_of_forwards() -> None:
     assert len(times := engine.model_times()) == 4 and all(0 < each < 60_000 for each in times)
 
 
+@native
+def test_heads_that_the_kernels_do_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = made("BertModel", transformers.BertConfig, **{**SIZES, "num_attention_heads": 8})
+    expected = model(**ragged())[0]
+    assert init_inference(model, replace_with_kernel_inject=True)(**ragged())[0].equal(expected)
+    assert "the module's own forward is used: torch (heads of 8 features; the kernels need a multiple of 16)" in caplog.text
+
+
 def test_options(caplog: pytest.LogCaptureFixture) -> None:
     model = bert()
     init_inference(model, replace_method="auto")

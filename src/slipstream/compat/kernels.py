@@ -61,13 +61,12 @@ class Encoder:
         stored = str(model.dtype).removeprefix("torch.")
         try:
             loaded = load(model, dtype=kind or "stored")
+            sizes = Sizes(None, 1, None, torch.get_num_threads())
+            opened = open_encoder(loaded.config, loaded.weights, torch.device("cpu"), loaded.dtype, sizes)
+            if not isinstance(runner := opened.runner, NativeDecoder):
+                raise UnsupportedModel(opened.forward)
         except (UnsupportedModel, ValueError) as error:
             logger.warning("replace_with_kernel_inject: the module's own forward is used: %s", error)
-            return None
-        runner = open_encoder(
-            loaded.config, loaded.weights, torch.device("cpu"), loaded.dtype, Sizes(None, 1, None, torch.get_num_threads())
-        ).runner
-        if not isinstance(runner, NativeDecoder):
             return None
         frozen = kind == "int8"  # the module's own layers are replaced, too
         parameters = [] if frozen else list(model.base_model.parameters())
