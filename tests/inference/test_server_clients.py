@@ -259,6 +259,7 @@ def test_tokens(address: str) -> None:
     assert ask("/tokenize", prompt="a", messages=[USER])["error"]["param"] == "prompt"
     assert ask("/tokenize", model="other", prompt="a")["error"]["param"] == "model"
     assert ask("/tokenize", messages=[USER] * 4097)["error"]["param"] == "messages"
+    assert "is not in the vocabulary" in ask("/detokenize", tokens=[97, 1_000_000])["error"]["message"]
     assert ask("/detokenize", tokens=[97] * 131_073)["error"]["param"] == "tokens"
     assert len(ask("/detokenize", tokens=[97] * 131_072)["prompt"]) == 131_072
 

@@ -698,7 +698,7 @@ def test_command_line() -> None:
 
 def test_keys_of_the_server(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("c\n\n d \n")
+    file.write_text("# of the team\nc\n\n d \n")
     options = build_parser().parse_args(["serve", "smollm2", "--api-key", "a", "--api-key-file", str(file)])
     assert _api_keys(options, {"SLIPSTREAM_API_KEYS": "b, e,"}) == ["a", "b", "e", "c", "d"]
     assert _api_keys(build_parser().parse_args(["serve", "smollm2"]), {}) == []

@@ -224,9 +224,9 @@ def _api_keys(options: argparse.Namespace, environment: Mapping[str, str]) -> li
 
 
 def _keys(source: str, file: str) -> list[str]:
-    """The keys in a file, one a line."""
+    """The keys in a file, one a line; a line that begins with # is a comment."""
     try:
-        return _stripped(source, Path(file).read_text().splitlines())
+        return _stripped(source, (line for line in Path(file).read_text().splitlines() if not line.lstrip().startswith("#")))
     except (OSError, UnicodeError) as error:
         raise ValueError(f"{source}: {error}") from error
 

@@ -76,6 +76,9 @@ async def detokenize(front: Front, request: Request) -> Response:
     def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
         given = parse(DetokenizeRequest, body)
         server.check_model(given.model or server.engine.model_name)
+        size = server.tokenizer.vocab_size
+        if (unknown := next((token for token in given.tokens if token >= size), None)) is not None:
+            raise RequestError(f"token {unknown} is not in the vocabulary, whose last is {size - 1}", param="tokens")
         answer: TextBody = {"prompt": server.tokenizer.decode(given.tokens, skip_special=False)}
         return JSON(answer), without_effect(given)
 
