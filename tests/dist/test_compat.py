@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from slipstream.compat import fragments, zero
 from slipstream.compat.engine import initialize
+from slipstream.parallel import ColumnParallelLinear, RowParallelLinear
 from tests import toy
 from tests.dist.test_first_values import Peak, Wide
 from tests.pool import distributed
@@ -292,6 +294,25 @@ def test_one_reduction_of_several_backwards(transport: str) -> None:
             ours.coalesce_grad_reduction().__enter__()
         ours.destroy()
         reference.destroy()
+
+
+@distributed(world_size=2)
+def test_gradients_of_slices_before_one_reduction() -> None:
+    """Inside, a gradient is that of this rank's slice, and so is what replaces it; afterwards it is whole."""
+    model = nn.Sequential(ColumnParallelLinear(8, 16, bias=False), RowParallelLinear(16, 4, bias=False))
+    engine = initialize(model=model, config=toy.settings(1, slipstream={"mesh": {"tp": 2}}))[0]
+    weight = engine.module[0].weight
+    with engine.coalesce_grad_reduction():
+        engine.backward(engine(torch.ones(2, 8)).square().sum())
+        own = fragments.safe_get_full_grad(weight)
+        assert own.shape == weight.shape == (8, 8)
+        assert torch.equal(fragments.safe_get_local_grad(weight), own.reshape(-1))
+        fragments.safe_update_full_grad_vectorized([weight], lambda gradient, param: gradient * 2)
+    whole = fragments.safe_get_full_grad(weight)
+    assert whole.shape == (16, 8)
+    torch.testing.assert_close(whole.chunk(2)[engine.mesh.tp.index], own * 2)
+    assert torch.equal(fragments.safe_get_local_grad(weight), whole.chunk(2)[engine.mesh.tp.index].reshape(-1))
+    engine.destroy()
 
 
 @distributed(world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -266,11 +268,15 @@ def test_a_rank_that_hangs_at_exit_is_ended(launcher: Launcher) -> None:
 
 
 def test_what_a_failed_rank_has_written_is_there(launcher: Launcher, tmp_path: Path) -> None:
-    """It ends without taking its modules apart, but its threads, its exit handlers and its open files end as always."""
+    """Its threads, its exit handlers and its open files end as always."""
     script = launcher.script("""
-        import atexit, gzip, sys, threading, time
+        import atexit, gzip, threading, time, zipfile
+        import slipstream.train.initialize  # with all that it brings, the end is as complete
         kept = open("kept.txt", "w")
         kept.write("in the buffer")
+        packed, archive = gzip.open("packed.gz", "wt"), zipfile.ZipFile("archive.zip", "w")
+        packed.write("packed")
+        archive.writestr("name", "zipped")
         atexit.register(lambda: print("exit handler", end=" "))
         threading.Thread(target=lambda: (time.sleep(0.2), print("thread", end=" "))).start()
         raise KeyError("late")
@@ -278,11 +284,13 @@ def test_what_a_failed_rank_has_written_is_there(launcher: Launcher, tmp_path: P
     code, out, err = launcher.run("--nproc", "1", script)
     assert (code, out.split()) == (1, ["thread", "exit", "handler"]), err
     assert (tmp_path / "kept.txt").read_text() == "in the buffer"
+    assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"packed"
+    assert zipfile.ZipFile(tmp_path / "archive.zip").read("name") == b"zipped"
 
 
 # Fails until it runs in a fork of the zygote, which needs a few seconds.
 FORKED = """
-    import os, sys, time
+    import os, sys, time, slipstream
     forked = "torch._dynamo" in sys.modules
     with open("attempts.txt", "a") as file:
         print(os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], file=file)
@@ -317,7 +325,7 @@ def test_a_restarted_rank_is_a_fork_that_looks_like_a_process(launcher: Launcher
 
 def test_a_run_restarts_without_its_zygote(launcher: Launcher) -> None:
     script = launcher.script("""
-        import os, signal, sys, time
+        import os, signal, sys, time, slipstream
         from pathlib import Path
         children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

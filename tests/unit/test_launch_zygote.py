@@ -1,8 +1,11 @@
-"""What the zygote of a run imports, from the words of the script and of the modules beside it."""
+"""What the zygote of a run imports, by the words of the script and of the modules beside it, and when a fork would be another."""
 
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,27 +18,80 @@ FILES = {
         import own_model.layers
         from own_model import heads
         import missing_package
-        from own_tool import *
+        size: int = max(1, 2)
         def later():
             import pandas
+        if __name__ == "__main__":
+            later()
     """,
     "own_model/__init__.py": "from transformers import AutoConfig",
-    "own_model/layers.py": "from ..nothing import x\nfrom .parts import *\nimport slipstream",
+    "own_model/layers.py": "from .parts import *\nimport slipstream",
     "own_model/parts.py": "import safetensors.torch, train",
-    "own_model/heads.py": "import tokenizers",
-    "own_tool.py": "import filelock\nthis is no Python",
+    "own_model/heads.py": '"Heads."\nfrom ..own_tool import x\nimport tokenizers',
+    "own_tool.py": "import filelock",
     "unread.py": "import pytest",
 }
+FOUND = ["numpy as np", "filelock", "AutoConfig", "safetensors.torch", "slipstream", "tokenizers", "missing_package"]
 
 
-def test_imports_of_installed_packages_are_found_through_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = {ast.unparse(node) for node in zygote._imports(tmp_path / "train.py")}
-    wanted = {"import numpy as np", "from transformers import AutoConfig", "import slipstream", "import safetensors.torch"}
-    assert found == wanted | {"import tokenizers"}
+def walked(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> zygote._Walk:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()))
+    monkeypatch.syspath_prepend(str(folder))
+    return zygote._Walk(folder / "train.py")
+
+
+def test_imports_of_installed_packages_are_found_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = walked(tmp_path, monkeypatch, FILES)
+    assert [ast.unparse(node).removeprefix("import ").removeprefix("from transformers import ") for node in walk.found] == FOUND
+    assert walk.is_whole and walk.is_fit
+
+
+@pytest.mark.parametrize(
+    ("script", "is_fit"),
+    [
+        ("import sys\nsys.path.insert(0, 'vendored')\nimport slipstream", False),
+        ("import slipstream\nprint('now')\nimport numpy", True),  # numpy is left to the rank
+        ("import torch\nprint('now')\nimport slipstream", False),
+        ("import torch\nimport transformers\ndef main(): pass", True),
+        ("import own_patch\nimport slipstream", False),
+        ("import slipstream, os\ndef main():\n    os.environ['HF_HOME'] = '/mine'", False),
+        ("import slipstream\nfrom os import environ\nenviron.setdefault('A', 'b')", False),
+        ("import slipstream, os\nos.environ |= {'A': 'b'}", False),
+        ("import slipstream, os\ndel os.environ['A']", False),
+        ("import slipstream, os\nrank = os.environ['RANK'], os.environ.get('A')", True),
+        ("import slipstream\nthis is no Python", False),
+    ],
+)
+def test_scripts_that_do_more_than_import(script: str, is_fit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = walked(tmp_path, monkeypatch, {"train.py": script, "own_patch.py": "import numpy\nnumpy.float = float"})
+    assert walk.is_fit == is_fit
+    assert "import numpy" not in map(ast.unparse, walk.found) or "own_patch" in script
+
+
+@pytest.mark.parametrize(
+    ("package", "says"),
+    [
+        ("import os\nos.environ['LEFT'] = 'here'\nrank = os.environ.get('LOCAL_RANK')", "True here True False"),
+        ("import torch\ntorch.linspace(0, 1, 3_000_000).exp().sum()", "False None True True"),  # threads of OpenMP
+        ("import sys\nsys.path.append('elsewhere')", "False None True True"),
+    ],
+)
+def test_imports_after_which_a_fork_would_be_another(package: str, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "own_package.py").write_text(package)
+    script = """if True:
+        import ast, os
+        from slipstream.launch import zygote
+        own = dict(os.environ)
+        imports = zygote._Imports(ast.parse("import own_package").body)
+        print(imports.is_fit, imports.changed.get("LEFT"), imports.fit(own | {"RANK": "1"}), imports.fit(own | {"LOCAL_RANK": "1"}))
+    """
+    env = {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)]), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | env, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == says, done.stderr
 
 
 def test_the_source_of_a_worker_is_found_by_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

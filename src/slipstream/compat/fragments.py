@@ -43,8 +43,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the mean gradient over ranks so far, unscaled, in fp32; None for frozen parameters and before the first backward.
 
-    Inside `engine.coalesce_grad_reduction()` it returns this rank's accumulated gradient, in the dtype of accumulation (in fp16
-    training fp32, without the loss scale), and is not collective.
+    Inside `engine.coalesce_grad_reduction()` it returns this rank's accumulated gradient, of the part that it has of the parameter,
+    in the dtype of accumulation (in fp16 training fp32, without the loss scale), and is not collective.
     """
     engine, name = engine_of(param)
     if engine.coalesces:
@@ -62,8 +62,9 @@ def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace the gradient by a value like that of `safe_get_full_grad`."""
     engine, name = engine_of(param)
-    engine.set_gradient(name, value)
+    engine.set_gradient(name, access.whole_of(value, *_place(param)) if engine.coalesces else value)
 
 
 def safe_update_full_grad_vectorized(
@@ -86,7 +87,12 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    return _local(param, safe_get_full_grad(param))
+    gradient = safe_get_full_grad(param)
+    return (
+        gradient.reshape(-1)[_range(*_place(param))]
+        if gradient is not None and engine_of(param)[0].coalesces
+        else _local(param, gradient)
+    )
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -98,7 +104,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_full_grad(param, _joined(param, value))
+    engine, name = engine_of(param)
+    engine.set_gradient(name, _joined(param, value))
 
 
 def _local(param: nn.Parameter, whole: Tensor | None) -> Any:

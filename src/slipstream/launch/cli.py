@@ -418,7 +418,11 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--host", default="127.0.0.1", metavar="HOST", help="default 127.0.0.1; 0.0.0.0 for all interfaces")
     add("--port", type=_port_or_any, default=8000, metavar="PORT", help="default 8000; 0: a free one, which the first line tells")
     add("--api-key", type=_key, action="append", default=[], metavar="KEY", help="require this key from clients; may be repeated")
-    add("--api-key-file", metavar="FILE", help="one key per line, # begins a comment; like SLIPSTREAM_API_KEYS=A,B, it does not show the keys in ps")
+    add(
+        "--api-key-file",
+        metavar="FILE",
+        help="one key per line, # begins a comment; like SLIPSTREAM_API_KEYS=A,B, it does not show the keys in ps",
+    )
     add("--priority-keys", metavar="FILE", help="one key per line, whose requests may set priority; other keys then cannot")
     add("--strict-fields", action="store_true", help="refuse fields that have no effect, which are otherwise only named")
     add("--cors-origin", action="append", default=[], metavar="URL", help="let pages of this origin send requests; may be repeated")

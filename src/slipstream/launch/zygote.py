@@ -1,14 +1,20 @@
 """Ranks that start in milliseconds: of a run that may restart, the agent keeps a process that has imported what ranks import.
 
 [Note: Zygote of ranks] The first ranks are ordinary processes. Beside them the zygote imports torch, this package, and what the
-script imports of installed packages; the user's own modules stay unread until a rank runs them. It starts no thread and no device,
-and leaves if an import did. A rank of a later attempt is a fork of it, by way of a process between that ends at once: the kernel
-then gives the rank to the agent, which is the nearest "subreaper" for that moment, so that for torchrun and `watch` it is a child
-like any other. Whatever fails here ends in an ordinary start.
+script imports of installed packages; the user's own modules stay unread until a rank runs them. A rank of a later attempt is a fork
+of it, by way of a process between that ends at once: the kernel then gives the rank to the agent, which is the nearest "subreaper"
+for that moment, so that for torchrun and `watch` it is a child like any other. It waits until the agent has it.
 
     to the zygote                      from it
                                        ready
-    arguments, environment             pid
+    arguments, environment             pid (None: no fork)
+    begin
+
+A fork must not differ from a process that has run the script from its first line. So there is none if the script changes its
+environment anywhere, or does more than import and define before it imports Slipstream; if an import has started a native thread
+(OpenMP: the fork would wait for it forever) or opened a device, has changed sys.path, or has read a variable that is another for
+the rank (LOCAL_RANK); if ranks are bound to cores, since libraries count these when they are loaded; and in the attempt after one
+whose forks failed at once. Whatever fails here ends in an ordinary start.
 """
 
 from __future__ import annotations
@@ -19,13 +25,13 @@ import gc
 import importlib
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +39,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from slipstream.launch import worker
+
 __all__ = ["spare_ranks"]
 
 _WORKER = "slipstream.launch.worker"
-_PR_SET_CHILD_SUBREAPER = 36
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _PATIENCE = 5.0  # seconds for a fork
-_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel")
+_AT_ONCE = 10.0  # seconds
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dxg", "/dev/dri")
 _OURS = (
     "slipstream.config.parse",
     "slipstream.train.autosave",
@@ -48,20 +58,24 @@ _OURS = (
     "slipstream.world.monitor",
     "torch._dynamo",  # the first optimizer of torch's imports it
 )
-_MOST_FILES = 200  # of the user, that are read for their imports
+_PACKAGES = {"site-packages", "dist-packages"}
 
 
 class Rank:
     """A rank that the zygote has forked: what torchrun asks of a `subprocess.Popen`. It is a child of this process."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+        """Raises ChildProcessError if it is no child of this process."""
+        self.pid, self.returncode = pid, None
+        self.began, self.failed_at_once = time.monotonic(), False
+        self.poll()
+
+    returncode: int | None
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+            self.failed_at_once = self.returncode > 0 and time.monotonic() - self.began < _AT_ONCE
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -82,7 +96,7 @@ def spare_ranks() -> Iterator[None]:
 
     def start(args: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
         rank = None
-        if _WORKER in args and "--exec" not in args and options["stdout"] is options["stderr"] is None:
+        if _WORKER in args and options["stdout"] is options["stderr"] is None and sys.platform == "linux":
             rank = zygote.fork(args, env)
         return plain(args=args, env=env, **options) if rank is None else rank
 
@@ -101,18 +115,30 @@ class _Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._is_ready = False
+        self._forks: list[Rank] = []  # of the attempts since the last that was ordinary
+        self._ordinary = ""  # the attempt that is
 
     def fork(self, args: Sequence[str], env: Mapping[str, str]) -> Rank | None:
         """None: an ordinary process has to do. The zygote may be there the next time."""
+        own = worker.parse(arguments := list(args[args.index(_WORKER) + 1 :]))
+        if own.is_executable or own.cores is not None:
+            return None
+        if any(rank.failed_at_once for rank in self._forks):
+            self._forks, self._ordinary = [], env.get(_ATTEMPT, "")
         if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._open(args)
+            if self._process is None or self._process.returncode != 0:  # 0: it would not be fit the next time either
+                self.close()
+                self._open(args)
+            return None
+        if env.get(_ATTEMPT, "") == self._ordinary:
             return None
         try:
-            return self._ask(args[args.index(_WORKER) + 1 :], env)
+            rank = self._ask(arguments, env)
         except (OSError, EOFError, ValueError):
             self.close()
             return None
+        self._forks += [rank] if rank is not None else []
+        return rank
 
     def _open(self, args: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -134,13 +160,18 @@ class _Zygote:
             except BlockingIOError:  # it still imports
                 return None
             connection.settimeout(_PATIENCE)
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             _send(connection, [list(arguments), dict(env)])
-            return Rank(int(_receive(connection)))
+            if (pid := _receive(connection)) is None:
+                return None
+            rank = Rank(pid)
+            _send(connection, "begin")
+            return rank
         finally:
-            prctl(_PR_SET_CHILD_SUBREAPER, 0)  # orphans of the ranks are not ours
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)  # orphans of the ranks are not ours
 
     def close(self) -> None:
         if self._connection is not None:
@@ -173,30 +204,62 @@ def _receive(connection: socket.socket) -> Any:
 # -- the zygote's side --
 
 
-def _imports(script: Path) -> Iterator[ast.stmt]:
-    """The statements outside functions with which a script, and the user's modules that it imports, import installed packages."""
-    installed = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")})
-    files, seen = [script], set[Path]()
-    while files and len(seen) < _MOST_FILES:
-        if (file := files.pop()) in seen:
-            continue
-        seen.add(file)
+class _Walk:
+    """The statements with which a script imports installed packages, in the order in which they run, also by way of the user's own
+    modules: as far as nothing else runs."""
+
+    def __init__(self, script: Path) -> None:
+        self.found: list[ast.stmt] = []
+        self.changes_environment = False
+        self._seen: set[Path] = set()
+        self.is_whole = self._read(script)
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether ranks may begin with all of these and Slipstream imported."""
+        modules = {name.parts[0] for node in self.found for _, names in _modules(node, Path("/")) for name in names}
+        return not self.changes_environment and (self.is_whole or bool(modules & {"slipstream", "deepspeed"}))
+
+    def _read(self, file: Path) -> bool:
+        """Whether all of the file but its main part only imports and defines."""
+        if file in self._seen:
+            return True
+        self._seen.add(file)
         try:
             statements = ast.parse(file.read_bytes()).body
-        except (OSError, SyntaxError, ValueError):
-            continue
-        for node, names in (found for statement in statements for found in _modules(statement, file)):
-            root = Path()
-            if not names[0].is_absolute():
-                if (spec := _find(package := names[0].parts[0])) is None or spec.origin is None:
-                    continue
-                if spec.origin.startswith(installed) or package == "slipstream":
-                    yield node
-                    continue
-                if not spec.has_location or spec.origin.startswith(sysconfig.get_path("stdlib")):
-                    continue
-                root = Path(spec.origin).parents[spec.submodule_search_locations is not None]
-            files += [file for name in names for file in (root / f"{name}.py", root / name / "__init__.py")]
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            return not file.exists()
+        self.changes_environment |= any(map(_changes_environment, itertools.chain.from_iterable(map(ast.walk, statements))))
+        for statement in statements:
+            match statement:
+                case ast.Import() | ast.ImportFrom():
+                    if not all(self._follow(node, names) for node, names in _modules(statement, file)):
+                        return False
+                case ast.Expr(value=ast.Constant()) | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    pass
+                case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name()):
+                    pass
+                case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                    pass
+                case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                    pass
+                case _:
+                    return False
+        return True
+
+    def _follow(self, node: ast.stmt, names: list[Path]) -> bool:
+        root = Path()
+        if not names[0].is_absolute():
+            spec = _find(package := names[0].parts[0])
+            if spec is None or spec.origin is None or package == "slipstream" or _PACKAGES & {*Path(spec.origin).parts}:
+                self.found.append(node)  # what there is not fails here as in the rank
+                return True
+            if not spec.has_location or spec.origin.startswith(sysconfig.get_path("stdlib")):
+                return True
+            root = Path(spec.origin).parents[spec.submodule_search_locations is not None]
+        chains = ([name] if name.is_absolute() else [*reversed(name.parents[:-1]), name] for name in names)
+        places = (root / place for chain in chains for place in chain)  # a package runs before its modules
+        return all(self._read(file) for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"))
 
 
 def _modules(statement: ast.stmt, file: Path) -> Iterator[tuple[ast.stmt, list[Path]]]:
@@ -206,9 +269,23 @@ def _modules(statement: ast.stmt, file: Path) -> Iterator[tuple[ast.stmt, list[P
         case ast.Import(names=names):
             for alias in names:
                 yield ast.Import([alias]), [Path(*alias.name.split("."))]
-        case ast.ImportFrom(module=module, names=names, level=level):
+        case ast.ImportFrom(module=module, names=names, level=level) if level <= len(file.parents):
             parent = (file.parents[level - 1] if level else Path()).joinpath(*(module or "").split("."))
             yield statement, [parent, *(parent / alias.name for alias in names if alias.name != "*")]
+
+
+def _changes_environment(node: ast.AST) -> bool:
+    """Whether a part of a statement sets or deletes variables, or may."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="environ") | ast.Name(id="environ"), ctx=ast.Store() | ast.Del()):
+            return True
+        case ast.AugAssign(target=ast.Attribute(attr="environ") | ast.Name(id="environ")):
+            return True
+        case ast.Call(func=ast.Attribute(attr=name, value=ast.Attribute(attr="environ") | ast.Name(id="environ"))):
+            return name not in ("get", "copy", "items", "keys", "values")
+        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv" | "load_dotenv") | ast.Name(id="load_dotenv")):
+            return True
+    return False
 
 
 def _find(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -218,13 +295,45 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
-def _preload(script: Path | None) -> None:
-    """Import what ranks import. An import that fails is left to the ranks."""
-    for name in _OURS:
-        importlib.import_module(name)
-    for node in () if script is None else _imports(script):
-        with suppress(Exception, SystemExit):
-            exec(ast.unparse(node), {"__name__": __name__})
+class _Noted(dict[Any, Any]):
+    """The variables of os.environ, which notes those that are read."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        super().__init__(values)
+        self.read: set[Any] = set()
+
+    def __getitem__(self, key: Any) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(key)
+        return super().__contains__(key)
+
+
+class _Imports:
+    """What the zygote imports, and what became of the environment and sys.path by that."""
+
+    def __init__(self, found: list[ast.stmt]) -> None:
+        before, path = dict(os.environ), list(sys.path)
+        environ: Any = os.environ
+        plain, environ._data = environ._data, (noted := _Noted(environ._data))
+        with _silence():
+            for node in found:
+                with suppress(Exception, SystemExit):  # it fails in the rank, too
+                    exec(ast.unparse(node), {"__name__": __name__})
+            for name in _OURS:
+                importlib.import_module(name)
+        plain.clear()
+        plain.update(noted)
+        environ._data = plain
+        self.read = {environ.decodekey(key): before.get(environ.decodekey(key)) for key in noted.read}
+        self.changed = {key: value for key, value in os.environ.items() if before.get(key) != value}
+        self.is_fit = sys.path == path and _is_fit()
+
+    def fit(self, env: Mapping[str, str]) -> bool:
+        """Whether imports in this environment would have read the same."""
+        return all(env.get(key) == value for key, value in self.read.items())
 
 
 @contextmanager
@@ -240,18 +349,21 @@ def _silence() -> Iterator[None]:
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        for number, stream in zip((1, 2), streams, strict=True):
-            os.dup2(stream, number)
-            os.close(stream)
+        for number, copy in zip((1, 2), streams, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def _is_fit() -> bool:
-    """Whether a fork has all that this process has: no thread of Python's runs, no device is open."""
+    """Whether a fork has all that this process has: no device is open, and no thread runs but those of BLAS, which end before."""
+    if not (pid := os.fork()):
+        os._exit(0)
+    os.waitpid(pid, 0)
     opened = []
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             opened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return threading.active_count() == 1 and not any(target.startswith(_DEVICES) for target in opened)
+    return len(os.listdir("/proc/self/task")) == 1 and not any(target.startswith(_DEVICES) for target in opened)
 
 
 def _fork() -> tuple[int, int]:
@@ -276,23 +388,28 @@ def _fork() -> tuple[int, int]:
     return 0, begins
 
 
-def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], int] | None:
-    """In a rank, its arguments, its environment and the pipe that lets it begin. In the zygote None, when the agent has ended."""
-    with suppress(EOFError, OSError):
-        while True:
-            arguments, env = _receive(connection)
-            pid, pipe = _fork()
-            if not pid:
-                return arguments, env, pipe
+def _serve(connection: socket.socket, imports: _Imports) -> tuple[list[str], dict[str, str], int]:
+    """In a rank, its arguments, its environment and the pipe that lets it begin. In the zygote, raises EOFError or OSError when the
+    agent has ended."""
+    while True:
+        arguments, env = _receive(connection)
+        if not imports.fit(env):
+            _send(connection, None)
+            continue
+        pid, pipe = _fork()
+        if not pid:
+            return arguments, env | imports.changed, pipe
+        try:
             _send(connection, pid)
+            _receive(connection)
             os.write(pipe, b"1")
+        finally:
             os.close(pipe)
-    return None
 
 
 def _become_rank(env: Mapping[str, str], begins: int) -> None:
-    if not os.read(begins, 1):  # the zygote has ended, and the agent may have started another rank
-        os._exit(1)
+    if not os.read(begins, 1):  # the zygote or the agent has ended, or the agent has given this rank up
+        os._exit(0)
     os.close(begins)
     os.environ.clear()
     os.environ.update(env)
@@ -301,24 +418,22 @@ def _become_rank(env: Mapping[str, str], begins: int) -> None:
 
 
 def main() -> None:
-    from slipstream.launch import worker
-
     descriptor, *own = sys.argv[1:]
-    before = sys.path[0]
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
-    script = None
-    if (source := worker.source_of(own)) is not None:
-        script, sys.path[0] = source[0], str(source[1])
-    with _silence():
-        _preload(script)
-    sys.path[0] = before
-    if not _is_fit():
-        return
-    gc.collect()
-    gc.freeze()  # a collection would write to every object, and so copy its page
-    _send(connection, "ready")
-    if (order := _serve(connection)) is not None:
+    order = None
+    with suppress(Exception):  # ranks start without it, and it has nothing to tell the user
+        if (source := worker.source_of(own)) is None:
+            return
+        before, sys.path[0] = sys.path[0], str(source[1])
+        if not (walk := _Walk(source[0])).is_fit or not (imports := _Imports(walk.found)).is_fit:
+            return
+        sys.path[0] = before
+        gc.collect()
+        gc.freeze()  # a collection would write to every object, and so copy its page
+        _send(connection, "ready")
+        order = _serve(connection, imports)
+    if order is not None:
         connection.close()
         arguments, env, begins = order
         _become_rank(env, begins)
