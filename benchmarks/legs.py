@@ -74,7 +74,8 @@ def _serve(name: str, level: int, minutes: float, question: str, needs: str = "m
 LEGS = (
     *_step("step", 1, 3.5, "moving", "seconds per training step over the floor: Slipstream, DeepSpeed, FSDP2 and DDP"),
     Leg("memory", 1, 4.5, "bytes per parameter over the formula of each ZeRO stage, and DeepSpeed's", "memory:run", "deepspeed"),
-    Leg("wire", 1, 5, "bytes that a rank sends per step, over the formula", "wire:run", "deepspeed"),
+    Leg("wire", 1, 2.5, "bytes that a rank sends per step, over the formula", "wire:run", "deepspeed"),
+    Leg("wire-axes", 2, 2, "bytes of a block in slices and in shares of sequences, over the formula", "wire:run_axes"),
     Leg("optimizer", 1, 1, "seconds per AdamW step, over its bytes at the rate of a stream", "optimizer:run", "deepspeed"),
     _offload("offload", 1, 5, 1, 3, "offload"),
     Leg("pipeline", 2, 4, "a pipeline of two stages over its bound, and DeepSpeed's", "layouts:pipeline", "deepspeed"),

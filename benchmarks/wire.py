@@ -167,8 +167,7 @@ def sent_per_block(system: str, world: int) -> float:
     return max((three - one) / 2 / AXES.depth for one, three in zip(*sent, strict=True))
 
 
-def axes(options: Options) -> str:
-    """The tables of slices and of shares of sequences. Raises NoNetwork."""
+def run_axes(options: Options) -> str:
     rows, judged = [], []
     for name, factor in PER_BLOCK.items():
         for world in (2,) if options.quick else (2, 4):
@@ -176,6 +175,8 @@ def axes(options: Options) -> str:
             axis = "slices (tp)" if "tp" in name else "shares of sequences (Ulysses)"
             try:
                 sent = sent_per_block(system, world)
+            except NoNetwork as error:
+                return f"Not measured: {error}."
             except Failed as error:
                 print(error)
                 rows.append([str(world), axis, "", error.reason])
@@ -226,6 +227,5 @@ def run(options: Options) -> str:
             f"compression hook on CPUs. {peers}.",
             table(["ranks", "contender", "formula, MB", "sent, MB", "over it"], rows),
             verdicts([verdict(f"bytes on the wire over the formula, worst ({where})", worst, TARGET, digits=3)]),
-            axes(options),
         )
     )
