@@ -298,7 +298,7 @@ def test_one_reduction_of_several_backwards(transport: str) -> None:
 
 @distributed(world_size=2)
 def test_gradients_of_slices_before_one_reduction() -> None:
-    """Inside, a gradient is that of this rank's slice, and so is what replaces it; afterwards it is whole."""
+    """Inside, a gradient is that of this rank's slice, and cannot be set; afterwards it is whole."""
     model = nn.Sequential(ColumnParallelLinear(8, 16, bias=False), RowParallelLinear(16, 4, bias=False))
     engine = initialize(model=model, config=toy.settings(1, slipstream={"mesh": {"tp": 2}}))[0]
     weight = engine.module[0].weight
@@ -307,7 +307,9 @@ def test_gradients_of_slices_before_one_reduction() -> None:
         own = fragments.safe_get_full_grad(weight)
         assert own.shape == weight.shape == (8, 8)
         assert torch.equal(fragments.safe_get_local_grad(weight), own.reshape(-1))
-        fragments.safe_update_full_grad_vectorized([weight], lambda gradient, param: gradient * 2)
+        with pytest.raises(RuntimeError, match=r"'0.weight' is not reduced inside coalesce_grad_reduction"):
+            fragments.safe_update_full_grad_vectorized([weight], lambda gradient, param: gradient * 2)
+    fragments.safe_update_full_grad_vectorized([weight], lambda gradient, param: gradient * 2)
     whole = fragments.safe_get_full_grad(weight)
     assert whole.shape == (16, 8)
     torch.testing.assert_close(whole.chunk(2)[engine.mesh.tp.index], own * 2)

@@ -178,10 +178,10 @@ def test_a_hang_shows_each_ranks_stack_and_ends() -> None:
     before = run(2, pids)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        run(2, hang, timeout=3)  # on a loaded machine ranks need a second to begin
-    assert 3 <= time.monotonic() - start < 12
+        run(2, hang, timeout=6)  # on a loaded machine ranks need seconds to begin
+    assert 6 <= time.monotonic() - start < 15
     story = str(caught.value)
-    assert caught.value.first.status == "hung" and story.count("no answer after 3 s") == 2
+    assert caught.value.first.status == "hung" and story.count("no answer after 6 s") == 2
     assert "in barrier" in story and len(re.findall(r'File ".*test_pool\.py", line \d+ in hang', story)) == 2
     assert all(gone(pid) for pid in before) and not set(before) & set(run(2, pids))
 

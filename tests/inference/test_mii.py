@@ -57,7 +57,7 @@ def check_streams(generator: Any, expected: list[Any]) -> None:
         check([whole], expected[:1])
         assert "".join(map(str, parts)) == expected[0].text
         numbers.append(len(parts))
-    assert max(numbers) > 2, numbers
+    assert max(numbers) > 1, numbers
     assert sum(part.generated_length for part in parts) == whole.generated_length
     with pytest.raises(RuntimeError, match="a stream answers one prompt"):
         generator.generate(PROMPTS, streaming_fn=parts.extend)

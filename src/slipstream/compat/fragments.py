@@ -62,9 +62,11 @@ def _unreduced(engine: Any, param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the gradient by a value like that of `safe_get_full_grad`."""
+    """Replace the gradient. Raises RuntimeError inside `engine.coalesce_grad_reduction()`, where it is not reduced yet."""
     engine, name = engine_of(param)
-    engine.set_gradient(name, access.whole_of(value, *_place(param)) if engine.coalesces else value)
+    if engine.coalesces:
+        raise RuntimeError(f"the gradient of {name!r} is not reduced inside coalesce_grad_reduction(); set it behind that block")
+    engine.set_gradient(name, value)
 
 
 def safe_update_full_grad_vectorized(
@@ -104,8 +106,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    engine, name = engine_of(param)
-    engine.set_gradient(name, _joined(param, value))
+    safe_set_full_grad(param, _joined(param, value))
 
 
 def _local(param: nn.Parameter, whole: Tensor | None) -> Any:

@@ -16,6 +16,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
@@ -127,11 +129,22 @@ def describe(error: BaseException, place: RankPlace) -> Failure:
     )
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit normally; after `EXIT_S` a C thread ends the process even if it hangs."""
+def _leave(code: int, *, at_once: bool = False) -> NoReturn:
+    """Exit normally; after `EXIT_S` a C thread ends the process even if it hangs.
+
+    at_once: for a rank that ends because of another, whose end the restart waits for. Two collections of torch's objects, half a
+    second, are left out: what only they would have freed is not, but open files are flushed.
+    """
     sys.stdout.flush()
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until exit)
-    gc.freeze()  # torch's and dynamo's objects: two collections of them, of which nobody needs what they find, take half a second
+    if at_once:
+        gc.unfreeze()  # what the zygote of this rank froze
+        objects = gc.get_objects()
+        files = {kind for kind in set(map(type, objects)) if issubclass(kind, io.TextIOBase | io.BufferedIOBase)}
+        for file in [item for item in objects if type(item) in files]:
+            with suppress(Exception):
+                file.flush()
+        gc.freeze()
     sys.exit(code)
 
 
@@ -296,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     _write_record(failure, place)
     if options.log is not None:
         print(failure.traceback or failure.message, file=sys.stderr, flush=True)
-    _leave(failure.exit_code)
+    _leave(failure.exit_code, at_once=failure.consequence)
 
 
 if __name__ == "__main__":

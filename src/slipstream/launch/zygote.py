@@ -12,9 +12,9 @@ for that moment, so that for torchrun and `watch` it is a child like any other. 
 
 A fork must not differ from a process that has run the script from its first line. So there is none if the script changes its
 environment anywhere, or does more than import and define before it imports Slipstream; if an import has started a native thread
-(OpenMP: the fork would wait for it forever) or opened a device, has changed sys.path, or has read a variable that is another for
-the rank (LOCAL_RANK); if ranks are bound to cores, since libraries count these when they are loaded; and in the attempt after one
-whose forks failed at once. Whatever fails here ends in an ordinary start.
+(OpenMP: the fork would wait for it forever), opened a file or a device, made a temporary folder or changed sys.path, or has read a
+variable that is another for the rank (LOCAL_RANK); if ranks are bound to cores, since libraries count these when they are loaded;
+and in the attempt after one whose forks failed at once. Whatever fails here ends in an ordinary start.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +60,10 @@ _OURS = (
     "slipstream.world.monitor",
     "torch._dynamo",  # the first optimizer of torch's imports it
 )
+_SHARED = {"TORCHINDUCTOR_CACHE_DIR"}  # folders of temporary files that all processes of a user share, and not one of each
 _PACKAGES = {"site-packages", "dist-packages"}
+_MAKERS = {"getLogger", "Path", "TypeVar", "ParamSpec", "namedtuple", "NamedTuple", "partial", "field", "compile", "get", "Lock"}
+_MAKERS |= {"int", "float", "str", "bool", "tuple", "list", "dict", "set", "frozenset", "range", "len", "max", "min", "device"}
 
 
 class Rank:
@@ -66,16 +71,23 @@ class Rank:
 
     def __init__(self, pid: int) -> None:
         """Raises ChildProcessError if it is no child of this process."""
-        self.pid, self.returncode = pid, None
-        self.began, self.failed_at_once = time.monotonic(), False
-        self.poll()
+        self.pid, self.began = pid, time.monotonic()
+        self.returncode: int | None = None
+        self.failed_at_once = False
+        self._note(*os.waitpid(pid, os.WNOHANG))
 
-    returncode: int | None
+    def _note(self, ended: int, status: int) -> None:
+        if ended:
+            self.returncode = os.waitstatus_to_exitcode(status)
+            was_sent = self.returncode in (-signal.SIGTERM, -signal.SIGKILL)  # to end it, as after another rank's failure
+            self.failed_at_once = self.returncode != 0 and not was_sent and time.monotonic() - self.began < _AT_ONCE
 
     def poll(self) -> int | None:
-        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.returncode = os.waitstatus_to_exitcode(ended[1])
-            self.failed_at_once = self.returncode > 0 and time.monotonic() - self.began < _AT_ONCE
+        if self.returncode is None:
+            try:
+                self._note(*os.waitpid(self.pid, os.WNOHANG))
+            except ChildProcessError:  # a signal's handler raised between the system call and the note
+                self.returncode = 1
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -125,15 +137,14 @@ class _Zygote:
             return None
         if any(rank.failed_at_once for rank in self._forks):
             self._forks, self._ordinary = [], env.get(_ATTEMPT, "")
-        if self._process is None or self._process.poll() is not None:
-            if self._process is None or self._process.returncode != 0:  # 0: it would not be fit the next time either
-                self.close()
-                self._open(args)
-            return None
-        if env.get(_ATTEMPT, "") == self._ordinary:
-            return None
+        rank = None
         try:
-            rank = self._ask(arguments, env)
+            if self._process is None or self._process.poll() is not None:
+                if self._process is None or self._process.returncode != 0:  # 0: it would not be fit the next time either
+                    self.close()
+                    self._open(args)
+            elif env.get(_ATTEMPT, "") != self._ordinary:
+                rank = self._ask(arguments, env)
         except (OSError, EOFError, ValueError):
             self.close()
             return None
@@ -208,11 +219,13 @@ class _Walk:
     """The statements with which a script imports installed packages, in the order in which they run, also by way of the user's own
     modules: as far as nothing else runs."""
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, script: Path, folder: Path) -> None:
+        """folder: where modules are looked for first."""
         self.found: list[ast.stmt] = []
         self.changes_environment = False
         self._seen: set[Path] = set()
-        self.is_whole = self._read(script)
+        packages = [place / "__init__.py" for place in reversed(script.relative_to(folder).parents[:-1])]  # of a script with -m
+        self.is_whole = all(self._read(file) for file in (*(folder / place for place in packages), script))
 
     @property
     def is_fit(self) -> bool:
@@ -237,7 +250,7 @@ class _Walk:
                         return False
                 case ast.Expr(value=ast.Constant()) | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                     pass
-                case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name()):
+                case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name()) if _only_makes(statement):
                     pass
                 case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                     pass
@@ -248,18 +261,30 @@ class _Walk:
         return True
 
     def _follow(self, node: ast.stmt, names: list[Path]) -> bool:
-        root = Path()
-        if not names[0].is_absolute():
-            spec = _find(package := names[0].parts[0])
-            if spec is None or spec.origin is None or package == "slipstream" or _PACKAGES & {*Path(spec.origin).parts}:
-                self.found.append(node)  # what there is not fails here as in the rank
+        if names[0].is_absolute():
+            return all(map(self._read_module, names))
+        spec = _find(package := names[0].parts[0])
+        places = [] if spec is None else [Path(place) for place in (spec.origin, *(spec.submodule_search_locations or ())) if place]
+        if spec is None or package == "slipstream" or any(_PACKAGES & {*place.parts} for place in places):
+            self.found.append(node)  # what there is not fails here as in the rank
+            return True
+        if not spec.submodule_search_locations and (not spec.has_location or _is_of_python(places[0])):
+            return True
+        if spec.submodule_search_locations:
+            if any(map(_is_of_python, places)):
                 return True
-            if not spec.has_location or spec.origin.startswith(sysconfig.get_path("stdlib")):
-                return True
-            root = Path(spec.origin).parents[spec.submodule_search_locations is not None]
-        chains = ([name] if name.is_absolute() else [*reversed(name.parents[:-1]), name] for name in names)
-        places = (root / place for chain in chains for place in chain)  # a package runs before its modules
-        return all(self._read(file) for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"))
+            folders = [Path(place).parent for place in spec.submodule_search_locations]
+        else:
+            folders = [places[0].parent]
+        chain = [part for name in names for part in (*reversed(name.parents[:-1]), name)]  # a package runs before its modules
+        return all(self._read_module(folder / part) for folder in folders for part in chain)
+
+    def _read_module(self, place: Path) -> bool:
+        return all(map(self._read, (place.with_name(f"{place.name}.py"), place / "__init__.py")))
+
+
+def _is_of_python(place: Path) -> bool:
+    return str(place).startswith(sysconfig.get_path("stdlib"))
 
 
 def _modules(statement: ast.stmt, file: Path) -> Iterator[tuple[ast.stmt, list[Path]]]:
@@ -270,8 +295,16 @@ def _modules(statement: ast.stmt, file: Path) -> Iterator[tuple[ast.stmt, list[P
             for alias in names:
                 yield ast.Import([alias]), [Path(*alias.name.split("."))]
         case ast.ImportFrom(module=module, names=names, level=level) if level <= len(file.parents):
-            parent = (file.parents[level - 1] if level else Path()).joinpath(*(module or "").split("."))
-            yield statement, [parent, *(parent / alias.name for alias in names if alias.name != "*")]
+            root = file.parents[level - 1] if level else Path()
+            parent = root.joinpath(*(module or "").split("."))
+            between = [place for place in reversed(parent.parents) if level and place.is_relative_to(root) and place != root]
+            yield statement, [*between, parent, *(parent / alias.name for alias in names if alias.name != "*")]
+
+
+def _only_makes(statement: ast.stmt) -> bool:
+    """Whether a statement calls nothing, or what is known to make a value and no more."""
+    functions = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return all(getattr(each, "attr", getattr(each, "id", "")) in _MAKERS for each in functions)
 
 
 def _changes_environment(node: ast.AST) -> bool:
@@ -315,7 +348,7 @@ class _Imports:
     """What the zygote imports, and what became of the environment and sys.path by that."""
 
     def __init__(self, found: list[ast.stmt]) -> None:
-        before, path = dict(os.environ), list(sys.path)
+        before, path, opened = dict(os.environ), list(sys.path), _descriptors()
         environ: Any = os.environ
         plain, environ._data = environ._data, (noted := _Noted(environ._data))
         with _silence():
@@ -329,11 +362,21 @@ class _Imports:
         environ._data = plain
         self.read = {environ.decodekey(key): before.get(environ.decodekey(key)) for key in noted.read}
         self.changed = {key: value for key, value in os.environ.items() if before.get(key) != value}
-        self.is_fit = sys.path == path and _is_fit()
+        self.removed = before.keys() - os.environ.keys()
+        own = [key for key, value in self.changed.items() if value.startswith(tempfile.gettempdir()) and key not in _SHARED]
+        self.is_fit = sys.path == path and not own and _descriptors() == opened and _is_fit()
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """What imports in this environment would have made of it."""
+        return {key: value for key, value in env.items() if key not in self.removed} | self.changed
 
     def fit(self, env: Mapping[str, str]) -> bool:
         """Whether imports in this environment would have read the same."""
         return all(env.get(key) == value for key, value in self.read.items())
+
+
+def _descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
 
 
 @contextmanager
@@ -398,7 +441,7 @@ def _serve(connection: socket.socket, imports: _Imports) -> tuple[list[str], dic
             continue
         pid, pipe = _fork()
         if not pid:
-            return arguments, env | imports.changed, pipe
+            return arguments, imports.environment(env), pipe
         try:
             _send(connection, pid)
             _receive(connection)
@@ -423,10 +466,10 @@ def main() -> None:
     connection.set_inheritable(False)
     order = None
     with suppress(Exception):  # ranks start without it, and it has nothing to tell the user
-        if (source := worker.source_of(own)) is None:
+        if (source := worker.source_of(own)) is None or sys.flags.safe_path:
             return
         before, sys.path[0] = sys.path[0], str(source[1])
-        if not (walk := _Walk(source[0])).is_fit or not (imports := _Imports(walk.found)).is_fit:
+        if not (walk := _Walk(*source)).is_fit or not (imports := _Imports(walk.found)).is_fit:
             return
         sys.path[0] = before
         gc.collect()
