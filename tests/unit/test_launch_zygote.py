@@ -111,19 +111,23 @@ def test_imports_after_which_a_fork_would_be_another(package: str, says: str, tm
 
 
 def test_the_source_of_a_worker_is_found_by_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "package").mkdir()
+    (tmp_path / "own_package").mkdir()
     for name in ("__init__", "part", "__main__"):
-        (tmp_path / "package" / f"{name}.py").write_text("raise ValueError")
+        (tmp_path / "own_package" / f"{name}.py").write_text("raise ValueError")
     monkeypatch.chdir(tmp_path)
-    assert worker.source_of(["--log=a", "package/part.py", "-m"]) == (tmp_path / "package/part.py", tmp_path / "package")
-    assert worker.source_of(["-m", "package.part"]) == (tmp_path / "package/part.py", tmp_path)
-    assert worker.source_of(["-m", "package"]) == (tmp_path / "package/__main__.py", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert worker.source_of(["--log=a", "own_package/part.py", "-m"]) == (
+        tmp_path / "own_package/part.py",
+        tmp_path / "own_package",
+    )
+    assert worker.source_of(["-m", "own_package.part"]) == (tmp_path / "own_package/part.py", tmp_path)
+    assert worker.source_of(["-m", "own_package"]) == (tmp_path / "own_package/__main__.py", tmp_path)
     assert worker.source_of(["-m", "elsewhere.part"]) is None
 
 
 def test_a_module_begins_with_its_packages(tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("import os\nos.environ['A'] = 'b'")
-    (tmp_path / "package" / "part.py").write_text("import slipstream")
-    assert not zygote._Walk(tmp_path / "package" / "part.py", tmp_path).is_fit
-    assert zygote._Walk(tmp_path / "package" / "part.py", tmp_path / "package").is_fit
+    (folder := tmp_path / "package").mkdir()
+    (folder / "__init__.py").write_text("import os\nos.environ['A'] = 'b'")
+    (folder / "part.py").write_text("import slipstream")
+    assert not zygote._Walk(folder / "part.py", tmp_path).is_fit
+    assert zygote._Walk(folder / "part.py", folder).is_fit

@@ -264,13 +264,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def source_of(argv: list[str]) -> tuple[Path, Path] | None:
-    """The file that `main` would run with these arguments, and the folder where that looks for modules first. By the words alone: a
-    module is not imported, and None stands for one that is not in this folder."""
+    """The file that `main` would run with these arguments, and the folder where its modules are looked for first. A module is not
+    imported for that, nor are its packages; None stands for one that is not found."""
     options = parse(argv)
     if not options.module:
         return (file := Path(options.target).absolute()), file.parent
-    place = (here := Path.cwd()).joinpath(*options.target.split("."))
-    return next(((file, here) for file in (place.with_suffix(".py"), place / "__main__.py") if file.exists()), None)
+    root, *names = options.target.split(".")
+    if (spec := importlib.util.find_spec(root)) is None:
+        return None
+    places = spec.submodule_search_locations or [spec.origin or ""]
+    for folder in (Path(place).parent for place in places):
+        place = folder.joinpath(root, *names)
+        for file in (place.with_name(f"{place.name}.py"), place / "__main__.py"):
+            if file.exists():
+                return file, folder
+    return None
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -468,7 +468,9 @@ def main() -> None:
     with suppress(Exception):  # ranks start without it, and it has nothing to tell the user
         if (source := worker.source_of(own)) is None or sys.flags.safe_path:
             return
-        before, sys.path[0] = sys.path[0], str(source[1])
+        before = sys.path[0]
+        if not worker.parse(own).module:
+            sys.path[0] = str(source[1])
         if not (walk := _Walk(*source)).is_fit or not (imports := _Imports(walk.found)).is_fit:
             return
         sys.path[0] = before
