@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.launch import worker, zygote
+from slipstream.launch import worker
+from slipstream.launch.imports import Walk
 
 FILES = {
     "train.py": """
@@ -34,12 +35,12 @@ FILES = {
 FOUND = ["numpy as np", "filelock", "AutoConfig", "safetensors.torch", "slipstream", "tokenizers", "missing_package"]
 
 
-def walked(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> zygote._Walk:
+def walked(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> Walk:
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()))
     monkeypatch.syspath_prepend(str(folder))
-    return zygote._Walk(folder / "train.py", folder)
+    return Walk(folder / "train.py", folder)
 
 
 def test_imports_of_installed_packages_are_found_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,5 +130,5 @@ def test_a_module_begins_with_its_packages(tmp_path: Path) -> None:
     (folder := tmp_path / "package").mkdir()
     (folder / "__init__.py").write_text("import os\nos.environ['A'] = 'b'")
     (folder / "part.py").write_text("import slipstream")
-    assert not zygote._Walk(folder / "part.py", tmp_path).is_fit
-    assert zygote._Walk(folder / "part.py", folder).is_fit
+    assert not Walk(folder / "part.py", tmp_path).is_fit
+    assert Walk(folder / "part.py", folder).is_fit

@@ -23,25 +23,21 @@ import ast
 import ctypes
 import gc
 import importlib
-import importlib.machinery
-import importlib.util
-import itertools
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from slipstream.launch import worker
+from slipstream.launch.imports import Walk
 
 __all__ = ["spare_ranks"]
 
@@ -49,7 +45,7 @@ _WORKER = "slipstream.launch.worker"
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _PATIENCE = 5.0  # seconds for a fork
-_AT_ONCE = 10.0  # seconds
+_AT_ONCE = 10.0  # seconds: a fork that fails within them may fail because it is one
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/accel", "/dev/dxg", "/dev/dri")
 _OURS = (
     "slipstream.config.parse",
@@ -61,9 +57,6 @@ _OURS = (
     "torch._dynamo",  # the first optimizer of torch's imports it
 )
 _SHARED = {"TORCHINDUCTOR_CACHE_DIR"}  # folders of temporary files that all processes of a user share, and not one of each
-_PACKAGES = {"site-packages", "dist-packages"}
-_MAKERS = {"getLogger", "Path", "TypeVar", "ParamSpec", "namedtuple", "NamedTuple", "partial", "field", "compile", "get", "Lock"}
-_MAKERS |= {"int", "float", "str", "bool", "tuple", "list", "dict", "set", "frozenset", "range", "len", "max", "min", "device"}
 
 
 class Rank:
@@ -125,7 +118,7 @@ class _Zygote:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._is_ready = False
         self._forks: list[Rank] = []  # of the attempts since the last that was ordinary
         self._ordinary = ""  # the attempt that is
@@ -145,14 +138,14 @@ class _Zygote:
                     self._open(args)
             elif env.get(_ATTEMPT, "") != self._ordinary:
                 rank = self._ask(arguments, env)
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError):
             self.close()
             return None
         self._forks += [rank] if rank is not None else []
         return rank
 
     def _open(self, args: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         before, after = args[: args.index(_WORKER)], args[args.index(_WORKER) + 1 :]
         with theirs:
             command = [*before, __name__, str(theirs.fileno()), *after]
@@ -160,26 +153,24 @@ class _Zygote:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], process_group=0)
         self._connection, self._is_ready = ours, False
 
-    def _ask(self, arguments: Sequence[str], env: Mapping[str, str]) -> Rank | None:
-        """Raises OSError, EOFError or ValueError if the zygote fails."""
+    def _ask(self, arguments: list[str], env: Mapping[str, str]) -> Rank | None:
+        """Raises OSError or EOFError if the zygote fails."""
         if (connection := self._connection) is None:
             return None
-        connection.settimeout(0 if not self._is_ready else _PATIENCE)
-        if not self._is_ready:
-            try:
-                self._is_ready = _receive(connection) == "ready"
-            except BlockingIOError:  # it still imports
-                return None
-            connection.settimeout(_PATIENCE)
+        if not self._is_ready and not connection.poll():  # it still imports
+            return None
+        self._is_ready = self._is_ready or connection.recv() == "ready"
         prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
         prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
-            _send(connection, [list(arguments), dict(env)])
-            if (pid := _receive(connection)) is None:
+            connection.send((arguments, dict(env)))
+            if not connection.poll(_PATIENCE):
+                raise TimeoutError
+            if (pid := connection.recv()) is None:
                 return None
             rank = Rank(pid)
-            _send(connection, "begin")
+            connection.send("begin")
             return rank
         finally:
             prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)  # orphans of the ranks are not ours
@@ -193,139 +184,7 @@ class _Zygote:
         self._connection = self._process = None
 
 
-def _send(connection: socket.socket, message: Any) -> None:
-    data = json.dumps(message).encode()
-    connection.sendall(len(data).to_bytes(4, "little") + data)
-
-
-def _receive(connection: socket.socket) -> Any:
-    """Raises EOFError if the other side has gone."""
-
-    def read(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            if not (part := connection.recv(count - len(data))):
-                raise EOFError
-            data += part
-        return data
-
-    return json.loads(read(int.from_bytes(read(4), "little")))
-
-
 # -- the zygote's side --
-
-
-class _Walk:
-    """The statements with which a script imports installed packages, in the order in which they run, also by way of the user's own
-    modules: as far as nothing else runs."""
-
-    def __init__(self, script: Path, folder: Path) -> None:
-        """folder: where modules are looked for first."""
-        self.found: list[ast.stmt] = []
-        self.changes_environment = False
-        self._seen: set[Path] = set()
-        packages = [place / "__init__.py" for place in reversed(script.relative_to(folder).parents[:-1])]  # of a script with -m
-        self.is_whole = all(self._read(file) for file in (*(folder / place for place in packages), script))
-
-    @property
-    def is_fit(self) -> bool:
-        """Whether ranks may begin with all of these and Slipstream imported."""
-        modules = {name.parts[0] for node in self.found for _, names in _modules(node, Path("/")) for name in names}
-        return not self.changes_environment and (self.is_whole or bool(modules & {"slipstream", "deepspeed"}))
-
-    def _read(self, file: Path) -> bool:
-        """Whether all of the file but its main part only imports and defines."""
-        if file in self._seen:
-            return True
-        self._seen.add(file)
-        try:
-            statements = ast.parse(file.read_bytes()).body
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            return not file.exists()
-        self.changes_environment |= any(map(_changes_environment, itertools.chain.from_iterable(map(ast.walk, statements))))
-        for statement in statements:
-            match statement:
-                case ast.Import() | ast.ImportFrom():
-                    if not all(self._follow(node, names) for node, names in _modules(statement, file)):
-                        return False
-                case ast.Expr(value=ast.Constant()) | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                    pass
-                case ast.Assign(targets=[ast.Name()]) | ast.AnnAssign(target=ast.Name()) if _only_makes(statement):
-                    pass
-                case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                    pass
-                case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
-                    pass
-                case _:
-                    return False
-        return True
-
-    def _follow(self, node: ast.stmt, names: list[Path]) -> bool:
-        if names[0].is_absolute():
-            return all(map(self._read_module, names))
-        spec = _find(package := names[0].parts[0])
-        places = [] if spec is None else [Path(place) for place in (spec.origin, *(spec.submodule_search_locations or ())) if place]
-        if spec is None or package == "slipstream" or any(_PACKAGES & {*place.parts} for place in places):
-            self.found.append(node)  # what there is not fails here as in the rank
-            return True
-        if not spec.submodule_search_locations and (not spec.has_location or _is_of_python(places[0])):
-            return True
-        if spec.submodule_search_locations:
-            if any(map(_is_of_python, places)):
-                return True
-            folders = [Path(place).parent for place in spec.submodule_search_locations]
-        else:
-            folders = [places[0].parent]
-        chain = [part for name in names for part in (*reversed(name.parents[:-1]), name)]  # a package runs before its modules
-        return all(self._read_module(folder / part) for folder in folders for part in chain)
-
-    def _read_module(self, place: Path) -> bool:
-        return all(map(self._read, (place.with_name(f"{place.name}.py"), place / "__init__.py")))
-
-
-def _is_of_python(place: Path) -> bool:
-    return str(place).startswith(sysconfig.get_path("stdlib"))
-
-
-def _modules(statement: ast.stmt, file: Path) -> Iterator[tuple[ast.stmt, list[Path]]]:
-    """Of a statement in `file`, for each package: a statement that imports from it alone, and the modules that this may import, as
-    paths: relative ones, or of a relative import absolute ones."""
-    match statement:
-        case ast.Import(names=names):
-            for alias in names:
-                yield ast.Import([alias]), [Path(*alias.name.split("."))]
-        case ast.ImportFrom(module=module, names=names, level=level) if level <= len(file.parents):
-            root = file.parents[level - 1] if level else Path()
-            parent = root.joinpath(*(module or "").split("."))
-            between = [place for place in reversed(parent.parents) if level and place.is_relative_to(root) and place != root]
-            yield statement, [*between, parent, *(parent / alias.name for alias in names if alias.name != "*")]
-
-
-def _only_makes(statement: ast.stmt) -> bool:
-    """Whether a statement calls nothing, or what is known to make a value and no more."""
-    functions = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return all(getattr(each, "attr", getattr(each, "id", "")) in _MAKERS for each in functions)
-
-
-def _changes_environment(node: ast.AST) -> bool:
-    """Whether a part of a statement sets or deletes variables, or may."""
-    match node:
-        case ast.Subscript(value=ast.Attribute(attr="environ") | ast.Name(id="environ"), ctx=ast.Store() | ast.Del()):
-            return True
-        case ast.AugAssign(target=ast.Attribute(attr="environ") | ast.Name(id="environ")):
-            return True
-        case ast.Call(func=ast.Attribute(attr=name, value=ast.Attribute(attr="environ") | ast.Name(id="environ"))):
-            return name not in ("get", "copy", "items", "keys", "values")
-        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv" | "load_dotenv") | ast.Name(id="load_dotenv")):
-            return True
-    return False
-
-
-def _find(name: str) -> importlib.machinery.ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
 
 
 class _Noted(dict[Any, Any]):
@@ -431,20 +290,20 @@ def _fork() -> tuple[int, int]:
     return 0, begins
 
 
-def _serve(connection: socket.socket, imports: _Imports) -> tuple[list[str], dict[str, str], int]:
+def _serve(connection: Connection, imports: _Imports) -> tuple[list[str], dict[str, str], int]:
     """In a rank, its arguments, its environment and the pipe that lets it begin. In the zygote, raises EOFError or OSError when the
     agent has ended."""
     while True:
-        arguments, env = _receive(connection)
+        arguments, env = connection.recv()
         if not imports.fit(env):
-            _send(connection, None)
+            connection.send(None)
             continue
         pid, pipe = _fork()
         if not pid:
             return arguments, imports.environment(env), pipe
         try:
-            _send(connection, pid)
-            _receive(connection)
+            connection.send(pid)
+            connection.recv()
             os.write(pipe, b"1")
         finally:
             os.close(pipe)
@@ -462,8 +321,8 @@ def _become_rank(env: Mapping[str, str], begins: int) -> None:
 
 def main() -> None:
     descriptor, *own = sys.argv[1:]
-    connection = socket.socket(fileno=int(descriptor))
-    connection.set_inheritable(False)
+    connection = Connection(int(descriptor))
+    os.set_inheritable(connection.fileno(), False)
     order = None
     with suppress(Exception):  # ranks start without it, and it has nothing to tell the user
         if (source := worker.source_of(own)) is None or sys.flags.safe_path:
@@ -471,12 +330,12 @@ def main() -> None:
         before = sys.path[0]
         if not worker.parse(own).module:
             sys.path[0] = str(source[1])
-        if not (walk := _Walk(*source)).is_fit or not (imports := _Imports(walk.found)).is_fit:
+        if not (walk := Walk(*source)).is_fit or not (imports := _Imports(walk.found)).is_fit:
             return
         sys.path[0] = before
         gc.collect()
         gc.freeze()  # a collection would write to every object, and so copy its page
-        _send(connection, "ready")
+        connection.send("ready")
         order = _serve(connection, imports)
     if order is not None:
         connection.close()
