@@ -529,7 +529,7 @@ def serve_ranks(folder: str, bad: int, how: str, split: dict[str, int], nth: int
 
     run, calls = NativeDecoder._run, 0
 
-    def running(self: Any, *numbers: Any) -> None:
+    def running(self: Any, *numbers: Any, **types: Any) -> None:
         nonlocal calls
         calls += 1
         if _rank == bad and calls == nth:
@@ -541,7 +541,7 @@ def serve_ranks(folder: str, bad: int, how: str, split: dict[str, int], nth: int
                 threading.Timer(0.5, act, ["kill"]).start()
             else:
                 act(how)
-        run(self, *numbers)
+        run(self, *numbers, **types)
 
     NativeDecoder._run = running  # type: ignore[method-assign]
     (Path(folder) / "pids").mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 import slipstream
 from slipstream.compat.inference import init_inference as compat_init_inference
@@ -23,6 +24,7 @@ from slipstream.world.peers import meet
 from tests import tiny_chat
 from tests.dist.test_serving_experts import answers, write_mixtral
 from tests.failing import Nursery
+from tests.inference import test_embedding, test_families
 from tests.inference.twins import SIZES, tiny
 from tests.pool import distributed, single_threaded
 
@@ -54,8 +56,11 @@ def cache_nbytes(runner: NativeDecoder) -> int:
     return runner.keys.nbytes + runner.values.nbytes
 
 
-def check(family: str, dtype: str, sizes: dict[str, Any], *, moe: dict[str, int] | None = None, **options: Any) -> None:
-    model, size = tiny(family, **sizes), dist.get_world_size()
+def check(
+    family: str, dtype: str, sizes: dict[str, Any] | None = None, *, moe: dict[str, int] | None = None, **options: Any
+) -> None:
+    """`family`: of `tiny`, or without sizes a case of test_families."""
+    model, size = test_families.model_of(family) if sizes is None else tiny(family, **sizes), dist.get_world_size()
     options = {**_OPTIONS, **options}
     with slipstream.init_inference(model, dtype=dtype, **options) as whole:
         expected = answers(whole)
@@ -71,6 +76,54 @@ def test_two_processes_have_the_bits_of_one() -> None:
         check(family, dtype, _FAMILIES.get(family, SIZES))
     check("Llama", "int4", {**SIZES, "intermediate_size": 128})  # whole groups of codes: each process quantizes its own
     check("GPTJ", "int8", _FAMILIES["GPTJ"])
+
+
+@distributed(world_size=2)
+def test_latents() -> None:
+    """Heads are cut, and each process has all latents."""
+    check("deepseek-v2", "int8")
+    check("deepseek-v3", "fp32")
+    check("DeepseekV3", "bf16", test_families.CASES["deepseek-v3"][1] | {"v_head_dim": 32}, moe={"ep_size": 2})  # whole groups
+
+
+def check_vectors(case: str, dtype: str, **options: Any) -> None:
+    model, size = test_embedding.model_of(case), dist.get_world_size()
+    texts = test_embedding.TEXTS
+    with slipstream.init_inference(model, dtype=dtype, device="cpu", threads=1, **options) as whole:
+        expected = whole.embed(texts)
+    with slipstream.init_inference(model, dtype=dtype, device="cpu", threads=1, mp_size=size, **options) as engine:
+        if not engine.leads:
+            with pytest.raises(RuntimeError, match=r"computes for rank 0, which answers: .*engine\.leads"):
+                engine.embed(texts)
+            return
+        assert engine.embed(texts).equal(expected), (case, dtype)
+        assert engine.embed(texts[2]).equal(expected[2]), (case, dtype)
+        types = [[int(i > 2) for i in range(len(text))] for text in texts]
+        if case == "bert":
+            runner: Any = engine.engine.runner
+            assert not runner.hidden(texts, types).equal(runner.hidden(texts))
+            assert runner.hidden(texts[:2], types).equal(runner.hidden(texts, types)[: len(texts[0]) + len(texts[1])])
+
+
+@distributed(world_size=2)
+def test_vectors_of_two_processes_have_the_bits_of_one() -> None:
+    for case, dtype in {"bert": "fp32", "modernbert": "int8", "distilbert": "bf16"}.items():
+        check_vectors(case, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "meet", lambda axis: [peer._replace(host=str(peer.rank)) for peer in meet(axis)])
+        check_vectors("bert", "int8")
+        check("deepseek-v3", "int8")
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_four_processes_of_encoders_and_latents() -> None:
+    for case in test_embedding.CASES:
+        check_vectors(case, "fp32")
+        check_vectors(case, "int8")
+    for case in ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "deepseek-v3-yarn"):
+        check(case, "fp32")
+        check(case, "int4")
 
 
 @distributed(world_size=2)
@@ -138,13 +191,19 @@ def test_the_cache_is_divided() -> None:
         assert (runner.num_blocks, cache_nbytes(runner)) == (min(2 * blocks, 256), nbytes * min(2 * blocks, 256) // (2 * blocks))
 
 
-@pytest.mark.parametrize(("family", "tied"), [("Llama", False), ("Llama", True), ("GPT2", True)])
-def test_parts_are_the_whole_and_divide_its_memory(family: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Llama", "tied Llama", "GPT2", "Bert", "DeepseekV3"])
+def test_parts_are_the_whole_and_divide_its_memory(family: str, tmp_path: Path) -> None:
     gpt = {"vocab_size": 2048, "n_embd": 256, "n_layer": 2, "n_head": 8, "n_positions": 32}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     llama = {**SIZES, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 640, **heads}
-    model = tiny(family, **(gpt if family == "GPT2" else llama), tie_word_embeddings=tied).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
+    if family == "Bert":
+        model = transformers.BertModel(transformers.BertConfig(**llama))
+    elif family == "DeepseekV3":
+        latent = {"q_lora_rank": None, "kv_lora_rank": 24, "num_key_value_heads": 8, "moe_intermediate_size": 64}
+        model = tiny(family, **{**llama, **test_families.CASES["deepseek-v3"][1], **llama, **latent})
+    else:
+        model = tiny(family.split()[-1], **(gpt if family == "GPT2" else llama), tie_word_embeddings=family != "Llama")
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
     whole = dict(leaves(load(tmp_path).weights))
     nbytes = sum(one.nbytes for one in whole.values())
     for size, share in ((2, 0.55), (4, 0.30)):
@@ -153,6 +212,7 @@ def test_parts_are_the_whole_and_divide_its_memory(family: str, tied: bool, tmp_
             pieces: Any = [part[role] for part in parts]
             cut = pieces[0].shape != weight.shape
             assert torch.equal(torch.cat(pieces) if cut else pieces[-1], weight), role
+            assert cut or role.split(".")[-1] not in ("q", "k", "v", "out", "gate", "up", "down", "embed"), role
         for part in parts:
             assert sum(one.nbytes for one in part.values()) <= share * nbytes
         kinds = [load(tmp_path, dtype="int4", part=ModelPart(index=i, tp_size=size)).weights.layers[0].out for i in range(size)]
@@ -184,6 +244,12 @@ def test_a_module_of_deepspeeds_engine() -> None:
         torch.testing.assert_close(engine(ids).logits, expected[0], rtol=1e-5, atol=1e-5)
         assert engine.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).equal(expected[1])
         assert sum(one.numel() for one in engine.module.parameters()) < 0.8 * numel
+    for family, sizes in (("Bert", test_embedding.BERT),):
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        masked, ids = getattr(transformers, f"{family}ForMaskedLM")(config).eval(), torch.arange(1, 9)[None]
+        with torch.no_grad():
+            logits = masked(ids).logits
+        torch.testing.assert_close(compat_init_inference(masked, mp_size=2)(ids).logits, logits, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match=r"tensor_parallel is 4, and 2 ranks run this: .*--nproc 4"):
         compat_init_inference(tiny("Llama", **SIZES), mp_size=4)
 

@@ -149,10 +149,7 @@ def assemble(
         loop |= {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
         if loop := {option: value for option, value in loop.items() if value is not None}:
             raise ValueError(f"{name} embeds texts, it does not generate: leave out {', '.join(loop)}")
-        folder = source if isinstance(source, Path) else None
-        vectors = EmbeddingEngine(runner, own_tokenizer, Pooling.read(folder), vocab_size=served.embeds, model_name=name)
-        description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
-        return Assembled(vectors, description, _EMBEDS, _module(source, served.kind, place, group), dtype=served.dtype)
+        return _embedding(served, own_tokenizer, name, source, _module(source, served.kind, place, group), ranks)
     drafted = _add_draft(loop, runner.vocab_size, own_tokenizer, place, sizes)
     engine = Engine(
         runner,
@@ -161,7 +158,7 @@ def assemble(
         end_ids=served.ends,
         model_name=name,
         sampling=sampling_of(source, served.metadata),
-        unavailable=_NOT_YET if is_config(source) else _FOLLOWS.format(ranks.index) if ranks and ranks.index else "",
+        unavailable=_NOT_YET if is_config(source) else _leader_of(ranks),
         expert_use=served.forward.expert_use,
         open_adapter=served.open_adapter,
         **loop,
@@ -172,6 +169,28 @@ def assemble(
         ranks.start(runner.follow, engine.fail)
     module = _module(source, served.kind, place, group)
     return Assembled(engine, description, served.target, module, ranks, served.forward.close, served.dtype)
+
+
+def _embedding(
+    served: _Ready,
+    tokenizer: Tokenizer | None,
+    name: str,
+    source: Any,
+    module: Callable[[], torch.nn.Module] | str,
+    ranks: ServingRanks | None,
+) -> Assembled:
+    """An engine that embeds texts."""
+    runner, pooling = cast("Any", served.forward.runner), Pooling.read(source if isinstance(source, Path) else None)
+    vectors = EmbeddingEngine(runner, tokenizer, pooling, vocab_size=served.embeds, model_name=name, closed=_leader_of(ranks))
+    description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
+    if ranks is not None:
+        ranks.start(runner.follow, vectors.fail)
+    return Assembled(vectors, description, _EMBEDS, module, ranks, dtype=served.dtype)
+
+
+def _leader_of(ranks: ServingRanks | None) -> str:
+    """Why this process does not answer; "" if it does."""
+    return _FOLLOWS.format(ranks.index) if ranks and ranks.index else ""
 
 
 def _with_layers_on_disk(sizes: Sizes, memory: WeightMemory, source: Any, place: torch.device) -> Sizes:

@@ -117,8 +117,6 @@ class ModelPart:
         shares = [(experts.num, part.ep_size, experts.intermediate_size, part.moe_tp_size) for experts in routed]
         shares += [(1, 1, experts.shared_size, part.size) for experts in routed if experts.shared_size]
         if self.tp_size > 1:
-            if why := config.uncut:
-                raise ValueError(f"tp_size is {self.tp_size}, and this {config.family} model is computed by one process: {why}")
             self.heads(config.num_heads, config.num_kv_heads)
             shares.append((1, 1, min(config.intermediate_size, config.vocab_size), self.tp_size))
         unrouted = not routed and self.ep_size * self.moe_tp_size > 1
@@ -185,9 +183,9 @@ class TransformerConfig:
     part: ModelPart = ModelPart()  # that this process computes
 
     @property
-    def uncut(self) -> str:
-        """Why no `tp_size` cuts this model; "" if one may."""
-        return "it embeds texts" if not self.has_head else "heads share one latent" if self.latent else ""
+    def value_dim(self) -> int:
+        """Of a head: the features that `out` multiplies."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def own_heads(self) -> tuple[slice, slice]:

@@ -6,6 +6,7 @@ the next forward. What becomes of a text's hidden states is in sentence-transfor
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from slipstream.inference.stats import Meters, Stats
 from slipstream.inference.text import Tokenizer
 
 __all__ = ["EmbeddingEngine", "Pooling"]
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 16  # tokens of a block of the cache
 ROWS = 2048  # tokens of a forward: more make it no faster, and its scratch memory leaves the caches
@@ -118,14 +121,15 @@ class EmbeddingEngine:
     embeds = True
 
     def __init__(
-        self, forward: Forward, tokenizer: Tokenizer | None, pooling: Pooling, *, vocab_size: int, model_name: str
+        self, forward: Forward, tokenizer: Tokenizer | None, pooling: Pooling, *, vocab_size: int, model_name: str, closed: str = ""
     ) -> None:
+        """`closed`: if not empty, every call is rejected with this text."""
         self.runner, self.tokenizer, self.pooling, self.model_name = forward, tokenizer, pooling, model_name
         self.max_context = min(forward.max_context, pooling.max_tokens or forward.max_context)
         self._vocab_size = vocab_size
         self._waiting: deque[_Text] = deque()
         self._running = threading.Lock()  # held during a forward, by the call that computes for all
-        self._closed = ""
+        self._closed = closed
         self._forwards = self._tokens = 0
 
     # ---- vectors
@@ -209,6 +213,12 @@ class EmbeddingEngine:
 
     def prepare(self) -> None:
         """Nothing is computed late."""
+
+    def fail(self, why: str) -> None:
+        """Reject all calls from now on. It returns at once: the forward that runs ends with an error of its own."""
+        if not self._closed:
+            self._closed = why
+            logger.error("the engine of %s fails: %s", self.model_name, why)
 
     def close(self) -> None:
         with self._running:

@@ -484,13 +484,15 @@ def _latent_attention(read: _Reader, latent: Latent, at: str) -> dict[str, Any]:
     """The attention's weights. Files have a head's rotated features last, in pairs (2i, 2i + 1), and its keys beside its values."""
     c, source, names = read.config, read.source, read.row.names
     heads, turned, plain, values, rank = c.num_heads, latent.rotary_dim, latent.plain_dim, latent.value_dim, latent.rank
+    mine, _ = c.own_heads
 
     def of_heads(w: Tensor) -> Tensor:
+        """Those of this process: [heads, rows of one, columns]."""
         if w.dim() != 2:
             raise ValueError(
                 "stored codes of latent attention cannot be rearranged; give the unquantized model, and dtype int8 or int4"
             )
-        return w.unflatten(0, (heads, -1))
+        return w.unflatten(0, (heads, -1))[mine]
 
     def queries(w: Tensor) -> Tensor:
         own = of_heads(w)
@@ -515,7 +517,7 @@ def _latent_attention(read: _Reader, latent: Latent, at: str) -> dict[str, Any]:
         **matrix("q", of_q, heads * (plain + turned), latent.q_rank or c.hidden_size, pick=queries),
         **matrix("k", "k", both, rank, pick=lambda w: of_heads(w)[:, :plain].transpose(1, 2).flatten(0, 1)),
         **matrix("v", "v", both, rank, pick=lambda w: of_heads(w)[:, plain:].flatten(0, 1)),
-        **matrix("out", "out", c.hidden_size, heads * values),
+        **matrix("out", "out", c.hidden_size, heads * values, pick=read.own("out", c.hidden_size)),
     }
 
 

@@ -116,7 +116,7 @@ class _Batch(ctypes.Structure):
         *((name, _int) for name in ("num_rows", "num_sequences", "num_logits", "first_layer", "until_layer")),
         *((name, _pointer) for name in (*_NUMBERS, "types", "adapters", "low")),
         ("low_size", _long),
-        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "added")),
+        *((name, _pointer) for name in ("logits", "x", "normed", "qkv", "attended", "act", "low_q", "narrow", "mixed", "added")),
         *((name, _pointer) for name in ("all_q", "all_k", *_INPUTS, *(f"shared_{name}" for name in _INPUTS))),
         # routing
         *((name, _pointer) for name in ("scores", "shares", "chosen", "place", "first", "gathered", "expert_act", "expert_out")),
@@ -149,21 +149,22 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
     routed = [layer.experts for layer in config.layers if layer.experts is not None]
     inner = max((max(experts.intermediate_size, experts.shared_size) for experts in routed), default=0)
     places = max((experts.top_k + 1 for experts in routed), default=1)  # of a row in the experts' lists
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    hidden, values = config.hidden_size, config.num_heads * config.value_dim
     queries, keys = (own.stop - own.start for own in config.own_heads)
     latent = config.latent or NO_LATENT
-    narrow = config.num_heads * max(latent.plain_dim + latent.rotary_dim, latent.value_dim)
+    narrow = queries * (latent.plain_dim + latent.rotary_dim)
     # Of one head at a time, codes are padded to whole groups.
-    of_heads = config.num_heads * max(size + -size % CODES for size in (latent.plain_dim, latent.rank))
-    widest = max(hidden, config.intermediate_size, heads, inner, latent.q_rank, narrow, of_heads)
+    of_heads = queries * max(size + -size % CODES for size in (latent.plain_dim, latent.rank))
+    widest = max(hidden, config.intermediate_size, values, inner, latent.q_rank, narrow, of_heads)
     widest += -widest % CODES
     widths = {
         "x": (hidden, torch.float32),
         "normed": (hidden, torch.float32),
         "low_q": (latent.q_rank, torch.float32),
         "narrow": (narrow, torch.float32),
+        "mixed": (queries * config.head_dim if config.latent else 0, torch.float32),
         "qkv": ((queries + 2 * keys) * config.head_dim, torch.float32),
-        "attended": (heads, torch.float32),
+        "attended": (values, torch.float32),
         "act": (config.intermediate_size, torch.float32),
         "codes": (places * widest, torch.int8),
         "scales": (places * 2 * widest // CODES, torch.float32),
@@ -289,7 +290,7 @@ class NativeDecoder:
         if "expert_out" in widths:  # two, taken in turn
             ranks.record.turn_size, widths["expert_out"] = ranks.max_rows * widths["expert_out"] // 4, 2 * widths["expert_out"]
         blocks = -(-config.max_context // PANEL) + 1  # of a sequence
-        numbers = {"threads": self.threads, "message_nbytes": 4 * (ranks.max_rows * (5 + blocks) + 2 * self.num_blocks + 16)}
+        numbers = {"threads": self.threads, "message_nbytes": 4 * (ranks.max_rows * (6 + blocks) + 2 * self.num_blocks + 16)}
         if config.part.tp_size == 1:
             return ranks.share(widths, **numbers)
         heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -299,8 +300,9 @@ class NativeDecoder:
         if self._own_codes:
             widths |= {f"shared_{name}": self._widths[name][0] * self._widths[name][1].itemsize for name in _INPUTS}
         shared = ranks.share(widths, **numbers)
-        logits = ctypes.cast(shared["logits"], ctypes.POINTER(_float))
-        self._logits = np.ctypeslib.as_array(logits, (ranks.max_rows, self.vocab_size))
+        if self.vocab_size:
+            logits = ctypes.cast(shared["logits"], ctypes.POINTER(_float))
+            self._logits = np.ctypeslib.as_array(logits, (ranks.max_rows, self.vocab_size))
         return shared
 
     @property
@@ -311,7 +313,7 @@ class NativeDecoder:
             return False
         parts = [replace(config.part, index=index) for index in range(ranks.size)]
         starts = [part.columns(config.intermediate_size).start for part in parts]
-        starts += [part.heads(config.num_heads, config.num_kv_heads)[0].start * config.head_dim for part in parts]
+        starts += [part.heads(config.num_heads, config.num_kv_heads)[0].start * config.value_dim for part in parts]
         return not any(start % CODES for start in starts)
 
     # -- the C structs --
@@ -448,7 +450,7 @@ class NativeDecoder:
                 setattr(record, name, self._matrix(matrix, getattr(weights, f"{name}_bias")))
         if self.config.latent is not None:
             record.k_heads, record.v_heads = (
-                (MatrixRecord * self.config.num_heads)(*map(self._matrix, self._heads(matrix))) for matrix in (weights.k, weights.v)
+                (MatrixRecord * self._num_heads)(*map(self._matrix, self._heads(matrix))) for matrix in (weights.k, weights.v)
             )
         if layer.experts is not None:
             record.experts = ctypes.pointer(self._experts(index, layer.experts, weights))
@@ -462,10 +464,10 @@ class NativeDecoder:
         return record
 
     def _heads(self, matrix: Matrix) -> list[Matrix]:
-        """The rows of each head."""
+        """The rows of each head of this process."""
         if isinstance(matrix, Tensor):
-            return list(matrix.chunk(self.config.num_heads))
-        return [type(matrix)(*parts) for parts in zip(*(part.chunk(self.config.num_heads) for part in matrix), strict=True)]
+            return list(matrix.chunk(self._num_heads))
+        return [type(matrix)(*parts) for parts in zip(*(part.chunk(self._num_heads) for part in matrix), strict=True)]
 
     def _experts(self, index: int, experts: RoutedExperts, weights: LayerWeights) -> _Experts:
         if not 1 <= experts.top_k <= experts.num:
@@ -535,9 +537,9 @@ class NativeDecoder:
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             vocab_size=self.vocab_size,
-            attended_size=config.num_heads * config.head_dim,
+            attended_size=config.num_heads * config.value_dim,
             keys_size=config.num_kv_heads * config.head_dim,
-            first_attended=heads.start * config.head_dim,
+            first_attended=heads.start * config.value_dim,
             first_key=keys.start * config.head_dim,
             first_hidden=part.columns(config.hidden_size).start,
             first_inner=part.columns(config.intermediate_size).start,
@@ -549,7 +551,7 @@ class NativeDecoder:
             latent_rank=latent.rank,
             q_latent_rank=latent.q_rank,
             plain_dim=latent.plain_dim,
-            value_dim=latent.value_dim,
+            value_dim=config.value_dim,
             latent_eps=latent.eps,
             qk_norm_whole=config.qk_norm_whole,
             cache_type=TYPES[self.keys.dtype],
@@ -718,7 +720,10 @@ class NativeDecoder:
         assert table_at[-1] <= self.num_blocks, "the cache holds all tokens"
         ids, tables, rows = (array("i", values) for values in (chain(*texts), range(table_at[-1]), range(first_row[-1])))
         kinds = None if types is None else array("i", chain(*types))
-        self._run(ids, first_row, array("i", [0]) * len(texts), tables, table_at[:-1], rows, types=kinds)
+        numbers = ids, first_row, array("i", [0]) * len(texts), tables, table_at[:-1], rows
+        self._allocate(len(ids), len(rows))
+        with nullcontext() if self.ranks is None else self.ranks.forward((), (*numbers, kinds or array("i"))):
+            self._run(*numbers, types=kinds)
         return self._scratch["normed"][: len(ids) * self.config.hidden_size].view(len(ids), -1).clone()
 
     def _adapters(self, batch: Batch) -> array[int] | None:
@@ -757,7 +762,8 @@ class NativeDecoder:
             self._run(*numbers, adapters=self._adapters(batch))
         else:
             self._allocate(len(ids), len(logit_rows))  # an error after the others have begun would be final
-            with self.ranks.forward(batch.copies, (*numbers[:-1], logit_rows if self.config.part.tp_size > 1 else array("i"))):
+            rows = logit_rows if self.config.part.tp_size > 1 else array("i")
+            with self.ranks.forward(batch.copies, (*numbers[:-1], rows, array("i"))):
                 self._run(*numbers)
         return self._logits[: len(logit_rows)]
 
@@ -784,9 +790,10 @@ class NativeDecoder:
         return [tokens[step * num : (step + 1) * num].tolist() for step in range(steps.done)]
 
     def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
-        """Compute this process's part of a forward of rank 0: `numbers` are `_NUMBERS`."""
+        """Compute this process's part of a forward of rank 0: `numbers` are `_NUMBERS`, and types of tokens, if there are any."""
         self.copy(copies)
-        self._run(*numbers)
+        *of_rows, types = numbers
+        self._run(*of_rows, types=types or None)
 
     def _place(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
         """Make `_NUMBERS`, types of tokens (None: all 0) and `_adapters` the inputs of the next call, which they outlive."""

@@ -51,7 +51,7 @@ _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _Exchange = ctypes.CFUNCTYPE(_int, ctypes.POINTER(ctypes.c_float), _long)
 _LINE = 64  # bytes between counters
 _FORWARD = b"\x80"  # the first byte of a forward that is sent; texts have another
-_ARRAYS = 7  # of a forward: the blocks to copy, and the numbers of `native`
+_ARRAYS = 8  # of a forward: the blocks to copy, and what `native.follow` gets
 _LOOK_S = 0.1  # the longest that a thread does not see that this process closes
 _SPIN_US, _SPINS = 1000, 80_000  # of a wait before it sleeps: for the next forward, longer than rank 0 takes between two; in one
 _CROWDED_SPINS = 100  # if the processes of this host have more threads than cores
@@ -71,7 +71,7 @@ class RanksRecord(ctypes.Structure):
 
 
 class ServingRanks:
-    """Creating it is collective over all processes of the job. `max_rows`: tokens of a forward."""
+    """Creating it is collective over all processes of the job. `max_rows`: tokens of a forward, which may be set until `share`."""
 
     def __init__(self, part: ModelPart, *, max_rows: int) -> None:
         init_distributed(verbose=False)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.inference.layer_store import WeightMemory
+    from slipstream.inference.native import NativeDecoder
     from slipstream.inference.ranks import ServingRanks
     from slipstream.inference.weights import DecoderWeights
 
@@ -86,8 +87,7 @@ def open_decoder(
         more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "memory": sizes.memory}
         more["ranks"] = ranks
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **more)
-        forward = f"native kernels, {runner.threads} threads"
-        forward += "" if ranks is None else f" in each of {ranks.size} processes"
+        forward = f"native kernels, {_workers(runner)}"
         if runner.layer_store is not None:
             on_disk = f"{runner.layer_store.num_layers} of {len(config.layers)} layers on disk"
             return Opened(runner, f"{forward}, {on_disk}", close=runner.layer_store.close)
@@ -118,11 +118,19 @@ def open_encoder(
     blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
     reason = native.why_not(config) if device.type == "cpu" else f"on {device.type}"
     if reason is None:
-        options: dict[str, Any] = {"cache_dtype": torch.float32, "threads": sizes.threads, "keeps": False}
+        options: dict[str, Any] = {"cache_dtype": torch.float32, "threads": sizes.threads, "keeps": False, "ranks": sizes.ranks}
+        if sizes.ranks is not None:
+            sizes.ranks.max_rows = max(sizes.ranks.gather(max(ROWS, config.max_context)))
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, **options)
-        return Opened(runner, f"native kernels, {runner.threads} threads")
+        return Opened(runner, f"native kernels, {_workers(runner)}")
+    if sizes.ranks is not None:
+        raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, and the model is {reason}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
     return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
+
+
+def _workers(runner: NativeDecoder) -> str:
+    return f"{runner.threads} threads{'' if runner.ranks is None else f' in each of {runner.ranks.size} processes'}"
 
 
 def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:

@@ -320,7 +320,9 @@ static int64_t scratch_to_multiply(int64_t features) { return features * 4 * PAN
 static int64_t widest_of(const struct decoder *model)
 {
     int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
-    widest = model->attended_size > widest ? model->attended_size : widest; /* a tile of queries is smaller */
+    widest = model->attended_size > widest ? model->attended_size : widest;
+    widest = model->q_latent_rank > widest ? model->q_latent_rank : widest;
+    widest = model->head_dim > widest ? model->head_dim : widest; /* a tile of queries, and the sums of it, are smaller */
     for (int i = 0; i < model->num_layers; ++i)
         if (model->layers[i].experts && model->layers[i].experts->widest > widest)
             widest = model->layers[i].experts->widest;

@@ -122,12 +122,12 @@ struct layer {
 
 struct decoder {
     int64_t hidden_size, intermediate_size, vocab_size;
-    int64_t attended_size, keys_size; /* features of all heads, and of all keys, of all processes */
+    int64_t attended_size, keys_size; /* features of the values of all heads, and of all keys, of all processes */
     int64_t first_attended, first_key, first_hidden, first_inner, first_token; /* where the columns of this process begin */
     int64_t num_tokens;    /* that it embeds, from first_token on */
     int32_t num_layers, num_heads, num_kv_heads, head_dim; /* heads: of this process */
     int32_t latent_rank, q_latent_rank; /* features of the latents; 0: none. All heads have one key: rotated features, then these */
-    int32_t plain_dim, value_dim; /* with latents: features of a query beside the rotated ones, and of a head's value */
+    int32_t plain_dim, value_dim; /* with latents: features of a query beside the rotated ones; of a head's value */
     int32_t qk_norm_whole; /* the norms of q and k are over all heads together */
     int32_t cache_type; /* WEIGHT_F32 or WEIGHT_BF16 */
     int32_t embed_type; /* if there are no embed_codes */
@@ -186,7 +186,7 @@ struct batch {
     int64_t low_size; /* the largest rank of these adapters */
     float *logits;            /* [num_logits][vocab_size] */
     float *x, *normed, *qkv, *attended, *act; /* scratch: [num_rows][...] */
-    float *low_q, *narrow; /* with latents, [num_rows][...]: that of queries; queries before and mixtures after attention */
+    float *low_q, *narrow, *mixed; /* with latents, [num_rows][...]: that of queries; queries; what attention mixes, of keys */
     float *added;  /* [num_rows][hidden] what is added to x, if processes cut all matrices: they share it, attended, act and logits;
                       NULL: every process computes whole rows of all but experts */
     float *all_q, *all_k;         /* [num_rows][attended_size], [num_rows][keys_size] that all processes share, if norms are of them */

@@ -342,8 +342,9 @@ TARGET static struct queries queries_of(const struct decoder *model, const struc
 {
     const int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, at = tile * ROWS;
     const int64_t row = batch->first_row[sequence], rows = batch->first_row[sequence + 1] - row;
-    const struct part to = part_of(model, batch, &layer->out, batch->attended, model->attended_size, model->first_attended,
-                                   model->num_heads * dim);
+    const struct part to = model->latent_rank ? (struct part){batch->mixed, model->num_heads * dim}
+                                              : part_of(model, batch, &layer->out, batch->attended, model->attended_size,
+                                                        model->first_attended, model->num_heads * dim);
     struct queries queries = {.count = (int)(rows * group - at < ROWS ? rows * group - at : ROWS), .sequence = sequence,
                               .kv_head = kv_head, .q = q, .from = INT64_MAX};
     for (int i = 0; i < queries.count; ++i, q += dim) {

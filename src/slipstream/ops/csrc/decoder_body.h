@@ -394,7 +394,7 @@ TARGET static void embed(const struct decoder *model, const struct batch *batch,
  * All heads have the same key, of which values are products. With W_k and W_v of a head, q . (W_k c) = (W_k^T q) . c, and the mixture
  * of the values W_v c is W_v times that of the c: so the attention is that of one key-value head, and the cache has latents. */
 
-/* One product for each head, of `size` features of x. x and y have a head every x_step and y_step features. Ends with a barrier. */
+/* One product for each head, of `size` features of x. x and y have a head every x_step and y_step features. */
 TARGET static void multiply_heads(const struct decoder *model, const struct batch *batch, const struct matrix *w, const struct product form,
                                   int64_t size, int64_t x_step, int64_t y_step, struct worker *worker)
 {
@@ -415,7 +415,6 @@ TARGET static void multiply_heads(const struct decoder *model, const struct batc
         }
     meet(worker);
     multiply(jobs, (int)heads, worker);
-    meet(worker);
 }
 
 /* Queries and keys of the normalized rows, whose codes are `coded`. Ends with a barrier. */
@@ -455,6 +454,7 @@ TARGET static void project_latents(const struct decoder *model, const struct lay
     const struct product form = {.x = batch->narrow + turned, .y = batch->qkv + turned, .x_stride = heads * narrow, .y_stride = width};
     multiply_heads(model, batch, layer->k_heads, form, model->plain_dim, narrow, dim, worker);
     expect((const struct matrix *const[]){layer->v_heads}, 1, batch->num_rows, worker);
+    meet(worker);
 }
 
 /* Norms of the queries over all heads, and of the keys. Ends with a barrier. */
@@ -484,7 +484,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
 {
     const int64_t hidden = model->hidden_size, dim = model->head_dim;
     const int64_t q_width = model->num_heads * dim, kv_width = model->num_kv_heads * dim, width = q_width + 2 * kv_width;
-    const int64_t inner = model->intermediate_size, attended = model->attended_size;
+    const int64_t inner = model->intermediate_size, attended = model->attended_size, values = model->num_heads * model->value_dim;
     struct worker self = {.team = team, .thread = thread, .scratch = scratch}, *const worker = &self;
     share(worker, batch->num_rows);
     if (!batch->first_layer)
@@ -538,17 +538,14 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
             meet(worker);
         }
         attention(model, layer, batch, worker);
-        complete_inputs(model, batch, &layer->out, batch->attended, attended, model->first_attended, q_width, worker);
-        const float *mixed = batch->attended;
-        int64_t mixed_width = attended;
         if (model->latent_rank) {
-            mixed = batch->narrow;
-            mixed_width = model->num_heads * model->value_dim;
-            const struct product form = {.x = batch->attended + layer->rotary_dim, .y = batch->narrow, .x_stride = q_width,
-                                         .y_stride = mixed_width};
+            const struct part to = part_of(model, batch, &layer->out, batch->attended, attended, model->first_attended, values);
+            const struct product form = {.x = batch->mixed + layer->rotary_dim, .y = to.first, .x_stride = q_width, .y_stride = to.stride};
+            meet(worker);
             multiply_heads(model, batch, layer->v_heads, form, model->latent_rank, dim, model->value_dim, worker);
         }
-        residual(model, batch, &layer->out, mixed, mixed_width, low_of(batch, index, LOW_OUT), &layer->attn_post_norm, worker);
+        complete_inputs(model, batch, &layer->out, batch->attended, attended, model->first_attended, values, worker);
+        residual(model, batch, &layer->out, batch->attended, attended, low_of(batch, index, LOW_OUT), &layer->attn_post_norm, worker);
         if (!layer->experts)
             expect((const struct matrix *const[]){parallel ? &layer->down : &layer->gate_up}, 1, batch->num_rows, worker);
         settle(model, batch, &layer->out, &layer->attn_post_norm, worker);
@@ -584,7 +581,7 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
     head.coded = code_rows(batch, batch->normed, hidden, wants(head.w), worker);
     meet(worker);
     multiply(&head, 1, worker);
-    if (batch->added)
+    if (batch->added && (model->vocab_size || model->ranks->arrived)) /* without logits a barrier: the next forward writes `added` */
         complete(model, batch, batch->logits, batch->num_logits, model->vocab_size, model->first_token, model->head.num_columns, worker);
     if (model->logit_softcap > 0.0f && !(batch->added && model->ranks->index)) {
         meet(worker);
