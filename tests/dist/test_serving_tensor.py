@@ -244,12 +244,16 @@ def test_a_module_of_deepspeeds_engine() -> None:
         torch.testing.assert_close(engine(ids).logits, expected[0], rtol=1e-5, atol=1e-5)
         assert engine.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).equal(expected[1])
         assert sum(one.numel() for one in engine.module.parameters()) < 0.8 * numel
-    for family, sizes in (("Bert", test_embedding.BERT),):
+    for case in ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert"):
+        family, sizes = test_embedding.CASES[case]
         config = getattr(transformers, f"{family}Config")(**sizes)
         masked, ids = getattr(transformers, f"{family}ForMaskedLM")(config).eval(), torch.arange(1, 9)[None]
         with torch.no_grad():
             logits = masked(ids).logits
-        torch.testing.assert_close(compat_init_inference(masked, mp_size=2)(ids).logits, logits, rtol=1e-6, atol=1e-6)
+        whole = sum(one.numel() for one in masked.base_model.parameters())
+        engine = compat_init_inference(masked, mp_size=2)
+        torch.testing.assert_close(engine(ids).logits, logits, rtol=1e-6, atol=1e-6)
+        assert sum(one.numel() for one in engine.module.base_model.parameters()) < 0.8 * whole, case
     with pytest.raises(ValueError, match=r"tensor_parallel is 4, and 2 ranks run this: .*--nproc 4"):
         compat_init_inference(tiny("Llama", **SIZES), mp_size=4)
 

@@ -126,6 +126,11 @@ _BLOOM: Rules = (
     (r"(attention|self_attention)\.dense|dense_4h_to_h", _ROW),
     (r"lm_head|embed_out", _HEAD),
 )
+_BERT: Rules = (
+    (r"self\.(query|key|value)|intermediate\.dense", _COLUMN),
+    (r"attention\.output\.dense|layer\.\d+\.output\.dense", _ROW),
+    (r"predictions\.decoder", _HEAD),
+)
 # For models that transformers has no plan for, by `config.model_type`, and the presets of `tensor_parallel.preset_model`.
 RULES: Mapping[str, Rules] = {
     "llama": _LLAMA,
@@ -140,11 +145,9 @@ RULES: Mapping[str, Rules] = {
         (r"lm_head", _HEAD),
     ),
     "opt": ((r"(q|k|v)_proj|fc1", _COLUMN), (r"out_proj|fc2", _ROW), (r"lm_head", _HEAD)),
-    "bert": (
-        (r"self\.(query|key|value)|intermediate\.dense", _COLUMN),
-        (r"attention\.output\.dense|layer\.\d+\.output\.dense", _ROW),
-        (r"predictions\.decoder", _HEAD),
-    ),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra"), _BERT),
+    "distilbert": ((r"(q|k|v)_lin|ffn\.lin1", _COLUMN), (r"out_lin|ffn\.lin2", _ROW), (r"vocab_projector", _HEAD)),
+    "modernbert": ((r"attn\.Wqkv", _FUSED), (r"mlp\.Wi", Cut("column", (2, -1))), (r"attn\.Wo|mlp\.Wo", _ROW)),
     "t5": (
         (r"(SelfAttention|EncDecAttention)\.(q|k|v)|DenseReluDense\.(wi|wi_0|wi_1)", _COLUMN),
         (r"(SelfAttention|EncDecAttention)\.o|DenseReluDense\.wo", _ROW),
