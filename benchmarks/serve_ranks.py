@@ -1,5 +1,5 @@
 """The leg `serve-ranks`: tokens per second of a random Mixtral, most of whose weights are experts, and of a random Llama, on one
-process and on several, and the memory of each process; the Llama in bf16 on several, beside DeepSpeed's AutoTP.
+process and on several, and the memory of each process; the Llama in bf16 on several, beside DeepSpeed's AutoTP and vLLM.
 
 One process has as many threads as the others have processes, so that all use the same cores. `--measure` is one contender.
 """
@@ -21,13 +21,15 @@ from safetensors.torch import save_file
 from benchmarks.legs import Options
 from benchmarks.peers import Peers, prepare
 from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.serving.contenders import environment
 
 HIDDEN, INNER, LAYERS, EXPERTS, VOCAB = 1024, 3584, 4, 8, 4096
 BATCHES = (1, 8)  # sequences
 NEW, PROMPT = 48, 512  # tokens of each, of a prompt alone
-ONE, AUTOTP = "one process", "DeepSpeed AutoTP"
+ONE, AUTOTP, VLLM = "one process", "DeepSpeed AutoTP", "vLLM"
 KINDS = {"mixture": (ONE, "ep_size", "moe_tp_size", "tp_size"), "dense": (ONE, "tp_size")}  # by model
 TARGETS = {"decode 1": 0.9, "prompt": 0.95}  # over one process
+SHARES = {2: 0.55, 4: 0.30}  # of one process's memory, by processes
 FIGURES = (*(f"decode {batch}" for batch in BATCHES), "prompt", "memory")
 CONFIG: dict[str, Any] = {
     "model_type": "mixtral",
@@ -86,7 +88,7 @@ def tell(name: str, value: float) -> None:
     print(f"{name} {value}\n", end="", flush=True)
 
 
-def measure(folder: str, dtype: str, split: dict[str, Any], threads: int) -> None:
+def measure(folder: str, dtype: str, split: dict[str, Any], threads: int, memory_only: bool) -> None:
     """One process: print its memory, and on rank 0 tokens per second by batch and of a prompt."""
     import slipstream
 
@@ -94,6 +96,8 @@ def measure(folder: str, dtype: str, split: dict[str, Any], threads: int) -> Non
     before = private_megabytes()
     with slipstream.init_inference(folder, **split, **options, prefix_caching=False) as engine:
         tell("memory", private_megabytes() - before)
+        if memory_only:
+            return
         for batch in (BATCHES[0], *BATCHES) if engine.leads else ():  # the first is not counted
             began = time.perf_counter()
             engine.generate([[i + 1, 7, 9] for i in range(batch)], max_new_tokens=NEW, ignore_eos=True)
@@ -126,8 +130,32 @@ def measure_autotp(folder: str, dtype: str, processes: int) -> None:
         tell(name, value)
 
 
-def figures(folder: Path, dtype: str, kind: str, processes: int, peers: Peers) -> dict[str, float]:
-    """Tokens per second by figure, and the most memory of a process in MB. `kind`: of KINDS, or AUTOTP."""
+def measure_vllm(folder: str, dtype: str, processes: int) -> None:
+    """The same by vLLM, whose processes are its own; their memory is not read, most of it is a cache of 1 GiB."""
+    cores = sorted(os.sched_getaffinity(0))[:processes]
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))  # by default it keeps a core for itself
+    import vllm
+
+    options: dict[str, Any] = {"max_num_seqs": 16, "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    kind = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+    engine = vllm.LLM(model=folder, tensor_parallel_size=processes, dtype=kind, max_model_len=1024, **options)
+
+    def rate(batch: int, prompt: int, new: int) -> float:
+        prompts = [{"prompt_token_ids": [(i + batch * k) * 7 % VOCAB for k in range(prompt)]} for i in range(batch)]
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False)
+        return batch * (new if new > 1 else prompt) / (time.perf_counter() - began)
+
+    for batch in (BATCHES[0], *BATCHES):
+        tell(f"decode {batch}", rate(batch, 3, NEW))
+    for _ in range(3):
+        tell("prompt", rate(1, PROMPT, 1))
+
+
+def figures(folder: Path, dtype: str, kind: str, processes: int, peers: Peers, *more: str) -> dict[str, float]:
+    """Tokens per second by figure, and the most memory of a process in MB. `kind`: of KINDS, or AUTOTP. `more`: arguments."""
     one, autotp, env = kind == ONE, kind == AUTOTP, dict(os.environ)
     command = [
         sys.executable,
@@ -139,6 +167,7 @@ def figures(folder: Path, dtype: str, kind: str, processes: int, peers: Peers) -
         dtype,
         "--threads",
         str(processes if one else 1),
+        *more,
     ]
     if not one:
         ours = [sys.executable, "-m", "slipstream", "run", "--quiet", "--nproc", str(processes)]
@@ -146,23 +175,50 @@ def figures(folder: Path, dtype: str, kind: str, processes: int, peers: Peers) -
         command = [*(theirs if autotp else ours), *command[1:], "--split", kind, "--processes", str(processes)]
     if autotp:  # LOCAL_SIZE: as its launcher sets it; without, its sums over shared memory crash
         env |= peers.env() | {"OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(processes)}
+    return figures_of(command, env)
+
+
+def figures_of_vllm(folder: Path, dtype: str, processes: int, python: Path) -> dict[str, float]:
+    command = [str(python), "-m", "benchmarks.serve_ranks", "--measure", str(folder), "--dtype", dtype, "--split", VLLM]
+    return figures_of([*command, "--processes", str(processes)], dict(os.environ) | environment("vllm", python))
+
+
+def figures_of(command: Sequence[str], env: dict[str, str]) -> dict[str, float]:
     lines = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout.split("\n")
     split = [line.rpartition(" ") for line in lines]
     found = [(name, float(value)) for name, _, value in split if name in FIGURES]
-    return dict(found) | {"memory": max(value for name, value in found if name == "memory")}
+    return dict(found) | {"memory": max((value for name, value in found if name == "memory"), default=float("nan"))}
 
 
-def turns(options: Options, model: str, dtype: str, kinds: Sequence[str], processes: int, peers: Peers) -> list[list[str]]:
-    """Rows of the table; ratios are over the first of `kinds`."""
+def shares(dtype: str, peers: Peers) -> list[list[str]]:
+    """Verdicts on the memory of a process of several over that of one."""
+    told: list[list[str]] = []
+    for model in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder), model)
+            one = figures(Path(folder), dtype, ONE, 2, peers, "--memory-only")["memory"]
+            for processes, most in SHARES.items():
+                part = figures(Path(folder), dtype, "tp_size", processes, peers, "--memory-only")["memory"]
+                told.append(verdict(f"memory of a process of {processes} over one's, {model}", part / one, most, at_least=False))
+    return told
+
+
+def turns(
+    options: Options, model: str, dtype: str, kinds: Sequence[str], processes: int, peers: Peers, python: Path | None = None
+) -> list[list[str]]:
+    """Rows of the table; ratios are over the first of `kinds`. `python`: vLLM's."""
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), model)
         for turn in range(options.num_rounds(3)):
             for kind in kinds[:: 1 if turn % 2 == 0 else -1]:
-                found[kind].append(figures(Path(folder), dtype, kind, processes, peers))
+                if kind == VLLM:
+                    found[kind].append(figures_of_vllm(Path(folder), dtype, processes, python or Path()))
+                else:
+                    found[kind].append(figures(Path(folder), dtype, kind, processes, peers))
                 print(f"  serve-ranks, {model}, {dtype}, {kind}: done", flush=True)
     rows = []
-    for figure in FIGURES:
+    for figure in FIGURES if VLLM not in kinds else FIGURES[:-1]:
         base = [one[figure] for one in found[kinds[0]]]
         for kind, rounds in found.items():
             values = [one[figure] for one in rounds]
@@ -190,6 +246,14 @@ def run(options: Options, dtype: str = "int4", processes: int = 2) -> str:
             verdict(f"{figure}, over {AUTOTP}", reached(peer_rows, "bf16", figure, "tp_size"), 2.0, at_least=True)
             for figure in FIGURES[:-1]
         ]
+    judgments += shares(dtype, peers)
+    vllm_rows: list[list[str]] = []
+    if options.serve_peers.exists():
+        vllm_rows = turns(options, "dense", "bf16", (VLLM, "tp_size"), processes, peers, options.serve_peers)
+        judgments += [
+            verdict(f"{figure}, over {VLLM}'s {processes}", reached(vllm_rows, "bf16", figure, "tp_size"), 1.5, at_least=True)
+            for figure in FIGURES[:-1]
+        ]
     head = ["model", "figure", "processes", "tok/s, MB"]
     return "\n\n".join(
         (
@@ -201,6 +265,7 @@ def run(options: Options, dtype: str = "int4", processes: int = 2) -> str:
             f"its shared memory, transformers' `generate`), {processes} processes of one thread; {peers}.",
             table([*head, "over one process"], rows),
             *([table([*head, f"over {AUTOTP}"], peer_rows)] if peer_rows else []),
+            *([table([*head, f"over {VLLM}"], vllm_rows)] if vllm_rows else []),
             verdicts(judgments),
         )
     )
@@ -213,10 +278,14 @@ def main() -> None:
     parser.add_argument("--measure", required=True)
     parser.add_argument("--split")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory-only", action="store_true")
     options = parser.parse_args()
     if options.split == AUTOTP:
         return measure_autotp(options.measure, options.dtype, options.processes)
-    measure(options.measure, options.dtype, {options.split: options.processes} if options.split else {}, options.threads)
+    if options.split == VLLM:
+        return measure_vllm(options.measure, options.dtype, options.processes)
+    split = {options.split: options.processes} if options.split else {}
+    measure(options.measure, options.dtype, split, options.threads, options.memory_only)
 
 
 if __name__ == "__main__":
