@@ -122,8 +122,8 @@ def test_four_processes_of_encoders_and_latents() -> None:
         check_vectors(case, "fp32")
         check_vectors(case, "int8")
     for case in ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "deepseek-v3-yarn"):
-        check(case, "fp32")
-        check(case, "int4")
+        check(case, "fp32", moe={"ep_size": 2, "tp_size": 2})
+        check(case, "int4", moe={"ep_size": 4})
 
 
 @distributed(world_size=2)
