@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from slipstream.ops import matmul
 from tests.budget import Budget
 from tests.cases import EVERYTHING, alternate
 from tests.on_gpu import tensors_of_tests
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 32))
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_NBYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # the parent of tmp_path
+    matmul.use(True)  # as the first engine does: products of a plain loop before it have the same bits
     pool.filters = list(config.getini("filterwarnings"))
     config.pluginmanager.register(Budget())
     config.pluginmanager.register(Skips())

@@ -77,6 +77,7 @@ def serve(fd: int) -> None:
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # of transformers, where it is not installed
             importlib.import_module(name)
+    importlib.import_module("slipstream.ops.matmul").use(True)  # as the first engine does: also for what runs before it
     assert threading.active_count() == 1, f"a fork keeps one thread, but the template's imports started {threading.enumerate()}"
     gc.collect()
     gc.freeze()

@@ -92,6 +92,7 @@ PROOFS = {
         "test_gradients_reduced_after_each_micro_batch": "slipstream.pipeline.reduce",
         "test_shares_of_the_tokens": "slipstream.tensor.",
         "test_the_config_fuses_layers": "slipstream.fused_layers",
+        "test_the_config_chooses_the_products": "slipstream.products",
         "test_checkpoints_by_itself": "slipstream.checkpoint.",
         "test_checkpoints_in_memory": "slipstream.checkpoint.memory_every_steps",
         "test_mlflow_gets_the_figures": "slipstream.monitors.mlflow.",

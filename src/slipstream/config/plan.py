@@ -474,6 +474,7 @@ class Plan:
     data: DataPlan
     checkpoint: CheckpointPlan
     fused_layers: bool = key("slipstream.fused_layers")
+    products: str = key("slipstream.products")
     broadcast_buffers: bool = key("slipstream.broadcast_buffers")  # broadcast rank 0's before each forward
     steps_per_print: int | None = key("steps_per_print")  # None = never
     wall_clock_breakdown: bool = key("wall_clock_breakdown")

@@ -19,6 +19,7 @@ from slipstream.config.plan import Plan
 from slipstream.observe import memory, traffic
 from slipstream.observe.profile import profile_step
 from slipstream.observe.trace import trace_steps
+from slipstream.ops import matmul
 from slipstream.train.adaptive import adapt_batch
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.figures import monitor
@@ -39,6 +40,10 @@ Change = Callable[[nn.Module, Plan], "Callable[[Engine], None] | None"]
 def _sparse_attention(model: nn.Module, plan: Plan) -> None:
     if plan.sparse is not None:
         apply_pattern(model, asdict(plan.sparse))
+
+
+def _multiply(model: nn.Module, plan: Plan) -> None:
+    matmul.use(plan.products == "onednn")
 
 
 def _fuse_layers(model: nn.Module, plan: Plan) -> None:
@@ -95,6 +100,7 @@ def _observe(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
 
 
 CHANGES: tuple[Change, ...] = (
+    _multiply,
     _sparse_attention,
     _fuse_layers,
     drop_layers,

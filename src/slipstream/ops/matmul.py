@@ -1,0 +1,97 @@
+"""fp32 products of torch on CPUs by oneDNN, where the matrix library that torch calls does not use the processor's widest vectors.
+
+MKL computes with AVX2 on processors that are not Intel's. On an EPYC with AVX-512 (family 26) that is 118 GFLOP/s, of 287 that
+a core can do; oneDNN, which is a part of torch too, reaches 230 to 270.
+
+[Note: One process, one product] torch's own `mm` and `addmm` are overridden, for the whole process: a product of a forward, of a
+backward, of a waiting gradient and of a plain loop beside have the same bits. Replaced layers would differ from all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_LEAST = 1 << 21  # multiplications: smaller products gain less than the call costs
+_ROWS = 8  # of either matrix; for fewer, MKL reads the other at the rate of memory
+_Keys = Any  # torch's set of dispatch keys, which is passed on
+_own: dict[str, Any] = {}  # torch's kernels
+_installed: list[torch.library.Library] = []
+
+
+@functools.cache
+def gains() -> bool:
+    """Whether oneDNN's fp32 products are faster than those of torch's matrix library on this processor, and torch can call them."""
+    has_calls = hasattr(torch.library, "get_kernel") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return has_calls and wide and torch.backends.mkl.is_available() and _vendor() != "GenuineIntel"
+
+
+def _vendor() -> str:
+    """The processor's vendor as Linux names it; "" where that is not known."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if platform.machine() == "x86_64" and file.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "GenuineIntel")
+
+
+def use(onednn: bool) -> bool:
+    """Let torch compute large fp32 products on CPUs by oneDNN, or by its own choice again; True if oneDNN computes them now.
+
+    For the whole process. Without effect where oneDNN does not gain (`gains`).
+    """
+    if not onednn:
+        for library in _installed:
+            library._destroy()
+        _installed.clear()
+    elif not _installed and gains():
+        logger.info("torch's fp32 products on this CPU are computed by oneDNN; slipstream.products: torch leaves them as they are")
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch names the kernel that is replaced
+            for name, kernel in (("mm", _mm), ("addmm", _addmm)):
+                _own[name] = torch.library.get_kernel(f"aten::{name}", "CPU")  # before it is overridden
+                library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+        _installed.append(library)
+    return bool(_installed)
+
+
+def _fits(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN computes the product, and faster."""
+    (m, k), n = a.shape, b.shape[-1]
+    return (
+        m * n * k >= _LEAST
+        and min(m, n) >= _ROWS
+        and a.dtype is torch.float32
+        and b.dtype is torch.float32
+        and k == b.shape[0]
+        and _is_dense(a)
+        and _is_dense(b)
+    )
+
+
+def _is_dense(a: Tensor) -> bool:
+    """Whether rows, or columns, are without gaps inside, and none overlaps another."""
+    (rows, columns), (down, right) = a.shape, a.stride()
+    return (right == 1 and down >= columns) or (down == 1 and right >= rows)
+
+
+def _mm(keys: _Keys, a: Tensor, b: Tensor) -> Any:
+    if _fits(a, b):
+        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+    return _own["mm"].call_boxed(keys, a, b)
+
+
+def _addmm(keys: _Keys, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    is_linear = beta == 1 and alpha == 1 and bias.dim() == 1 and bias.dtype is torch.float32 and len(bias) == b.shape[-1]
+    if is_linear and _fits(a, b):
+        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias.contiguous(), "none", [], "")
+    return _own["addmm"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)

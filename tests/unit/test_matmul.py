@@ -1,0 +1,94 @@
+"""fp32 products by oneDNN: the same numbers, forward and backward, for every stride, and torch's own again afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.ops import matmul
+
+
+@pytest.fixture
+def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """On any processor; the products that oneDNN computed, each with its rows, columns, and terms of a sum."""
+    calls: list[tuple[int, ...]] = []
+    fits = matmul._fits
+
+    def seen(a: Tensor, b: Tensor) -> bool:
+        if fits(a, b):
+            calls.append((len(a), b.shape[1], b.shape[0]))
+        return fits(a, b)
+
+    monkeypatch.setattr(matmul, "_fits", seen)
+    monkeypatch.setattr(matmul, "gains", lambda: True)
+    was = matmul.use(False)
+    assert matmul.use(True)
+    yield calls
+    monkeypatch.undo()
+    matmul.use(False)
+    matmul.use(was or matmul.gains())
+
+
+@pytest.mark.parametrize("left", ["rows", "columns", "gaps", "repeated"])
+@pytest.mark.parametrize("right", ["rows", "columns", "gaps"])
+def test_the_numbers_of_torch(by_onednn: list[tuple[int, ...]], left: str, right: str) -> None:
+    def matrix(rows: int, columns: int, kind: str) -> Tensor:
+        if kind == "columns":
+            return torch.randn(columns, rows).t()
+        if kind == "gaps":
+            return torch.randn(rows, columns + 5)[:, :columns]
+        return torch.randn(1, columns).expand(rows, columns) if kind == "repeated" else torch.randn(rows, columns)
+
+    a, b, bias = matrix(96, 200, left), matrix(200, 160, right), torch.randn(160)
+    wide = (a.double() @ b.double()).float()
+    torch.testing.assert_close(a @ b, wide, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(torch.addmm(bias, a, b), wide + bias, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(torch.addmm(wide, a, b, beta=0.5, alpha=2), 2.5 * wide, atol=1e-4, rtol=1e-5)
+    assert len(by_onednn) == (0 if left == "repeated" else 2)
+
+
+def test_a_linear_layer_with_gradients(by_onednn: list[tuple[int, ...]]) -> None:
+    layer, x = nn.Linear(128, 256), torch.randn(4, 32, 128, requires_grad=True)
+    twin, y = nn.Linear(128, 256).double(), x.detach().double().requires_grad_()
+    twin.load_state_dict(layer.state_dict())
+    layer(x).square().sum().backward()
+    twin(y).square().sum().backward()
+    assert sorted(by_onednn) == sorted([(128, 256, 128), (128, 128, 256), (256, 128, 128)])
+    for ours, exact in ((x, y), (layer.weight, twin.weight), (layer.bias, twin.bias)):
+        torch.testing.assert_close(ours.grad, exact.grad.float(), atol=1e-3, rtol=1e-5)  # type: ignore[union-attr]
+
+
+def test_what_torch_keeps(by_onednn: list[tuple[int, ...]]) -> None:
+    """Small products, single rows, other dtypes, and shapes that do not fit, whose error is torch's."""
+    big = torch.randn(256, 256)
+    for a, b in ((big[:2], big), (big[:16, :16], big[:16, :16]), (big.double(), big.double()), (big.bfloat16(), big.bfloat16())):
+        assert (a @ b).dtype is a.dtype
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        torch.mm(big, big[:200])
+    assert not by_onednn
+
+
+def test_undone_it_is_torchs_own() -> None:
+    matmul.use(False)
+    big = torch.randn(300, 300)
+    before = big @ big
+    matmul.use(True)
+    matmul.use(False)
+    try:
+        assert torch.equal(big @ big, before)
+    finally:
+        matmul.use(matmul.gains())
+
+
+def test_the_config_chooses_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[bool] = []
+    monkeypatch.setattr(matmul, "use", lambda onednn: chosen.append(onednn) or onednn)
+    config: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for own in ({}, {"products": "torch"}, {"products": "onednn"}):
+        slipstream.initialize(model=nn.Linear(2, 2), config=config | {"slipstream": own})[0].destroy()
+    assert chosen == [True, False, True]
