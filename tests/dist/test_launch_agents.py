@@ -171,6 +171,24 @@ def test_two_nodes_by_ssh_and_environment_files(launcher: Launcher, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_the_mesh_of_the_launcher_reaches_all_hosts(launcher: Launcher, tmp_path: Path) -> None:
+    """`--mesh` is said in one table by the launcher, and is every engine's mesh; the engine does not repeat the table."""
+    script = launcher.script("""
+        import os, torch, slipstream
+        config = {"train_batch_size": 1, "steps_per_print": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        engine, *_ = slipstream.initialize(model=torch.nn.Linear(4, 4), config=config)
+        print(f"rank {engine.rank} sp {engine.mesh.sp.index} of {engine.mesh.sp.size}\\n", end="")
+    """)
+    (tmp_path / ".deepspeed_env").write_text("SLIPSTREAM_NATIVE=0\n")  # the home directory has no compiled kernels
+    hosts = ("--hostfile", hostfile(tmp_path), "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
+    code, out, err = launcher.run(*hosts, "--mesh", "sp=2", script, path=fake_ssh(tmp_path))
+    assert code == 0, err
+    assert sorted(line for line in out.splitlines() if "sp" in line) == ["rank 0 sp 0 of 2", "rank 1 sp 1 of 2"]
+    assert "mesh sp 2\n  host  ranks  sp\n  far1  0      0\n  far2  1      1\n" in err
+    assert (out + err).count("mesh sp 2\n") == 1
+
+
+@pytest.mark.slow
 def test_a_failure_on_another_node_is_reported_once_and_stops_all(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("""
         import os, time

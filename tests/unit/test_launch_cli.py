@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import slipstream
+from slipstream.config import load_config
 from slipstream.launch.cli import build_parser, main
+from slipstream.launch.layout import read_mesh
 from slipstream.launch.run import HostState, Start, plan_run
 
 AROUND = HostState(environ={}, directory="/work", python="/py", names=("me", "me.local"), num_devices=0, free_port=12345)
@@ -159,6 +161,75 @@ def test_refused(line: str, message: str) -> None:
         plan(line)
 
 
+TWO_BY_FOUR = "a slots=4\nb slots=4\n"
+
+
+def known(line: str, hostfile: str = TWO_BY_FOUR) -> HostState:
+    """This host, and what is read of the mesh."""
+    options = build_parser().parse_args(["run", *shlex.split(line)])
+    return replace(AROUND, hostfile=hostfile, mesh=read_mesh(options.mesh, options.arguments))
+
+
+def test_the_mesh_is_laid_out_before_ranks_start(tmp_path: Path) -> None:
+    """One table of hosts, ranks and places: tp innermost on a host; `--mesh` reaches every rank, also on other hosts."""
+    line = "--hostfile h --mesh pp=2,tp=2 t.py"
+    start = plan(line, known(line))
+    assert start.notes[-1].split("\n") == [
+        "mesh stage 2 x data 2 x tp 2",
+        "  host  ranks  stage  data  tp",
+        "  a     0-1    0      0     0-1",
+        "  a     2-3    0      1     0-1",
+        "  b     4-5    1      0     0-1",
+        "  b     6-7    1      1     0-1",
+    ]
+    assert all("SLIPSTREAM_MESH=pp=2,tp=2" in command.argv[-1] for command in start.commands)
+    config = tmp_path / "ds.json"
+    config.write_text('{"pipeline": {"stages": 2}, /* a comment */ "tensor_parallel": {"autotp_size": 4}}')
+    for line in (f"t.py --deepspeed_config {config}", f"t.py x --deepspeed={config}", f"-H h t.py --deepspeed --config {config}"):
+        start = plan(line, replace(known(line), hostfile=None if "-H" not in line else TWO_BY_FOUR, num_devices=8))
+        host = "a" if "-H" in line else "this host"
+        assert start.notes[-1].split("\n")[2].split() == [*host.split(), "0-3", "0", "0-3"]
+        assert "SLIPSTREAM_MESH=" not in str(start.commands), "the ranks read the config themselves"
+    start = plan("--num_nodes 2 --node_rank 1 --master_addr a --nproc 4 t.py", replace(known("--mesh sp=8 t.py"), hostfile=None))
+    assert not any(note.startswith("mesh") for note in start.notes), "node 0 has said it"
+    assert "mesh" not in str(plan("t.py --config pyproject.toml", known("t.py --config pyproject.toml")).notes)
+
+
+def test_slices_stay_on_a_host() -> None:
+    """What would cross without need is refused; more slices than a host has ranks are warned of."""
+    six = "a slots=6\nb slots=6\n"
+    line = "--hostfile h --mesh tp=4 t.py"
+    with pytest.raises(ValueError, match=r"--mesh: tp 4, and a has 6 ranks: .* use --nproc 4, or tp 3"):
+        plan(line, known(line, six))
+    assert "mesh data 2 x tp 4" in plan(f"--nproc 4 {line}", known(line, six)).notes[-1]
+    line = "--hostfile h --mesh tp=8 t.py"
+    *_, table, warning = plan(line, known(line)).notes
+    assert table.startswith("mesh tp 8\n") and "on the hosts a, b, so the sums of each layer travel" in warning
+    with pytest.raises(ValueError, match=r"a: 4, b: 4 are 8; start a multiple of 6, or use pp 2 x sp 1 x tp 2"):
+        plan("--hostfile h t.py", known("--mesh pp=3,tp=2 t.py"))
+    with pytest.raises(ValueError, match=r"tp 4, and a has 6 ranks"):
+        plan("--hostfile h --elastic 1:2 t.py", known("--mesh tp=4 t.py", six))
+    notes = plan("--hostfile h --elastic 1:2 t.py", known("--mesh tp=4,pp=2 t.py")).notes
+    assert not any(note.startswith("mesh") for note in notes), "hosts come and go"
+
+
+def test_two_sizes_of_an_axis(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"sequence_parallel_size": 2}')
+    with pytest.raises(ValueError, match=r"--mesh sp=4, and the config has sp 2 \(slipstream.mesh.sp or sequence_par.*drop one"):
+        known(f"--mesh sp=4 t.py --config {config}")
+    mesh = known(f"--mesh tp=2 t.py --config {config}").mesh
+    assert mesh is not None and (dict(mesh.sizes), mesh.source) == ({"tp": 2, "sp": 2}, f"--mesh and {config}")
+
+
+def test_the_ranks_read_the_launchers_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_MESH", "pp=2,tp=4")
+    config = {"train_batch_size": 8, "slipstream": {"mesh": {"pp": 2}, "transport": "gloo"}}
+    assert load_config(config)["slipstream"] == {"mesh": {"pp": 2, "tp": 4}, "transport": "gloo"}
+    with pytest.raises(ValueError, match=r"--mesh tp=4, and the config has tp 2"):
+        load_config({"tensor_parallel": {"autotp_size": 2}})
+
+
 def test_refused_with_hosts() -> None:
     with pytest.raises(ValueError, match="--launcher local with 2 hosts"):
         plan("--hostfile h --launcher local t.py", replace(AROUND, hostfile=HOSTFILE))
@@ -175,6 +246,8 @@ def test_refused_with_hosts() -> None:
         ("run --master_port 99999 t.py", "slipstream run: argument --master-port: '99999' is not a port"),
         ("run --bind_core_list 3-1 t.py", "slipstream run: argument --bind-core-list: '3-1' is not a list of cores; write 0-3,8"),
         ("run --enable_each_rank_log pyproject.toml t.py", "slipstream run: --enable_each_rank_log pyproject.toml is a file"),
+        ("run --mesh pp=2,xp=2 t.py", "slipstream run: argument --mesh: 'pp=2,xp=2' are not sizes of the axes pp, sp, tp"),
+        ("run --mesh tp=0 t.py", "slipstream run: argument --mesh: 'tp=0' are not sizes"),
         ("bench-comm --ops all_gatherr", "slipstream bench-comm: argument --ops: 'all_gatherr' is none of all_reduce, all_gather,"),
         ("bench-comm --nproc 1", "slipstream bench-comm: --nproc 1: a single rank communicates with nobody; start 2 or more"),
         ("bench-comm --min 2M --max 1M", "slipstream bench-comm: --max 1048576 is below --min 2097152"),

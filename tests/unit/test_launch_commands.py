@@ -99,7 +99,7 @@ def test_pdsh() -> None:
 def test_slurm() -> None:
     (command,) = commands.slurm(JOB)
     assert shlex.join(command.argv) == (
-        "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=a,b --kill-on-bad-exit=1 --export=ALL "
+        "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=a,b --distribution=block --kill-on-bad-exit=1 --export=ALL "
         f"'--chdir=/my work' {WORKER}"
     )
     assert command.env == {"NCCL_DEBUG": "INFO", "X": "a b"}, "the ranks derive the port from job and step"
@@ -107,7 +107,9 @@ def test_slurm() -> None:
 
 def test_slurm_chooses_nodes() -> None:
     (command,) = commands.slurm(replace(JOB, hosts=EVEN[:1], launcher_args=("--partition=p",)), num_nodes=3)
-    assert shlex.join(command.argv).startswith("srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --kill-on-bad-exit=1")
+    assert shlex.join(command.argv).startswith(
+        "srun --nodes=3 --ntasks=6 --ntasks-per-node=2 --distribution=block --kill-on-bad-exit=1"
+    )
     assert "--partition=p" in command.argv
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from slipstream.brief import BriefError
+from slipstream.config.launched import with_launched_mesh
 from slipstream.config.text import check_depth, read_json
 from slipstream.config.trial import current, laid_over
 
@@ -76,7 +77,8 @@ def read_config(config: ConfigLike | None = None, config_params: ConfigLike | No
     for name, value in others:
         if not _same(chosen, value):
             raise ValueError(f"two configs: {first} is {_brief(chosen)} and {name} is {_brief(value)}; pass one of them")
-    return loaded if trial is None else loaded._replace(raw=laid_over(loaded.raw, trial.config))
+    raw = loaded.raw if trial is None else laid_over(loaded.raw, trial.config)
+    return loaded._replace(raw=with_launched_mesh(raw))
 
 
 def _flag(args: Any, name: str) -> Any:

@@ -124,6 +124,15 @@ def _cores(text: str) -> str:
     return text
 
 
+def _sizes(text: str) -> dict[str, int]:
+    from slipstream.config.launched import parse_mesh
+
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _key(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("a key must not be empty; leave the option out for a server without keys")
@@ -157,6 +166,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--node-rank", type=_count, metavar="R", help="this node's rank, if each node is started by hand")
     add("--master-addr", metavar="HOST", help="host of rank 0; default: the first host")
     add("--master-port", type=_port, metavar="PORT", help="default: 29500; a free port on one host; by job and step under Slurm")
+    add("--mesh", type=_sizes, metavar="SIZES", help="sizes of the model's axes, as in slipstream.mesh: pp=2,sp=2,tp=4")
     add = parser.add_argument_group("launching").add_argument
     add("--launcher", choices=sorted(("local", *LAUNCHERS)), help="default: local on one host, slurm in an allocation, else ssh")
     add("--launcher-args", default="", metavar="ARGS", help="extra arguments for ssh, srun, mpirun ...")

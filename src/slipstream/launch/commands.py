@@ -205,6 +205,7 @@ def slurm(job: Job, *, num_nodes: int | None = None) -> list[Command]:
     nodes = num_nodes or len(job.hosts)
     named = [] if num_nodes else [f"--nodelist={','.join(host.name for host in job.hosts)}"]
     argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes * per_host}", f"--ntasks-per-node={per_host}", *named]
+    argv += ["--distribution=block"]  # ranks of a host are consecutive, whatever the cluster's default
     argv += ["--kill-on-bad-exit=1", "--export=ALL", f"--chdir={job.directory}", *job.launcher_args, *_program(job)]
     env = {**job.exports, **_common_mask(job, "slurm")}
     return [Command(name="srun", argv=tuple(argv), env=env)]

@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slipstream.launch import commands, environment, hosts
 from slipstream.launch.commands import Command, Job
 from slipstream.launch.cores import Core, cores_of, share
 from slipstream.launch.hosts import Host
+from slipstream.launch.layout import KnownMesh, arrange, read_mesh
 from slipstream.world.discover import Node, node, ranks_per_node
 
 __all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
@@ -49,6 +50,8 @@ class HostState:
     cores: tuple[Core, ...] = ()  # that this job may use
     hostfile: str | None = None  # text
     env_files: tuple[tuple[str, str], ...] = ()  # (path, text), later ones win
+    mesh: KnownMesh | None = None  # None: only the script knows
+    exports: Mapping[str, str] = field(default_factory=dict)  # of the launcher's own, to all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ def _elastic_node(options: argparse.Namespace, around: HostState, chosen: Sequen
 
 def _exports(around: HostState) -> tuple[dict[str, str], list[str]]:
     """The variables of the environment files, and a note on each file."""
-    merged: dict[str, str] = {}
+    merged = dict(around.exports)
     notes = []
     for path, text in around.env_files:
         variables = environment.parse_file(text, path)
@@ -234,6 +237,28 @@ def _fill_in(options: argparse.Namespace, around: HostState) -> None:
         options.nproc = ranks_per_node(around.environ)
 
 
+def _layout(
+    options: argparse.Namespace, around: HostState, chosen: Sequence[Host], launcher: str, place: Node | None
+) -> tuple[list[str], dict[str, str]]:
+    """What to say about the places of the ranks, and the variables for the ranks. Raises ValueError if the mesh does not fit."""
+    if around.mesh is None:
+        return [], {}
+    from slipstream.config.launched import VARIABLE, shown_mesh
+    from slipstream.world.layout import SHOWN
+
+    ranks = [(host.name, len(host.devices)) for host in chosen]
+    if around.hostfile is None:
+        in_job = around.environ.get("SLURM_JOB_NUM_NODES", "1") if launcher == "slurm" else place.num_nodes if place else 1
+        num_nodes = options.num_nodes or int(in_job)
+        ranks = [(f"node {i}" if num_nodes > 1 else "this host", ranks[0][1]) for i in range(num_nodes)]
+    notes = arrange(around.mesh, ranks, may_change=options.elastic is not None)
+    exports = {VARIABLE: shown_mesh(options.mesh)} if options.mesh else {}
+    if notes and not options.quiet:
+        exports[SHOWN] = notes[0].partition("\n")[0]
+    is_first = (options.node_rank or (place.node_rank if place else 0)) == 0
+    return notes if is_first else [], exports
+
+
 def plan_run(options: argparse.Namespace, around: HostState) -> Start:
     """Decide how `slipstream run` starts the job. Raises ValueError for invalid or incomplete options."""
     _refuse_without_python(options)
@@ -241,6 +266,12 @@ def plan_run(options: argparse.Namespace, around: HostState) -> Start:
     place = node(around.environ)
     chosen = _hosts(options, around)
     launcher = _default_launcher(options, around, chosen, place)
+    layout, exports = _layout(options, around, chosen, launcher, place)
+    start = _start(options, replace(around, exports=exports), chosen, launcher, place)
+    return replace(start, notes=(*start.notes, *layout))
+
+
+def _start(options: argparse.Namespace, around: HostState, chosen: tuple[Host, ...], launcher: str, place: Node | None) -> Start:
     job = Job(
         hosts=chosen,
         master_addr="",
@@ -302,6 +333,7 @@ def read_host(options: argparse.Namespace) -> HostState:
         cores=cores_of(os.sched_getaffinity(0)),
         hostfile=hostfile,
         env_files=env_files,
+        mesh=read_mesh(options.mesh, options.arguments),
     )
 
 

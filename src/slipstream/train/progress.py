@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from slipstream.config import Plan, describe, keys
 from slipstream.observe import clock, lines
+from slipstream.world.layout import SHOWN, layout_table, layout_title, slices_apart
 from slipstream.world.mesh import Mesh
 
 logger = logging.getLogger("slipstream.train")
-_MOST_CELLS = 32  # lines of a layout
 _MOST_SPANS = 256
 
 
@@ -36,35 +37,25 @@ def log_plan(plan: Plan) -> None:
 
 
 def log_layout(mesh: Mesh, ranks_of_host: int) -> None:
-    """Log where the ranks of a mesh with several axes stand: a line for each pipeline stage and data index. Called on one rank.
+    """Log where the ranks of a mesh with several axes stand, unless `slipstream run` has shown it. Called on one rank.
 
     Warn of slices that several hosts share: their sums then travel between hosts, several times a layer.
     """
     if not mesh.names:
         return
-    sizes = {"pp": mesh.pp.size, "data": mesh.batch.size, "sp": mesh.sp.size, "tp": mesh.tp.size}
-    lines = ["mesh " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)]
-    cells: dict[tuple[int, int], list[int]] = {}
-    for rank, place in mesh.places.items():
-        cells.setdefault((place.pp, place.batch), []).append(rank)
-    for (stage, replica), ranks in list(cells.items())[:_MOST_CELLS]:
-        hosts = sorted({rank // ranks_of_host for rank in ranks})
-        where = f" on host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))}" if len(mesh.places) > ranks_of_host else ""
-        lines.append(f"  stage {stage}, data {replica}: ranks {', '.join(map(str, ranks))}{where}")
-    if len(cells) > _MOST_CELLS:
-        lines.append(f"  and {len(cells) - _MOST_CELLS} others in the same order")
-    logger.info("%s", "\n".join(lines))
-    apart = [
-        rank for rank, place in mesh.places.items() if place.tp and rank // ranks_of_host != (rank - place.tp) // ranks_of_host
-    ]
-    if apart and len(mesh.places) > ranks_of_host:
+    is_alone = len(mesh.places) <= ranks_of_host
+    host_of = {rank: "this host" if is_alone else f"host {rank // ranks_of_host}" for rank in mesh.places}
+    if os.environ.get(SHOWN) == layout_title(mesh.places):
+        return
+    logger.info("%s", layout_table(mesh.places, host_of))
+    if ranks := slices_apart(mesh.places, host_of):
         fits = max(size for size in range(1, mesh.tp.size + 1) if ranks_of_host % size == 0)
         logger.warning(
-            "slipstream.mesh.tp %d with %d ranks on a host: the slices of rank %d are on two hosts, so the sums of each layer "
+            "slipstream.mesh.tp %d with %d ranks on a host: the slices of ranks %s are on several hosts, so the sums of each layer "
             "travel between them; use tp %d",
             mesh.tp.size,
             ranks_of_host,
-            apart[0],
+            ", ".join(map(str, ranks)),
             fits,
         )
 

@@ -282,6 +282,11 @@ class Mesh:
         return self.groups.axis("group", [ranks for row in rows for ranks in row]), self.groups.axis("across groups", across)
 
 
+def place_ranks(ranks: Sequence[int], lengths: Place) -> dict[int, Place]:
+    """The place of each rank in a mesh with axes of these lengths: ranks are consecutive, tp innermost."""
+    return dict(zip(ranks, itertools.starmap(Place, itertools.product(*map(range, lengths))), strict=True))
+
+
 def nearest_sizes(num_ranks: int, pp: int, sp: int, tp: int) -> dict[str, int]:
     """The sizes of the axes for which a model fits on so many ranks: none larger, as much of it split as can be, tp kept first."""
     sizes = itertools.product(range(1, pp + 1), range(1, sp + 1), range(1, tp + 1))
@@ -323,9 +328,8 @@ def build_mesh(
     if len(ranks) % (pp * sp * tp):
         nearest = " x ".join(f"{axis} {size}" for axis, size in nearest_sizes(len(ranks), pp, sp, tp).items())
         raise ValueError(f"pp ({pp}) x sp ({sp}) x tp ({tp}) does not divide the number of ranks ({len(ranks)}); use {nearest}")
-    lengths = Place(pp, len(ranks) // (pp * sp * tp), sp, tp)
     if places is None:
-        places = dict(zip(ranks, itertools.starmap(Place, itertools.product(*map(range, lengths))), strict=True))
+        places = place_ranks(ranks, Place(pp, len(ranks) // (pp * sp * tp), sp, tp))
     _check_shards(len(ranks) // pp, shard_size)
     groups = _Groups(rank, list(places), group if len(ranks) > 1 else None)
     axes: dict[str, Axis] = {}
