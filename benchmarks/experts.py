@@ -118,7 +118,8 @@ def _floor(floors: Sequence[tuple[float, str]]) -> str:
         return "DeepSpeed was not measured."
     least, most = min(floors), max(floors)
     return (
-        f"The dense layer's products are the floor of every layer of experts. DeepSpeed's takes {least[0]:.2f} ({least[1]}) to "
+        f"The dense layer's products, which are computed as ours, are the floor of every layer of experts. DeepSpeed's takes "
+        f"{least[0]:.2f} ({least[1]}) to "
         f"{most[0]:.2f} ({most[1]}) of the dense layer's time: a layer that added nothing to the products would be so many times "
         "as fast as DeepSpeed's, and none can be faster than that."
     )

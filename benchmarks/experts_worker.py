@@ -2,7 +2,8 @@
 
 layer    one layer's forward and backward: SYSTEM[:gated][, KIND]. dense has the active products of k experts in one MLP; deepspeed
          is its MoE, padded to the fullest expert, or with a capacity of 1 (it drops, and pads the others); mixtral:WAY is
-         transformers' block, whose experts are computed in that way. skewed: half of the tokens prefer expert 0; bf16
+         transformers' block, whose experts are computed in that way. Peers multiply as torch does, the others as our engine lets
+         it (`slipstream.products`). skewed: half of the tokens prefer expert 0; bf16
 split    the same of a layer whose experts are split over the ranks, and the bytes that its rows have to send
 travel   a layer split over two ranks with a shared expert, and its parts
 model    a GPT's step: dense, or with experts (ep: split over the ranks); and `swap`, the exchanges of that alone
@@ -34,6 +35,10 @@ def layer(channel: Channel, system: str, num_experts: int, k: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     name, _, kind = system.partition(", ")
+    if name.partition(":")[0] in ("slipstream", "dense"):
+        from slipstream.ops import matmul
+
+        matmul.use(True)
     module, call = _LAYERS[name](num_experts, k)
     x = torch.randn(TOKENS, WIDTH)
     if kind == "skewed":

@@ -50,6 +50,10 @@ def test_the_numbers_of_torch(by_onednn: list[tuple[int, ...]], left: str, right
     torch.testing.assert_close(torch.addmm(bias, a, b), wide + bias, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(torch.addmm(wide, a, b, beta=0.5, alpha=2), 2.5 * wide, atol=1e-4, rtol=1e-5)
     assert len(by_onednn) == (0 if left == "repeated" else 2)
+    wider = torch.zeros(96, 320)
+    assert torch.equal(torch.mm(a, b, out=wider[:, ::2]), a @ b) and not wider[:, 1::2].any()
+    assert torch.equal(torch.addmm(bias, a, b, out=wider[:, ::2]), torch.addmm(bias, a, b)) and not wider[:, 1::2].any()
+    torch.testing.assert_close(torch.mm(a, b, out=torch.empty(0)), wide, atol=1e-4, rtol=1e-5)
 
 
 def test_a_linear_layer_with_gradients(by_onednn: list[tuple[int, ...]]) -> None:

@@ -57,7 +57,7 @@ def use(onednn: bool) -> bool:
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch names the kernel that is replaced
-            for name, kernel in (("mm", _mm), ("addmm", _addmm)):
+            for name, kernel in _KERNELS:
                 _own[name] = torch.library.get_kernel(f"aten::{name}", "CPU")  # before it is overridden
                 library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
         _installed.append(library)
@@ -84,14 +84,41 @@ def _is_dense(a: Tensor) -> bool:
     return (right == 1 and down >= columns) or (down == 1 and right >= rows)
 
 
+def _times(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Any:
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
+
+
 def _mm(keys: _Keys, a: Tensor, b: Tensor) -> Any:
     if _fits(a, b):
-        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+        return _times(a, b)
     return _own["mm"].call_boxed(keys, a, b)
 
 
+def _mm_into(keys: _Keys, a: Tensor, b: Tensor, *, out: Tensor) -> Any:
+    if _takes(out, a, b) and _fits(a, b):
+        return out.copy_(_times(a, b))
+    return _own["mm.out"].call_boxed(keys, a, b, out=out)
+
+
+def _takes(out: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Whether an output is filled as it is; torch gives others a new size, or refuses them."""
+    return out.dtype is torch.float32 and out.shape == (len(a), b.shape[-1])
+
+
+def _adds_row(bias: Tensor, b: Tensor, beta: Any, alpha: Any) -> bool:
+    return bool(beta == 1 and alpha == 1 and bias.dim() == 1 and bias.dtype is torch.float32 and len(bias) == b.shape[-1])
+
+
 def _addmm(keys: _Keys, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    is_linear = beta == 1 and alpha == 1 and bias.dim() == 1 and bias.dtype is torch.float32 and len(bias) == b.shape[-1]
-    if is_linear and _fits(a, b):
-        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias.contiguous(), "none", [], "")
+    if _adds_row(bias, b, beta, alpha) and _fits(a, b):
+        return _times(a, b, bias.contiguous())
     return _own["addmm"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
+
+
+def _addmm_into(keys: _Keys, bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: Any = 1, alpha: Any = 1) -> Any:
+    if _takes(out, a, b) and _adds_row(bias, b, beta, alpha) and _fits(a, b):
+        return out.copy_(_times(a, b, bias.contiguous()))
+    return _own["addmm.out"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
+
+
+_KERNELS = (("mm", _mm), ("mm.out", _mm_into), ("addmm", _addmm), ("addmm.out", _addmm_into))
