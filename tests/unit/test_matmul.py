@@ -17,14 +17,13 @@ from slipstream.ops import matmul
 def by_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """On any processor; the products that oneDNN computed, each with its rows, columns, and terms of a sum."""
     calls: list[tuple[int, ...]] = []
-    fits = matmul._fits
+    times = matmul._times
 
-    def seen(a: Tensor, b: Tensor) -> bool:
-        if fits(a, b):
-            calls.append((len(a), b.shape[1], b.shape[0]))
-        return fits(a, b)
+    def seen(a: Tensor, b: Tensor, *bias: Tensor) -> Any:
+        calls.append((len(a), b.shape[1], b.shape[0]))
+        return times(a, b, *bias)
 
-    monkeypatch.setattr(matmul, "_fits", seen)
+    monkeypatch.setattr(matmul, "_times", seen)
     monkeypatch.setattr(matmul, "gains", lambda: True)
     was = matmul.use(False)
     assert matmul.use(True)
@@ -74,19 +73,24 @@ def test_what_torch_keeps(by_onednn: list[tuple[int, ...]]) -> None:
         assert (a @ b).dtype is a.dtype
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.mm(big, big[:200])
+    for call in (
+        lambda: torch.mm(big[0], big),
+        lambda: torch.mm(big, big[0], out=big.clone()),
+        lambda: torch.addmm(big, big[0], big),
+    ):
+        with pytest.raises(RuntimeError, match="matri"):
+            call()
     assert not by_onednn
 
 
-def test_undone_it_is_torchs_own() -> None:
+def test_undone_it_is_torchs_own(by_onednn: list[tuple[int, ...]]) -> None:
     matmul.use(False)
     big = torch.randn(300, 300)
     before = big @ big
-    matmul.use(True)
-    matmul.use(False)
-    try:
-        assert torch.equal(big @ big, before)
-    finally:
-        matmul.use(matmul.gains())
+    assert matmul.use(True) and matmul.use(True) and not by_onednn
+    torch.testing.assert_close(big @ big, before, atol=1e-3, rtol=1e-5)
+    assert len(by_onednn) == 1 and not matmul.use(False)
+    assert torch.equal(big @ big, before) and len(by_onednn) == 1
 
 
 def test_the_config_chooses_the_products(monkeypatch: pytest.MonkeyPatch) -> None:

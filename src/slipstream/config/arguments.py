@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from slipstream.brief import BriefError
-from slipstream.config.launched import with_launched_mesh
 from slipstream.config.text import check_depth, read_json
 from slipstream.config.trial import current, laid_over
+from slipstream.world.sizes import check_stated, launched_sizes
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -78,7 +78,10 @@ def read_config(config: ConfigLike | None = None, config_params: ConfigLike | No
         if not _same(chosen, value):
             raise ValueError(f"two configs: {first} is {_brief(chosen)} and {name} is {_brief(value)}; pass one of them")
     raw = loaded.raw if trial is None else laid_over(loaded.raw, trial.config)
-    return loaded._replace(raw=with_launched_mesh(raw))
+    if sizes := launched_sizes():
+        check_stated(raw, sizes)
+        raw = laid_over(raw, {"slipstream": {"mesh": sizes}})
+    return loaded._replace(raw=raw)
 
 
 def _flag(args: Any, name: str) -> Any:

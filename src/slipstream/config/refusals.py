@@ -8,14 +8,14 @@ arguments of an optimizer or scheduler that are not valid have no plan: resoluti
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from slipstream.config.plan import INT4, DataWorld, Plan
+from slipstream.world.sizes import MESH_KEYS
 
 if TYPE_CHECKING:
     from slipstream.config.resolution import Values
@@ -24,16 +24,7 @@ _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.o
 _ON_HOST = "the device is a CPU, so states are already in host memory"
 _BLOCKS = "activation_checkpointing"
 _BOUNDARY = f"{_BLOCKS}.synchronize_checkpoint_boundary"
-MESH_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "pp": ("slipstream.mesh.pp", "pipeline.stages"),
-        "sp": ("slipstream.mesh.sp", "sequence_parallel_size"),
-        "tp": ("slipstream.mesh.tp", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-    }
-)
 _CHECK = "slipstream.check_grad_overflow"  # for fp32; DeepSpeed has a key for bf16 only
-
-
 _CODES = (torch.int8, INT4)
 _CURVATURE = ("verbose", "max_iter", "tol", "stability", "gas_boundary_resolution", "layer_name", "layer_num")
 _EFFICIENCY = "data_efficiency"

@@ -125,7 +125,7 @@ def _cores(text: str) -> str:
 
 
 def _sizes(text: str) -> dict[str, int]:
-    from slipstream.config.launched import parse_mesh
+    from slipstream.world.sizes import parse_mesh
 
     try:
         return parse_mesh(text)

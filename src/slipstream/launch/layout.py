@@ -7,14 +7,14 @@ then sp, data and pp. So the slices of a layer stay on a host if the ranks of ea
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config.launched import sizes_in, with_mesh
-from slipstream.config.text import read_json
+from slipstream.world.sizes import check_stated, sizes_in
 
 # Of a script: DeepSpeed's own, and those of transformers' Trainer and of common examples
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepscale_config", "--deepspeed", "--ds_config", "--config")
@@ -41,7 +41,7 @@ def read_mesh(given: Mapping[str, int] | None, arguments: Sequence[str]) -> Know
     for path in _configs_among(arguments):
         with suppress(OSError, UnicodeDecodeError):
             raw = _config(path)
-            with_mesh(raw, given or {})
+            check_stated(raw, given or {})
             sizes |= (stated := sizes_in(raw))
             source = " and ".join(["--mesh"] * bool(given) + [path] * bool(stated))
     sizes = {axis: size for axis, size in sizes.items() if size > 1}
@@ -49,10 +49,18 @@ def read_mesh(given: Mapping[str, int] | None, arguments: Sequence[str]) -> Know
 
 
 def _config(path: str) -> dict[str, object]:
+    text = Path(path).read_text(encoding="utf-8-sig")
     try:
-        raw = read_json(Path(path).read_text(encoding="utf-8-sig"), path).value
-    except ValueError:
+        raw = json.loads(text)
+    except RecursionError:  # of thousands of brackets
         return {}
+    except json.JSONDecodeError:
+        from slipstream.config.text import read_json  # which allows comments; imports torch
+
+        try:
+            raw = read_json(text, path).value
+        except ValueError:
+            return {}
     return raw if isinstance(raw, dict) else {}
 
 
@@ -72,7 +80,7 @@ def arrange(mesh: KnownMesh, hosts: Sequence[tuple[str, int]], *, may_change: bo
 
     Raises ValueError if the sizes do not fit the ranks, or tp the ranks of a host.
     """
-    from slipstream.world.layout import layout_table, slices_apart
+    from slipstream.world.layout import layout_table, slices_apart  # imports torch, for which a run without axes need not wait
     from slipstream.world.mesh import Place, nearest_sizes, place_ranks
 
     num_ranks = sum(count for _, count in hosts)

@@ -332,6 +332,7 @@ def _drawn(form: str, ranking: Sequence[Any], batch: int) -> str:
 
 def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     """Print the forecast of a model and, with a memory budget, the configurations that fit it."""
+    from slipstream.ops import matmul
     from slipstream.train.planning import calibrate, explain, predict, propose
 
     model = build_on_meta(options.model)
@@ -343,6 +344,7 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     rates = profile = None
     if profile_of is not None:
         profile = profile_of(plan.activations.way == "recompute", plan.batch.micro_batch_size)
+        matmul.use(plan.products == "onednn")  # the rate to be measured is that of the engine's products
         rates = calibrate.rates(profile.dtype, device, folder, rates_of(options.rate))
     counted = predict.count(parts, explain.setting_of(plan, options.world, device))
     forecast = explain.Forecast(counted=counted, profile=profile, rates=rates)

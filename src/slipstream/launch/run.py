@@ -26,6 +26,7 @@ from slipstream.launch.cores import Core, cores_of, share
 from slipstream.launch.hosts import Host
 from slipstream.launch.layout import KnownMesh, arrange, read_mesh
 from slipstream.world.discover import Node, node, ranks_per_node
+from slipstream.world.sizes import VARIABLE, shown_mesh
 
 __all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
 
@@ -243,8 +244,7 @@ def _layout(
     """What to say about the places of the ranks, and the variables for the ranks. Raises ValueError if the mesh does not fit."""
     if around.mesh is None:
         return [], {}
-    from slipstream.config.launched import VARIABLE, shown_mesh
-    from slipstream.world.layout import SHOWN
+    from slipstream.world.layout import SHOWN  # imports torch
 
     ranks = [(host.name, len(host.devices)) for host in chosen]
     if around.hostfile is None:

@@ -37,7 +37,7 @@ def gains() -> bool:
 
 
 def _vendor() -> str:
-    """The processor's vendor as Linux names it; "" where that is not known."""
+    """The processor's vendor as Linux names it; Intel's where it is not known, so that MKL's choice is kept."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if platform.machine() == "x86_64" and file.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "GenuineIntel")
@@ -66,7 +66,9 @@ def use(onednn: bool) -> bool:
 
 def _fits(a: Tensor, b: Tensor) -> bool:
     """Whether oneDNN computes the product, and faster."""
-    (m, k), n = a.shape, b.shape[-1]
+    if a.dim() != 2 or b.dim() != 2:  # torch's error
+        return False
+    (m, k), n = a.shape, b.shape[1]
     return (
         m * n * k >= _LEAST
         and min(m, n) >= _ROWS
@@ -95,7 +97,7 @@ def _mm(keys: _Keys, a: Tensor, b: Tensor) -> Any:
 
 
 def _mm_into(keys: _Keys, a: Tensor, b: Tensor, *, out: Tensor) -> Any:
-    if _takes(out, a, b) and _fits(a, b):
+    if _fits(a, b) and _takes(out, a, b):
         return out.copy_(_times(a, b))
     return _own["mm.out"].call_boxed(keys, a, b, out=out)
 
@@ -110,13 +112,13 @@ def _adds_row(bias: Tensor, b: Tensor, beta: Any, alpha: Any) -> bool:
 
 
 def _addmm(keys: _Keys, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    if _adds_row(bias, b, beta, alpha) and _fits(a, b):
+    if _fits(a, b) and _adds_row(bias, b, beta, alpha):
         return _times(a, b, bias.contiguous())
     return _own["addmm"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
 
 
 def _addmm_into(keys: _Keys, bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, beta: Any = 1, alpha: Any = 1) -> Any:
-    if _takes(out, a, b) and _adds_row(bias, b, beta, alpha) and _fits(a, b):
+    if _fits(a, b) and _takes(out, a, b) and _adds_row(bias, b, beta, alpha):
         return out.copy_(_times(a, b, bias.contiguous()))
     return _own["addmm.out"].call_boxed(keys, bias, a, b, beta=beta, alpha=alpha, out=out)
 

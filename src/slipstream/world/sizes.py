@@ -1,18 +1,24 @@
-"""Sizes of the mesh's axes that are known before ranks start: those that a config states, and those of `slipstream run --mesh`.
+"""Sizes of the mesh's axes as configs and `slipstream run --mesh` state them. Without torch: the launcher reads them, too.
 
-`--mesh` reaches the ranks in the environment variable SLIPSTREAM_MESH, which is read here only.
+`--mesh` reaches the ranks in the environment variable SLIPSTREAM_MESH, which only `launched_sizes` reads.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from slipstream.config.refusals import MESH_KEYS
-from slipstream.config.trial import laid_over
-
 VARIABLE = "SLIPSTREAM_MESH"
+# Axis -> the keys of a config that state its size
+MESH_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "pp": ("slipstream.mesh.pp", "pipeline.stages"),
+        "sp": ("slipstream.mesh.sp", "sequence_parallel_size"),
+        "tp": ("slipstream.mesh.tp", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+    }
+)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -44,19 +50,18 @@ def sizes_in(raw: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def with_launched_mesh(raw: dict[str, Any]) -> dict[str, Any]:
-    """A config with the sizes of `slipstream run --mesh`. Raises ValueError if it states others."""
+def launched_sizes() -> dict[str, int]:
+    """Those of `slipstream run --mesh`; empty without it."""
     text = os.environ.get(VARIABLE)
-    return raw if not text else with_mesh(raw, parse_mesh(text))
+    return parse_mesh(text) if text else {}
 
 
-def with_mesh(raw: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """A config with these sizes. Raises ValueError if it states others."""
+def check_stated(raw: Mapping[str, Any], given: Mapping[str, int]) -> None:
+    """Raise ValueError if a config states other sizes than `--mesh` gives."""
     stated = sizes_in(raw)
-    for axis, size in sizes.items():
+    for axis, size in given.items():
         if stated.get(axis, size) != size:
             raise ValueError(
                 f"slipstream run --mesh {axis}={size}, and the config has {axis} {stated[axis]} "
                 f"({' or '.join(MESH_KEYS[axis])}); drop one of the two"
             )
-    return laid_over(raw, {"slipstream": {"mesh": dict(sizes)}})
