@@ -243,8 +243,12 @@ def _torch_step(model: nn.Module, wrapped: nn.Module, *, autocast: bool) -> Step
 def _floor(model: nn.Module, dtype: torch.dtype) -> Step:
     """The work of every data-parallel system: the model in `dtype` and AdamW on this rank's share, without communication.
 
-    It does not train: the optimizer's fp32 tensors have the right size and are not the model's.
+    It does not train: the optimizer's fp32 tensors have the right size and are not the model's. It multiplies as our engine
+    does, so that nothing that does this work is below it.
     """
+    from slipstream.ops import matmul
+
+    matmul.use(True)
     model.to(dtype)
     params = list(model.parameters())
     world = int(os.environ["WORLD_SIZE"])
