@@ -66,6 +66,26 @@ def test_a_linear_layer_with_gradients(by_onednn: list[tuple[int, ...]]) -> None
         torch.testing.assert_close(ours.grad, exact.grad.float(), atol=1e-3, rtol=1e-5)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sizes_that_change_make_few_shapes(
+    by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, transposed: bool
+) -> None:
+    """Rows, as in a forward, or the terms of sums, as in a weight's gradient."""
+    shapes, linear = set[tuple[int, ...]](), matmul._linear
+
+    def seen(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        shapes.add((*a.shape, b.shape[1]))
+        return linear(a, b, bias)
+
+    monkeypatch.setattr(matmul, "_linear", seen)
+    for rows in range(130, 190, 7):
+        x, other = torch.randn(rows, 200), torch.randn(rows if transposed else 200, 160)
+        product = (x.t() if transposed else x) @ other
+        torch.testing.assert_close(product, ((x.t() if transposed else x).double() @ other.double()).float(), atol=1e-4, rtol=1e-5)
+        assert product.is_contiguous()
+    assert len(by_onednn) == 9 and shapes == {(200, 192, 160) if transposed else (192, 200, 160)}
+
+
 def test_what_torch_keeps(by_onednn: list[tuple[int, ...]]) -> None:
     """Small products, single rows, other dtypes, and shapes that do not fit, whose error is torch's."""
     big = torch.randn(256, 256)
