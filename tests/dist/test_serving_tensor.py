@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor, nn
 
 import slipstream
 from slipstream.compat.inference import init_inference as compat_init_inference
@@ -256,6 +257,93 @@ def test_a_module_of_deepspeeds_engine() -> None:
         assert sum(one.numel() for one in engine.module.base_model.parameters()) < 0.8 * whole, case
     with pytest.raises(ValueError, match=r"tensor_parallel is 4, and 2 ranks run this: .*--nproc 4"):
         compat_init_inference(tiny("Llama", **SIZES), mp_size=4)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = heads, width // heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = (
+            each.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1)
+        )
+        return self.proj(nn.functional.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2))
+
+
+class _Block(nn.Module):
+    """Layers by names of its own."""
+
+    def __init__(self, width: int = 48, heads: int = 3) -> None:
+        super().__init__()
+        self.mix, self.norms = _Attention(width, heads), nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.wide, self.gate, self.back = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.mix(self.norms[0](x))
+        y = self.norms[1](x)
+        inside = self.wide(y)
+        return x + self.back(inside * self.gate(y).sigmoid()), inside
+
+
+class _Network(nn.Module):
+    """leaks: it computes from what is inside of a block, too."""
+
+    def __init__(self, leaks: bool = False) -> None:
+        super().__init__()
+        self.leaks, self.read = leaks, nn.Linear(5, 48)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:
+        x, extra = self.read(x) * times, x.new_zeros(())
+        for block in self.blocks:
+            x, inside = block(x)
+            extra = extra + inside.sum()
+        return x + extra if self.leaks else x
+
+
+@distributed(world_size=2)
+def test_a_module_without_a_plan() -> None:
+    """A plan is found in a forward: at once for a model that tells its inputs, else in the first call. Three heads on two ranks."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 5)
+    for policy in (None, {_Block: ("mix.proj", "back")}):
+        network = _Network().eval()
+        expected, numel = network(x, times=2), sum(one.numel() for one in network.parameters())
+        engine = compat_init_inference(network, mp_size=2, injection_policy=policy)
+        for _ in range(2):
+            torch.testing.assert_close(engine(x, times=2), expected, rtol=1e-5, atol=1e-5)
+        assert engine.module.blocks[1].mix.num_heads == 2 - dist.get_rank()
+        assert sum(one.numel() for one in network.parameters()) < 0.72 * numel
+
+    gpt = {"n_embd": 48, "n_head": 3, "n_layer": 2, "rotary_dim": 8, "n_positions": 64, "vocab_size": 99}
+    falcon = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 99}
+    for family, sizes, cut in (
+        ("GPTJ", gpt, ["h.0.attn.q_proj", "h.1.mlp.fc_out"]),
+        ("CodeGen", gpt | {"n_head": 4, "n_ctx": 64}, ["h.1.mlp.fc_out"]),  # fused for four devices: no share has whole heads
+        ("Falcon", falcon | {"new_decoder_architecture": True}, ["h.1.self_attention.query_key_value"]),
+    ):
+        model, ids = tiny(family, **sizes), torch.arange(1, 9)[None]
+        shapes = {name: one.shape for name, one in model.transformer.named_parameters()}
+        with torch.no_grad():
+            expected = model(ids).logits
+        engine = compat_init_inference(model, mp_size=2)
+        torch.testing.assert_close(engine(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        now = {name for name, one in model.transformer.named_parameters() if one.shape != shapes[name]}
+        assert {f"{name}.weight" for name in cut} <= now
+        assert any("attn.qkv_proj" in name for name in shapes.keys() - now) == (family == "CodeGen")
+
+    with pytest.raises(ValueError, match="injection_policy: _Block: the input of wide depends on no other linear layer"):
+        compat_init_inference(_Network(), mp_size=2, injection_policy={_Block: ("mix.proj", "wide")})(x)
+    one = _Network()
+    one.blocks[0].mix.num_heads, one.blocks[0].mix.head_dim = 1, 48
+    with pytest.raises(ValueError, match=r"injection_policy: _Block cannot be cut between mix.qkv and mix.proj over 2 ranks"):
+        compat_init_inference(one, mp_size=2, injection_policy={_Block: ("mix.proj",)})(x)
+    with pytest.raises(ValueError, match=r"_Network that is cut by the plan .* does not give the outputs that it had"):
+        compat_init_inference(_Network(leaks=True), mp_size=2)(x)
+    with pytest.raises(ValueError, match="Sequential has no plan for tensor parallelism, and none was found"):
+        compat_init_inference(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), mp_size=2)(x)
 
 
 @distributed(world_size=2)

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from slipstream.config.plan import TensorPlan
 from slipstream.inference.generate import suggestion
 from slipstream.inference.precision import parse_dtype
 from slipstream.parallel.exchange import connect_activations
-from slipstream.parallel.slicing import slice_model
+from slipstream.parallel.inferred import Policy, compare, example_inputs, try_out
+from slipstream.parallel.slicing import has_plan, slice_model
 from slipstream.world.join import init_distributed
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Watch
@@ -71,9 +72,11 @@ class DeepSpeedInferenceConfig:
 
     dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's. None: as they are.
     replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same.
-    injection_policy: {class of a block: names of its linear layers}, checked against the module.
+    injection_policy: {class of a block: names of its linear layers}, checked against the module. If the module is cut and has no
+        plan, the layers whose outputs are summed over the ranks (parallel/inferred.py).
     checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device (set_empty_params).
-    tensor_parallel, mp_size: the ranks of the job, over which the module is cut by its plan (transformers', or DeepSpeed's).
+    tensor_parallel, mp_size: the ranks of the job, over which the module is cut by its plan (transformers', or DeepSpeed's), or by
+        one that is found in a forward, with a model's example inputs or in the engine's first call.
     mpu: of a module that is a slice of its own, of that size; the checkpoint is cut for it.
     save_mp_checkpoint_path: a folder that gets the weights, and a description that `checkpoint` takes.
     max_out_tokens: prompts of `generate` may be as long. min_out_tokens: new tokens at least.
@@ -198,8 +201,7 @@ class InferenceEngine(nn.Module):
         inject = self._config.replace_with_kernel_inject or kind == "int8"
         encoder = kernels.Encoder.of(self.module, kind) if inject else None
         self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
-        if self._config.cuts:
-            _cut(self.module, self._config.cuts)
+        self._is_whole = bool(self._config.cuts) and not self._cut()
         if kind == "int8":
             packed = kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
             self.module = packed if encoder is None else self.module
@@ -217,6 +219,8 @@ class InferenceEngine(nn.Module):
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's outputs, as it returns them, without a graph."""
+        if self._is_whole:
+            self._is_whole = not self._cut(inputs, kwargs)
         return self.module(*inputs, **kwargs)
 
     @torch.no_grad()
@@ -245,6 +249,27 @@ class InferenceEngine(nn.Module):
             self.module.register_forward_hook(lambda *_: self._model_times.append((self._now() - started.pop()) * 1e3))
         self.model_profile_enabled = True
 
+    def _cut(self, inputs: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> bool:
+        """Cut the module's layers over all ranks of the job, in place: every rank calls it with equal inputs and has its outputs.
+
+        Returns False, with nothing done, if the module has no plan, and neither inputs are given nor does it tell its own.
+        Collective. Raises ValueError if the job has another size, or for a module that cannot be cut."""
+        module, axis = self.module, _axis(self._config.cuts)
+        plan = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
+        trial = None
+        if not has_plan(module, plan):
+            options = options if inputs or options else example_inputs(module)
+            if options is None:
+                return False
+            trial = try_out(module, axis, inputs, options, _rows_named(self._config))
+            plan = replace(plan, partition=trial.partition)
+        if (cut := slice_model(module, axis, plan)) is not None:
+            device = next(module.parameters()).device
+            cut.exchange = connect_activations(axis, device, "auto", Watch(_PATIENCE_S))
+            if trial is not None:
+                compare(module, trial, cut.exchange)
+        return True
+
     def _now(self) -> float:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -266,30 +291,32 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     return InferenceEngine(model, DeepSpeedInferenceConfig.of(config, kwargs))
 
 
-def _cut(module: nn.Module, size: int) -> None:
-    """Cut a module's layers over all ranks of the job, in place: every rank calls it with the same inputs, and has its outputs.
-    Collective. Raises ValueError if the job has another size, or for a model without a plan."""
+def _axis(size: int) -> Axis:
+    """All ranks of the job. Raises ValueError if they are of another number."""
     init_distributed(verbose=False)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != size:
         raise ValueError(f"tensor_parallel is {size}, and {world} ranks run this: start it by slipstream run --nproc {size} SCRIPT")
-    device = next(module.parameters()).device
-    axis = Axis("tp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
-    plan = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
-    if (cut := slice_model(module, axis, plan)) is not None:
-        cut.exchange = connect_activations(axis, device, "auto", Watch(_PATIENCE_S))
+    return Axis("tp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
+
+
+def _rows_named(config: DeepSpeedInferenceConfig) -> Policy:
+    """The layers that injection_policy names, by class."""
+    named = {kind: (names,) if isinstance(names, str) else names for kind, names in (config.injection_policy or {}).items()}
+    return {kind: tuple(names) for kind, names in named.items() if isinstance(names, tuple | list)}
 
 
 def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     """Raise ValueError for a policy that names a block or layer which the model does not have."""
-    for kind, names in (config.injection_policy or {}).items():
+    named = _rows_named(config)
+    for kind in config.injection_policy or {}:
         if not isinstance(kind, type):
             raise ValueError(f"injection_policy has the key {kind!r}; keys are classes of modules")
         blocks = [module for module in model.modules() if isinstance(module, kind)]
         if not blocks:
             raise ValueError(f"injection_policy: {type(model).__name__} has no {kind.__name__}")
         inside = set(_linear_names(blocks))
-        for name in (names,) if isinstance(names, str) else names if isinstance(names, tuple | list) else ():
+        for name in named.get(kind, ()):
             if not any(one == name or one.endswith(f".{name}") for one in inside):
                 raise ValueError(f"injection_policy: {kind.__name__} has no {name!r}; {suggestion(name, inside)}")
 

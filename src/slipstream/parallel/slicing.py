@@ -203,6 +203,12 @@ def has_slices(model: nn.Module) -> bool:
     return any(isinstance(module, (Column, Row, Vocab)) for module in model.modules())
 
 
+def has_plan(model: nn.Module, plan: TensorPlan) -> bool:
+    """Whether `slice_model` knows layers of a model, other than a head."""
+    rules = [match for match, cut in _rules_of(model, plan) if cut.kind != "skip" and cut is not _HEAD]
+    return has_slices(model) or any(match(name) for name, _ in model.named_modules() for match in rules)
+
+
 def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None:
     """Cut `model` in place for this rank of `axis`. The caller connects `Slices.exchange`; None: nothing is to be cut.
 
@@ -400,7 +406,7 @@ class _Slicing:
         """Cut dimension `dim` of [out, in] of a layer and its adapter. Returns the layer."""
         layer: Any = getattr(module, "base_layer", module)  # of a LoRA adapter
         _weight(name, layer)
-        transposed = _is_transposed(layer)
+        transposed = is_transposed(layer)
         length = whole_shape(layer.weight)[1 - dim if transposed else dim]  # a tied weight may have been cut
         ranges, shares = self._ranges(name, length, how)
         for each in (layer, *adapters_of(module, adapter)):
@@ -640,7 +646,7 @@ def _all_router_logits(slices: Slices) -> Callable[..., None]:
     return hook
 
 
-def _is_transposed(layer: Any) -> bool:
+def is_transposed(layer: Any) -> bool:
     """Whether it is transformers' Conv1D, whose weight is [in, out]."""
     return not isinstance(layer, nn.Linear) and layer.weight.shape[0] == getattr(layer, "nx", None)
 

@@ -1,0 +1,402 @@
+"""A plan of tensor parallelism for a model that has none: found in one forward, checked block by block, and once more as a whole.
+
+A column layer is one whose input does not depend on another column layer of its block; a row layer is one whose input does, and
+which brings back the block's width. Column layers and the row layers that depend on them are a region. A region is cut in copies of
+its block, one for each rank, all in this process: where the sum of the row layer's shares is its output, the region may be cut. A
+fused layer is tried in all ways that its length allows. Regions that fit in no way stay whole.
+
+DeepSpeed's `injection_policy` names the row layers; what it names has to fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slipstream.config.plan import TensorPlan
+from slipstream.parallel.exchange import Exchange
+from slipstream.parallel.slicing import is_transposed, slice_model
+from slipstream.world.mesh import Axis
+from slipstream.zero.comm import Pending
+from slipstream.zero.leaves import is_quantized
+from slipstream.zero.wrap import repeated_blocks
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = (2, 12)
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest output
+_EXACT = 1e-4  # of a row layer's largest output, in fp32
+
+Policy = Mapping[type, Sequence[str]]  # the row layers of blocks of a class, by the ends of their names
+
+
+class CutRegion(NamedTuple):
+    """Names in a block."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+class _Block(NamedTuple):
+    module: nn.Module
+    regions: tuple[CutRegion, ...]
+    inputs: tuple[Any, ...]  # positional, of its first call
+    options: Mapping[str, Any]
+
+
+class PlanTrial(NamedTuple):
+    """A model's inputs, its outputs before it is cut, and the `partition_config` that was found."""
+
+    inputs: tuple[Any, ...]
+    options: Mapping[str, Any]
+    outputs: Any
+    partition: Mapping[str, Any]
+
+
+def example_inputs(model: nn.Module) -> dict[str, Any] | None:
+    """Inputs that a model of transformers takes, the same on all ranks; None for modules that do not tell theirs."""
+    config: Any = getattr(model, "config", None)
+    device = next(model.parameters()).device
+    chance = torch.Generator().manual_seed(0)
+    main, tokens = getattr(model, "main_input_name", None), getattr(config, "vocab_size", None)
+    if main == "input_ids" and isinstance(tokens, int):
+        ids = torch.randint(tokens, _TOKENS, generator=chance).to(device)
+        found = {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
+        return found | ({"use_cache": False} if hasattr(config, "use_cache") else {})
+    size = getattr(config, "image_size", None)
+    if main == "pixel_values" and isinstance(size, int):
+        pixels = torch.randn(1, getattr(config, "num_channels", 3), size, size, generator=chance)
+        return {"pixel_values": pixels.to(device, next(model.parameters()).dtype)}
+    return None
+
+
+@torch.no_grad()
+def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mapping[str, Any], policy: Policy) -> PlanTrial:
+    """Find the plan of a whole model, from its own inputs. Nothing is exchanged: every rank finds the same.
+
+    Raises ValueError if no region can be cut, or one that the policy names.
+    """
+    modules = dict(model.named_modules())
+    named = {name: ends for kind, ends in policy.items() for name, module in modules.items() if isinstance(module, kind)}
+    blocks = {name: modules[name] for name in named or repeated_blocks(model)}
+    with _Trace(blocks, named) as trace:
+        outputs = model(*inputs, **options)
+    if not _floats(outputs):
+        raise ValueError(f"{type(model).__name__} returns no tensors by which a plan of tensor parallelism could be checked")
+    kinds: dict[Any, list[str]] = defaultdict(list)
+    for name, block in trace.found.items():
+        kinds[type(block.module), block.regions, _shapes(block.module)].append(name)
+    specs: list[dict[str, Any]] = []
+    config = getattr(model, "config", None)
+    for (kind, regions, _), names in kinds.items():
+        block, ends = trace.found[names[0]], named.get(names[0], ())
+        rows = {row for region in regions for row in region.rows}
+        if idle := [end for end in ends if not any(_is_named(row, (end,)) for row in rows)]:
+            raise ValueError(f"injection_policy: {kind.__name__}: the input of {', '.join(idle)} depends on no other linear layer")
+        for region in regions:
+            found = _checked(block, region, axis, config)
+            if found is None and (wanted := [row for row in region.rows if _is_named(row, ends)]):
+                raise ValueError(
+                    f"injection_policy: {kind.__name__} cannot be cut between {', '.join(region.columns)} and {', '.join(wanted)} "
+                    f"over {axis.size} ranks: the sum of the shares is not the layer's output"
+                )
+            if found is None:
+                logger.warning("%s: %s of %s stay whole", type(model).__name__, ", ".join(region.columns), kind.__name__)
+                continue
+            specs += [spec | {"patterns": [_pattern(names, blocks, name)]} for name, spec in found.items()]
+    if not specs:
+        raise ValueError(
+            f"{type(model).__name__} has no plan for tensor parallelism, and none was found that gives its outputs on {axis.size} "
+            "ranks: build it of slipstream.parallel.ColumnParallelLinear and RowParallelLinear"
+        )
+    partition = {"layer_specs": specs, "use_default_specs": False}
+    logger.info("%s is cut by the plan that was found: partition_config %s", type(model).__name__, json.dumps(partition))
+    return PlanTrial(tuple(inputs), options, outputs, partition)
+
+
+@torch.no_grad()
+def compare(model: nn.Module, trial: PlanTrial, exchange: Exchange) -> None:
+    """Compare a model's outputs with those that it had before it was cut. Collective. Raises ValueError if they differ."""
+    pairs = zip(_floats(trial.outputs), _floats(model(*trial.inputs, **trial.options)), strict=True)
+    off = max(itertools.starmap(_distance, pairs))
+    worst = float(exchange.gather(torch.tensor([off], device=exchange.device), 0, [1] * exchange.size).max())
+    if not worst <= 1:
+        raise ValueError(
+            f"the {type(model).__name__} that is cut by the plan {json.dumps(trial.partition)} does not give the outputs that it "
+            f"had ({worst:.3g} times what rounding explains): load it again, and name its row layers in injection_policy"
+        )
+
+
+def _floats(outputs: Any) -> list[Tensor]:
+    """The tensors of a model's outputs, also in a dataclass."""
+    parts = ([leaf] if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values() for leaf in tree_leaves(outputs))
+    return [x for part in parts for x in part if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _distance(before: Tensor, after: Tensor) -> float:
+    """The largest difference over what rounding explains."""
+    most = float(before.abs().max()) if before.numel() else 0.0
+    return float((after - before).abs().max()) / (_ROUNDING.get(before.dtype, 1e-4) * most) if most else 0.0
+
+
+class _Trace(TorchDispatchMode):
+    """The regions of blocks, in a forward: for each storage, on which column layers of the block it depends."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], named: Mapping[str, Sequence[str]]) -> None:
+        """named: the row layers of a block, by the ends of their names."""
+        super().__init__()
+        self.blocks, self.named = blocks, named
+        self.found: dict[str, _Block] = {}
+        self._depends: dict[int, frozenset[str]] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Trace:
+        for name, block in self.blocks.items():
+            steps = _BlockSteps(self, self.named.get(name))
+            self._handles += [
+                block.register_forward_pre_hook(partial(self._begin, steps), with_kwargs=True),
+                block.register_forward_hook(partial(self._end, name, steps)),
+            ]
+            for inner, module in block.named_modules():
+                if is_product(module):
+                    self._handles.append(module.register_forward_hook(partial(steps.product, inner)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        depends = self.of((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        own = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                before = self._depends.get(_storage(x), frozenset()) if _storage(x) in own else frozenset()
+                self.mark(x, before | depends)
+        return result
+
+    def of(self, values: Any) -> frozenset[str]:
+        """The layers that tensors depend on."""
+        tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
+        return frozenset().union(*(self._depends.get(_storage(x), ()) for x in tensors))
+
+    def mark(self, x: Tensor, layers: frozenset[str]) -> None:
+        self._depends[_storage(x)] = layers
+
+    def _begin(self, steps: _BlockSteps, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depends.clear()
+        if steps.inputs is None:
+            first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            steps.inputs, steps.options, steps.width = args, kwargs, first.shape[-1]
+
+    def _end(self, name: str, steps: _BlockSteps, block: nn.Module, args: Any, output: Any) -> None:
+        self._depends.clear()
+        if name not in self.found and steps.inputs is not None:
+            self.found[name] = _Block(block, tuple(steps.regions()), steps.inputs, steps.options)
+
+
+class _BlockSteps:
+    """The linear layers of a block, in the order of their calls."""
+
+    def __init__(self, trace: _Trace, named: Sequence[str] | None) -> None:
+        """named: the row layers; None: those that depend on column layers and have the block's width."""
+        self.trace, self.named = trace, named
+        self.inputs: tuple[Any, ...] | None = None
+        self.options: Mapping[str, Any] = {}
+        self.width = 0
+        self.columns: set[str] = set()
+        self.rows: dict[str, frozenset[str]] = {}
+        self.seen: set[str] = set()
+
+    def product(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """A hook behind a layer."""
+        before = self.trace.of(args)
+        if name in self.seen or not args:  # shared by two places
+            self.columns.discard(name)
+            self.rows.pop(name, None)
+            self.trace.mark(output, frozenset())
+            return
+        self.seen.add(name)
+        is_row = output.shape[-1] == self.width if self.named is None else _is_named(name, self.named)
+        if before and is_row:
+            self.rows[name] = before
+            self.trace.mark(output, frozenset())
+            return
+        self.columns -= before  # what is behind another product is no part of a region
+        self.columns.add(name)
+        self.trace.mark(output, frozenset({name}))
+
+    def regions(self) -> Iterator[CutRegion]:
+        """Rows that depend on the same columns are of one region; columns without a row stay whole."""
+        left = {row: layers & self.columns for row, layers in self.rows.items()}
+        while left:
+            row, columns = left.popitem()
+            rows = [row]
+            while met := [other for other, layers in left.items() if layers & columns]:
+                columns = columns.union(*(left.pop(other) for other in met))
+                rows += met
+            if columns:
+                yield CutRegion(tuple(sorted(columns)), tuple(sorted(rows)))
+
+
+class _Share(Exchange):
+    """A rank without others: sums are its own shares."""
+
+    def close(self) -> None:
+        pass
+
+    def _sum(self, flat: Tensor) -> Pending[Tensor]:
+        return Pending(None, flat)
+
+    def _no_sum(self, *given: Any) -> Any:
+        raise NotImplementedError("a region has only sums")
+
+    _gather = _reduce_scatter = _start_all_to_all = _no_sum  # type: ignore[assignment]
+
+
+class _RowsSeenError(Exception):
+    """All row layers of a region have been called: the rest of the block need not run."""
+
+
+def _checked(block: _Block, region: CutRegion, axis: Axis, config: Any) -> dict[str, dict[str, Any]] | None:
+    """The entries of `partition_config` by layer that give the region's outputs; None if there are none."""
+    module = block.module
+    if any(is_quantized(parameter) for parameter in module.parameters()):
+        return None
+    exact = copy.deepcopy(module).float()
+    expected = _outputs(exact, block, region.rows)
+    if expected is None:
+        return None
+    length = {name: _lengths(exact.get_submodule(name)) for name in (*region.columns, *region.rows)}
+    width = max(length[row][1] for row in region.rows)
+    for shapes in itertools.product(*(_shapes_of(length[name][0], width) for name in region.columns)):
+        rows = {name: {"partition_type": "row"} for name in region.rows}
+        columns = {
+            name: {"partition_type": "column"} | ({} if shape is None else {"shape": shape})
+            for name, shape in zip(region.columns, shapes, strict=True)
+        }
+        if _fits(exact, block, columns | rows, expected, axis, config):
+            return columns | rows
+    return None
+
+
+def _fits(
+    exact: nn.Module, block: _Block, specs: Mapping[str, Any], expected: Mapping[str, Tensor], axis: Axis, config: Any
+) -> bool:
+    """Whether the ranks' shares add up to the row layers' outputs."""
+    partition = {"layer_specs": [spec | {"patterns": [rf"block\.{re.escape(name)}\.weight$"]} for name, spec in specs.items()]}
+    plan = TensorPlan(
+        preset=None, partition=partition | {"use_default_specs": False}, vocab_head=False, shares_tokens=False, overlaps=False
+    )
+    total: dict[str, Tensor] = {}
+    for index in range(axis.size):
+        own = replace(axis, index=index)
+        holder = nn.Module()
+        holder.config = config
+        holder.block = copy.deepcopy(exact)
+        try:
+            slices = slice_model(holder, own, plan)
+        except ValueError:  # heads that cannot be dealt
+            return False
+        if slices is None:
+            return False
+        slices.exchange = _Share(own, next(exact.parameters()).device)
+        outputs = _outputs(holder.block, block, tuple(expected))
+        if outputs is None:
+            return False
+        for name, output in outputs.items():
+            bias = getattr(exact.get_submodule(name), "bias", None)
+            if output.shape != expected[name].shape:
+                return False
+            share = output if bias is None or not index else output - bias
+            total[name] = total[name] + share if index else share
+    return all(float((total[name] - output).abs().max()) <= _EXACT * float(output.abs().max()) for name, output in expected.items())
+
+
+def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str, Tensor] | None:
+    """What the row layers of a block return in fp32; None if it fails."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, output: Tensor) -> None:
+            found[name] = output
+            if len(found) == len(rows):
+                raise _RowsSeenError
+
+        return hook
+
+    handles = [module.get_submodule(name).register_forward_hook(keep(name)) for name in rows]
+    inputs, options = tree_map(_as_float, (block.inputs, dict(block.options)))
+    try:
+        module(*inputs, **options)
+    except _RowsSeenError:
+        return found
+    except Exception:  # a block may fail in any way where a rank has fewer heads than it was built for
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+def _as_float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _shapes_of(length: int, width: int) -> list[list[Any] | None]:
+    """The forms of a layer of `length` features before one of `width`: equal parts, a long and two short ones, or one part."""
+    if length in (2 * width, 3 * width):
+        return [[length // width, -1], None]
+    rest, odd = divmod(length - width, 2)
+    return [[[width, rest, rest], -1], None] if rest > 0 and not odd else [None]
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether it is a linear layer, or transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or (hasattr(module, "nx") and isinstance(getattr(module, "weight", None), Tensor))
+
+
+def _lengths(layer: Any) -> tuple[int, int]:
+    """(out, in) features."""
+    out, width = layer.weight.shape
+    return (width, out) if is_transposed(layer) else (out, width)
+
+
+def _is_named(name: str, ends: Sequence[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _shapes(block: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+
+
+def _pattern(names: Sequence[str], blocks: Mapping[str, nn.Module], layer: str) -> str:
+    """A pattern of the parameters of a layer in blocks: their number is free if all of their container are alike."""
+    containers = {name.rpartition(".")[0] for name in names}
+    alike = [name for name in blocks if name.rpartition(".")[0] in containers]
+    numbers = all(name.rpartition(".")[2].isdigit() for name in names)
+    if numbers and len(containers) == 1 and len(alike) == len(names):
+        path = rf"{re.escape(containers.pop())}\.\d+"
+    else:
+        path = f"({'|'.join(map(re.escape, names))})"
+    return rf"{path}\.{re.escape(layer)}\.weight$"
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
