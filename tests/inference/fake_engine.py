@@ -117,8 +117,8 @@ def example(schema: Any) -> Any:
 
 
 class FakeEngine:
-    """What the prompt has in it decides: "forever" ends only when cancelled, "later" when asked again, "explode" fails, "kill" ends
-    the engine, "full" and "gone" are refused."""
+    """What the prompt has in it decides: "forever" ends only when cancelled ("loud": 50 kB a token), "later" when asked again,
+    "explode" fails, "kill" ends the engine, "full" and "gone" are refused."""
 
     model_name = "fake/model"
     max_context = 4096
@@ -239,7 +239,7 @@ class FakeEngine:
                     other.sink(Output(one, "", finish=Finish.ERROR, usage=usage, error="the device is lost"))
             return
         if handle.endless:
-            handle.sink(Output(index, "more "))
+            handle.sink(Output(index, "more " * (10_000 if "loud" in handle.prompt else 1)))
             return
         text = tokens[token - 1]
         finish = Finish.STOP if token == len(tokens) else Finish.LENGTH if token == handle.params.max_tokens else None

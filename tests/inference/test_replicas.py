@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -111,6 +112,45 @@ def test_messages_arrive_as_they_were_sent() -> None:
     left.close()
     assert list(right.messages) == []
     right.close()
+
+
+def test_a_sender_waits_for_the_other_end() -> None:
+    left, right = (wire.Link(one) for one in socket.socketpair())
+    sent: list[int] = []
+
+    def send() -> None:
+        for number in range(5 * wire.MAX_AHEAD):
+            left.wait_for_room()
+            left.send("output", number, "x" * 200)
+            sent.append(number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    until(lambda: len(left._unsent) == wire.MAX_AHEAD)
+    before = len(sent)
+    thread.join(0.2)
+    assert len(sent) == before < 3 * wire.MAX_AHEAD
+    assert [next(right.messages)[1] for _ in range(5 * wire.MAX_AHEAD)] == list(range(5 * wire.MAX_AHEAD))
+    thread.join()
+    right.close()
+    for number in range(2 * wire.MAX_AHEAD):  # nobody waits for an end that is gone, and nothing is kept for it
+        left.wait_for_room()
+        left.send("output", number, "x" * 200)
+    until(lambda: not left._unsent)
+    left.close()
+
+
+def test_a_server_that_takes_nothing_stops_a_shared_engine_for_a_beat() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        left = wire.Link(ours, 0.2)
+        start = time.monotonic()
+        for number in range(2 * wire.MAX_AHEAD):
+            left.wait_for_room()
+            left.send("output", number, "x" * 2000)
+        assert 0.2 <= time.monotonic() - start < 5
+        assert list(left.messages) == [] and not left._unsent
+        left.close()
 
 
 def test_errors_keep_their_kind() -> None:

@@ -38,7 +38,7 @@ from openai.types import completion_create_params as openai_completion  # noqa: 
 from openai.types.chat import completion_create_params as openai_chat  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
-from slipstream.inference.server import DeadEngineError, create_app, serve  # noqa: E402
+from slipstream.inference.server import DeadEngineError, create_app, generation, serve  # noqa: E402
 from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.chat import ChatRequest  # noqa: E402
 from slipstream.inference.server.completions import CompletionRequest  # noqa: E402
@@ -511,6 +511,107 @@ def test_a_client_that_leaves_is_cancelled(address: str, engine: FakeEngine, str
     assert not engine.running
     abandoned = rb"slipstream_http_abandoned_total [1-9]"
     until(lambda: re.search(abandoned, call(address, "GET", "/metrics").body) is not None)
+
+
+def unreading(address: str, prompt: str) -> socket.socket:
+    """A client that has asked for a stream."""
+    body = json.dumps({"model": "fake/model", "prompt": prompt, "max_tokens": 4000, "stream": True}).encode()
+    return opening(address, f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}", body)
+
+
+def rest(raw: socket.socket) -> bytes:
+    return b"".join(iter(lambda: raw.recv(1 << 20), b""))
+
+
+def test_what_a_client_does_not_read_is_bounded(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets an error when it reads again, and nobody else notices."""
+    most = 0
+
+    def counted(unread: generation.Unread, name: str, value: Any) -> None:
+        nonlocal most
+        most = max(most, value) if name == "nbytes" else most
+        object.__setattr__(unread, name, value)
+
+    monkeypatch.setattr(generation.Unread, "__setattr__", counted)
+    before = len(engine.cancelled)
+    with serving(engine, read_timeout_s=10) as address:
+        clients = [unreading(address, "forever loud") for _ in range(8)]
+        gaps, last = [], time.perf_counter()
+        for _ in range(200):
+            assert post(address, COMPLETIONS).status == 200
+            gaps.append(-last + (last := time.perf_counter()))
+            if len(engine.cancelled) == before + 8:
+                break
+        until(lambda: len(engine.cancelled) == before + 8)
+        assert max(gaps) < 1
+        assert generation.MAX_UNREAD < most < 8 * (generation.MAX_UNREAD + 60_000)
+        for raw in clients:
+            *whole, end = rest(raw).split(b"data: ")
+            assert json.loads(end.partition(b"\r\n")[0])["error"]["code"] == "client_too_slow" and len(whole) > 2
+            raw.close()
+        until(lambda: active(address) == 0)
+
+
+def test_those_that_have_most_waiting_make_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_ALL_UNREAD", 1 << 20)
+
+    async def never(message: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def ended() -> list[bool]:
+        unread = generation.Unread(30)
+        boxes = [generation.Mailbox(unread, 1) for _ in range(4)]
+        sending = [asyncio.ensure_future(box.send(never, b"data: x\n\n", more=True)) for box in boxes]
+        for _ in range(12):
+            for box, one, text in zip(boxes, sending, ("a", "b" * 60_000, "c" * 40_000, "d"), strict=True):
+                box.post(0, Output(0, text))
+                await asyncio.sleep(0)  # the output arrives,
+                await asyncio.sleep(0.001)  # and what is too slow ends
+                if one.done() and not box.closed:
+                    box.close()
+        assert 0 < unread.nbytes < 1 << 20 and unread.num == sum(not one.done() for one in sending)
+        slow = [one.done() and isinstance(one.exception(), generation.SlowClientError) for one in sending]
+        for one in sending:
+            one.cancel()
+        return slow
+
+    assert asyncio.run(ended()) == [False, True, False, False]
+
+
+def test_a_client_that_never_reads_is_ended(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_UNREAD", 1 << 40)
+    monkeypatch.setattr(generation, "MAX_ALL_UNREAD", 1 << 40)
+    before = len(engine.cancelled)
+    with serving(engine, read_timeout_s=0.5) as address:
+        raw = unreading(address, "forever loud")
+        until(lambda: len(engine.cancelled) == before + 1)
+        assert b"none for 0.5 s" in rest(raw)
+        raw.close()
+
+
+@given(st.lists(st.integers(0, 3 * generation.SLICE), max_size=12))
+def test_pieces_of_a_stream_are_whole_events(sizes: list[int]) -> None:
+    events = [b"data: " + b"x" * size + b"\n\n" for size in sizes]
+    pieces = generation._pieces(b"".join(events))
+    assert b"".join(pieces) == b"".join(events) and len(pieces) <= max(1, len(events))
+    for piece in pieces if events else ():
+        assert piece.endswith(b"\n\n") and (len(piece) <= generation.SLICE or piece.count(b"\n\n") == 1)
+
+
+def test_an_engine_waits_for_the_event_loop() -> None:
+    async def ahead() -> tuple[int, int]:
+        box = generation.Mailbox(generation.Unread(1), 1)
+        thread = threading.Thread(target=lambda: [box.post(0, Output(0, "a")) for _ in range(3 * generation.MAX_AHEAD)])
+        thread.start()
+        time.sleep(0.3)  # the loop is busy
+        most = len(box.unread._posted)
+        num = 0
+        while num < 3 * generation.MAX_AHEAD:
+            num += len(await box.take())
+        thread.join()
+        return most, len(box.unread._posted)
+
+    assert asyncio.run(ahead()) == (generation.MAX_AHEAD, 0)
 
 
 def opening(address: str, head: str, body: bytes = b"") -> socket.socket:

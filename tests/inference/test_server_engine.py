@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai")
 
 from slipstream.inference.core import Batch, Finish, SamplingParams  # noqa: E402
 from slipstream.inference.engine import Engine  # noqa: E402
-from slipstream.inference.server.generation import Compiling, Work  # noqa: E402
+from slipstream.inference.server.generation import Compiling, Mailbox, Unread, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
 from tests.inference.test_server import USER, call, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, running, wait  # noqa: E402
@@ -102,7 +102,8 @@ def test_a_loop_that_is_closed_leaves_nothing_running(caplog: pytest.LogCaptureF
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        run = generation(engine, Work(prompts=[b"x"], params=params, n=2, priority=0, salt=""), receive, Compiling(1))  # type: ignore[arg-type]
+        work, box = Work(prompts=[b"x"], params=params, n=2, priority=0, salt=""), Mailbox(Unread(1), 2)
+        run = generation(engine, work, receive, Compiling(1), box)  # type: ignore[arg-type]
         async for _ in await run.__aenter__():
             return run
 

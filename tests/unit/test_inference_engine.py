@@ -175,6 +175,13 @@ def test_n_answers_have_seeds_of_their_own() -> None:
         assert answer.last(2).usage.prompt_tokens == len(PROMPTS[2])  # type: ignore[union-attr]
 
 
+def test_the_wait_for_a_reader_is_no_time_of_a_forward() -> None:
+    with running(token_interval=10.0) as engine:
+        engine.submit("x", SamplingParams(max_tokens=20, ignore_eos=True), sink=lambda output: time.sleep(0.02))
+        idle(engine)
+        assert engine.stats().generated_tokens == 20 and engine._scheduler.pace.seconds(1) < 0.01
+
+
 def test_no_seed_means_another_text_each_time() -> None:
     with running() as engine:
         texts = {wait(ask(engine, "x", SamplingParams(temperature=2.0, max_tokens=20))).text() for _ in range(4)}

@@ -496,15 +496,16 @@ class Engine:
         """Run one batch and process its results. Return False if there was nothing to compute."""
         start, counters = time.perf_counter(), self._scheduler.counters
         batch, forwards = self._schedule(), counters.forwards
+        waited = self._send_outputs()  # of those that were cancelled
         if batch is None:
             return False
         if self._drafter is not None:
             batch = self._speculate(batch, self._drafter)
-            start = time.perf_counter()
+            start, waited = time.perf_counter(), 0.0
         if self._compute(batch) is not None:
             self._compute_in_parts(batch)
-        self._send_outputs()
-        self._scheduler.pace.add(batch.num_tokens, (time.perf_counter() - start) / max(1, counters.forwards - forwards))
+        waited += self._send_outputs()
+        self._scheduler.pace.add(batch.num_tokens, (time.perf_counter() - start - waited) / max(1, counters.forwards - forwards))
         return True
 
     def _run(self) -> None:
@@ -543,7 +544,6 @@ class Engine:
                     sequence.started = time.perf_counter()
                     self._meters.queue.add(sequence.started - sequence.submitted)
             assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
-        self._send_outputs()
         return batch
 
     def _speculate(self, batch: Batch, drafter: DraftModel) -> Batch:
@@ -766,15 +766,18 @@ class Engine:
                 self._meters.cached_tokens += sequence.request.num_cached
         sequence.last_token = now
 
-    def _send_outputs(self) -> None:
-        """Pass the outputs to the sinks."""
+    def _send_outputs(self) -> float:
+        """Pass the outputs to the sinks. Returns the seconds that these have waited, for a reader who is behind: they are no time
+        of a forward."""
         outputs, self._outbox = self._outbox, []
+        start, busy = time.perf_counter(), time.thread_time()
         for sequence, output in outputs:
             try:
                 sequence.handle.sink(output)
             except Exception:  # of the caller's code: a closed event loop, for example
                 logger.exception("the sink of %s failed; it is cancelled", sequence.handle.id)
                 self.cancel(sequence.handle)
+        return max(0.0, time.perf_counter() - start - (time.thread_time() - busy))
 
 
 def _smaller(chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, ...]]:

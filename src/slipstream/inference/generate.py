@@ -295,7 +295,8 @@ class InferenceEngine:
         | a tensor [prompts, tokens] or [tokens] | a tensor of prompt and answer, as transformers returns it | the same |
 
         Raises ValueError if a request cannot be served, GenerationError if one fails. Closing the iterator, or an exception in its
-        consumer, cancels the unfinished answers.
+        consumer, cancels the unfinished answers. What the consumer has not taken waits in memory, at most all of these answers: an
+        engine that waited for it would stop its other callers.
         """
         if isinstance(prompts, torch.Tensor) or "input_ids" in settings or "inputs" in settings:
             return self._generate_tensor(prompts, params, stream, n, adapter, settings)

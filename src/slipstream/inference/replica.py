@@ -124,6 +124,7 @@ class Session:
 
         def sink(output: Output) -> None:
             nonlocal unfinished
+            self.link.wait_for_room()  # so that nothing piles up if the server is slower than the engine
             self.link.send("output", number, output)
             if output.finish is not None:
                 unfinished -= 1

@@ -35,15 +35,17 @@ MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
 FLUSH = 2.0  # seconds for the other end to take what was sent before the end
 BEAT = 2.0  # seconds after which an end with nothing to say says so, between hosts
 SILENCE = 5  # beats after which the other end, or the way to it, is taken for lost
+MAX_AHEAD = 1024  # unsent messages, after which an engine waits for the other end
+MAX_BATCH = 256  # messages of a frame: those that wait see after each that there is room
 _ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "closed": ClosedError}
 
 
 class Link:
     """One end of a connection. `send` returns at once, from any thread; one thread reads `messages`.
 
-    A thread of its own, which the first `send` starts, writes all that was sent since its last frame as the next one: a step of the
+    A thread of its own, which the first `send` starts, writes what was sent since its last frame as the next one: a step of the
     engine is one frame. With a `beat`, in seconds, it writes an empty frame when there was nothing for so long; both ends must have
-    one."""
+    one. What the other end does not take would be kept, so who sends without being asked calls `wait_for_room` first."""
 
     def __init__(self, connection: socket.socket, beat: float | None = None) -> None:
         self.connection, self._beat = connection, beat
@@ -51,7 +53,8 @@ class Link:
         self.messages = self._read()  # until the other end closes the connection
         self._unsent: list[Sequence[Any]] = []
         self._closed = False
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed, self._room = threading.Condition(lock), threading.Condition(lock)  # the writer's, and those of its senders
         self._writer = threading.Thread(target=self._write, name="slipstream-wire", daemon=True)
         if beat is not None:
             self._writer.start()
@@ -59,16 +62,26 @@ class Link:
     def send(self, *message: Any) -> None:
         """An `Output` is packed by the writer, so that it costs the engine's thread nothing."""
         with self._changed:
+            if self._closed:
+                return
             self._unsent.append(message)
             if self._writer.ident is None:
                 self._writer.start()
             self._changed.notify()
+
+    def wait_for_room(self) -> None:
+        """Until less than MAX_AHEAD messages are unsent. Between hosts, where an engine has other servers too, at most a beat for
+        each frame; then the connection ends."""
+        with self._room:
+            if not self._room.wait_for(lambda: len(self._unsent) < MAX_AHEAD or self._closed, self._beat):
+                self._lose()
 
     def close(self) -> None:
         """Write what was sent, and end the connection. The other end may be gone."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+            self._room.notify_all()
         if self._writer.ident is not None:
             self._writer.join(FLUSH)
         with suppress(OSError):  # the other end was first
@@ -81,15 +94,23 @@ class Link:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsent or self._closed, self._beat)
-                batch, self._unsent = self._unsent, []
+                batch, self._unsent = self._unsent[:MAX_BATCH], self._unsent[MAX_BATCH:]
+                self._room.notify_all()
                 if not batch and self._closed:
                     return
             try:
                 self.connection.sendall(frame_of(batch))
             except OSError:  # it is lost, or takes nothing
-                with suppress(OSError):
-                    self.connection.shutdown(socket.SHUT_RDWR)  # the reader's end
+                self._lose()
                 return
+
+    def _lose(self) -> None:
+        """End the connection, with what is unsent: its reader ends."""
+        with self._changed:
+            self._closed, self._unsent = True, []
+            self._room.notify_all()
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> Generator[list[Any]]:
         with self.connection.makefile("rb") as stream:

@@ -39,7 +39,7 @@ from slipstream.inference.server.bodies import (
 )
 from slipstream.inference.server.errors import ErrorBody, RequestError
 from slipstream.inference.server.gate import AdmissionGate, refusal
-from slipstream.inference.server.generation import Compiling, Deadlines
+from slipstream.inference.server.generation import Compiling, Deadlines, Unread
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.models import Models
 from slipstream.inference.server.prepare import Bodies
@@ -97,6 +97,7 @@ def create_app(
     request_timeout_s: float = 600.0,
     body_timeout_s: float = 30.0,
     schema_timeout_s: float = 10.0,
+    read_timeout_s: float = 30.0,
 ) -> FastAPI:
     """Return the ASGI application over `engine`.
 
@@ -104,7 +105,8 @@ def create_app(
     `priority_keys` are keys whose requests may set `priority`, which has no effect with other keys. Pages of `cors_origins` ("*":
     all) may send requests. `share_prefixes` shares the prefix cache between API keys. `strict_fields` refuses fields without
     effect. Clients may load adapters below `lora_root` (None: they may not). `max_output_tokens` limits max_tokens. The timeouts
-    limit generation (`request_timeout_s`), receiving the body (`body_timeout_s`) and compiling a JSON schema (`schema_timeout_s`).
+    limit generation (`request_timeout_s`), receiving the body (`body_timeout_s`), compiling a JSON schema (`schema_timeout_s`) and
+    the time in which a client reads 64 KiB of its response (`read_timeout_s`).
     Raises ValueError if keys are not a sequence of non-empty ones, or if the engine has no tokenizer.
     """
     for name, keys in (("api_keys", api_keys), ("priority_keys", priority_keys)):
@@ -122,6 +124,7 @@ def create_app(
         limits=limits,
         traffic=Traffic(),
         deadlines=Deadlines(),
+        unread=Unread(read_timeout_s),
         compiling=Compiling(schema_timeout_s),
         bodies=Bodies(max_body_bytes),
         share_prefixes=share_prefixes,

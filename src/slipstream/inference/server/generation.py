@@ -1,12 +1,15 @@
 """Run one HTTP request, from submission to the last byte. Its sequences never outlive the client's connection or the time limit.
 
-All events arrive in one queue of the event loop: the engine's thread posts outputs, a watcher task posts the client's disconnect.
-"""
+All events arrive in a `Mailbox` of the event loop: the engine's thread posts outputs, a watcher task posts the client's disconnect.
+
+[Note: Back-pressure] An engine that makes outputs faster than the event loop takes them waits for it, and so do all its requests:
+none of them could be faster. What a client does not read ends that client, and no other."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -35,8 +38,143 @@ _STREAM_HEADERS = [
 ]
 
 
+MAX_AHEAD = 512  # outputs that engines have posted and the event loop has not taken
+MAX_WAIT = 1.0  # seconds for an engine to wait for the event loop
+SLICE = 64 << 10  # bytes that a client has to read within `Unread.time_s`
+MAX_UNREAD = 2 << 20  # bytes of memory, about, of each sequence that wait for a client that does not read
+MAX_ALL_UNREAD = 256 << 20  # for all such clients
+
+
 class ClientLeftError(Exception):
     """The client has disconnected."""
+
+
+class SlowClientError(RequestError):
+    """The client does not read its response, or not as fast as it is made."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; the request was cancelled", status=408, code="client_too_slow")
+
+
+class Unread:
+    """What all responses of a server have waiting for their clients. All but `post` is of the event loop."""
+
+    def __init__(self, time_s: float) -> None:
+        """`time_s`: for a client to read SLICE bytes."""
+        self.time_s = time_s
+        self.nbytes = 0  # of all mailboxes
+        self.num = 0  # open mailboxes
+        self._posted: list[tuple[Mailbox, tuple[int, Output]]] = []  # since the event loop last took them
+        self._taken = threading.Condition(threading.Lock())
+
+    def post(self, mailbox: Mailbox, entry: tuple[int, Output], loop: asyncio.AbstractEventLoop) -> None:
+        """From an engine's thread, which waits for a loop that is behind. The loop takes all at once: if it woke the thread for
+        each output, the two would take turns with the interpreter, a switch interval each. Raises RuntimeError if it is closed."""
+        if loop.is_closed():
+            raise RuntimeError("the event loop is closed")
+        with self._taken:
+            self._taken.wait_for(lambda: len(self._posted) < MAX_AHEAD, MAX_WAIT)
+            self._posted.append((mailbox, entry))
+            is_first = len(self._posted) == 1
+        if is_first:
+            loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        with self._taken:
+            posted, self._posted = self._posted, []
+            self._taken.notify_all()
+        for mailbox, entry in posted:
+            mailbox.arrive(entry)
+
+
+class Mailbox:
+    """The outputs of one request, between the engine's thread and the client. All but `post` is of the event loop."""
+
+    def __init__(self, unread: Unread, num: int) -> None:
+        """`num`: sequences of the request."""
+        self.unread = unread
+        unread.num += 1
+        self._limit = num * MAX_UNREAD
+        self.closed = False
+        self._nbytes = 0  # that have arrived and are not taken
+        self._arrived: list[tuple[int, Output] | None] = []  # None: the client has disconnected
+        self._any = asyncio.Event()
+        self._sending: asyncio.Timeout | None = None
+        self._last = 0  # bytes of the last piece, which the client may not have read
+        self._loop = asyncio.get_running_loop()
+
+    def post(self, choice: int, output: Output) -> None:
+        """From an engine's thread. Raises RuntimeError if the loop is closed; the engine then cancels the request."""
+        if not self.closed:
+            self.unread.post(self, (choice, output), self._loop)
+
+    def arrive(self, entry: tuple[int, Output]) -> None:
+        """What was posted."""
+        if self.closed:
+            return
+        self._count(_nbytes(entry[1]))
+        self._arrived.append(entry)
+        self._any.set()
+        if self._sending is not None and self._full and not self._sending.expired():
+            self._sending.reschedule(self._loop.time())
+
+    def leave(self) -> None:
+        """The client has disconnected."""
+        self._arrived.append(None)
+        self._any.set()
+
+    async def take(self) -> list[tuple[int, Output] | None]:
+        """All that has arrived, at least one."""
+        await self._any.wait()
+        self._any.clear()
+        arrived, self._arrived = self._arrived, []
+        self._count(-self._nbytes)
+        return arrived
+
+    async def send(self, send: Send, body: bytes, more: bool) -> None:
+        """Events of a stream. Raises SlowClientError."""
+        pieces = _pieces(body)
+        for place, piece in enumerate(pieces, 1):
+            try:
+                async with asyncio.timeout(self.unread.time_s * max(1, self._last / SLICE)) as self._sending:
+                    await send({"type": "http.response.body", "body": piece, "more_body": more or place < len(pieces)})
+            except TimeoutError:
+                waiting = f"{self._nbytes:,} bytes of its outputs wait" if self._full else f"none for {self.unread.time_s:g} s"
+                raise SlowClientError(f"the client does not read the response as it is generated ({waiting})") from None
+            finally:
+                self._sending, self._last = None, len(piece)
+
+    def close(self) -> None:
+        """Take no further outputs. Call it once."""
+        self.closed = True
+        self.unread.num -= 1
+        self._count(-self._nbytes)
+
+    @property
+    def _full(self) -> bool:
+        """It has too much, or all together have and it no less than their mean."""
+        everyone = self.unread
+        return self._nbytes > self._limit or (everyone.nbytes > MAX_ALL_UNREAD and self._nbytes * everyone.num >= everyone.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self.unread.nbytes += nbytes
+
+
+def _pieces(body: bytes) -> list[bytes]:
+    """Whole events, so that an error may follow each; together at most SLICE bytes, if one alone is not more."""
+    pieces, start = [], 0
+    while len(body) - start > SLICE:
+        end = body.rfind(b"\n\n", start, start + SLICE)
+        end = body.index(b"\n\n", start) if end < 0 else end
+        pieces.append(body[start : end + 2])
+        start = end + 2
+    return [*pieces, body[start:]] if start < len(body) or not pieces else pieces
+
+
+def _nbytes(output: Output) -> int:
+    """Of memory, about, as measured. Those of a prompt's tokens have a limit of their own (`state.MAX_SCORES`)."""
+    return 400 + len(output.text) + sum(200 + 130 * len(one.top) for one in output.logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +245,16 @@ class Compiling:
 
 
 @asynccontextmanager
-async def running(engine: Served, work: Work, receive: Receive, compiling: Compiling) -> AsyncIterator[Batches]:
-    """Submit `work` and yield its outputs; on exit, cancel the unfinished sequences. Raises RequestError if the engine rejects it
-    or fails."""
+async def running(engine: Served, work: Work, receive: Receive, compiling: Compiling, mailbox: Mailbox) -> AsyncIterator[Batches]:
+    """Submit `work` and yield its outputs, by way of `mailbox`, which it closes; on exit, cancel the unfinished sequences. Raises
+    RequestError if the engine rejects it or fails."""
     loop = asyncio.get_running_loop()
-    mailbox: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()  # None: the client has disconnected
     handles: list[asyncio.Future[Any]] = []
     unfinished = [work.n] * len(work.prompts)
-    over = False
 
     def submit(prompt: Sequence[int], first: int) -> Any:
-        def sink(output: Output) -> None:  # raises if the loop is closed; the engine then cancels the request
-            if not over:
-                loop.call_soon_threadsafe(mailbox.put_nowait, (first + output.index, output))
+        def sink(output: Output) -> None:
+            mailbox.post(first + output.index, output)
 
         whose = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter}
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, **whose)
@@ -136,23 +271,7 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        mailbox.put_nowait(None)
-
-    async def batches() -> Batches:
-        while any(unfinished):
-            arrived = [await mailbox.get()]
-            while not mailbox.empty():
-                arrived.append(mailbox.get_nowait())
-            batch = [entry for entry in arrived if entry is not None]
-            for choice, output in batch:
-                unfinished[choice // work.n] -= output.finish is not None
-                if output.finish is Finish.ERROR:
-                    raise RequestError(f"the generation failed: {output.error}", status=500, code="generation_failed")
-                if output.finish is Finish.CANCELLED:
-                    raise RequestError("the server cancelled the generation", status=503, code="cancelled", retry_after=5)
-            if len(batch) < len(arrived):
-                raise ClientLeftError
-            yield batch
+        mailbox.leave()
 
     watcher = loop.create_task(watch())
     try:
@@ -168,9 +287,9 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
             raise RequestError(str(error), status=429, code="queue_full", retry_after=1) from None
         except RuntimeError as error:
             raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
-        yield batches()
+        yield _batches(mailbox, unfinished, work.n)
     finally:
-        over = True
+        mailbox.close()
         watcher.cancel()
         for handle, count in zip(handles, unfinished, strict=False):  # fewer handles than prompts after a rejected one
             if count and handle.done():
@@ -180,6 +299,22 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
 
 
 class Answer(Response):
+async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
+    """Until all have ended. `unfinished`: the sequences of each prompt, which this counts down from `n`."""
+    while any(unfinished):
+        arrived = await mailbox.take()
+        batch = [entry for entry in arrived if entry is not None]
+        for choice, output in batch:
+            unfinished[choice // n] -= output.finish is not None
+            if output.finish is Finish.ERROR:
+                raise RequestError(f"the generation failed: {output.error}", status=500, code="generation_failed")
+            if output.finish is Finish.CANCELLED:
+                raise RequestError("the server cancelled the generation", status=503, code="cancelled", retry_after=5)
+        if len(batch) < len(arrived):
+            raise ClientLeftError
+        yield batch
+
+
     """The response. It runs the work itself, so that an error before the first byte still sets the status."""
 
     def __init__(
@@ -191,6 +326,7 @@ class Answer(Response):
         traffic: Traffic,
         compiling: Compiling,
         deadlines: Deadlines,
+        unread: Unread,
         stream: bool,
         include_usage: bool,
         timeout_s: float,
@@ -204,6 +340,7 @@ class Answer(Response):
         self.traffic = traffic
         self.compiling = compiling
         self.deadlines = deadlines
+        self.unread = unread
         self.write = self._stream if stream else self._respond
         self.include_usage = include_usage
         self.timeout_s = timeout_s
@@ -216,15 +353,20 @@ class Answer(Response):
             started = True
             await send(message)
 
+        mailbox = Mailbox(self.unread, self.work.n * len(self.work.prompts))
         try:
             late = RequestError(f"the request did not finish within {self.timeout_s:g} s", status=504, code="timeout")
             async with (
                 self.deadlines.within(self.timeout_s, late),
-                running(self.engine, self.work, receive, self.compiling) as batches,
+                running(self.engine, self.work, receive, self.compiling, mailbox) as batches,
             ):
-                await self.write(batches, tracked)
+                await self.write(batches, mailbox, tracked)
         except ClientLeftError:
             self.traffic.abandoned += 1
+        except SlowClientError as error:
+            self.traffic.abandoned += 1
+            logger.warning("%s", error)
+            await self._send_error(error, send, self.unread.time_s)
         except RequestError as error:
             if not started:
                 raise
@@ -235,28 +377,28 @@ class Answer(Response):
             logger.exception("a stream failed")
             await self._send_error(RequestError("internal error; see the server's log", status=500), send)
 
-    async def _stream(self, batches: Batches, send: Send) -> None:
+    async def _stream(self, batches: Batches, mailbox: Mailbox, send: Send) -> None:
         usages: dict[int, Usage] = {}
         await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *self.headers_sent]})
         first = self.form.begin(self.include_usage)
         async for batch in batches:
             usages |= _usages(batch)
             if body := first + b"".join(self.form.events(part) for part in _joined(batch)):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await mailbox.send(send, body, more=True)
             first = b""
-        await send({"type": "http.response.body", "body": first + self.form.end(usages)})
+        await mailbox.send(send, first + self.form.end(usages), more=False)
 
-    async def _respond(self, batches: Batches, send: Send) -> None:
+    async def _respond(self, batches: Batches, mailbox: Mailbox, send: Send) -> None:
         outputs = [entry async for batch in batches for entry in batch]
         response = JSON(self.form.body(sorted(_joined(outputs), key=lambda joined: joined.index), _usages(outputs)))
         headers = [*response.raw_headers, *self.headers_sent]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": response.body})
 
-    async def _send_error(self, error: RequestError, send: Send) -> None:
-        """Send the error as an event of the stream, whose status is already sent. Waits at most 1 s for the client to read."""
+    async def _send_error(self, error: RequestError, send: Send, patience_s: float = 1.0) -> None:
+        """Send the error as an event of the stream, whose status is already sent. Waits so long for the client to read."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(patience_s):
                 await send({"type": "http.response.body", "body": self.form.error(error)})
 
 

@@ -16,7 +16,7 @@ from slipstream.inference.core import SamplingParams
 from slipstream.inference.server.answers import Format
 from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Work
+from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Unread, Work
 from slipstream.inference.server.metrics import ModelFigures, Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
 from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, shown, without_effect
@@ -90,6 +90,7 @@ class Front:
     limits: Limits
     traffic: Traffic
     deadlines: Deadlines
+    unread: Unread
     compiling: Compiling
     bodies: Bodies
     share_prefixes: bool
@@ -116,6 +117,7 @@ class Front:
             traffic=self.traffic,
             compiling=self.compiling,
             deadlines=self.deadlines,
+            unread=self.unread,
             stream=bool(prepared.request.stream),
             include_usage=options is not None and bool(options.include_usage),
             timeout_s=self.limits.request_timeout_s,
