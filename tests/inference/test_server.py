@@ -38,7 +38,7 @@ from openai.types import completion_create_params as openai_completion  # noqa: 
 from openai.types.chat import completion_create_params as openai_chat  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
-from slipstream.inference.server import DeadEngineError, create_app, generation, serve  # noqa: E402
+from slipstream.inference.server import DeadEngineError, check, create_app, generation, serve  # noqa: E402
 from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.chat import ChatRequest  # noqa: E402
 from slipstream.inference.server.completions import CompletionRequest  # noqa: E402
@@ -1029,6 +1029,20 @@ def test_https(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mortal.healthy = False
         assert isinstance(ended.exception(10), DeadEngineError)
     assert "Slipstream serves https://127.0.0.1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "origin", ["here", "http://here/", "http://Here", "http://here:80", "https://here:443", "http://*.here", ""]
+)
+def test_what_is_no_origin(engine: FakeEngine, origin: str) -> None:
+    with pytest.raises(ValueError, match="is no origin; write http://localhost:3000"):
+        create_app(engine, cors_origins=["http://localhost:3000", "https://[::1]:8443", "*", "null", origin])
+
+
+def test_a_collector_that_cannot_be_used_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ValueError, match=r"--otlp-traces needs the package .*, which is not installed"):
+        check([], "http://localhost:4318/v1/traces")
 
 
 def test_a_collector_gets_spans() -> None:

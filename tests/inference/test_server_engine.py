@@ -46,6 +46,35 @@ def served(
         assert engine.stats().blocks_used == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "start: none"}, "guided_grammar"),
+        ({"grammar": 'start ::= "a"'}, "grammar"),
+        ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
+            "response_format",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_constrain_is_refused_by_the_field_that_was_sent(fields: dict[str, Any], param: str) -> None:
+    pytest.importorskip("llguidance")
+    with served() as (_, address):
+        for path, prompt in (("chat/completions", {"messages": [USER]}), ("completions", {"prompt": "x"})):
+            if path == "chat/completions" or param != "response_format":
+                reply = call(address, "POST", f"/v1/{path}", json.dumps({"model": "model", **prompt, **fields}))
+                assert (reply.status, reply.error["param"]) == (400, param), reply.body
+                assert reply.error["message"].startswith(f"{param} "), reply.error["message"]
+        if param == "response_format":
+            text = {"format": {"type": "json_schema", **fields["response_format"]["json_schema"]}}
+            reply = call(address, "POST", "/v1/responses", json.dumps({"model": "model", "input": "x", "text": text}))
+            assert (reply.status, reply.error["param"]) == (400, "text.format"), reply.body
+
+
 def fields_of(number: int) -> dict[str, Any]:
     prompt = f"{'the same beginning ' * (number % 3)}client {number}"
     return {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0.9 * (number % 2), "seed": number}

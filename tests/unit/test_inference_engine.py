@@ -175,6 +175,15 @@ def test_n_answers_have_seeds_of_their_own() -> None:
         assert answer.last(2).usage.prompt_tokens == len(PROMPTS[2])  # type: ignore[union-attr]
 
 
+def test_a_setting_is_refused_by_the_name_that_it_was_given() -> None:
+    for name, alias in (("max_tokens", "max_new_tokens"), ("n", "num_return_sequences")):
+        for word in (name, alias):
+            with pytest.raises(ValueError, match=f"^{word} is 0; it must be "):
+                _sampling(None, 1, {word: 0})
+    with pytest.raises(ValueError, match=r"^min_new_tokens is 300; it must be between 0 and max_tokens"):
+        _sampling(None, 1, {"min_new_tokens": 300})
+
+
 def test_the_wait_for_a_reader_is_no_time_of_a_forward() -> None:
     with running(token_interval=10.0) as engine:
         engine.submit("x", SamplingParams(max_tokens=20, ignore_eos=True), sink=lambda output: time.sleep(0.02))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import huggingface
+from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import SamplingParams
 from slipstream.inference.stats import Meters, Stats
 from slipstream.inference.text import Tokenizer
@@ -81,6 +82,7 @@ def _modes(config: Mapping[str, Any]) -> tuple[str, ...]:
 class Forward(Protocol):
     """`NativeDecoder` or `Decoder`."""
 
+    config: TransformerConfig
     num_blocks: int
     max_context: int
 
@@ -148,7 +150,9 @@ class EmbeddingEngine:
         if failed is not None:
             raise failed
         vectors = [item.vector for item in items if item.vector is not None]
-        return Embedded(torch.stack(vectors) if vectors else torch.empty(0, 0), sum(len(item.tokens) for item in items))
+        if not vectors:
+            return Embedded(torch.empty(0, len(self.pooling.modes) * self.runner.config.hidden_size), 0)
+        return Embedded(torch.stack(vectors), sum(len(item.tokens) for item in items))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
         """The cosine of the vectors of each pair's texts. Raises as `embed`."""

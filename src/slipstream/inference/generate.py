@@ -499,7 +499,7 @@ def _assemble(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams)
 
 def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]) -> tuple[SamplingParams, int]:
     """Return `params`, or those of the keywords `settings`, and n."""
-    n = check_int("n", n, 1)
+    n, words = check_int("n", n, 1), dict[str, str]()  # how each setting was named
     if params is not None:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params is {params!r:.200}; give SamplingParams, or the settings as keywords")
@@ -519,7 +519,7 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
         elif name in values and values[name] != value:
             raise ValueError(f"{name} is given twice, as {values[name]!r} and as {value!r}; give it once")
         elif value is not None:
-            values[name] = value
+            values[name], words[name] = value, word
     for name in ("stop", "stop_token_ids"):
         if name in values:
             values[name] = (values[name],) if isinstance(values[name], (str, int)) else tuple(values[name])
@@ -528,8 +528,12 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
     sample = values.pop("do_sample", any(name in values for name in ("temperature", "top_k", "top_p", "min_p", "seed")))
     if not sample:
         values["temperature"] = 0.0
-    n = check_int("n", values.pop("n", 1), 1)
-    return SamplingParams(**values), n
+    n = check_int(words.get("n", "n"), values.pop("n", 1), 1)
+    try:
+        return SamplingParams(**values), n
+    except ValueError as error:  # the message begins with the field's name
+        first, _, rest = str(error).partition(" ")
+        raise ValueError(f"{words.get(first, first)} {rest}") from None
 
 
 def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:

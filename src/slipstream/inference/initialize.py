@@ -170,6 +170,8 @@ def _options(given: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, 
     _warn_without_effect(*sources)
     if "weights_bytes" in options or "weights_folder" in options:
         folder = os.fspath(options.pop("weights_folder", tempfile.gettempdir()))
+        if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+            raise ValueError(f"weights_folder: there is no folder {folder!r} that can be written; create it, on a local disk")
         options["memory"] = WeightMemory(options.pop("weights_bytes", None), folder)
     return options
 

@@ -346,6 +346,12 @@ def _add_places(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     parser.add_argument("--engines", type=_addresses, metavar="HOST:PORT[,...]", help=engines)
 
 
+def _folder(text: str) -> str:
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+    return text
+
+
 def _addresses(text: str) -> list[str]:
     for address in (addresses := text.split(",")):
         host, _, port = address.rpartition(":")
@@ -374,7 +380,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="size of the KV cache: 512M, 2G; default: as needed")
     add("--expert-cache-bytes", type=_bytes, metavar="SIZE", help="memory for experts, the others on disk: 4G; default: all")
     add("--weights-bytes", type=_bytes, metavar="SIZE", help="memory for all weights, further layers on disk: 16G; default: all")
-    add("--weights-folder", metavar="FOLDER", help="where layers on disk are; default: TMPDIR")
+    add("--weights-folder", type=_folder, metavar="FOLDER", help="where layers on disk are; default: TMPDIR")
     add("--max-context", type=_positive, metavar="N", help="tokens of prompt and output; default: the model's")
     add("--max-running", type=_positive, metavar="N", help="maximum number of running sequences; default 64")
     add("--max-waiting", type=_positive, metavar="N", help="maximum number of queued requests; default 1024")

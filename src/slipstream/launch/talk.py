@@ -120,6 +120,7 @@ def serve(options: argparse.Namespace) -> int:
         sockets = _bound(options.host, options.port, stack)
         from slipstream.inference import recommended, server
 
+        server.check(options.cors_origin, options.otlp_traces)
         try:
             on_demand = len(options.models) > 1 or (options.max_loaded or options.max_loaded_bytes) is not None
             engine = (_several if on_demand else _served)(options, stack)

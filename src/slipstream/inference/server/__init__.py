@@ -8,6 +8,17 @@ with needs("serving over HTTP", extra="serve"):
     from slipstream.inference.server.network import EngineAddress
     from slipstream.inference.server.process import ReplicaError, Spare
     from slipstream.inference.server.router import Router
-    from slipstream.inference.server.run import DeadEngineError, serve
+    from slipstream.inference.server.run import DeadEngineError, check, serve
 
-__all__ = ["DeadEngineError", "EngineAddress", "HostedModel", "Models", "ReplicaError", "Router", "Spare", "create_app", "serve"]
+__all__ = [
+    "DeadEngineError",
+    "EngineAddress",
+    "HostedModel",
+    "Models",
+    "ReplicaError",
+    "Router",
+    "Spare",
+    "check",
+    "create_app",
+    "serve",
+]

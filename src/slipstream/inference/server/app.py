@@ -38,7 +38,7 @@ from slipstream.inference.server.bodies import (
     TokensBody,
 )
 from slipstream.inference.server.errors import ErrorBody, RequestError
-from slipstream.inference.server.gate import AdmissionGate, refusal
+from slipstream.inference.server.gate import AdmissionGate, check_origins, refusal
 from slipstream.inference.server.generation import Compiling, Deadlines, Unread
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.models import Models
@@ -106,12 +106,13 @@ def create_app(
     all) may send requests. `share_prefixes` shares the prefix cache between API keys. `strict_fields` refuses fields without
     effect. Clients may load adapters below `lora_root` (None: they may not). `max_output_tokens` limits max_tokens. The timeouts
     limit generation (`request_timeout_s`), receiving the body (`body_timeout_s`), compiling a JSON schema (`schema_timeout_s`) and
-    the time in which a client reads 64 KiB of its response (`read_timeout_s`).
-    Raises ValueError if keys are not a sequence of non-empty ones, or if the engine has no tokenizer.
+    the time in which a client reads 64 KiB (`read_timeout_s`). Raises ValueError if keys are not a sequence of non-empty ones, for
+    what is no origin, or if the engine has no tokenizer.
     """
     for name, keys in (("api_keys", api_keys), ("priority_keys", priority_keys)):
         if isinstance(keys, str) or not all(keys):
             raise ValueError(f"{name} must be a sequence of keys, none of them empty")
+    check_origins(cors_origins)
     limits = Limits(
         max_body_bytes=max_body_bytes,
         max_output_tokens=max_output_tokens,

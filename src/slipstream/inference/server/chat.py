@@ -301,7 +301,8 @@ def prepare_chat(server: Serving, request: ChatRequest, caller: Caller, ignored:
         thinking=thinking,
     )
     more = [*ignored, *unread, *(["tools.function.strict"] if free else [])]
-    return server.prepared(request, [prompt], params, form, caller, n=request.n or 1, ignored=more)
+    constraint = _constraining(request)
+    return server.prepared(request, [prompt], params, form, caller, n=request.n or 1, constraint=constraint, ignored=more)
 
 
 def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:

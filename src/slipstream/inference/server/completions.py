@@ -76,4 +76,4 @@ def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
         silent=request.max_tokens == 0,
         kept=request.n or 1,
     )
-    return server.prepared(request, prompts, params, form, caller, n=width)
+    return server.prepared(request, prompts, params, form, caller, n=width, constraint=next(iter(request.structured()), ""))

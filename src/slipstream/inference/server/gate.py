@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("slipstream.access")  # a line for each response, if it is enabled for INFO
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # of a client's, which is kept
+# As browsers write it: without a path, and without the scheme's own port.
+_ORIGIN = re.compile(r"\*|null|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _OPEN = ("/", "/health")  # need no key: the page asks the user for one, and load balancers have none
 COUNTED = (
     "/",
@@ -39,6 +41,13 @@ COUNTED = (
     "/tokenize",
     "/detokenize",
 )  # all others share one label
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise ValueError for what no browser would send as the origin of a page."""
+    for origin in [origins] if isinstance(origins, str) else origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is no origin; write http://localhost:3000 (lower case, without a path), or *")
 
 
 class JSON(Response):

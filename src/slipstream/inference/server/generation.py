@@ -188,6 +188,7 @@ class Work:
     salt: str
     tenant: str = ""
     adapter: str = ""  # its name; "": the model alone
+    constraint: str = ""  # the request's field that constrains the output
 
 
 class Deadlines:
@@ -282,7 +283,7 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
                 else:
                     await compiling.submit(partial(start, prompt, number * work.n))
         except ValueError as error:
-            raise RequestError(str(error), param=_param(str(error))) from None
+            raise _refusal(str(error), work.constraint) from None
         except QueueFullError as error:
             raise RequestError(str(error), status=429, code="queue_full", retry_after=1) from None
         except RuntimeError as error:
@@ -298,7 +299,6 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
                 handle.add_done_callback(cancel)
 
 
-class Answer(Response):
 async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
     """Until all have ended. `unfinished`: the sequences of each prompt, which this counts down from `n`."""
     while any(unfinished):
@@ -315,6 +315,7 @@ async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
         yield batch
 
 
+class Answer(Response):
     """The response. It runs the work itself, so that an error before the first byte still sets the status."""
 
     def __init__(
@@ -402,10 +403,14 @@ async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
                 await send({"type": "http.response.body", "body": self.form.error(error)})
 
 
-def _param(message: str) -> str | None:
-    """The field that an engine's refusal is about: its first word, or the prompt."""
-    first, *_ = message.split()
-    return first if first in SamplingParams.__dataclass_fields__ or first == "n" else "prompt" if "prompt" in message else None
+def _refusal(message: str, constraint: str) -> RequestError:
+    """An engine's, of the field that is its first word, which clients call `constraint` if it constrains the output; or of the
+    prompt."""
+    first, _, rest = message.partition(" ")
+    if first in ("json_schema", "grammar") and constraint:
+        return RequestError(f"{constraint} {rest}", param=constraint)
+    known = first in SamplingParams.__dataclass_fields__ or first == "n"
+    return RequestError(message, param=first if known else "prompt" if "prompt" in message else None)
 
 
 def _usages(batch: list[tuple[int, Output]]) -> dict[int, Usage]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError
@@ -129,7 +130,8 @@ def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
         raise _renamed(error) from None
     assert isinstance(prepared.form, ChatFormat)
     ignored = sorted(_CHAT.get(name, name) for name in prepared.ignored)
-    return prepared._replace(form=ResponsesFormat(request, prepared.form), ignored=ignored)
+    work = replace(prepared.work, constraint=_CHAT.get(prepared.work.constraint, prepared.work.constraint))
+    return prepared._replace(work=work, form=ResponsesFormat(request, prepared.form), ignored=ignored)
 
 
 def _renamed(error: RequestError) -> RequestError:

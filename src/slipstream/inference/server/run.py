@@ -19,12 +19,12 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from slipstream.inference.server.app import create_app
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.gate import access, refusal
+from slipstream.inference.server.gate import access, check_origins, refusal
 from slipstream.inference.server.generation import Deadlines
 from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.models import Models
 from slipstream.inference.server.router import Served
-from slipstream.inference.server.traces import Traces
+from slipstream.inference.server.traces import Traces, check_collector
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,16 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
                 self.transport.abort()  # close() would wait for the client to read
 
     return Guarded
+
+
+def check(cors_origins: Sequence[str], otlp_traces: str | None) -> None:
+    """Raise ValueError for options that `serve` would refuse, before a model is loaded."""
+    try:
+        check_origins(cors_origins)
+    except ValueError as error:
+        raise ValueError(f"--cors-origin: {error}") from None
+    if otlp_traces is not None:
+        check_collector(otlp_traces)
 
 
 def serve(

@@ -183,9 +183,10 @@ class Serving:
         caller: Caller,
         *,
         n: int,
+        constraint: str,
         ignored: Sequence[str] = (),
     ) -> Prepared:
-        """Raises RequestError as `refuse` does."""
+        """`constraint`: the field that constrains the output, if one does. Raises RequestError as `refuse` does."""
         names = sorted({*ignored, *without_effect(request)})
         self.front.refuse(names, without_effect(request))
         if params.prompt_logprobs is not None:
@@ -199,6 +200,7 @@ class Serving:
             salt=f"{caller.salt}:{request.cache_salt or ''}",
             tenant=caller.tenant,
             adapter=request.model if request.model in self.engine.adapters else "",
+            constraint=constraint,
         )
         return Prepared(request, work, form, names)
 

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.extras import needs
 from slipstream.inference.server.gate import COUNTED
+
+
+def check_collector(endpoint: str) -> None:
+    """Raise ValueError unless spans can be sent to such a URL. Whether somebody listens there is not asked: that changes."""
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+        raise ValueError(f"--otlp-traces is {endpoint!r}; it must be a URL such as http://localhost:4318/v1/traces")
+    _exporters()
+
+
+def _exporters() -> Any:
+    """OpenTelemetry's module of exporters over HTTP. Raises MissingPackageError."""
+    with needs("--otlp-traces", extra="otlp"):
+        importlib.import_module("opentelemetry.sdk.trace.export")
+        return importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 
 class Traces:
@@ -19,12 +34,11 @@ class Traces:
 
     def __init__(self, app: ASGIApp, endpoint: str) -> None:
         """`endpoint`: the URL of a collector's traces over HTTP, such as http://localhost:4318/v1/traces."""
-        with needs("--otlp-traces", extra="otlp"):
-            exporter = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-            sdk, export = (importlib.import_module(f"opentelemetry.sdk.trace{part}") for part in ("", ".export"))
-            resources = importlib.import_module("opentelemetry.sdk.resources")
-            self.trace: Any = importlib.import_module("opentelemetry.trace")
-            self.propagate: Any = importlib.import_module("opentelemetry.propagate")
+        exporter = _exporters()
+        sdk, export = (importlib.import_module(f"opentelemetry.sdk.trace{part}") for part in ("", ".export"))
+        resources = importlib.import_module("opentelemetry.sdk.resources")
+        self.trace: Any = importlib.import_module("opentelemetry.trace")
+        self.propagate: Any = importlib.import_module("opentelemetry.propagate")
         self.app = app
         resource = resources.Resource.create({"service.name": "slipstream"})
         self.provider: Any = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
