@@ -101,6 +101,14 @@ def test_stages_of_shares_have_equal_bits(heads: int) -> None:
     assert results[1:] == results[:1] * 3
 
 
+@distributed(world_size=2)
+def test_heads_that_the_ranks_do_not_divide() -> None:
+    """Six query heads with three key heads, and three with as many: one rank computes more of them."""
+    grouped = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    compare("llama", 1, 2, "padded", **grouped)
+    compare("qwen2", 3, 2, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
+
+
 @distributed(world_size=4)
 def test_four_ranks_and_windows() -> None:
     compare("llama", 1, 4)  # two key heads
@@ -314,29 +322,88 @@ def test_deepspeeds_recipe() -> None:
         slipstream.initialize(model=build("llama"), config=settings(1), mesh_param=(2, 2))
 
 
+def turned(x: Tensor, angles: Tensor, token_dim: int) -> Tensor:
+    """The first features of each token as complex numbers, turned by its angles [tokens, features / 2]."""
+    half = angles.shape[1]
+    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    shape = [x.shape[token_dim] if dim == token_dim else 1 for dim in range(3)]
+    pairs = pairs * torch.exp(1j * angles.double()).view(*shape, half)
+    return torch.cat([pairs.real.to(x.dtype), pairs.imag.to(x.dtype), x[..., 2 * half :]], -1)
+
+
 @distributed(world_size=2)
-@pytest.mark.parametrize("gather_idx", [0, 1])
-def test_distributed_attention(gather_idx: int) -> None:
+@pytest.mark.parametrize("batch_dim", [0, 1])
+def test_distributed_attention(batch_dim: int) -> None:
+    """Against attention over the whole sequence: values, gradients, and how many heads this rank computes."""
     from slipstream.compat.sequence import DistributedAttention
 
-    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        order = (1, 2, 0, 3) if gather_idx == 0 else (0, 2, 1, 3)
-        out = nn.functional.scaled_dot_product_attention(*(x.permute(order) for x in (q, k, v)), is_causal=True, enable_gqa=True)
-        return out.permute((2, 0, 1, 3) if gather_idx == 0 else (0, 2, 1, 3)).flatten(2)  # heads merged, as Megatron's
+    token_dim, order = 1 - batch_dim, (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
+    back = (0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3)
+    seen: list[int] = []
+
+    def local(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True, *, merged: bool = False) -> Tensor:
+        seen.append(q.shape[2])
+        heads = (x.permute(order) for x in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(*heads, is_causal=is_causal, enable_gqa=True).permute(back)
+        return out.flatten(2) if merged else out
+
+    def share(x: Tensor) -> Tensor:
+        return x.movedim(token_dim, 0).chunk(2)[dist.get_rank()].movedim(0, token_dim)
 
     torch.manual_seed(1)
-    token_dim, shape = gather_idx, (lambda heads: (8, 2, heads, 4) if gather_idx == 0 else (2, 8, heads, 4))
-    whole = [torch.randn(shape(heads), requires_grad=True) for heads in (6, 3, 3)]
-    expected = local(*whole).unflatten(-1, (6, 4))
-    slope = torch.randn(expected.shape)
-    wanted = torch.autograd.grad(expected, whole, slope)
-    own = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    shares = [x.detach().movedim(token_dim, 0)[own].movedim(0, token_dim).requires_grad_() for x in whole]
-    out = DistributedAttention(local, None, 2, gather_idx)(*shares)
-    torch.testing.assert_close(out, expected.movedim(token_dim, 0)[own].movedim(0, token_dim))
-    got = torch.autograd.grad(out, shares, slope.movedim(token_dim, 0)[own].movedim(0, token_dim))
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other.movedim(token_dim, 0)[own].movedim(0, token_dim))
+    angles = torch.rand(8, 1)
+    rotary = [torch.cat([part, part], 1).view(8, 1, 1, 2) for part in (angles.cos(), angles.sin())]
+    # (heads of the query, of the key, arguments of the class, of the call, heads of each rank)
+    cases_of: list[tuple[int, int, dict[str, Any], tuple[Any, ...], dict[str, Any], list[int]]] = [
+        (6, 3, {"gather_idx": token_dim}, (), {"merged": True}, [4, 2]),
+        (6, 6, {"sp_stream": object()}, (batch_dim,), {}, [3, 3]),
+        (6, 6, {"num_kv_heads": 3}, (batch_dim, None, False), {}, [4, 2]),
+        (4, 2, {}, (batch_dim, rotary), {"is_causal": True}, [2, 2]),
+    ]
+    for queries, keys, options, args, kwargs, heads in cases_of:
+        whole = [torch.randn(2, 8, n, 4) for n in (queries, keys, keys)]
+        whole = [(x if batch_dim == 0 else x.transpose(0, 1).contiguous()).requires_grad_() for x in whole]
+        turn = len(args) > 1 and args[1] is not None
+        q, k = (turned(x, angles, token_dim) if turn else x for x in whole[:2])
+        expected = local(q, k, whole[2], *args[2:], **kwargs)
+        slope = torch.randn(expected.shape)
+        wanted = torch.autograd.grad(expected, whole, slope)
+        shares = [share(x.detach()).requires_grad_() for x in whole]
+        out = DistributedAttention(local, None, **options)(*shares, *args, **kwargs)
+        assert seen[-1] == heads[dist.get_rank()], options
+        torch.testing.assert_close(out, share(expected))
+        for one, other in zip(torch.autograd.grad(out, shares, share(slope)), wanted, strict=True):
+            torch.testing.assert_close(one, share(other))
+    module = DistributedAttention(local, None, num_kv_heads=3)
+    for args, text in (
+        ((2,), r"batch_dim_idx 2 must be 0, for \[b, s, heads, d\], or 1"),
+        ((batch_dim,), "num_kv_heads 3 must divide the 2 heads of the key"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            module(*shares, *args)
+    with pytest.raises(ValueError, match=r"rotary_pos_emb has the shapes \(4, 1, 1, 2\) .*\[8, 1 or 2, 1, features\]"):
+        DistributedAttention(local, None)(*shares, batch_dim, [part[:4] for part in rotary])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"core_attn_implementation": "eager"}, r"'eager' cannot be shared \(eager builds whole masks\); use one of sdpa, flash"),
+        ({"core_attn_implementation": "no_such"}, "'no_such' cannot be shared"),
+        ({"core_attn_implementation": "flash_attention_2"}, "is 'flash_attention_2', but the model's attention is 'sdpa'"),
+        ({"disable_in_eval": True}, "disable_in_eval=True: the engine shares sequences in evaluation, too; drop it"),
+        ({"seq_length_is_variable": False}, "seq_length_is_variable=False needs seq_length"),
+        ({}, r"sequence_parallel_size \(2\) does not divide the number of ranks \(1\); use 1"),
+    ],
+)
+def test_what_the_recipe_refuses(changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.compat.sequence import UlyssesSPAttentionHF
+
+    monkeypatch.delenv("RANK", raising=False)
+    asked = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, "micro_batch_size": 2} | changes
+    with pytest.raises(ValueError, match=text):
+        UlyssesSPAttentionHF.register_with_transformers(build("llama"), **asked)
+    assert UlyssesSPAttentionHF.register_with_transformers("any", **asked | {"sequence_parallel_size": 1}) is None
 
 
 def test_tiles() -> None:

@@ -17,7 +17,7 @@ from slipstream.activations.recompute import checkpoint
 from slipstream.activations.tiled import tiled_mlp
 from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.parallel.sequence import ulysses_attention
-from slipstream.parallel.transformers_sequence import SequenceShares
+from slipstream.parallel.transformers_sequence import SERVED, SequenceShares
 from slipstream.world.join import init_distributed, local_device
 from slipstream.world.mesh import Axis, nearest_divisor
 from slipstream.world.watch import Watch
@@ -74,13 +74,16 @@ class UlyssesSPAttentionHF:
     ) -> SequenceGroups | None:
         """Return the groups, to be passed to `initialize(mpu=)`; None for size 1.
 
-        `micro_batch_size` and the lengths may be anything: no buffer depends on them. Raises ValueError for eager attention, an
-        implementation that is not the model's, or disable_in_eval: sequences are shared in evaluation, too.
+        `micro_batch_size` and the lengths may be anything: no buffer depends on them. Raises ValueError for an attention that is
+        not served (eager) or not the model's, or disable_in_eval: sequences are shared in evaluation, too.
         """
         if sequence_parallel_size == 1:
             return None
-        if core_attn_implementation in ("eager", "paged|eager"):
-            raise ValueError(f'core_attn_implementation {core_attn_implementation!r} builds whole masks; use "sdpa"')
+        if core_attn_implementation not in SERVED:
+            raise ValueError(
+                f"core_attn_implementation {core_attn_implementation!r} cannot be shared (eager builds whole masks); use one of "
+                f"{', '.join(SERVED)}"
+            )
         if disable_in_eval:
             raise ValueError("disable_in_eval=True: the engine shares sequences in evaluation, too; drop it")
         if not seq_length_is_variable and seq_length is None and max_length is None:
@@ -117,8 +120,12 @@ class UlyssesSPDataLoaderAdapter(SequenceShares):
 class DistributedAttention(nn.Module):
     """Attention of any kind over whole sequences, from shares of them: `local_attention(query, key, value, *args, **kwargs)`.
 
-    query, key, value  this rank's tokens: [s, b, heads, d] with gather_idx 0, [b, s, heads, d] with 1
-    Any number of heads that is not smaller than the group's; key heads may be fewer.
+    scatter_idx, gather_idx  the dimensions of heads, 2, and of tokens, where `forward` is not told that of sequences
+    sp_stream     may be anything: query, key and value travel in one all-to-all, which no other has to overlap
+    num_kv_heads  the heads of keys and values, where the caller has repeated these for the query heads: no group of query heads is
+                  divided among ranks. Default: those of the key
+
+    Any number of heads that is not smaller than the group's ranks; key heads may be fewer.
     """
 
     def __init__(
@@ -136,23 +143,60 @@ class DistributedAttention(nn.Module):
                 f"scatter_idx {scatter_idx}, gather_idx {gather_idx}: heads are dimension 2, tokens 0 or 1 (gather_idx)"
             )
         self.local_attn, self.spg, self.gather_idx = local_attention, sequence_process_group, gather_idx
+        self.sp_stream, self.num_kv_heads = sp_stream, num_kv_heads
         self.exchange: Exchange | None = None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int | None = None,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return this rank's share of the output of `local_attention`, in its form: [.., heads, d], or with these merged.
+
+        query, key, value  this rank's tokens: [b, s, heads, d] with batch_dim_idx 0, [s, b, heads, d] with 1; by default, the
+                           dimension of tokens is gather_idx
+        rotary_pos_emb     cosines and sines of the whole sequence, [P s, 1 or b, 1, features], by which query and key are turned
+                           (halves of the first features, as GPT-NeoX's)
+
+        Raises ValueError for another batch_dim_idx, other tokens in rotary_pos_emb, and heads that cannot be dealt.
+        """
+        batch_dim = 1 - self.gather_idx if batch_dim_idx is None else batch_dim_idx
+        if batch_dim not in (0, 1):
+            raise ValueError(f"batch_dim_idx {batch_dim_idx} must be 0, for [b, s, heads, d], or 1, for [s, b, heads, d]")
         if self.exchange is None:
             self.exchange = exchange_of(self.spg, query.device)
-        # [b, heads, s, d]
-        order = (1, 2, 0, 3) if self.gather_idx == 0 else (0, 2, 1, 3)
-        back = (2, 0, 1, 3) if self.gather_idx == 0 else (0, 2, 1, 3)
+        order, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if batch_dim == 0 else ((1, 2, 0, 3), (2, 0, 1, 3))  # to [b, heads, s, d]
+        is_merged = False
 
-        def attend(*whole: Tensor) -> Tensor:
-            out = self.local_attn(*(each.permute(back) for each in whole), *args, **kwargs)
-            if out.dim() == 3:  # heads and features merged
-                out = out.unflatten(-1, (whole[0].shape[1], -1))
-            return out.permute(order)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal is_merged
+            if rotary_pos_emb is not None:
+                q, k = (_turned(each, *rotary_pos_emb) for each in (q, k))
+            out = self.local_attn(*(each.permute(back) for each in (q, k, v)), *args, **kwargs)
+            is_merged = out.dim() == 3
+            return (out.unflatten(-1, (q.shape[1], -1)) if is_merged else out).permute(order)
 
         q, k, v = (each.permute(order) for each in (query, key, value))
-        return ulysses_attention(attend, q, k, v, self.exchange).permute(back)
+        out = ulysses_attention(attend, q, k, v, self.exchange, self.num_kv_heads).permute(back)
+        return out.flatten(2) if is_merged else out
+
+
+def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary position embedding of x [b, heads, s, d]; cosines and sines [s, 1 or b, 1, features]."""
+    if cosines.shape != sines.shape or cosines.shape[0] != x.shape[2] or cosines.shape[2] != 1:
+        raise ValueError(
+            f"rotary_pos_emb has the shapes {tuple(cosines.shape)} and {tuple(sines.shape)}; pass cosines and sines of the whole "
+            f"sequence, [{x.shape[2]}, 1 or {x.shape[0]}, 1, features]"
+        )
+    cos, sin = (each.permute(1, 2, 0, 3) for each in (cosines, sines))
+    turning, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = turning.chunk(2, -1)
+    return torch.cat([turning * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
 def exchange_of(group: Any, device: torch.device) -> Exchange:

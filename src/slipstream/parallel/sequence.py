@@ -25,12 +25,16 @@ class Heads(NamedTuple):
     keys: list[int]
 
 
-def deal_heads(query_heads: int, key_heads: int, size: int) -> list[Heads]:
+def deal_heads(query_heads: int, key_heads: int, size: int, groups: int | None = None) -> list[Heads]:
     """Deal attention heads to `size` ranks; shares differ by at most one key head.
 
     With fewer key heads than ranks, shares differ by at most one query head, and each rank that needs a key head gets it.
-    Raises ValueError if there are fewer query heads than ranks, or if the key heads do not divide the query heads.
+    groups: the key heads before they were repeated, whose query heads stay together.
+    Raises ValueError if there are fewer query heads than ranks, if the key heads do not divide the query heads, or groups these.
     """
+    groups = groups or key_heads
+    if groups < 1 or key_heads % groups:
+        raise ValueError(f"num_kv_heads {groups} must divide the {key_heads} heads of the key")
     if query_heads % key_heads:
         raise ValueError(
             f"{key_heads} key heads do not divide {query_heads} query heads; repeat keys until they do, as with grouped queries"
@@ -41,7 +45,7 @@ def deal_heads(query_heads: int, key_heads: int, size: int) -> list[Heads]:
             f"{nearest_divisor(size, query_heads)}, or ring attention, which unmodified models of transformers then get"
         )
     group = query_heads // key_heads
-    unit = group if key_heads >= size else 1
+    unit = query_heads // groups if groups >= size else 1
     dealt, start = [], 0
     for count in (query_heads // unit // size + (r < query_heads // unit % size) for r in range(size)):
         queries = range(start, start + count * unit)
@@ -54,18 +58,23 @@ def deal_heads(query_heads: int, key_heads: int, size: int) -> list[Heads]:
 
 
 def ulysses_attention(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, exchange: Exchange
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    exchange: Exchange,
+    groups: int | None = None,
 ) -> Tensor:
     """Return attention over the whole sequence for this rank's tokens, [b, h, s, d].
 
     query [b, h, s, d], key and value [b, key heads, s, d]: this rank's tokens, as many on each rank. `attend` is called with this
-    rank's heads of the whole sequence, [b, heads, P s, d], and returns the shape of its query.
+    rank's heads of the whole sequence, [b, heads, P s, d], and returns the shape of its query. groups: as in `deal_heads`.
     """
     axis = exchange.axis
     if axis.size == 1:
         return attend(query, key, value)
     b, _, s, d = query.shape
-    dealt = deal_heads(query.shape[1], key.shape[1], axis.size)
+    dealt = deal_heads(query.shape[1], key.shape[1], axis.size, groups)
     parts = [
         torch.cat([query[:, h.queries.start : h.queries.stop], key[:, h.keys], value[:, h.keys]], 1).reshape(-1, d) for h in dealt
     ]

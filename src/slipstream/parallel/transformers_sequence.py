@@ -35,7 +35,7 @@ _BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "to
 _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}  # whether they shift labels
 _POOLS = re.compile(r"For(SequenceClassification|MultipleChoice|QuestionAnswering|NextSentencePrediction|PreTraining)|DoubleHeads")
 _TARGETS = ("labels", "shift_labels")
-_SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", NAME)
+SERVED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")  # of transformers' implementations
 
 
 class Sequences:
@@ -185,7 +185,7 @@ def serve_sequences(model: nn.Module, axis: Axis) -> Sequences | None:
             "classification)"
         )
     implementation = config._attn_implementation
-    if implementation not in _SERVED:
+    if implementation not in (*SERVED, NAME):
         raise ValueError(
             f"{type(model).__name__} computes attention by {implementation!r}, which sequence_parallel_size cannot share; build it "
             'with attn_implementation="sdpa"'
