@@ -116,8 +116,8 @@ def twin(batches: Any, model: nn.Module | None = None) -> tuple[list[float], lis
     return losses, norms, dict(model.state_dict())
 
 
-def make(model: nn.Module, stage: int, transport: str, **mesh: int) -> Any:
-    return toy.make(model, stage, transport, gradient_clipping=CLIP, optimizer=OPTIMIZER, slipstream={"mesh": mesh})
+def make(model: nn.Module, stage: int, transport: str, optimizer: Any = OPTIMIZER, **mesh: int) -> Any:
+    return toy.make(model, stage, transport, gradient_clipping=CLIP, optimizer=optimizer, slipstream={"mesh": mesh})
 
 
 @distributed(world_size=4, transports=("shared", "gloo"))
@@ -247,6 +247,44 @@ class Stage(nn.Module):
         return Tied.begin(self, *inputs) if self.index == 0 else Tied.end(self, *inputs)  # type: ignore[arg-type]
 
 
+class Layers(nn.Module):
+    """A stage whose table is an embedding's or a head's, under a name of its own."""
+
+    def __init__(self, whole: Tied, index: int) -> None:
+        super().__init__()
+        self.index = index
+        if index == 0:
+            self.embed, self.first = nn.Embedding(*whole.table.shape), whole.first
+            self.embed.weight = whole.table
+        else:
+            self.second, self.head = whole.second, nn.Linear(DIM, len(whole.table), bias=False)
+            self.head.weight = whole.table
+        mark_tied(whole.table, (0, 1))
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        if ids is None:
+            return gelu(self.first(self.embed(x)))
+        return nn.functional.cross_entropy(self.head(self.second(x)).flatten(0, 1), ids.flatten())
+
+
+def step_of_stages(engine: Any, step: int) -> None:
+    """One step of two stages that send to each other by torch."""
+    index = engine.mesh.pp.index
+    peer, ids = engine.mesh.pp.ranks[1 - index], toy.tokens(engine.mesh.batch.index, step)
+    hidden = torch.empty(*ids.shape, DIM, requires_grad=index == 1)
+    if index == 0:
+        out = engine(ids)
+        dist.send(out.detach(), peer)
+        dist.recv(hidden, peer)
+        out.backward(hidden)
+    else:
+        with torch.no_grad():
+            dist.recv(hidden, peer)
+        engine.backward(engine(hidden, ids))
+        dist.send(hidden.grad, peer)
+    engine.step()
+
+
 @distributed(world_size=4, transports=("shared", "gloo"))
 def test_a_parameter_on_two_stages(transport: str) -> None:
     """`slipstream.mesh.pp`: a tied parameter has one gradient and one value, and counts once in the norm."""
@@ -256,23 +294,39 @@ def test_a_parameter_on_two_stages(transport: str) -> None:
         index = dist.get_rank() // 2
         engine = make(Stage(toy.seeded(Tied), index), stage, transport, pp=2)
         assert (engine.mesh.pp.index, engine.mesh.batch.size) == (index, 2)
-        peer = engine.mesh.pp.ranks[1 - index]
         for step in range(STEPS):
-            ids = toy.tokens(engine.mesh.batch.index, step)
-            hidden = torch.empty(*ids.shape, DIM, requires_grad=index == 1)
-            if index == 0:
-                out = engine(ids)
-                dist.send(out.detach(), peer)
-                dist.recv(hidden, peer)
-                out.backward(hidden)
-            else:
-                with torch.no_grad():
-                    dist.recv(hidden, peer)
-                engine.backward(engine(hidden, ids))
-                dist.send(hidden.grad, peer)
-            engine.step()
+            step_of_stages(engine, step)
             assert engine.global_grad_norm == pytest.approx(norms[step], rel=1e-5), (stage, step)
         with torch.no_grad():
             for name, value in engine.state_dict().items():
                 torch.testing.assert_close(value, weights[name], atol=2e-5, rtol=1e-4)
         engine.destroy()
+
+
+@distributed(world_size=4, transports=("shared", "gloo"))
+def test_a_parameter_that_is_an_embedding_on_one_stage(transport: str) -> None:
+    """An optimizer that exchanges signs keeps embeddings apart, and heads not: stages agree, and both have one value."""
+    onebit = {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 2}}
+    _, norms, _ = twin(lambda step: [toy.tokens(i, step) for i in range(2)], toy.seeded(Tied))
+    for stage in cases.stages(transport):
+        engine = make(Layers(toy.seeded(Tied), dist.get_rank() // 2), stage, transport, optimizer=onebit, pp=2)
+        for step in range(4):
+            step_of_stages(engine, step)
+            assert step or engine.global_grad_norm == pytest.approx(norms[0], rel=1e-5), stage
+        state = engine.state_dict()
+        tables = [torch.empty(toy.VOCABULARY, DIM) for _ in range(4)]
+        dist.all_gather(tables, state["embed.weight" if engine.mesh.pp.index == 0 else "head.weight"].contiguous())
+        assert all(torch.equal(table, tables[0]) for table in tables)
+        engine.destroy()
+
+
+@distributed(world_size=3)
+def test_a_stage_of_the_users_without_parameters_of_others() -> None:
+    """Between two stages that have one: it is as much the user's as they are."""
+    whole, index = toy.seeded(Tied), dist.get_rank()
+    stage = nn.Linear(DIM, DIM) if index == 1 else Layers(whole, index // 2)
+    if index != 1:
+        mark_tied(whole.table, (0, 2))
+    engine = make(stage, 1, "auto", pp=3)
+    assert engine.mesh.pp.index == index and engine.module is stage
+    engine.destroy()

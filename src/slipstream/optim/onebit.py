@@ -298,12 +298,13 @@ class OneBitSteps(NativeSteps):
     """Steps units by their native rule until they are frozen, then by exchanged signs."""
 
     def __init__(self, inner: Optimizer, units: Sequence[Unit], *others: Any, **options: Any) -> None:
-        super().__init__(inner, units, *others, **options)
+        # steps that were taken before the first of a unit's latest parameter, once known
+        self._lags: dict[Unit, int] = {}
+        super().__init__(inner, units, *others, **options)  # adds the units
         cast(OneBitOptimizer, inner).engine_steps = self
         self.frozen: dict[Unit, Frozen] = {}
         self.done: int | None = None  # steps; None: the ranks have not compared theirs since they loaded
         self.shares: dict[Unit, float] = {}  # the factors from the sums of local gradients to this rank's mean gradient
-        self._lags: dict[Unit, int] = {}  # steps that were taken before the first of a unit's latest parameter, once known
         self._trained: dict[Unit, list[bool]] = {}  # the parameters that had gradients when `_lags` was found
         self.errors: dict[Unit, Store] = {}  # by `expose` or loaded: the means over ranks, in this rank's optimizer span
         self.local: dict[Unit, Local] = {}
@@ -390,6 +391,7 @@ class OneBitSteps(NativeSteps):
     def add(self, units: Sequence[Unit]) -> None:  # type: ignore[override]
         super().add(units)
         self.done = None
+        self._lags.clear()
 
     def loaded_without_states(self, done: int) -> str:
         name, first = type(self.inner).__name__, rounds_of(self.inner).first
@@ -415,16 +417,16 @@ class OneBitSteps(NativeSteps):
             yield from (local.w, local.p, local.u)
 
     def keeps_local(self, unit: Unit, alpha: float) -> bool:
-        if self.done is None:  # a rank may own no piece
-            own = max((piece.step for piece in self.pieces()), default=0)
-            self.done = int(unit.comms.data.exchange(torch.tensor([float(own)], dtype=torch.float64)).max())
-        trained = [param.requires_grad for param in unit.params]
+        done, trained = self.done or 0, [param.requires_grad for param in unit.params]
+        # one exchange of each unit, since stages may have their units in other orders
         if unit not in self._lags or trained != self._trained[unit]:
-            least = min((piece.step for piece in self.pieces([unit]) if piece.param.requires_grad), default=self.done)
-            steps = unit.comms.data.exchange(torch.tensor([float(least)], dtype=torch.float64)).min()
-            self._lags[unit], self._trained[unit] = self.done - int(steps), trained
+            own = max((piece.step for piece in self.pieces()), default=0)  # a rank may own no piece
+            least = min((piece.step for piece in self.pieces([unit]) if piece.param.requires_grad), default=math.inf)
+            rows = unit.comms.data.exchange(torch.tensor([float(own), float(least)], dtype=torch.float64)).view(-1, 2)
+            self.done = done = int(rows[:, 0].max()) if self.done is None else done
+            self._lags[unit], self._trained[unit] = done - int(rows[:, 1].min().clamp(max=done)), trained
         rounds, apart = rounds_of(self.inner), bool(kind_of(unit.model_params[0]))
-        if self._is_young(unit) or rounds.kind(self.done + 1) is Round.DENSE or (apart and rounds.interval(self.done + 1) == 1):
+        if self._is_young(unit) or rounds.kind(done + 1) is Round.DENSE or (apart and rounds.interval(done + 1) == 1):
             if unit in self.frozen:
                 self._thaw(unit, torch.ones_like(self.frozen[unit].folded))
                 self._stale.add(unit)

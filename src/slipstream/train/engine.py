@@ -384,7 +384,13 @@ class Engine(nn.Module):
         Raises KeyError if no parameter has that name, ValueError if the shapes differ or the parameter is frozen.
         """
         with self.together("set_gradient"), torch.no_grad():
-            named.write(self.states, name, {"gradient": value.float() * self.precision.loss_scale}, self._set_gradient)
+            named.write(
+                self.states,
+                name,
+                {"gradient": value.float() * self.precision.loss_scale},
+                self._set_gradient,
+                access.check_has_gradient,
+            )
 
     def _set_gradient(self, unit: Unit, i: int, values: Mapping[str, Tensor]) -> None:
         if unit.placement.grads:
@@ -405,9 +411,15 @@ class Engine(nn.Module):
 
         Raises KeyError if there is no such parameter or state, and ValueError for a wrong shape.
         """
-        put = optimizer_state.set_parameter
+        put, check, steps = optimizer_state.set_parameter, optimizer_state.check_names, self.states.steps
         with self.together("set_optimizer_state"):
-            named.write(self.states, name, values, lambda unit, i, parts: put(unit, i, self.states.steps, parts))
+            named.write(
+                self.states,
+                name,
+                values,
+                lambda unit, i, parts: put(unit, i, steps, parts),
+                lambda unit, i: check(unit, i, steps, values.keys()),
+            )
 
     def save_checkpoint(
         self,

@@ -61,6 +61,7 @@ from slipstream.world.watch import Watch
 from slipstream.zero import access
 from slipstream.zero.buffers import spread_first
 from slipstream.zero.build import build_units, connect, convert_buffers
+from slipstream.zero.comm import gather_objects
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import differs_of, parts_of
 from slipstream.zero.materialize import FirstValues, Reader
@@ -132,8 +133,7 @@ def initialize(
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
     _check_optimizer(model, inner, scheduler, mesh)
     mark_kinds(model, plan, inner, rule)
-    if isinstance(model, PipelineModule | PipelinedDecoder):
-        agree_on_kinds(model, mesh)
+    agree_on_kinds(model, mesh)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
     cut.connect(engine)
     connect_changes(engine)
@@ -209,7 +209,8 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
     """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
     whole = model
-    own_stages = any(part.split.axis == "pp" for param in model.parameters() for part in parts_of(param))  # the user's: mark_tied
+    ties = any(part.split.axis == "pp" for param in model.parameters() for part in parts_of(param))
+    own_stages = any(gather_objects(ties, mesh.pp))  # the user's, of which one or another has parameters of others: mark_tied
     if mesh.pp.size > 1 and not isinstance(model, PipelineModule) and not own_stages:
         if not hasattr(getattr(model, "config", None), "model_type"):
             raise ValueError(

@@ -17,41 +17,58 @@ from slipstream.zero.unit import Unit
 def read(states: States, name: str, values_of: Callable[[Unit, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """What `values_of` returns, in this rank's shape, of a parameter: whole, on all ranks. Stages may ask for different parameters.
 
-    Collective over the ranks that have parts of the parameter, and over the stages. Raises KeyError if no stage has the name.
+    Collective over the ranks that have parts of the parameter, and over the stages. Raises KeyError if no stage has the name, and
+    what `values_of` raises on the stages that have it, on all that ask for it.
     """
+    refusal: Exception | None = None
     place, own = _find(states, name), dict[str, Tensor]()
     if place is not None:
-        own = {key: access.whole_of(value, *place) for key, value in values_of(*place).items()}
-    if states.mesh.pp.size == 1:
-        if place is None:
-            raise _unknown(states, name)
-        return own
-    asked = set(gather_objects(name, states.mesh.pp))
-    if len(asked) == 1:  # a stage that has it sends it to those that do not
-        sent = gather_objects({key: value.cpu() for key, value in own.items()} if place is not None else None, states.mesh.pp)
-        found = next((values for values in sent if values is not None), None)
-        if place is None and found is not None:
-            return {key: value.to(states.device) for key, value in found.items()}
+        try:
+            own = {key: access.whole_of(value, *place) for key, value in values_of(*place).items()}
+        except (KeyError, ValueError) as error:
+            refusal = error
+    if states.mesh.pp.size > 1:
+        said = gather_objects((name, refusal), states.mesh.pp)
+        refusal = next((error for asked, error in said if error is not None and asked == name), None)
+        if refusal is None and len({asked for asked, _ in said}) == 1:  # a stage that has it sends it to those that do not
+            sent = gather_objects({key: value.cpu() for key, value in own.items()} if place is not None else None, states.mesh.pp)
+            found = next((values for values in sent if values is not None), None)
+            if place is None and found is not None:
+                return {key: value.to(states.device) for key, value in found.items()}
+    if refusal is not None:
+        raise refusal
     if place is None:
         raise _unknown(states, name)
     return own
 
 
-def write(states: States, name: str, values: Mapping[str, Tensor], put: Callable[[Unit, int, Mapping[str, Tensor]], None]) -> None:
+def write(
+    states: States,
+    name: str,
+    values: Mapping[str, Tensor],
+    put: Callable[[Unit, int, Mapping[str, Tensor]], None],
+    check: Callable[[Unit, int], None],
+) -> None:
     """Let `put` have this rank's parts of whole values of a parameter, on the stages that have it.
 
-    Raises KeyError as `read`, and ValueError if a value has another shape than the whole parameter, on all ranks.
+    Raises KeyError as `read`, ValueError if a value has another shape than the whole parameter, and what `check` raises, which
+    writes nothing: on all ranks, before any writes.
     """
-    place, why = _find(states, name), ""
+    refusal: Exception | None = None
+    place = _find(states, name)
     if place is not None:
         unit, i = place
         shape = whole_shape(unit.params[i], unit.layout.slots[i].shape)
-        for key, value in values.items():
-            if tuple(value.shape) != shape:
-                why = f"the {key} of {name!r} has shape {tuple(value.shape)}, the parameter {shape}"
-    said = gather_objects((place is not None, why), states.mesh.pp)
-    if why := next(filter(None, (why for _, why in said)), ""):
-        raise ValueError(why)
+        try:
+            for key, value in values.items():
+                if tuple(value.shape) != shape:
+                    raise ValueError(f"the {key} of {name!r} has shape {tuple(value.shape)}, the parameter {shape}")
+            check(*place)
+        except (KeyError, ValueError) as error:
+            refusal = error
+    said = gather_objects((place is not None, refusal), states.mesh.pp)
+    if refusal := next((error for _, error in said if error is not None), None):
+        raise refusal
     if not any(has for has, _ in said):
         raise _unknown(states, name)
     if place is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -28,6 +29,7 @@ from slipstream.config.plan import BatchPlan, PipelinePlan
 from slipstream.observe.memory import MemoryReading
 from slipstream.parallel.deferred import Deferred
 from slipstream.parallel.drawing import draw_svg, draw_text
+from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.mail import Mail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
 from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stage_of
@@ -36,10 +38,10 @@ from slipstream.train.data import RepeatingLoader
 from slipstream.train.engine import Engine
 from slipstream.train.precision import Precision
 from slipstream.train.states import States
-from slipstream.world.mesh import Mesh
+from slipstream.world.mesh import Differs, Mesh
 from slipstream.world.watch import PeerError
 from slipstream.zero.comm import gather_objects
-from slipstream.zero.leaves import keep_apart, kind_of, mark_tied
+from slipstream.zero.leaves import differs_of, keep_apart, kind_of, mark_tied
 from slipstream.zero.trees import map_tensors, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -526,17 +528,35 @@ def prepare(module: Any, plan: PipelinePlan, mesh: Mesh) -> None:
                 mark_tied(module.get_parameter(name), ranks)
 
 
-def agree_on_kinds(module: Any, mesh: Mesh) -> None:
+def agree_on_kinds(model: nn.Module, mesh: Mesh) -> None:
     """Let all stages that share a parameter communicate its gradients in one way: it may be an embedding in one, a head in another.
 
     Collective over the pipeline, after each stage has marked its own (`keep_apart`).
     """
-    places = [(tied.key, name) for tied in module.tied for stage, name in tied.places if stage in module.stages]
-    own = [(key, kind) for key, name in places if (kind := kind_of(module.get_parameter(name)))]
+    shared = _shared_params(model)
+    own = [(key, kind) for key, param in shared if (kind := kind_of(param))]
     found = dict(sorted(itertools.chain.from_iterable(gather_objects(own, mesh.pp)), reverse=True))  # dense before rows
-    for key, name in places:
+    for key, param in shared:
         if key in found:
-            keep_apart(module.get_parameter(name), found[key])
+            keep_apart(param, found[key])
+
+
+def _shared_params(model: Any) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that other stages have, too, each with a key that is the same on all of these.
+
+    In the user's own stages (`mark_tied`), names may differ: they are matched in order of registration, as their units are.
+    """
+    if isinstance(model, PipelineModule | PipelinedDecoder):
+        return [
+            (tied.key, model.get_parameter(name)) for tied in model.tied for stage, name in tied.places if stage in model.stages
+        ]
+    counts, shared = Counter[Differs](), list[tuple[str, nn.Parameter]]()
+    for param in model.parameters():
+        differs = differs_of(param)
+        if any(split.axis == "pp" for split in differs):
+            shared.append((f"{differs} {counts[differs]}", param))
+            counts[differs] += 1
+    return shared
 
 
 def kept(params: Iterable[Any], module: nn.Module, whole: nn.Module) -> list[Any]:

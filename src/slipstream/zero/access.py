@@ -93,11 +93,16 @@ def full_gradient(unit: Unit, i: int, alpha: float) -> Tensor:
     return full.view(slot.shape)
 
 
-def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
-    """Set parameter i's summed gradient times `alpha` to `value`, fp32. One rank, or the shards' first replica, has it all."""
-    slot = unit.layout.slots[i]
+def check_has_gradient(unit: Unit, i: int) -> None:
+    """Raise ValueError if parameter i is frozen."""
     if unit.grads is None or not unit.params[i].requires_grad:
         raise ValueError(f"parameter {unit.names[i]!r} is frozen and has no gradient; set requires_grad before the forward")
+
+
+def set_gradient(unit: Unit, i: int, value: Tensor, alpha: float) -> None:
+    """Set parameter i's summed gradient times `alpha` to `value`, fp32. One rank, or the shards' first replica, has it all."""
+    assert unit.grads is not None, "check_has_gradient comes first"
+    slot = unit.layout.slots[i]
     if unit.memory.local is not None:
         whole = value.reshape(-1) / (alpha * unit.comms.family.weight) if unit.comms.data.index == 0 else torch.zeros(slot.numel)
         unit.window.overwrite_local(unit.memory.local.tensor, i, whole)

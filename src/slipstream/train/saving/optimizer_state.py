@@ -39,17 +39,20 @@ def of_parameters(unit: Unit, indices: Sequence[int], steps: ShardedSteps) -> di
     return result
 
 
-def set_parameter(unit: Unit, i: int, steps: ShardedSteps, values: Mapping[str, Tensor]) -> None:
-    """Overwrite parameter i's states on the ranks that own them, and the weights if `values` has "master". Collective.
-
-    Raises KeyError for an unknown state, on all ranks before anything is written.
-    """
+def check_names(unit: Unit, i: int, steps: ShardedSteps, names: Iterable[str]) -> None:
+    """Raise KeyError on all ranks if parameter i has no state of some name; a frozen one has "master" only. Collective."""
     steps.expose([unit])
     states = _states(unit, i, steps)
-    for known in gather_objects(None if states is None else sorted(states), unit.comms.data.axis):
-        if known is not None and (unknown := sorted(values.keys() - {"master", *known})):
+    own = None if states is None else sorted(states)
+    for known in [each for each in gather_objects(own, unit.comms.data.axis) if each is not None] or [[]]:
+        if unknown := sorted(set(names) - {"master", *known}):
             raise KeyError(f"no optimizer state {unknown[0]!r} of {unit.names[i]!r}; there are {['master', *known]}")
-    _write(unit, i, states or {}, values)
+
+
+def set_parameter(unit: Unit, i: int, steps: ShardedSteps, values: Mapping[str, Tensor]) -> None:
+    """Overwrite parameter i's states on the ranks that own them, and the weights if `values` has "master". Collective."""
+    steps.expose([unit])
+    _write(unit, i, _states(unit, i, steps) or {}, values)
     steps.overwritten(unit)
 
 
