@@ -367,6 +367,26 @@ def mismatch(stage: int, transport: str, what: str, folder: str) -> None:
     note(finished=True)
 
 
+def places(folder: str, axis: str) -> None:
+    """Rank 1 of two on an axis saves alone, while the other trains with layers that both share, or with shares of sequences."""
+    import torch
+
+    import slipstream
+    from tests import toy
+    from tests.dist import test_pipeline as pipes
+
+    slipstream.init_distributed()
+    model = torch.nn.Sequential(pipes.Sliced(True, None, 0), pipes.Sliced(True, None, 0)) if axis == "tp" else toy.Net()
+    engine = toy.make(model, 1, "shared", slipstream={"mesh": {axis: 2}})
+    with noting_errors():
+        note(acted=time.monotonic())
+        for step in range(4):
+            if _rank == 1 and step == 2:
+                engine.save_checkpoint(folder, "alone")
+            engine.backward(engine(toy.floats(0, step)).square().mean())
+            engine.step()
+
+
 def busy(stage: int, transport: str, by: str, seconds: float, timeout_s: float) -> None:
     """Rank 0 evaluates alone, while the others wait in their next step or in a barrier."""
     import logging

@@ -202,6 +202,16 @@ def test_waits_that_never_match_end_with_a_table(nursery: Nursery, tmp_path: Pat
             assert "PeerError: all ranks wait for each other" in outcome.stderr[1], told
 
 
+def test_the_table_has_each_ranks_place_on_its_axis(nursery: Nursery, tmp_path: Path) -> None:
+    """As that of a pipeline's stages (`test_a_lost_stage_is_named`)."""
+    for axis in ("tp", "sp"):
+        nursery.start(axis, "places", folder=str(tmp_path), axis=axis)
+    for axis, outcome in nursery.end(60).items():
+        assert outcome.codes == [1, 1], story(outcome)
+        said = "".join(outcome.stderr)
+        assert re.search(rf"rank  place .*\n0 +{axis} 0 .*\n1 +{axis} 1 ", said), story(outcome)
+
+
 # ---- busy ranks
 
 

@@ -17,7 +17,7 @@ import slipstream
 from tests import probe
 from tests.dist.test_pipeline import Group
 from tests.dist.test_tensor import batch, build, settings
-from tests.pool import distributed
+from tests.pool import distributed, run
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -96,6 +96,40 @@ def pairs_of(folder: Path, pairs: list[tuple[str, str]]) -> None:
 def test_each_layout_is_saved_and_loaded(tmp_path: Path) -> None:
     names = list(LAYOUTS)
     pairs_of(tmp_path, list(zip(names[::2], names[5:] + names[:5], strict=False)))
+
+
+def of_three_axes(folder: Path) -> dict[str, Tensor]:
+    """What pp 2 x dp 2 x tp 2 has after a step, and has saved."""
+    own = {"mesh": {"pp": 2, "tp": 2}}
+    config = settings(1, bf16={"enabled": True}, slipstream=own, gradient_accumulation_steps=2)
+    engine = slipstream.initialize(model=build("qwen2"), config=config)[0]
+    assert engine.mesh.sizes == {"pp": 2, "batch": 2, "tp": 2}
+    step(engine)
+    engine.save_checkpoint(folder, tag="three axes")
+    engine.destroy()
+    dist.barrier()
+    return states_in(folder, "three axes")
+
+
+def by_three_ranks(folder: Path) -> dict[str, Tensor]:
+    """The same, loaded and saved by ZeRO-3 on three ranks."""
+    config = settings(3, bf16={"enabled": True}, gradient_accumulation_steps=2)
+    engine = slipstream.initialize(model=build("qwen2"), config=config)[0]
+    engine.load_checkpoint(folder, tag="three axes")
+    assert (engine.global_steps, engine.mesh.sizes) == (1, {"batch": 3})
+    engine.save_checkpoint(folder, tag="three ranks")
+    step(engine)  # and trains on
+    engine.destroy()
+    dist.barrier()
+    return states_in(folder, "three ranks")
+
+
+@pytest.mark.slow
+def test_three_axes_are_loaded_by_three_ranks(tmp_path: Path) -> None:
+    saved, loaded = run(8, of_three_axes, tmp_path)[0], run(3, by_three_ranks, tmp_path)[0]
+    assert saved.keys() == loaded.keys() and any("exp_avg" in name for name in saved)
+    for name, value in loaded.items():
+        assert torch.equal(value, saved[name]), name
 
 
 @pytest.mark.slow

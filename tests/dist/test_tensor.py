@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.parallel.exchange import connect_activations
+from slipstream.parallel.tensor import even_share
 from slipstream.train.handover import bare
+from slipstream.world.mesh import build_mesh
+from slipstream.world.watch import Watch
 from tests import cases, toy
 from tests.dist.test_axes import Enter, Leave
 from tests.pool import distributed
@@ -415,6 +419,48 @@ def test_checkpoints_of_slices(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     for engine in (first, whole, again):
         engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_quantized_base_is_refused() -> None:
+    """By the layer's name, before any is cut: our codes, and another library's."""
+    ours, theirs = build("llama").requires_grad_(False), build("llama")
+    slipstream.quantize(ours, bits=4, block=16)
+    theirs.model.layers[0].self_attn.q_proj.weight.quant_state = object()
+    for model, name in ((ours, r"model\.layers\.0\.\w+\.\w+_proj"), (theirs, r"model\.layers\.0\.self_attn\.q_proj")):
+        before = [param.shape for param in model.parameters()]
+        with pytest.raises(ValueError, match=rf"parameter '{name}\.weight' is quantized; a quantized weight cannot be cut over tp"):
+            slipstream.initialize(model=model, config=settings(1, tensor_parallel={"autotp_size": 2}))
+        assert [param.shape for param in model.parameters()] == before
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+def test_a_cross_entropy_over_shares_of_the_vocabulary(transport: str) -> None:
+    """Values and gradients of torch's, with a vocabulary that the ranks do not divide, and tokens that do not count."""
+    torch.manual_seed(0)
+    axis = build_mesh(tp=2).tp
+    exchange = connect_activations(axis, torch.device("cpu"), transport, Watch(20.0))
+    for dtype, vocabulary, ignore_index in ((torch.float32, 11, -100), (torch.float32, 8, 3), (torch.bfloat16, 7, -100)):
+        logits = (5 * torch.randn(3, 4, vocabulary)).to(dtype).requires_grad_()
+        targets = torch.randint(0, vocabulary, (3, 4))
+        targets[0], targets[1, 2] = ignore_index, ignore_index  # all of a sequence, and one token
+        slope = torch.randn(3, 4)
+        start, stop = even_share(vocabulary, axis)
+        own = logits.detach()[..., start:stop].clone().requires_grad_()
+        losses = slipstream.parallel.vocab_parallel_cross_entropy(own, targets, exchange, ignore_index=ignore_index)
+        wanted = nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="none"
+        ).view(3, 4)
+        assert losses.dtype is torch.float32 and losses[0].eq(0).all()
+        torch.testing.assert_close(losses, wanted)
+        (losses * slope).sum().backward()
+        (wanted * slope).sum().backward()
+        assert own.grad.dtype is dtype and own.grad[0].eq(0).all()
+        torch.testing.assert_close(own.grad, logits.grad[..., start:stop])
+    large = torch.full((2, vocabulary), 300.0 if dist.get_rank() else -300.0)[:, start:stop]  # no exponential overflows
+    losses = slipstream.parallel.vocab_parallel_cross_entropy(large, torch.tensor([0, vocabulary - 1]), exchange)
+    torch.testing.assert_close(losses, torch.tensor([600.0, 0.0]) + torch.tensor(float(vocabulary // 2)).log())
+    exchange.close()
 
 
 @distributed(world_size=2)

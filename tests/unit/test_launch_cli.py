@@ -216,7 +216,7 @@ def test_slices_stay_on_a_host() -> None:
 def test_two_sizes_of_an_axis(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text('{"sequence_parallel_size": 2}')
-    with pytest.raises(ValueError, match=r"--mesh sp=4, and the config has sp 2 \(slipstream.mesh.sp or sequence_par.*drop one"):
+    with pytest.raises(ValueError, match=r"--mesh sp=4, and the config has sequence_parallel_size 2; drop one of the two"):
         known(f"--mesh sp=4 t.py --config {config}")
     mesh = known(f"--mesh tp=2 t.py --config {config}").mesh
     assert mesh is not None and (dict(mesh.sizes), mesh.source) == ({"tp": 2, "sp": 2}, f"--mesh and {config}")
@@ -226,8 +226,15 @@ def test_the_ranks_read_the_launchers_mesh(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SLIPSTREAM_MESH", "pp=2,tp=4")
     config = {"train_batch_size": 8, "slipstream": {"mesh": {"pp": 2}, "transport": "gloo"}}
     assert load_config(config)["slipstream"] == {"mesh": {"pp": 2, "tp": 4}, "transport": "gloo"}
-    with pytest.raises(ValueError, match=r"--mesh tp=4, and the config has tp 2"):
-        load_config({"tensor_parallel": {"autotp_size": 2}})
+    for stated, text in (
+        ({"tensor_parallel": {"autotp_size": 2}}, r"--mesh tp=4, and the config has tensor_parallel.autotp_size 2"),
+        ({"slipstream": {"mesh": {"pp": 1}}}, r"--mesh pp=2, and the config has slipstream.mesh.pp 1; drop one"),
+        ({"pipeline": {"stages": 1}}, r"--mesh pp=2, and the config has pipeline.stages 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            load_config(stated)
+    off = {"tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}}, "pipeline": {"stages": "auto"}}
+    assert load_config(off)["slipstream"] == {"mesh": {"pp": 2, "tp": 4}}, "DeepSpeed's defaults state nothing"
 
 
 def test_refused_with_hosts() -> None:

@@ -156,6 +156,10 @@ RULES: Mapping[str, Rules] = {
     ),
     "vit": ((r"(q|k|v)_proj|query|key|value|fc1|intermediate\.dense", _COLUMN), (r"o_proj|output\.dense|fc2", _ROW)),
 }
+_QUANTIZED = (
+    "parameter {!r} is quantized; a quantized weight cannot be cut over tp ranks: use slipstream.mesh.tp 1 and ZeRO stage 3, or "
+    "load the model unquantized"
+)
 # transformers' styles (integrations/tensor_parallel.py)
 _STYLES: Mapping[str, Cut] = {
     "colwise": _COLUMN,
@@ -221,10 +225,7 @@ def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None
         if any(part.split.axis == "tp" for part in parts_of(param)):
             return None  # the user's own slicing, of all of the model
         if is_quantized(param):
-            raise ValueError(
-                f"parameter {name!r} is quantized; a quantized weight cannot be cut over {axis.size} tp ranks: use "
-                "slipstream.mesh.tp 1 and ZeRO stage 3, or load the model unquantized"
-            )
+            raise ValueError(_QUANTIZED.format(name))
     cuts = dict(_cuts_of(model, plan))
     slicing = _Slicing(model, axis, plan, cuts)
     for cut in (False, True):  # first only look
@@ -667,10 +668,12 @@ def _first(parent: nn.Module, config: Any, names: Sequence[str]) -> int:
 
 
 def _weight(name: str, layer: Any) -> nn.Parameter:
-    """A layer's matrix. Raises ValueError if it has none."""
+    """A layer's matrix. Raises ValueError if it has none, or one in codes."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         raise ValueError(f"{name!r} ({type(layer).__name__}) has no matrix to cut; keep it whole (partition_type skip)")
+    if not weight.is_floating_point():
+        raise ValueError(_QUANTIZED.format(f"{name}.weight"))
     return weight
 
 

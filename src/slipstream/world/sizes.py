@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -37,16 +37,26 @@ def shown_mesh(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def sizes_in(raw: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes above 1 that a config's keys state; values of other types are for the ranks to refuse."""
-    sizes: dict[str, int] = {}
+def _stated(raw: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """(axis, key, size) of the keys that state a size; values of other types are for the ranks to refuse.
+
+    A size of `tensor_parallel` below 2 states none, as in DeepSpeed: its tp_size is 1 beside any autotp_size.
+    """
     for axis, paths in MESH_KEYS.items():
         for path in paths:
             value: Any = raw
             for name in path.split("."):
                 value = value.get(name) if isinstance(value, Mapping) else None
-            if isinstance(value, int) and value > 1:
-                sizes[axis] = max(value, sizes.get(axis, 1))
+            if isinstance(value, int) and not (value < 2 and path.startswith("tensor_parallel.")):
+                yield axis, path, max(value, 1)
+
+
+def sizes_in(raw: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes above 1 that a config's keys state, the largest of each axis."""
+    sizes: dict[str, int] = {}
+    for axis, _, size in _stated(raw):
+        if size > 1:
+            sizes[axis] = max(size, sizes.get(axis, 1))
     return sizes
 
 
@@ -57,11 +67,7 @@ def launched_sizes() -> dict[str, int]:
 
 
 def check_stated(raw: Mapping[str, Any], given: Mapping[str, int]) -> None:
-    """Raise ValueError if a config states other sizes than `--mesh` gives."""
-    stated = sizes_in(raw)
-    for axis, size in given.items():
-        if stated.get(axis, size) != size:
-            raise ValueError(
-                f"slipstream run --mesh {axis}={size}, and the config has {axis} {stated[axis]} "
-                f"({' or '.join(MESH_KEYS[axis])}); drop one of the two"
-            )
+    """Raise ValueError if a config states other sizes than `--mesh` gives, also 1."""
+    for axis, path, size in _stated(raw):
+        if given.get(axis, size) != size:
+            raise ValueError(f"slipstream run --mesh {axis}={given[axis]}, and the config has {path} {size}; drop one of the two")
