@@ -50,6 +50,7 @@ PROOFS = {
         "test_the_stages_of_the_config": "pipeline.stages",
         "test_the_partition_of_the_config": "pipeline.partition",
         "test_recomputed_layers": "pipeline.activation_checkpoint_interval",
+        "test_what_slices_have_alike_travels_once": "pipeline.pipe_partitioned pipeline.grad_partitioned",
         "test_limits_of_rollouts": "hybrid_engine.max_out_tokens",
         "test_memory_between_rollouts": "hybrid_engine.release_inference_cache",
         "test_compile": "compile.enabled compile.backend compile.kwargs",

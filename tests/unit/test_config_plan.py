@@ -760,6 +760,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.pipeline.reduce": st.sampled_from(["step", "Micro_Batch"]),
     "pipeline.stages": st.sampled_from(["auto", 1, 2]),
     "pipeline.activation_checkpoint_interval": st.integers(0, 3),
+    "pipeline.pipe_partitioned": st.booleans(),
+    "pipeline.grad_partitioned": st.booleans(),
     "slipstream.mesh.pp": st.sampled_from([1, 2]),
     "slipstream.mesh.sp": st.sampled_from([1, 2]),
     "slipstream.mesh.tp": st.sampled_from([1, 2]),

@@ -25,6 +25,8 @@ def test_the_parts_of_a_step() -> None:
     piped = cost_of(MODEL, CLUSTER, MeshLayout(2, 8, 1, 1, 1, "1f1b", 1, False))
     assert piped.bubble == pytest.approx(piped.compute / 4)  # m = 4
     assert piped.pp == pytest.approx(2 * 1024 * 1024 * 2 / 1e9 * 8)  # 8 ranks share the link
+    both = cost_of(MODEL, CLUSTER, MeshLayout(2, 4, 1, 2, 1, "1f1b", 1, False))
+    assert both.pp == pytest.approx(piped.pp / 2), "tp ranks send shares"
     chunks = cost_of(MODEL, CLUSTER, MeshLayout(2, 8, 1, 1, 1, "1f1b", 1, False, 2))
     assert chunks.bubble == pytest.approx(piped.bubble / 2) and chunks.pp == pytest.approx(3 * piped.pp)
     assert chunks.memory > piped.memory

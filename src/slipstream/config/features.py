@@ -114,8 +114,12 @@ class Pipeline(Block):
     activation_checkpoint_interval: Size = honored(
         0, "Layers of a PipelineModule that are recomputed together; 0: the module's own. In a decoder, each block is recomputed."
     )
-    pipe_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
-    grad_partitioned: bool = no_effect(True, "activations travel whole; tensor-parallel ranks send to their own peers")
+    pipe_partitioned: bool = honored(
+        True,
+        "Of the activations between stages, which tensor-parallel ranks have alike, each sends a share over the network, and the "
+        "next stage gathers them.",
+    )
+    grad_partitioned: bool = honored(True, "The same of these activations' gradients.")
     use_reentrant: bool = no_effect(True, "recomputed layers do not need a reentrant backward")
 
 

@@ -113,6 +113,8 @@ class PipelinePlan:
     partition: str = key("pipeline.partition", read=lambda method: "parameters" if method == "best" else method)
     reduce: Literal["step", "micro_batch"] = key("slipstream.pipeline.reduce")
     recompute_interval: int = key("pipeline.activation_checkpoint_interval")  # layers that are recomputed together; 0: the module's
+    shares_outputs: bool = key("pipeline.pipe_partitioned")  # of a stage: each tp rank sends a share of them
+    shares_grads: bool = key("pipeline.grad_partitioned")  # of a stage's inputs
 
 
 def _unless_auto(value: Any) -> Any:

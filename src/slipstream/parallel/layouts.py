@@ -9,7 +9,8 @@ compute    6 P FLOPs per token for the products of forward and backward (Kaplan 
 bubble     parallel/schedule.py's simulation of the step, less the computing of the busiest rank
 tp         4 sums a block and micro-batch (Megatron-LM, arXiv:1909.08053), each 2 (t-1)/t of b S h / s elements on a ring
 sp         4 all-to-alls a block and micro-batch (Ulysses, arXiv:2309.14509), together 8 (s-1)/s of b S h / (s t) elements
-pp         a boundary's b S h / s elements each way; a transfer delays the stages by one hop
+pp         a boundary's b S h / s elements each way, between hosts a share of them by each tp rank; a transfer delays the stages by
+           one hop
 dp         ZeRO 0 and 1: 2 (d-1)/d of the rank's parameters, reduced and gathered once a step; 3: gathered in each forward and
            backward, and reduced once in a pipeline, else for each micro-batch (arXiv:1910.02054); what does not fit behind the
            computing, and one block's
@@ -175,7 +176,9 @@ def cost_of(model: Model, cluster: Cluster, layout: MeshLayout) -> LayoutCost:
     swaps = 8 * blocks * (s - 1) / s * hidden / t / cluster.link(t, s) + _WAITS * stage * (s > 1)
     busy = stage + sums + swaps
     turns = _turns(p, micros, schedule, chunks) if p > 1 else micros
-    hops = 2 * (p * chunks - 1) * hidden / cluster.link(d * s * t, p) if p > 1 else 0.0  # of the first and the last micro-batch
+    wire = cluster.link(d * s * t, p)
+    sent = hidden / t if wire < cluster.inside else hidden  # between hosts, tp ranks send shares
+    hops = 2 * (p * chunks - 1) * sent / wire if p > 1 else 0.0  # of the first and the last micro-batch
     tables = [table * ((i == 0) + (i == head_at)) for i in range(p)]
     owned = [(count * model.block_params + extra) / t for count, extra in zip(per_rank, tables, strict=True)]
     own = max(owned)

@@ -2,15 +2,21 @@
 
 key   (kind, stage): "F" for activations and "B" for their gradients, and the receiving stage
 tree  nested tuples, lists and dicts of tensors, None, numbers and strings. Shapes may change from message to message
+
+SharedMail   ranks of one host, over shared memory
+GroupMail    torch.distributed; PairMail between GPUs
+MailByShares over another mail: what several ranks would all send travels once, and each sends a share of it
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import pickle
 import time
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -22,10 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.parallel.exchange import Exchange, even_shares
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Watch
 from slipstream.zero.build import connect_axis
 from slipstream.zero.shared import SharedComm, open_segment
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]
 Route = tuple[Key, int, int]  # key, source, target: places on the axis
@@ -344,6 +353,76 @@ class SharedMail(Mail):
         self.segments.clear()
         self.mapped.clear()
         self.comm.close()
+
+
+class MailByShares(Mail):
+    """Mail of trees that the ranks of another axis (tp) have alike: each sends a share of every tensor, and receivers gather them.
+
+    So a tree travels between stages once, not once for each of these ranks.
+
+    [Note: Alike] Ranks between the slices of layers (a stage that ends behind a column layer) have different trees. So the first
+    message of a key is compared over the axis, and where it differs, all of the key go whole. Messages say which they are.
+    """
+
+    def __init__(self, inner: Mail, exchange: Exchange, kinds: Sequence[str]) -> None:
+        """kinds: of the keys whose messages are shared; others go whole. Collective over the axis of `exchange`."""
+        super().__init__(inner.axis)
+        self.inner, self.exchange, self.kinds = inner, exchange, tuple(kinds)
+        self.alike: dict[Key, bool] = {}
+
+    def send(self, key: Key, to: int, tree: Any) -> None:
+        if key[0] not in self.kinds:
+            self.inner.send(key, to, tree)
+            return
+        tensors: list[Tensor] = []
+        head = pickle.dumps(_pack(tree, tensors))
+        if self._is_alike(key, tensors):
+            parts = (_bytes_of(tensor).split(self._sizes(tensor.nbytes)) for tensor in tensors)
+            self.inner.send(key, to, (head, [shares[self.exchange.index] for shares in parts]))
+        else:
+            self.inner.send(key, to, (None, tree))
+
+    def receive(self, key: Key, source: int) -> Any:
+        message = self.inner.receive(key, source)
+        if key[0] not in self.kinds:
+            return message
+        head, content = message
+        if head is None:
+            return content
+        tree, whole = pickle.loads(head), list[Tensor]()
+        for form, share in zip(_forms(tree), content, strict=True):
+            nbytes = form.dtype.itemsize * torch.Size(form.shape).numel()
+            whole.append(self.exchange.gather(share, 0, self._sizes(nbytes)).view(form.dtype).view(form.shape))
+        return _unpack(tree, whole)
+
+    def _sizes(self, nbytes: int) -> list[int]:
+        return even_shares(nbytes, self.exchange.size)
+
+    def _is_alike(self, key: Key, tensors: Sequence[Tensor]) -> bool:
+        if key not in self.alike:
+            crc = 0
+            for tensor in tensors:
+                crc = zlib.crc32(_bytes_of(tensor).cpu().numpy().data, crc)
+            own = torch.tensor([crc], device=self.exchange.device)
+            self.alike[key] = len(set(self.exchange.gather(own, 0, [1] * self.exchange.size).tolist())) == 1
+            if not self.alike[key] and self.exchange.index == 0:
+                logger.warning(
+                    "what is sent to stage %d differs between the ranks %s, which have slices of the same layers, so it travels "
+                    "whole; if stages are cut outside of sliced layers, each rank sends a share",
+                    key[1],
+                    ", ".join(map(str, self.exchange.axis.ranks)),
+                )
+        return self.alike[key]
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _aligned(nbytes: int) -> int:

@@ -30,7 +30,7 @@ from slipstream.observe.memory import MemoryReading
 from slipstream.parallel.deferred import Deferred
 from slipstream.parallel.drawing import draw_svg, draw_text
 from slipstream.parallel.huggingface import PipelinedDecoder
-from slipstream.parallel.mail import Mail, connect_mail
+from slipstream.parallel.mail import Mail, MailByShares, SharedMail, connect_mail
 from slipstream.parallel.module import PipelineError, PipelineModule
 from slipstream.parallel.schedule import Action, Kind, Schedule, Span, StageMessage, Style, rank_of, simulate, stage_of
 from slipstream.parallel.topology import PipelineParallelGrid, topology_of
@@ -584,8 +584,18 @@ def pipeline_engine(states: States, precision: Precision, transport: str) -> Pip
             routes += [((Kind.FORWARD, stage + 1), one, other), ((Kind.BACKWARD, stage), other, one)]
     slots = size * num_chunks + 1  # no rank is further ahead of its neighbor
     mail = connect_mail(states.mesh.pp, states.device, transport, states.watch, routes, slots)
+    if kinds := _shared_kinds(states, mail):
+        mail = MailByShares(mail, states.exchange("tp"), kinds)
     states.resources["mail"] = mail
     return PipelineEngine(states, precision, mail)
+
+
+def _shared_kinds(states: States, mail: Mail) -> list[Kind]:
+    """The kinds of messages of which tp ranks send shares. In shared memory none travels. Collective over tp."""
+    plan, tp = states.plan.pipeline, states.mesh.tp
+    if any(gather_objects(isinstance(mail, SharedMail), tp)) or tp.size == 1:
+        return []
+    return [kind for kind, is_shared in ((Kind.FORWARD, plan.shares_outputs), (Kind.BACKWARD, plan.shares_grads)) if is_shared]
 
 
 def style_of(module: Any, plan: PipelinePlan) -> Style:
