@@ -289,6 +289,114 @@ def test_blocks_with_norms_after_their_sums_are_named(block: type[nn.Module], ca
     engine.destroy()
 
 
+def tiny_t5() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 4, "vocab_size": 32}
+    return transformers.T5EncoderModel(transformers.T5Config(dropout_rate=0.0, **sizes))
+
+
+T5_IDS = torch.arange(24).view(2, 12) % 32
+
+
+def t5_losses(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for _ in range(2 * len(steps)):
+        loss = engine(input_ids=T5_IDS).last_hidden_state[..., 0].square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def t5_twin(steps: int) -> list[float]:
+    """A plain loop in which dropped blocks hand the position bias on; the first one, which makes it, is never dropped."""
+    model, drop = tiny_t5(), LayerDrop(0.2, 3.0, 0)
+    drop.blocks = {block: (i, i / 4 if i > 1 else 0.0) for i, block in enumerate(model.encoder.block, 1)}
+    optimizer, losses, counts = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), [], []
+
+    def around(block: nn.Module, own: Any) -> Any:
+        def forward(x: Tensor, mask: Any, bias: Any, *args: Any, **kwargs: Any) -> Any:
+            if block in drop.dropped:
+                return x, bias, None
+            output = own(x, mask, bias, *args, **kwargs)
+            return x + (output[0] - x) / drop.keep_probability(block), *output[1:]
+
+        return forward
+
+    for block in drop.blocks:
+        block.forward = around(block, block.forward)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(2):
+            counts.append(len(drop.draw(step, micro)))
+            loss = model(input_ids=T5_IDS).last_hidden_state[..., 0].square().mean()
+            (loss / 2).backward()
+            losses.append(loss.item())
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+    assert max(counts[4:]) > 1
+    return losses
+
+
+T5_DROP: dict[str, Any] = {"progressive_layer_drop": {"enabled": True, "theta": 0.2, "gamma": 3.0}}
+
+
+def test_later_blocks_keep_what_a_first_one_makes(tmp_path: Path) -> None:
+    """The position bias of T5's first block reaches all that are called, whichever are dropped, also after a resumption."""
+    expected = t5_twin(5)
+    engine, *_ = slipstream.initialize(model=tiny_t5(), config=config(**T5_DROP))
+    assert t5_losses(engine, range(2)) == pytest.approx(expected[:4], rel=1e-4)
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    engine, *_ = slipstream.initialize(model=tiny_t5(), config=config(**T5_DROP))
+    engine.load_checkpoint(str(tmp_path))
+    assert t5_losses(engine, range(2, 5)) == pytest.approx(expected[4:], rel=1e-4)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_what_later_blocks_keep_at_stage_3() -> None:
+    engine, *_ = slipstream.initialize(model=tiny_t5(), config=config(3, slipstream={"activations": "recompute"}, **T5_DROP))
+    assert t5_losses(engine, range(4)) == pytest.approx(t5_twin(4), rel=1e-4)
+    engine.destroy()
+
+
+def test_blocks_that_others_need_are_refused() -> None:
+    class Making(Residual):
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Any:
+            return super().forward(x), torch.ones(1) if more is None else more
+
+    class Adding(Residual):
+        def forward(self, x: Tensor, more: Tensor | None = None) -> Any:
+            out = super().forward(x)
+            return out, out if more is None else out + more
+
+    class Handing(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x, more = self.enter(x), None
+            for block in self.blocks:
+                x, more = block(x, more)
+            return x.square().mean()
+
+    for kind in (Making, Adding):
+        engine, *_ = slipstream.initialize(model=Handing(kind), config=config())
+        with pytest.raises(TypeError, match=rf"given what others make \({kind.__name__}'s output 1\)"):
+            engine(batch(0, 0))
+        engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own check
+def test_compiled_blocks_are_dropped() -> None:
+    losses, kept, _ = twin(4)
+    assert min(kept) < BLOCKS
+    engine, *_ = slipstream.initialize(model=built(), config=config(compile={"enabled": True, "backend": "aot_eager"}))
+    assert train(engine, range(4)) == pytest.approx(losses[0], rel=1e-5)
+    engine.destroy()
+
+
 def test_each_stack_has_a_depth_of_its_own() -> None:
     class Two(Stack):
         def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """Random-LTD: parity with layers that compute the same tokens, models of transformers, draws that resume, refusals."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from slipstream.train.random_ltd import (
     remove_random_ltd_state_dict,
     save_without_random_ltd,
 )
-from tests.pool import distributed
+from tests.pool import distributed, run
 
 WIDTH, TOKENS, LAYERS = 8, 16, 4
 
@@ -100,13 +101,13 @@ def kept(step: int) -> int:
     return min(TOKENS, (4 + step * 12 // 3) // 2 * 2)
 
 
-def twin(model: Stack, x: Tensor, mask: Tensor, step: int, rank: int = 0) -> Tensor:
+def twin(model: Stack, x: Tensor, mask: Tensor, step: int, rank: int = 0, micro: int = 0) -> Tensor:
     """The layers on the drawn tokens, sequence by sequence."""
     positions = torch.linspace(0, 1, TOKENS)
     for number, layer in enumerate(model.layers):
         tokens = [torch.arange(TOKENS)] * 2
         if number in (1, 2):
-            tokens = list(draw(2, TOKENS, kept(step), generator_of(3, step, 0, number, rank), x.device))
+            tokens = list(draw(2, TOKENS, kept(step), generator_of(3, step, micro, number, rank), x.device))
         parts = []
         for i, own in enumerate(tokens):
             new = layer(x[i : i + 1, own], mask[i : i + 1, :, own][..., own], positions[None, own])
@@ -166,12 +167,57 @@ def test_layers_compute_a_part_of_the_tokens(tmp_path: Path) -> None:
 @distributed(world_size=2, transports=("shared", "gloo"))
 def test_every_stage(transport: str) -> None:
     rank = dist.get_rank()
-    for stage in (0, 3):
-        for way in ("keep", "recompute"):
-            more = {"slipstream": {"transport": transport, "activations": way}}
-            engine, *_ = slipstream.initialize(model=built(), config=config(stage, **more))
-            assert train(engine, range(3), rank) == pytest.approx(train_twin(3, 2)[rank], rel=1e-5)
-            engine.destroy()
+    for stage, way in ((0, "recompute"), (1, "keep"), (2, "recompute"), (3, "keep"), (3, "recompute")):
+        more = {"slipstream": {"transport": transport, "activations": way}}
+        engine, *_ = slipstream.initialize(model=built(), config=config(stage, **more))
+        assert train(engine, range(3), rank) == pytest.approx(train_twin(3, 2)[rank], rel=1e-5)
+        engine.destroy()
+
+
+def test_micro_batches_draw_anew() -> None:
+    engine, *_ = slipstream.initialize(model=built(), config=config(gradient_accumulation_steps=2))
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            loss = engine(*inputs(step, 5 * micro))
+            engine.backward(loss)
+            engine.step()
+            expected = twin(model, *inputs(step, 5 * micro), step, micro=micro)
+            (expected / 2).backward()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        optimizer.step()
+    engine.destroy()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own check
+def test_compiled_layers_drop_tokens() -> None:
+    compiled = {"compile": {"enabled": True, "backend": "aot_eager"}}
+    engine, *_ = slipstream.initialize(model=built(), config=config(**compiled))
+    assert train(engine, range(4)) == pytest.approx(train_twin(4)[0], rel=1e-5)
+    engine.destroy()
+
+
+def llama_losses(own: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZES))
+    engine, *_ = slipstream.initialize(model=model, config=config(1, slipstream=own, gradient_accumulation_steps=2))
+    found = []
+    for step in range(4):
+        ids = torch.randint(32, (2, TOKENS), generator=torch.Generator().manual_seed(step))
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    engine.destroy()
+    return found
+
+
+def test_slices_of_a_layer_draw_the_same() -> None:
+    whole = run(1, llama_losses, {})[0]
+    for part in run(2, llama_losses, {"mesh": {"tp": 2}}):
+        assert part == pytest.approx(whole, rel=1e-4)
 
 
 def test_all_tokens_have_the_bits_of_no_drop() -> None:
@@ -283,6 +329,49 @@ def test_unmodified_models_of_transformers(kind: str, attention: str) -> None:
         assert real.any()
         torch.testing.assert_close(after[i][real], expected[0][real], rtol=1e-5, atol=1e-6)
     engine.destroy()
+
+
+@pytest.mark.parametrize("first", [1, 0])
+def test_a_position_bias_of_all_layers(first: int) -> None:
+    """T5's first layer makes it; layers that compute other tokens hand on that of all."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 4, "vocab_size": 32}
+    model = transformers.T5EncoderModel(transformers.T5Config(dropout_rate=0.0, **sizes))
+    alone, ids = copy.deepcopy(model), torch.randint(32, (2, TOKENS))
+    routing = block(random_ltd_layer_id=[first, 2])
+    engine, *_ = slipstream.initialize(model=model, config=config(routing=routing))
+    if not first:
+        with pytest.raises(TypeError, match=r"output 1 of layer 0, T5Block, is of the drawn tokens only .* leave the layer out"):
+            engine(input_ids=ids)
+        engine.destroy()
+        return
+    found = engine(input_ids=ids).last_hidden_state
+    x, bias = alone.shared(ids), None
+    for number, layer in enumerate(alone.encoder.block):
+        if number in (1, 2):
+            rows = []
+            for i, own in enumerate(draw(2, TOKENS, 4, generator_of(3, 0, 0, number, 0), x.device)):
+                new = layer(x[i : i + 1, own], None, bias[:, :, own][..., own])[0]
+                rows.append(x[i].index_copy(0, own, new[0]))
+            x = torch.stack(rows)
+        else:
+            x, bias, *_ = layer(x, None, bias)
+    torch.testing.assert_close(found, alone.encoder.final_layer_norm(x), rtol=1e-4, atol=1e-5)
+    engine.destroy()
+
+
+def test_layers_that_attend_to_another_sequence_are_refused() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 2, "vocab_size": 32}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes))
+    ids = torch.randint(32, (2, TOKENS))
+    for layers, problem in (([1], ""), ([3], "layer 3, T5Block, attends to another sequence")):
+        routing = block(random_ltd_layer_id=layers, random_ltd_layer_num=1)
+        engine, *_ = slipstream.initialize(model=copy.deepcopy(model), config=config(routing=routing))
+        with pytest.raises(TypeError, match=problem) if problem else nullcontext():
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        engine.destroy()
 
 
 def test_the_number_of_tokens() -> None:

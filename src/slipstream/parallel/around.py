@@ -10,11 +10,11 @@ may leave the block out, or change its output. Without wrappers they are hooks, 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Around = Callable[..., Any]  # called with the module, its call, and the call's arguments; returns the module's output
 _WRAPPERS = "_slipstream_around"  # attribute of a wrapped module
@@ -89,6 +89,11 @@ def connect_behind(block: nn.Module, change: Callable[..., Any]) -> None:
 
 def _changed(value: Any, new: Any) -> Any:
     return value if new is None else new
+
+
+def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A block's first argument, or the first tensor of those by name."""
+    return args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
 
 
 def first_of(output: Any) -> Any:

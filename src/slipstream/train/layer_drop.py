@@ -9,6 +9,10 @@ The draw is a hash of (seed, step, backwards of the step so far, block), in a pi
 without communication, a resumed run draws what the interrupted one would have drawn, and a forward without a backward, which one
 rank may run alone, changes no later draw.
 A dropped block is not called: nothing is gathered for it. Nothing is reduced for it either (`zero.hooks.Dropped`).
+
+[Note: What later blocks take] Some blocks hand on more than hidden states: the first block of T5 makes the position bias of all,
+and the others return what they were given. A dropped block returns what it was given, too, and a block that has parameters
+beside all those of another one in its stack, which makes such a thing, is never dropped.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import inspect
 import itertools
 import logging
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -27,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.plan import Plan
-from slipstream.parallel.around import first_of, unwrap, with_first, wrap
+from slipstream.parallel.around import first_of, input_of, unwrap, with_first, wrap
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.hooks import Hooks
 from slipstream.zero.wrap import repeated_blocks
@@ -67,8 +72,9 @@ class LayerDrop(ProgressiveLayerDrop):
         self.dropped: frozenset[nn.Module] = frozenset()
         self.blocks: dict[nn.Module, tuple[int, float]] = {}  # (number in the model, l / L in its stack) of each
         self.checked: set[type] = set()  # classes of blocks
-        # What blocks of a class return beside their first output: None, or a container's type and number
-        self.kinds: dict[type, tuple[type, int] | None] = {}
+        self.kinds: dict[type, _MoreOutputs] = {}  # what blocks of a class return beside their first output
+        # what blocks that may be dropped have made of that in this forward, with the name of the output
+        self.made: list[tuple[weakref.ref[Tensor], str]] = []
 
     def keep_probability(self, block: nn.Module) -> float:
         return 1.0 - self.blocks[block][1] * (1.0 - self.current_theta)
@@ -76,6 +82,7 @@ class LayerDrop(ProgressiveLayerDrop):
     def draw(self, step: int, backwards: int) -> frozenset[nn.Module]:
         """Draw for the forward that begins; returns the blocks that it drops."""
         self.update_state(step)
+        self.made.clear()
         self.dropped = frozenset(
             block
             for block, (number, _) in self.blocks.items()
@@ -92,16 +99,19 @@ class LayerDrop(ProgressiveLayerDrop):
         for number, name in enumerate(names, 1):
             stack = stacks[name.rpartition(".")[0]]
             if (block := here.get(name)) is not None:
-                self.blocks[block] = number, (stack.index(name) + 1) / len(stack)
+                makes = _makes_more(block, [here[other] for other in stack if other in here])
+                self.blocks[block] = number, 0.0 if makes else (stack.index(name) + 1) / len(stack)
                 wrap(block, self.call)
 
     def call(self, block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What runs around the calls of a block."""
         if not block.training:
             return run(*args, **kwargs)
-        x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+        x = input_of(args, kwargs)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if block in self.dropped:
-            return self._like_output(type(block), x, partial(run, *args, **kwargs))
+            return self._like_output(type(block), x, given, partial(run, *args, **kwargs))
+        beside = [value for value in given.values() if isinstance(value, Tensor) and value is not x]
         looks = type(block) not in self.checked and isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
         x, args, kwargs = _viewed(x, args, kwargs) if looks else (x, args, kwargs)
         output = run(*args, **kwargs)
@@ -111,19 +121,31 @@ class LayerDrop(ProgressiveLayerDrop):
         if looks:
             self.checked.add(type(block))
             _check_residual(type(block), x, changed)
-        self.kinds[type(block)] = _kind(output)
+        self._check_others(block, beside, self._others(type(block)).see(output, given))
         probability = self.keep_probability(block)
         if probability == 1.0:
             return output
         return with_first(output, torch.lerp(x.to(changed.dtype), changed, 1.0 / probability))
 
-    def _like_output(self, kind: type, x: Any, run: Callable[[], Any]) -> Any:
-        """A dropped block's output: its input, in a tuple with None if its class returns tuples."""
+    def _others(self, kind: type) -> _MoreOutputs:
+        return self.kinds.setdefault(kind, _MoreOutputs())
+
+    def _check_others(self, block: nn.Module, given: Sequence[Tensor], made: Sequence[tuple[int, Tensor]]) -> None:
+        """Raises TypeError if a block is given, beside its input, what one that may be dropped has made. made: by this one."""
+        if name := next((name for other, name in self.made if any(other() is value for value in given)), ""):
+            raise TypeError(_NEEDED.format(name))
+        if self.blocks[block][1]:
+            self.made += [(weakref.ref(value), f"{type(block).__name__}'s output {i}") for i, value in made]
+
+    def _like_output(self, kind: type, x: Any, given: dict[Any, Any], run: Callable[[], Any]) -> Any:
+        """A dropped block's output: its input, and what it was given of what its class hands on, else None."""
         if kind not in self.kinds:  # the first forward of a resumed run: look, without a trace
             with torch.no_grad(), torch.random.fork_rng():
-                self.kinds[kind] = _kind(run())
+                self._others(kind).see(run(), given)
         others = self.kinds[kind]
-        return x if others is None else others[0]([x, *[None] * others[1]])
+        if others.container is None:
+            return x
+        return others.container([x, *(given.get(others.passed.get(i)) for i in range(1, others.count + 1))])
 
     def close(self) -> None:
         """Give the blocks their own classes again."""
@@ -144,10 +166,35 @@ def _viewed(x: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     return view, tuple(view if arg is x else arg for arg in args), {name: view if arg is x else arg for name, arg in kwargs.items()}
 
 
-def _kind(output: Any) -> tuple[type, int] | None:
-    return (type(output), len(output) - 1) if isinstance(output, (tuple, list)) else None
+class _MoreOutputs:
+    """What blocks of a class return beside their first output."""
+
+    def __init__(self) -> None:
+        self.container: type | None = None  # a tuple's or a list's
+        self.count = 0
+        self.passed: dict[int, Any] = {}  # which outputs are arguments, by place or name
+
+    def see(self, output: Any, given: dict[Any, Any]) -> list[tuple[int, Tensor]]:
+        """Take note of a block's output; returns the tensors that the block has made, by place."""
+        if not isinstance(output, (tuple, list)):
+            return []
+        self.container, self.count = type(output), len(output) - 1
+        tensors = [(i, value) for i, value in enumerate(output) if i and isinstance(value, Tensor)]
+        keys = {i: next((key for key, argument in given.items() if argument is value), None) for i, value in tensors}
+        self.passed |= {i: key for i, key in keys.items() if key is not None}
+        return [(i, value) for i, value in tensors if keys[i] is None]
 
 
+def _makes_more(block: nn.Module, stack: Sequence[nn.Module]) -> bool:
+    """Whether a block has all parameters of another one in its stack, and more."""
+    names = {name for name, _ in block.named_parameters()}
+    return any(names > {name for name, _ in other.named_parameters()} for other in stack)
+
+
+_NEEDED = (
+    "progressive_layer_drop: later blocks are given what others make ({}), so that none can be left out; let the model drop layers "
+    "itself (its forward takes pld_theta=), or drop the block of the config"
+)
 _NO_RESIDUAL = (
     "progressive_layer_drop: {} is no residual block: its first input and output must be tensors of one shape, and the output a "
     "sum with the input. Let the model drop layers itself (its forward takes pld_theta=), or drop the block of the config"

@@ -6,7 +6,9 @@ Their number grows from `min_value` by the step until `max_value`. In evaluation
 [Note: Which tensors have tokens] With hidden states [B, S, H] (or [S, B, H]), these arguments of the layer follow the drawn
 tokens: masks [B or 1, *, S or 1, S], positions and masks [B or 1, S], position embeddings [B or 1, S, D], and with hidden states
 of [S, B, H] what begins with [S, B or 1]. Rotary angles and masks so stay those of the tokens' true positions. If an argument is
-[S] or [S, D], the same for all sequences, all sequences of the micro-batch draw the same tokens.
+[S] or [S, D], the same for all sequences, all sequences of the micro-batch draw the same tokens. A layer that returns, beside
+hidden states, an argument (T5's position bias) hands on the one it was given, of all tokens; one that makes such a thing of the
+drawn tokens is refused.
 
 [Note: The same draws] The seed of a draw is a hash of (seed, step, backwards of the step so far, layer, index in the batch axis): a
 resumed run draws what the interrupted one would have drawn, a recomputed layer what it drew before, and slices of a layer on
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from slipstream.config.plan import Plan
 from slipstream.data.sampler import generator_of
 from slipstream.data.schedules import fixed_root
-from slipstream.parallel.around import Around, first_of, unwrap, with_first, wrap
+from slipstream.parallel.around import Around, first_of, input_of, unwrap, with_first, wrap
 from slipstream.zero.wrap import repeated_blocks
 
 if TYPE_CHECKING:
@@ -160,12 +162,12 @@ class TokenDrop:
         def call(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not layer.training:
                 return run(*args, **kwargs)
-            x = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+            x = input_of(args, kwargs)
             if not isinstance(x, Tensor) or x.dim() != 3:
                 raise TypeError(
                     f"random_ltd: the first argument of {type(layer).__name__} must be hidden states of three dimensions"
                 )
-            self._check_mask(layer, args, kwargs)
+            self._check_arguments(layer, number, args, kwargs)
             generator = self._begin(number)
             whole, kept = x.shape[self.token_dim], self.scheduler.current
             if kept >= whole:
@@ -183,18 +185,23 @@ class TokenDrop:
                     f"random_ltd: {type(layer).__name__} must return hidden states of its input's shape, first of all, but of an "
                     f"input of shape {shape} it returns {tuple(new.shape) if isinstance(new, Tensor) else type(new).__name__}"
                 )
+            output = take.whole_of(output, type(layer).__name__, number)
             return with_first(output, take.put(x, new))
 
         return call
 
-    def _check_mask(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self.mask_name is not None and self.mask_name not in kwargs:
-            names = [*inspect.signature(layer.forward).parameters][: len(args)]
-            if self.mask_name not in names:
-                raise ValueError(
-                    f"{_KEY}.model_mask_name is {self.mask_name!r}, but {type(layer).__name__} is called with "
-                    f"{', '.join((*names, *kwargs))}; name its mask, or drop the key: masks are found by their shape"
-                )
+    def _check_arguments(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        names = [*inspect.signature(type(layer).forward).parameters][1 : len(args) + 1]
+        if self.mask_name is not None and self.mask_name not in (*names, *kwargs):
+            raise ValueError(
+                f"{_KEY}.model_mask_name is {self.mask_name!r}, but {type(layer).__name__} is called with "
+                f"{', '.join((*names, *kwargs))}; name its mask, or drop the key: masks are found by their shape"
+            )
+        if {**dict(zip(names, args, strict=False)), **kwargs}.get("encoder_hidden_states") is not None:
+            raise TypeError(
+                f"random_ltd: layer {number}, {type(layer).__name__}, attends to another sequence (encoder_hidden_states), whose "
+                "masks look like its own; leave the layers of a decoder out of random_ltd_layer_id"
+            )
 
 
 def draw(rows: int, whole: int, kept: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -248,11 +255,36 @@ class _Take:
 
     def __init__(self, tokens: Tensor, whole: int, token_dim: int) -> None:
         self.tokens, self.whole, self.token_dim = tokens, whole, token_dim
+        self.taken: list[tuple[Tensor, Tensor]] = []  # with what they were taken out of
 
     def __call__(self, value: Any) -> Any:
         if type(value) in (tuple, list):
             return type(value)(map(self, value))
-        return self._taken(value) if isinstance(value, Tensor) and value.dim() else value
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        taken = self._taken(value)
+        self.taken.append((taken, value))
+        return taken
+
+    def whole_of(self, output: Any, name: str, number: int) -> Any:
+        """A layer's output with arguments that it hands on as they were given. Raises TypeError if more has the drawn tokens."""
+        if not isinstance(output, (tuple, list)):
+            return output
+        others = [next((given for taken, given in self.taken if taken is value), value) for value in output[1:]]
+        for place, value in enumerate(others, 1):
+            if isinstance(value, Tensor) and self._is_short(value):
+                raise TypeError(
+                    f"random_ltd: output {place} of layer {number}, {name}, is of the drawn tokens only (shape "
+                    f"{tuple(value.shape)}), and others may take it for theirs; leave the layer out of random_ltd_layer_id"
+                )
+        return type(output)([output[0], *others])
+
+    def _is_short(self, value: Tensor) -> bool:
+        """Whether a tensor looks like one of the drawn tokens, as `_taken` would have taken it out of a longer one."""
+        (batch, kept), shape = self.tokens.shape, value.shape
+        if value.dim() == 4 and shape[2] in (1, kept) and shape[3] == kept:
+            return True
+        return value.dim() > 1 and any(shape[at] == kept and shape[1 - at] in (1, batch) for at in {1, self.token_dim})
 
     def _taken(self, value: Tensor) -> Tensor:
         batch, whole, shape = len(self.tokens), self.whole, value.shape
