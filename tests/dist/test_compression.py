@@ -32,26 +32,79 @@ CONFIG: dict[str, Any] = {
 
 
 @distributed(world_size=2, transports=("shared", "gloo"))
-def test_quantized_training_has_the_same_bits_at_every_stage(transport: str) -> None:
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_quantized_training_has_the_same_bits_at_every_stage(half: torch.dtype, transport: str) -> None:
+    config = CONFIG if half is torch.bfloat16 else CONFIG | {"bf16": {}, "fp16": {"enabled": True, "initial_scale_power": 8}}
     runs = []
     for stage in range(4):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         engine, *_ = slipstream.initialize(
-            model=model, config=CONFIG | {"zero_optimization": {"stage": stage}, "slipstream": {"transport": transport}}
+            model=model, config=config | {"zero_optimization": {"stage": stage}, "slipstream": {"transport": transport}}
         )
         losses = []
         for step in range(4):
-            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).bfloat16()
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(half)
             loss = engine(x).float().square().mean()
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
+        if stage == 0:
+            assert not torch.equal(engine.module[0].compressed()["weight"], engine.module[0].weight)
         runs.append((losses, engine.state_dict()))
         engine.destroy()
     for losses, state in runs[1:]:
         assert losses == runs[0][0]
         assert all(torch.equal(value, runs[0][1][name]) for name, value in state.items())
+
+
+@distributed(world_size=2)
+def test_static_ranges_follow_the_steps_of_all_ranks() -> None:
+    """Whatever is recomputed, however many micro-batches: one range on every rank, of all inputs of a step."""
+    technique = {
+        "shared_parameters": {"enabled": True, "schedule_offset": 0, "range_calibration": "static"},
+        "different_groups": {"a": {"params": {"bits": 8}, "modules": ["inner"]}},
+    }
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(self.inner(x))
+
+    def inputs(step: int, micro: int, rank: int) -> torch.Tensor:
+        return torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+    for stage, way, device in ((1, "keep", "cpu"), (3, "recompute", "meta")):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = nn.Sequential(Block(), Block())
+        engine, *_ = slipstream.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+                "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+                "zero_optimization": {"stage": stage},
+                "compression_training": {"activation_quantization": technique},
+                "slipstream": {"activations": way},
+            },
+        )
+        expected = None
+        for step in range(3):
+            for micro in range(2):
+                engine.backward(engine(inputs(step, micro, dist.get_rank())).square().mean())
+                engine.step()
+            seen = torch.stack([inputs(step, micro, rank) for micro in range(2) for rank in range(2)])
+            ends = torch.stack(seen.aminmax())
+            expected = ends if expected is None else 0.95 * expected + 0.05 * ends
+            torch.testing.assert_close(engine.module[0].inner.input_range, expected)
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, [block.inner.input_range for block in engine.module])
+        assert all(torch.equal(*pair) for pair in zip(*every, strict=True))
+        engine.destroy()
 
 
 @distributed(world_size=2)

@@ -14,6 +14,7 @@ import slipstream
 from slipstream import compression
 from slipstream.compression.compress import clock_of
 from slipstream.compression.eigenvalue import Eigenvalue
+from slipstream.compression.layers import Compressed
 from slipstream.compression.quantize import quantized, top_mask
 from slipstream.compression.schedule import Bits
 
@@ -165,10 +166,19 @@ def test_inputs_are_quantized() -> None:
         assert torch.equal(net(x), Net()(seen))
     config = block(activation_quantization=technique({"range_calibration": "static"}, ["first"], bits=8))
     net = compression.init_compression(Net(), config)
-    net(x)
+    clock = compression.compression_scheduler(net)
+    first = net(x)
+    net(x / 2)
+    assert torch.equal(net(x), first)  # a range moves with the steps, not with the forwards
+    clock.step()
     assert net.first.input_range.tolist() == [x.min().item(), x.max().item()]
     net(2 * x)
+    clock.step()
     assert net.first.input_range[1].item() == pytest.approx(x.max().item() * (0.95 + 0.1))
+    before = net.first.input_range.clone()
+    net(x * torch.inf)
+    clock.step()
+    assert torch.equal(net.first.input_range, before)
     net.eval()
     before = net.first.input_range.clone()
     out = net(x)
@@ -286,6 +296,7 @@ def test_static_ranges_of_zeros_and_before_training(kind: str) -> None:
     assert not net.first.input_range.any()
     net.train()
     torch.testing.assert_close(net(torch.zeros(5, 8)), Net()(torch.zeros(5, 8)))
+    compression.compression_scheduler(net).step()
     net.eval()
     assert net(x).isfinite().all()
 
@@ -358,6 +369,56 @@ def test_conv1d_becomes_linear() -> None:
     compression.convert_conv1d_to_linear(net, Conv1D)
     assert type(net[0]) is nn.Linear and net[0].out_features == 6
     torch.testing.assert_close(net(x), expected)
+
+
+TECHNIQUES: list[dict[str, Any]] = [
+    {"weight_quantization": technique({"quantize_groups": 3}, start_bits=4, target_bits=4)},
+    {"weight_quantization": technique({"quantization_type": "served"}, start_bits=8, target_bits=8)},
+    {"row_pruning": technique({}, ["up"], [["down"]], dense_ratio=0.5)},
+    {"head_pruning": technique({"num_heads": 3}, ["down"], [["up"]], dense_ratio=0.5)},
+    {"sparse_pruning": technique({"method": "l1"}, dense_ratio=0.25)},
+    {"activation_quantization": technique({"range_calibration": "static"}, bits=8)},
+]
+
+
+@pytest.mark.parametrize("techniques", TECHNIQUES, ids=["groups", "served", "rows", "heads", "sparse", "static"])
+def test_a_transposed_layer_is_compressed_as_a_linear_one(techniques: dict[str, Any]) -> None:
+    """transformers' Conv1D, whose groups, rows and heads are those of its outputs: in training, and cleaned."""
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.up, net.down = Conv1D(12, 8), Conv1D(6, 12)
+    twin = compression.convert_conv1d_to_linear(copy.deepcopy(net), Conv1D)
+    config, x, found = block(**techniques), torch.randn(4, 8), []
+    plain = twin.down(torch.relu(twin.up(x)))
+    for each in (net, twin):
+        torch.manual_seed(1)  # of learned scores
+        compression.init_compression(each, config)
+        out = each.down(torch.relu(each.up(x)))
+        out.square().sum().backward()
+        compression.compression_scheduler(each).step()
+        grads = [each.up.weight.grad, each.down.weight.grad]
+        cleaned = compression.redundancy_clean(each, config)
+        found.append((out, *(grad if each is twin else grad.t() for grad in grads), cleaned.down(torch.relu(cleaned.up(x)))))
+    torch.testing.assert_close(*found)
+    assert not torch.allclose(found[0][0], plain)
+    assert [*net.up.weight.shape] == [*twin.up.weight.t().shape] and net.up.nf == twin.up.out_features
+    assert net.down.nx == twin.down.in_features and [*net.down.weight.shape] == [*twin.down.weight.t().shape]
+
+
+def test_the_older_block_quantizes_every_matrix_of_gpt2() -> None:
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
+    matrices = {name for name, param in model.named_parameters() if param.dim() == 2}
+    older = {"enabled": True, "quantize_bits": {"start_bits": 4, "target_bits": 4}}
+    compression.init_compression(model, {"quantize_training": older})
+    done = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Compressed)}
+    assert matrices <= done and len(matrices) == 6
+    with pytest.raises(ValueError, match='"served" with 4 bits is not built for Conv1D'):
+        served = technique({"quantization_type": "served"}, ["c_fc"], start_bits=4, target_bits=4)
+        compression.init_compression(copy.deepcopy(model), block(weight_quantization=served))
 
 
 def test_what_cannot_be_compressed_is_refused_before_it_is_changed() -> None:

@@ -55,7 +55,9 @@ def module_replacement(
         module = recursive_getattr(model, module_name)
         module.set_up(own_clock(model))
     if not can_compress(module):
-        raise ValueError(f"{module_name} is a {type(module).__name__}, and only Linear, Conv2d, Embedding and BatchNorm2d compress")
+        raise ValueError(
+            f"{module_name} is a {type(module).__name__}, and only Linear, Conv1D, Conv2d, Embedding and BatchNorm2d compress"
+        )
     compress(module, own_clock(model))
     enabled = {name: values for name, values in (compression_technique or {}).items() if values["enabled"]}
     if enabled:

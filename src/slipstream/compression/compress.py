@@ -59,8 +59,7 @@ class LayerGroup(NamedTuple):
                 matches = [name for name in matches if not isinstance(model.get_submodule(name), nn.BatchNorm2d)]
             if not matches:
                 raise ValueError(
-                    f"{self.where}.modules: no Linear, Conv2d or Embedding of the model has a name with {pattern!r} in it; "
-                    "convert_conv1d_to_linear changes transformers' Conv1D"
+                    f"{self.where}.modules: no Linear, Conv1D, Conv2d or Embedding of the model has a name with {pattern!r} in it"
                 )
             found += [name for name in matches if name not in found]
         return found
@@ -222,9 +221,21 @@ def _snip(group: LayerGroup) -> Snip:
     )
 
 
-def prune_again(model: nn.Module, step: int, mean: Callable[[list[Tensor]], list[Tensor]] = list) -> None:
-    """Take the masks of `snip_momentum` anew, if it is the step for it. mean: of scores over ranks. Collective."""
-    layers = [module for module in model.modules() if isinstance(module, Compressed) and module.snip is not None]
+def end_step(
+    model: nn.Module,
+    step: int,
+    mean: Callable[[list[Tensor]], list[Tensor]] = list,
+    most: Callable[[Tensor], Tensor] = lambda seen: seen,
+) -> None:
+    """Move static ranges of inputs, and take the masks of `snip_momentum` anew, if it is the step for it. Collective.
+
+    step: how many have been made. mean, most: of scores, and of the ends of ranges, over ranks.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Compressed)]
+    ranged = [layer for layer in layers if "input_seen" in layer._buffers]
+    if ranged:
+        for layer, seen in zip(ranged, most(torch.stack([layer.get_buffer("input_seen") for layer in ranged])), strict=True):
+            layer.move_range(seen)
     due = [(layer, layer.snip, share) for layer in layers if layer.snip and (share := layer.snip.share_at(step)) is not None]
     if due:
         scores = mean([layer.get_buffer("sparse_momentum") for layer, _, _ in due])
@@ -320,7 +331,7 @@ def _drop(
             continue
         layer: Any = model.get_submodule(name)
         if group.technique == HEAD:
-            kept = mask.repeat_interleave(layer.weight.shape[1] // len(mask))
+            kept = mask.repeat_interleave(layer.by_output(layer.weight).shape[1] // len(mask))
             layer.keep_inputs(kept)
             for other in others:
                 _check_heads(group, model, other, len(kept))
@@ -338,7 +349,8 @@ def _drop(
 
 def _check_heads(group: LayerGroup, model: nn.Module, name: str, count: int) -> None:
     """Raise ValueError if a related layer has not an output for each input of the projection, as keys of grouped queries."""
-    outputs = model.get_submodule(name).get_parameter("weight").shape[0]
+    layer = _compressed(model, name)
+    outputs = layer.by_output(layer.weight).shape[0]
     if outputs != count:
         raise ValueError(
             f"{group.where}.related_modules: {name} has {outputs} outputs, and the heads have {count}: several share a key, "
@@ -438,7 +450,7 @@ class compression_scheduler:
     def step(self, step_zero_check: bool = False) -> None:
         """Count an optimizer step. step_zero_check: the first one has not been made yet."""
         self.clock.step += not step_zero_check
-        prune_again(self.model, self.clock.step)
+        end_step(self.model, self.clock.step)
 
 
 def kd_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:

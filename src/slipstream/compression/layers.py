@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,8 @@ from slipstream.compression.quantize import (
     ScoredWeight,
     TopKBinarizer,
     fake_quantize,
-    in_moving_range,
+    in_kept_range,
+    moved_range,
     quantized,
     scheduled,
     through,
@@ -24,7 +26,6 @@ from slipstream.compression.quantize import (
 from slipstream.compression.schedule import Bits, Clock, Scheduled, Snip
 
 Method = Literal["l1", "topk"]
-_MOMENTUM = 0.95  # of the range of activations
 _SHADOWED = ("weight", "bias")
 
 
@@ -45,6 +46,10 @@ class Compressed(nn.Module):
         self.clock = clock
         self._since: dict[str, int] = {}  # technique -> the step at which it begins
         self._kinds: dict[str, Any] = {}
+
+    def by_output(self, weight: Tensor) -> Tensor:
+        """A weight, or what has its shape, as a view with a row for each output; of such a view, the weight again."""
+        return weight
 
     def is_on(self, technique: str) -> bool:
         return technique in self._since and self.clock.begun[self._since[technique]]
@@ -86,11 +91,19 @@ class Compressed(nn.Module):
     def enable_activation_quantization(
         self, bits: int, kind: Kind = "symmetric", calibration: Literal["dynamic", "static"] = "dynamic", offset: int = 0
     ) -> None:
-        """dynamic: a range for each token; static: moving averages of the least and the largest input."""
+        """dynamic: a range for each token; static: moving averages over steps of the least and the largest input."""
         self.activation_bits = bits
         self._begin("activation", offset, (kind, calibration))
         if calibration == "static":
-            self.register_buffer("input_range", torch.zeros(2, device=self.weight.device))
+            place = None if self.weight.is_meta else self.weight.device  # values that no reset_parameters() would give
+            self.register_buffer("input_range", torch.zeros(2, device=place))
+            # of this step so far: minus the least, and the largest input
+            self.register_buffer("input_seen", torch.full((2,), -torch.inf, device=place), persistent=False)
+
+    def move_range(self, seen: Tensor) -> None:
+        """End a step. seen: [2], the largest `input_seen` of all ranks."""
+        self.get_buffer("input_range").copy_(moved_range(self.get_buffer("input_range"), seen))
+        self.get_buffer("input_seen").fill_(-torch.inf)
 
     def enable_sparse_pruning(self, share: float, method: Method = "l1", offset: int = 0) -> None:
         """Keep this share of the weights."""
@@ -98,7 +111,7 @@ class Compressed(nn.Module):
 
     def enable_snip(self, snip: Snip) -> None:
         """Prune by scores of training. Raises ValueError if the blocks do not divide the weight."""
-        rows, columns = self.weight.shape[0], self.weight[0].numel()
+        rows, columns = self.by_output(self.weight).flatten(1).shape
         if columns % snip.columns or (rows % snip.rows and not snip.of_row):
             raise ValueError(f"block_pattern {snip.pattern} does not divide a weight of shape {tuple(self.weight.shape)}")
         self._begin("sparse", snip.offset, snip.share)
@@ -108,24 +121,26 @@ class Compressed(nn.Module):
 
     def keep_best(self, snip: Snip, scores: Tensor, share: float) -> None:
         """Take the mask anew: this share of the blocks, or so many of each of a row's neighbors as the pattern says."""
-        flat = scores.flatten(1)
+        flat = self.by_output(scores).flatten(1)
         if snip.of_row:
             kept = flat.view(-1, snip.columns).topk(snip.columns - snip.rows, 1).indices
             mask = torch.zeros_like(flat, dtype=torch.bool).view(-1, snip.columns).scatter_(1, kept, True)
         else:
             best = top_mask(flat.unflatten(1, (-1, snip.columns)).unflatten(0, (-1, snip.rows)).mean((1, 3)), share)
             mask = best.repeat_interleave(snip.rows, 0).repeat_interleave(snip.columns, 1)
-        self.get_buffer("sparse_mask").copy_(mask.view(self.weight.shape))
+        rows = self.by_output(self.get_buffer("sparse_mask"))
+        rows.copy_(mask.view(rows.shape))
 
     def enable_row_pruning(self, share: float, method: Method = "l1", offset: int = 0) -> None:
         """Keep this share of the outputs."""
-        norms = self.weight.detach().flatten(1).abs().sum(1)
+        norms = self.by_output(self.weight).detach().flatten(1).abs().sum(1)
         self._prune("row", norms, norms.shape, share, method, offset)
 
     def enable_head_pruning(self, share: float, num_heads: int, offset: int = 0) -> None:
         """Keep this share of the heads whose outputs are the inputs of this layer, an attention's projection; by learned scores."""
-        if self.weight.shape[1] % num_heads:
-            raise ValueError(f"num_heads ({num_heads}) does not divide the {self.weight.shape[1]} inputs of the layer")
+        inputs = self.by_output(self.weight).shape[1]
+        if inputs % num_heads:
+            raise ValueError(f"num_heads ({num_heads}) does not divide the {inputs} inputs of the layer")
         self._prune("head", torch.ones(num_heads), (num_heads,), share, "topk", offset)
 
     def _prune(self, technique: str, sizes: Tensor, shape: Any, share: float, method: Method, offset: int) -> None:
@@ -158,6 +173,7 @@ class Compressed(nn.Module):
         if self.is_on("sparse"):
             mask, scores = self.mask_of("sparse"), self._buffers.get("sparse_momentum")
             weight = weight * mask if scores is None or not self.training else ScoredWeight.apply(weight, mask, scores)
+        is_own, weight = weight is self.weight, self.by_output(weight)
         if self.is_on("row"):
             rows = self.mask_of("row")
             weight, bias = weight * rows.view(-1, *ones), None if bias is None else bias * rows
@@ -165,24 +181,29 @@ class Compressed(nn.Module):
             heads = self.mask_of("head")
             weight = weight * heads.repeat_interleave(weight.shape[1] // len(heads))
         if self.scheduled is not None and self.is_on("weight"):
-            weight = self._rounded(weight, self.scheduled)
+            weight = self._rounded(weight, self.scheduled, is_own and not self.is_on("row") and not self.is_on("head"))
+        weight = self.by_output(weight)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
-    def _rounded(self, weight: Tensor, schedule: Scheduled) -> Tensor:
+    def _rounded(self, weight: Tensor, schedule: Scheduled, is_own: bool) -> Tensor:
+        """is_own: the weight is the layer's, without masks."""
         groups, kind, stochastic = self._kinds["weight"]
-        stochastic, kept = stochastic and self.training, self.clock.kept
-        if kept is None or stochastic or weight is not self.weight or torch.compiler.is_compiling():
+        weight, stochastic, kept = weight.contiguous(), stochastic and self.training, self.clock.kept
+        if kept is None or stochastic or not is_own or torch.compiler.is_compiling():
             return scheduled(weight, schedule.now, groups, kind, stochastic)
-        if self not in kept or kept[self][0] != weight._version:
-            kept[self] = weight._version, scheduled(weight.detach(), schedule.now, groups, kind, False)
+        if self not in kept or kept[self][0] != self.weight._version:
+            kept[self] = self.weight._version, scheduled(weight.detach(), schedule.now, groups, kind, False)
         return through(weight, kept[self][1])
 
     def compressed_input(self, x: Tensor) -> Tensor:
         kind, calibration = self._kinds["activation"]
         if calibration == "dynamic":
             return fake_quantize(x, self.activation_bits, x.numel() // x.shape[-1], kind)
-        kept = self.get_buffer("input_range")
-        return in_moving_range(x, kept, self.activation_bits, kind, _MOMENTUM, self.training)
+        if self.training:
+            least, most = x.detach().aminmax()
+            seen = self.get_buffer("input_seen")
+            seen.copy_(torch.maximum(seen, torch.stack([-least, most]).to(seen.dtype)))
+        return in_kept_range(x, self.get_buffer("input_range"), self.activation_bits, kind)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, *rest = args
@@ -204,19 +225,22 @@ class Compressed(nn.Module):
         with torch.no_grad():
             if technique == "weight" and self.scheduled is not None:
                 groups, kind, _ = self._kinds["weight"]
-                self.weight.copy_(quantized(self.weight, self.scheduled.bits.target, groups, kind))
+                rows = self.by_output(self.weight)
+                rows.copy_(quantized(rows.contiguous(), self.scheduled.bits.target, groups, kind))
                 self.scheduled = None
                 self._buffers.pop("period_factors", None)
             elif technique in self._since and technique != "activation":
-                mask = self.mask_of(technique).detach().bool()
-                shape = (-1, *(1,) * (self.weight.dim() - 1))
+                mask, rows = self.mask_of(technique).detach().bool(), self.by_output(self.weight)
+                shape = (-1, *(1,) * (rows.dim() - 1))
                 bias = self._parameters.get("bias")
                 if technique == "row":
-                    self.weight.mul_(mask.view(shape))
+                    rows.mul_(mask.view(shape))
                     if bias is not None:
                         bias.mul_(mask)
+                elif technique == "sparse":
+                    self.weight.mul_(mask)
                 else:
-                    self.weight.mul_(mask if technique == "sparse" else mask.repeat_interleave(self.weight.shape[1] // len(mask)))
+                    rows.mul_(mask.repeat_interleave(rows.shape[1] // len(mask)))
                 self._parameters.pop(f"{technique}_scores", None)
                 for name in (f"{technique}_mask", "sparse_momentum" if technique == "sparse" else ""):
                     self._buffers.pop(name, None)
@@ -229,23 +253,39 @@ class Compressed(nn.Module):
         for name in _SHADOWED:
             param = self._parameters.get(name)
             if param is not None:
-                self._parameters[name] = nn.Parameter(param.detach()[kept].clone(), requires_grad=param.requires_grad)
+                rows = self.by_output(param.detach()) if name == "weight" else param.detach()
+                self._replace(name, self.by_output(rows[kept]) if name == "weight" else rows[kept])
         self._count(0)
 
     def keep_inputs(self, kept: Tensor) -> None:
         """Drop the inputs where `kept` [inputs] is False."""
-        kept_weight = self.weight.detach()[:, kept].clone()
-        self._parameters["weight"] = nn.Parameter(kept_weight, requires_grad=self.weight.requires_grad)
+        self._replace("weight", self.by_output(self.by_output(self.weight.detach())[:, kept]))
         self._count(1)
 
+    def _replace(self, name: str, value: Tensor) -> None:
+        wants = self._parameters[name].requires_grad  # type: ignore[union-attr]
+        self._parameters[name] = nn.Parameter(value.clone(memory_format=torch.contiguous_format), requires_grad=wants)
+
     def _count(self, dim: int) -> None:
-        for name in (("out_features", "out_channels"), ("in_features", "in_channels"))[dim]:
+        for name in (("out_features", "out_channels", "nf"), ("in_features", "in_channels", "nx"))[dim]:
             if hasattr(self, name):
-                setattr(self, name, self.weight.shape[dim])
+                setattr(self, name, self.by_output(self.weight).shape[dim])
 
 
 class LinearLayer_Compress(Compressed, nn.Linear):
     """A compressed nn.Linear."""
+
+
+class Conv1DLayer_Compress(Compressed):
+    """A compressed Conv1D of transformers: a linear layer with a weight of [inputs, outputs]. Groups are of outputs, too."""
+
+    def by_output(self, weight: Tensor) -> Tensor:
+        return weight.t()
+
+    def enable_weight_quantization(self, bits: Bits, kind: Kind = "symmetric", groups: int = 1, stochastic: bool = False) -> None:
+        if kind == "served" and bits.target == 4:
+            raise ValueError('quantization_type "served" with 4 bits is not built for Conv1D: use 8 bits, or "symmetric"')
+        super().enable_weight_quantization(bits, kind, groups, stochastic)
 
 
 class Conv2dLayer_Compress(Compressed, nn.Conv2d):
@@ -281,18 +321,25 @@ KINDS: dict[type[nn.Module], type[Compressed]] = {
 }
 
 
+def _kinds() -> dict[type[nn.Module], type[Compressed]]:
+    """Classes of layers, and their compressed ones. transformers is not imported: without it no model has its Conv1D."""
+    conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return KINDS if conv1d is None else {**KINDS, conv1d: Conv1DLayer_Compress}
+
+
 def can_compress(module: nn.Module) -> bool:
     """Whether `compress` can change the module."""
-    return isinstance(module, tuple(KINDS))
+    return isinstance(module, tuple(_kinds()))
 
 
 def compress(module: nn.Module, clock: Clock) -> Compressed:
     """Change the module's class to a compressed one, with the same parameters; of a subclass, to one of both. Returns it."""
     if isinstance(module, Compressed):
         return module
-    base = next(kind for kind in KINDS if isinstance(module, kind))
     own = type(module)
-    module.__class__ = KINDS[base] if own is base else type(KINDS[base].__name__, (KINDS[base], own), {"own_class": own})
+    base, kind = next((base, kind) for base, kind in _kinds().items() if isinstance(module, base))
+    is_whole = own is base and issubclass(kind, own)
+    module.__class__ = kind if is_whole else type(kind.__name__, (kind, own), {"own_class": own})
     assert isinstance(module, Compressed)
     module.set_up(clock)
     return module
@@ -302,7 +349,7 @@ def release(module: Compressed) -> None:
     """Give a layer without techniques left its own class again."""
     if module._since:
         return
-    base = next(kind for kind, compressed in KINDS.items() if isinstance(module, compressed))
+    base = next(kind for kind, compressed in _kinds().items() if isinstance(module, compressed))
     for name in ("clock", "_since", "_kinds", "scheduled", "snip"):
         vars(module).pop(name, None)
     module.__class__ = vars(type(module)).get("own_class", base)

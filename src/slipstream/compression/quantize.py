@@ -139,14 +139,16 @@ def in_range(x: Tensor, bits: int, least: Any, most: Any, kind: Kind) -> Tensor:
     return on_grid(x, *_grid(low, high, bits, kind == "symmetric"))
 
 
-def in_moving_range(x: Tensor, ends: Tensor, bits: int, kind: Kind, momentum: float, training: bool) -> Tensor:
-    """x rounded in a range of moving averages, its gradient as it is. ends: [2], least and largest, which training changes."""
-    seen = torch.stack([x.detach().amin(), x.detach().amax()]).to(ends.dtype)
-    now = torch.where(ends.any(), ends, seen)  # before the first training step, an input has the range of its own
-    if training:
-        now = now * momentum + seen * (1 - momentum)
-        ends.copy_(now)
+def in_kept_range(x: Tensor, ends: Tensor, bits: int, kind: Kind) -> Tensor:
+    """x rounded in the range `ends` [2], least and largest, its gradient as it is; in its own if they are 0, of no step yet."""
+    now = torch.where(ends.any(), ends, torch.stack(x.detach().aminmax()).to(ends.dtype))
     return x + (in_range(x.detach(), bits, now[0], now[1], kind) - x).detach()
+
+
+def moved_range(ends: Tensor, seen: Tensor, momentum: float = 0.95) -> Tensor:
+    """A range after a step. seen: [2], minus the least and the largest input of the step; the range stays if one is not finite."""
+    new = torch.stack([-seen[0], seen[1]])
+    return torch.where(seen.isfinite().all(), torch.where(ends.any(), ends * momentum + new * (1 - momentum), new), ends)
 
 
 class QuantAct(nn.Module):
@@ -163,7 +165,11 @@ class QuantAct(nn.Module):
 
     def forward(self, x: Tensor, num_bits: int, *unused: Any) -> Tensor:
         """unused: the other arguments of a quantizer's `apply`, which a moving range replaces."""
-        return in_moving_range(x, self.x_min_max, num_bits, self.quant_mode, self.act_range_momentum, self.training)
+        if self.training:
+            least, most = x.detach().aminmax()
+            seen = torch.stack([-least, most]).to(self.x_min_max.dtype)
+            self.x_min_max.copy_(moved_range(self.x_min_max, seen, self.act_range_momentum))
+        return in_kept_range(x, self.x_min_max, num_bits, self.quant_mode)
 
 
 class SymQuantizer(_Quantizer):

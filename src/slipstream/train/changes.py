@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slipstream.attention.transformers import apply_pattern
-from slipstream.compression.compress import clock_of, init_compression, prune_again
+from slipstream.compression.compress import clock_of, end_step, init_compression
 from slipstream.compression.eigenvalue import Eigenvalue
 from slipstream.config.plan import Plan
 from slipstream.observe import memory, traffic
@@ -26,7 +26,7 @@ from slipstream.train.figures import monitor
 from slipstream.train.layer_drop import drop_layers
 from slipstream.train.noise import measure_noise
 from slipstream.train.random_ltd import drop_tokens
-from slipstream.train.second_order import SecondOrder, mean_over
+from slipstream.train.second_order import SecondOrder, mean_over, most_over
 from slipstream.train.trial import follow_trial
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
                 clock.kept = {} if keeps else None
 
         engine.states.before_forward(lambda *_: follow())  # a loaded checkpoint sets the step
-        engine.states.after_step += [follow, lambda _: prune_again(engine.module, engine.global_steps, mean_over(engine))]
+        mean, most = mean_over(engine), most_over(engine)
+        engine.states.after_step += [follow, lambda _: end_step(engine.module, engine.global_steps, mean, most)]
         if order is not None:
             order.connect(engine)
 

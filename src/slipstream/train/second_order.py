@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,16 @@ def mean_over(engine: Engine) -> Mean:
         return [each.view_as(part) for each, part in zip(total.split([p.numel() for p in parts]), parts, strict=True)]
 
     return mean
+
+
+def most_over(engine: Engine) -> Callable[[Tensor], Tensor]:
+    """The largest values of tensors of one shape over the same ranks. Collective."""
+    states, ranks = engine.states, engine.mesh.stage
+
+    def most(x: Tensor) -> Tensor:
+        return x if ranks.size == 1 else states.exchange(ranks).gather(x[None], 0, [1] * ranks.size).amax(0)
+
+    return most
 
 
 class SecondOrder:
