@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 import torch
 
+from slipstream.attention import use_sparse_attention
 from slipstream.inference import draft_model, init_inference
 from tests import toy
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
@@ -41,6 +42,24 @@ def test_models_that_cannot_answer() -> None:
         headless = tiny(family, **MODELS[family]).base_model
         with pytest.raises(ValueError, match=f"{family}Model has no language model head.*AutoModelForCausalLM"):
             init_inference(headless)
+
+
+@pytest.mark.parametrize("mode", ["bslongformer", "dense"])
+@pytest.mark.parametrize("source", ["model", "folder"])
+@pytest.mark.parametrize("family", ["Llama", "GPTBigCode"])
+def test_sparse_attention_is_served_with_all_scores_and_a_warning(
+    family: str, source: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny(family, **MODELS[family])
+    prompt = [(7 * i + 3) % VOCAB for i in range(50)]
+    with torch.no_grad():
+        whole = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+    use_sparse_attention(model, {"mode": mode, **({"num_sliding_window_blocks": 1} if mode != "dense" else {})})
+    model.save_pretrained(tmp_path)
+    with init_inference(tmp_path if source == "folder" else model, device="cpu") as engine:
+        assert engine.generate(prompt, max_new_tokens=1, temperature=0).token_ids == [whole]
+    told = "was trained with block-sparse attention (mode 'bslongformer'), and is served with all scores"
+    assert (told in caplog.text) == (mode != "dense")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

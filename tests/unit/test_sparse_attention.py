@@ -367,6 +367,35 @@ def test_products_of_block_sparse_matrices(mode: Any, trans_a: bool, trans_b: bo
         torch.testing.assert_close(mine, other)
 
 
+def test_operands_that_do_not_fit_a_layout() -> None:
+    layout = torch.ones(2, 3, 5).tril().long()
+    sparse = torch.randn(1, int(layout.sum()), 16, 16)
+
+    def dense_(*sizes: int, heads: int = 2, batch: int = 1) -> Tensor:
+        return torch.randn(batch, heads, *sizes)
+
+    products: list[tuple[str, dict[str, Any], Tensor, Tensor]] = [
+        (r"a has shape \(1, 3, 48, 8\); .* of 2 heads", {"mode": "sdd"}, dense_(48, 8, heads=3), dense_(8, 80)),
+        (r"a of 1 times \(64, 8\) .* their product \(48, 80\)", {"mode": "sdd"}, dense_(64, 8), dense_(8, 80)),
+        (r"a of 1 times \(48, 80\) and b of 1 times \(64, 24\)", {"mode": "dsd"}, sparse, dense_(64, 24)),
+        (r"a of 1 times \(80, 48\) and b of 1", {"mode": "dsd", "trans_a": True}, sparse, dense_(80, 24)),
+        (r"a of 2 times \(24, 48\) and b of 1", {"mode": "dds"}, dense_(24, 48, batch=2), sparse),
+        ("a block-sparse matrix has shape", {"mode": "dds"}, dense_(24, 48), sparse[:, 1:]),
+    ]
+    for problem, options, a, b in products:
+        with pytest.raises(ValueError, match=problem):
+            attention.MatMul(layout, 16, **options)(a, b)
+    masks: list[tuple[str, dict[str, Any]]] = [
+        (r"rpe has shape \(48, 48\)", {"rpe": torch.zeros(48, 48)}),
+        (r"key_padding_mask has shape \(1, 48\)", {"key_padding_mask": torch.zeros(1, 48)}),
+        (r"attn_mask has shape \(80, 48\); it must be .*, \(48, 80\)", {"attn_mask": torch.zeros(80, 48)}),
+        (r"attn_mask_mode \('min'\) must be 'add' or 'mul'", {"attn_mask_mode": "min"}),
+    ]
+    for problem, options in masks:
+        with pytest.raises(ValueError, match=problem):
+            attention.Softmax(layout, 16)(sparse, **options)
+
+
 def test_the_softmax_of_a_block_sparse_matrix() -> None:
     torch.manual_seed(0)
     layout, block = (torch.rand(2, 4, 4) < 0.6).long(), 16
@@ -397,6 +426,17 @@ def test_sparse_self_attention_takes_masks_and_positions() -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     for mine, other in zip(*(torch.autograd.grad(x.double().square().sum(), (q, k, v, rpe)) for x in (out, expected)), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    wrong: list[tuple[str, dict[str, Tensor]]] = [
+        (r"key_padding_mask has shape \(2, 80\); it must be \[batch, tokens\], \(2, 96\)", {"key_padding_mask": padding[:, :80]}),
+        (r"key_padding_mask has shape \(96, 2\)", {"key_padding_mask": padding.t()}),
+        (r"attn_mask has shape \(96, 80\); it must broadcast to .*, \(2, 2, 96, 96\)", {"attn_mask": mask[:, :80]}),
+        (r"rpe has shape \(3, 96, 96\)", {"rpe": torch.zeros(3, 96, 96), "attn_mask": mask}),
+    ]
+    for problem, masks in wrong:
+        with pytest.raises(ValueError, match=problem):
+            module(q, k, v, **masks)
+    with pytest.raises(ValueError, match="query has 6 heads, and FixedSparsityConfig has num_heads=4: make it for 6 heads"):
+        attention.SparseSelfAttention(attention.FixedSparsityConfig(4))(*[torch.randn(1, 6, 64, 8)] * 3)
     with pytest.raises(ValueError, match="a sequence of 100 tokens"):
         module(*[torch.randn(1, 2, 100, 32)] * 3)
     with pytest.raises(ValueError, match="has no pattern"):
@@ -585,7 +625,13 @@ def test_the_json_reaches_modules_without_a_pattern_of_their_own() -> None:
             q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
             return self.attend(q, k, v)  # type: ignore[no-any-return]
 
-    model, x = Own(), torch.randn(1, 64, 32)
+    x = torch.randn(1, 64, 32)
+    for pattern in ({"mode": "dense"}, {"mode": "dense", "block": 32}):
+        engine, *_ = slipstream.initialize(model=Own(), config={"train_micro_batch_size_per_gpu": 1, "sparse_attention": pattern})
+        q, k, v = engine.module.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        torch.testing.assert_close(engine(x), nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-5, rtol=1e-4)
+        engine.destroy()
+    model = Own()
     config = {"train_micro_batch_size_per_gpu": 1, "sparse_attention": {"mode": "bslongformer", "num_sliding_window_blocks": 1}}
     engine, *_ = slipstream.initialize(model=model, config=config)
     q, k, v = model.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
@@ -597,6 +643,61 @@ def test_the_json_reaches_modules_without_a_pattern_of_their_own() -> None:
 
 
 # Help for BERT
+
+
+def test_the_attention_of_bert_as_a_module() -> None:
+    """Its output and gradients are those of dense attention under the layout, with padding and numbers that are added."""
+    import transformers
+
+    torch.manual_seed(0)
+    settings = transformers.BertConfig(hidden_size=32, num_attention_heads=4, attention_probs_dropout_prob=0.0)
+    module = attention.BertSparseSelfAttention(settings, attention.FixedSparsityConfig(4, num_local_blocks=2))
+    x, padding, bias = torch.randn(2, 96, 32, requires_grad=True), torch.zeros(2, 1, 1, 96), torch.randn(2, 1, 96, 96)
+    padding[1, ..., 70:] = torch.finfo(torch.float32).min
+    out = module(x, padding, bias)
+    q, k, v = (each(x).view(2, 96, 4, 8).transpose(1, 2) for each in (module.query, module.key, module.value))
+    layout = BlockLayout(attention.FixedSparsityConfig(4, num_local_blocks=2).make_layout(96), 16)
+    expected = dense(q, k, v, layout, padding.double(), bias.double()).transpose(1, 2).reshape(2, 96, 32)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    wanted = (x, *module.parameters())
+    for mine, other in zip(*(torch.autograd.grad(each.double().square().sum(), wanted) for each in (out, expected)), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 1, 80\)"):
+        module(x, padding[..., :80])
+    with pytest.raises(ValueError, match=r"attn_mask has shape \(2, 1, 96, 80\)"):
+        module(x, None, bias[..., :80])
+    settings.num_attention_heads = 2
+    with pytest.raises(ValueError, match="BertConfig has 2 heads, and FixedSparsityConfig has num_heads=4"):
+        attention.BertSparseSelfAttention(settings, attention.FixedSparsityConfig(4))
+
+
+def test_a_longer_roberta_and_its_tokenizer() -> None:
+    """Two rows of RoBERTa's positions are none; sparse layers of all blocks give the outputs of before."""
+    import tokenizers
+    import transformers
+
+    utils = attention.SparseAttentionUtils
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(max_position_embeddings=66, pad_token_id=1, **sizes)).eval()
+    ids, mask = torch.randint(2, 64, (2, 60)), torch.ones(2, 60, dtype=torch.long)
+    ids[1, 50:], mask[1, 50:] = 1, 0
+    expected = model(ids, attention_mask=mask).logits
+    model = utils.extend_position_embedding(model, 160)
+    table = model.roberta.embeddings.position_embeddings.weight
+    assert model.config.max_position_embeddings == len(table) == 162
+    assert torch.equal(table[66:130], table[2:66]) and torch.equal(table[130:162], table[2:34])
+    model = utils.replace_model_self_attention_with_sparse_self_attention(model, 160, attention.DenseSparsityConfig(4))
+    added, tokens, padded, *_ = utils.pad_to_block_size(16, ids, mask, pad_token_id=1)
+    assert tokens is not None and (tokens[:, 60:] == 1).all()
+    out = utils.unpad_sequence_output(added, model(tokens, attention_mask=padded).logits)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    assert model(torch.randint(2, 64, (1, 160))).logits.shape == (1, 160, 64)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "<pad>": 1, "a": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", model_max_length=64)
+    assert utils.update_tokenizer_model_max_length(tokenizer, 160) is tokenizer and tokenizer.model_max_length == 160
+    assert len(tokenizer("a " * 200, truncation=True)["input_ids"]) == 160
 
 
 def test_a_decoder_of_bert_sees_no_later_token() -> None:

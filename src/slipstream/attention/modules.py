@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,9 +32,7 @@ class SparseSelfAttention(nn.Module):
         max_seq_length: int = 2048,
     ) -> None:
         super().__init__()
-        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
-            if mode not in ("add", "mul"):
-                raise ValueError(f"{name} ({mode!r}) must be 'add' or 'mul'")
+        _check_modes(key_padding_mask_mode=key_padding_mask_mode, attn_mask_mode=attn_mask_mode)
         self.key_padding_mask_mode, self.attn_mask_mode, self.max_seq_length = key_padding_mask_mode, attn_mask_mode, max_seq_length
         self.sparsity_config: SparsityConfig | None = None
         self.pattern: Mapping[str, Any] | None = None  # an engine's, for a module without a config
@@ -49,6 +47,10 @@ class SparseSelfAttention(nn.Module):
         layout = sparsity_config.make_layout(self.max_seq_length)
         self.sparsity_config = sparsity_config
         self.register_buffer("master_layout", layout)
+        self.forget_layouts()
+
+    def forget_layouts(self) -> None:
+        """Read `master_layout` again, whose values were changed in a way that torch does not count."""
         self._layouts.clear()
 
     def get_layout(self, length: int, num_heads: int = 1) -> BlockLayout:
@@ -87,16 +89,57 @@ class SparseSelfAttention(nn.Module):
         """
         if key.shape != value.shape and key.transpose(-1, -2).shape == value.shape:
             key = key.transpose(-1, -2)
-        layout = self.get_layout(query.shape[2], query.shape[1])
+        if query.dim() != 4:
+            raise ValueError(f"query has shape {tuple(query.shape)}; it must be [batch, heads, tokens, features]")
+        batch, heads, length, _ = query.shape
+        if self.sparsity_config is not None:
+            check_heads(heads, self.sparsity_config, "query")
+        layout = self.get_layout(length, heads)
+        check_of_keys("key_padding_mask", key_padding_mask, batch, length)
+        for name, given in (("rpe", rpe), ("attn_mask", attn_mask)):
+            check_added(name, given, (batch, heads, length, length))
         keys = None
         if key_padding_mask is not None:
-            keys = added(key_padding_mask.reshape(len(query), -1), self.key_padding_mask_mode)
+            keys = added(key_padding_mask.reshape(batch, length), self.key_padding_mask_mode)
         bias = rpe
         if attn_mask is not None:
             mask = added(attn_mask, self.attn_mask_mode)
             bias = mask if rpe is None else rpe + mask
         dropout = self.dropout if self.training else 0.0
         return block_sparse_attention(query, key, value, layout, bias=bias, key_bias=keys, dropout=dropout)
+
+
+def check_heads(heads: int, config: SparsityConfig, whose: str) -> None:
+    """Raises ValueError if `whose` heads are others than the pattern's."""
+    if heads != config.num_heads:
+        raise ValueError(
+            f"{whose} has {heads} heads, and {type(config).__name__} has num_heads={config.num_heads}: make it for {heads} heads"
+        )
+
+
+def check_added(name: str, value: Tensor | None, scores: Sequence[int]) -> None:
+    """Raises ValueError for what does not broadcast to scores of the shape [B, H, L, keys]."""
+    if value is None:
+        return
+    own = (1,) * (4 - value.dim()) + tuple(value.shape)
+    if len(own) > 4 or any(size not in (1, whole) for size, whole in zip(own, scores, strict=True)):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must broadcast to [batch, heads, tokens, tokens], {tuple(scores)}"
+        )
+
+
+def check_of_keys(name: str, mask: Tensor | None, batch: int, keys: int) -> None:
+    """Raises ValueError for a mask of keys that is not [B, keys], or that with dimensions of 1 between."""
+    if mask is not None and (mask.shape[:1] != (batch,) or mask.shape[-1:] != (keys,) or mask.numel() != batch * keys):
+        raise ValueError(
+            f"{name} has shape {tuple(mask.shape)}; it must be [batch, tokens], {(batch, keys)}, or so with dimensions of 1 between"
+        )
+
+
+def _check_modes(**modes: str) -> None:
+    for name, mode in modes.items():
+        if mode not in ("add", "mul"):
+            raise ValueError(f"{name} ({mode!r}) must be 'add' or 'mul'")
 
 
 def added(mask: Tensor, mode: MaskMode) -> Tensor:
@@ -117,6 +160,8 @@ class BertSparseSelfAttention(nn.Module):
         self.attention_head_size = config.hidden_size // config.num_attention_heads
         self.all_head_size = config.hidden_size
         self.query, self.key, self.value = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+        if sparsity_config is not None:
+            check_heads(config.num_attention_heads, sparsity_config, type(config).__name__)
         length = getattr(config, "max_position_embeddings", 2048) if max_seq_length is None else max_seq_length
         self.sparse_self_attention = SparseSelfAttention(sparsity_config, max_seq_length=length)
         self.sparse_self_attention.dropout = getattr(config, "attention_probs_dropout_prob", 0.0)
@@ -128,6 +173,9 @@ class BertSparseSelfAttention(nn.Module):
         """
         heads = (*hidden_states.shape[:2], self.num_attention_heads, self.attention_head_size)
         query, key, value = (each(hidden_states).view(heads).transpose(1, 2) for each in (self.query, self.key, self.value))
+        batch, length = hidden_states.shape[:2]
+        check_of_keys("attention_mask", attention_mask, batch, length)
+        check_added("attn_mask", attn_mask, (batch, self.num_attention_heads, length, length))
         masks = {"key_padding_mask": attention_mask, "rpe": attn_mask}  # both are added
         context = self.sparse_self_attention(query, key, value, **masks)
         return context.transpose(1, 2).reshape(hidden_states.shape)
@@ -172,6 +220,7 @@ class MatMul:
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         at, block = self.at, self.block
+        self._check(a, b)
         a, b = (a.transpose(-1, -2) if self.trans_a else a), (b.transpose(-1, -2) if self.trans_b else b)
         if self.mode == "sdd":
             rows = a.unflatten(2, (-1, block))[:, at.head, at.row]  # [B, blocks, block, K]
@@ -186,6 +235,27 @@ class MatMul:
         parts = a.unflatten(3, (-1, block)).transpose(2, 3)[:, at.head, row] @ at.check(b)
         count = at.rows if self.trans_b else at.columns
         return self._gather(parts, column, count).transpose(2, 3).flatten(3, 4)
+
+    def _check(self, a: Tensor, b: Tensor) -> None:
+        """Raises ValueError for operands of other heads or sizes than the layout's, or of each other's."""
+        at, sizes = self.at, []
+        for name, x, turned in (("a", a, self.trans_a), ("b", b, self.trans_b)):
+            if self.mode == {"a": "dsd", "b": "dds"}.get(name):
+                at.check(x)
+                size = (at.rows * self.block, at.columns * self.block)
+            elif x.dim() != 4 or x.shape[1] != at.heads:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [batch, heads, rows, columns] of {at.heads} heads")
+            else:
+                size = (x.shape[2], x.shape[3])
+            sizes.append(size[::-1] if turned else size)
+        (rows, inner), (other, columns) = sizes
+        whole = (at.rows * self.block, at.columns * self.block)
+        if len(a) != len(b) or inner != other or (self.mode == "sdd" and (rows, columns) != whole):
+            needed = f", and their product {whole}, as the layout" if self.mode == "sdd" else ""
+            raise ValueError(
+                f"a of {len(a)} times {(rows, inner)} and b of {len(b)} times {(other, columns)}: batches and inner sizes must be "
+                f"alike{needed}"
+            )
 
     def _gather(self, parts: Tensor, to: Tensor, count: int) -> Tensor:
         """Sums of the parts [B, blocks, m, n] that go to the same place, [B, H, count, m, n]."""
@@ -209,11 +279,20 @@ class Softmax:
         key_padding_mask_mode: MaskMode = "add",
         attn_mask_mode: MaskMode = "add",
     ) -> Tensor:
-        """x: [B, blocks, block, block]. rpe: broadcastable to [B, H, L, L]. key_padding_mask: [B, L]. attn_mask: [L, L]."""
+        """x: [B, blocks, block, block]. rpe: broadcastable to [B, H, L, L]. key_padding_mask: [B, L]. attn_mask: [L, L].
+
+        Raises ValueError for other shapes.
+        """
         at, block = self.at, self.block
+        _check_modes(key_padding_mask_mode=key_padding_mask_mode, attn_mask_mode=attn_mask_mode)
+        scores = (len(x), at.heads, at.rows * block, at.columns * block)
+        check_added("rpe", rpe, scores)
+        check_of_keys("key_padding_mask", key_padding_mask, len(x), scores[3])
+        if attn_mask is not None and attn_mask.shape != scores[2:]:
+            raise ValueError(f"attn_mask has shape {tuple(attn_mask.shape)}; it must be [tokens, tokens], {scores[2:]}")
         score = at.check(x).float() * scale
         if rpe is not None:
-            whole = rpe.expand(len(x), at.heads, at.rows * block, at.columns * block)
+            whole = rpe.expand(scores)
             score = score + whole.unflatten(3, (-1, block)).unflatten(2, (-1, block)).transpose(3, 4)[:, at.head, at.row, at.column]
         if key_padding_mask is not None:
             keys = added(key_padding_mask, key_padding_mask_mode).reshape(len(x), -1, block)

@@ -17,23 +17,26 @@ from torch.nn import functional as F
 
 from slipstream.attention.layouts import MODES, layouts_of, sparsity_of
 from slipstream.attention.modules import SparseSelfAttention
+from slipstream.config.huggingface import SPARSE_PATTERN
 from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
 
 NAME = "slipstream_sparse"  # of the attention function
 DENSE = "slipstream_dense"  # of the one that computes all scores
 ALL: Mapping[str, Any] = {"mode": "dense", "block": 16}
-PATTERN = "slipstream_sparse_attention"  # attribute of a model's config
 _ROWS = 1 << 20  # elements of a mask that exist at a time
 
 
 def apply_pattern(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Give the model a pattern, of which only the values that its mode takes count. Raises ValueError before it is changed.
 
-    It goes to every `SparseSelfAttention` without one of its own and, if there is none, to a model of transformers.
+    It goes to every `SparseSelfAttention` without one of its own and, if there is none, to a model of transformers. Mode "dense"
+    leaves all other models as they are.
     """
     taken = signature(MODES[values["mode"]]).parameters
     pattern = {"mode": values["mode"]} | {name: value for name, value in values.items() if name in taken}
     modules = [module for module in model.modules() if isinstance(module, SparseSelfAttention)]
+    if not modules and pattern["mode"] == "dense":
+        return
     if not modules and not hasattr(getattr(model, "config", None), "_attn_implementation"):
         raise ValueError(
             f"sparse_attention: {type(model).__name__} has no slipstream.attention.SparseSelfAttention and is no model of"
@@ -62,7 +65,7 @@ def use_sparse_attention(model: nn.Module, pattern: Mapping[str, Any] | None = N
     text = config.get_text_config()
     if pattern is not None:
         sparsity_of(pattern, text.num_attention_heads)
-        setattr(text, PATTERN, dict(pattern))
+        setattr(text, SPARSE_PATTERN, dict(pattern))
     register()
     for module in model.modules():
         own: Any = getattr(module, "config", None)
@@ -143,7 +146,7 @@ def _spans(allowed: Callable[[int, int, int], Tensor], length: int) -> Tensor:
 def _pattern(config: Any) -> Mapping[str, Any]:
     if config._attn_implementation == DENSE:
         return ALL
-    return getattr(config, PATTERN, None) or {}
+    return getattr(config, SPARSE_PATTERN, None) or {}
 
 
 def _attention(

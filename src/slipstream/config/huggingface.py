@@ -152,6 +152,7 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, dict) and all(key.isdecimal() and _TOKEN.holds(token) for key, token in value.items())
 
 
+SPARSE_PATTERN = "slipstream_sparse_attention"  # attribute of the config of a model with block-sparse attention
 CODES = "slipstream_codes.safetensors"  # weights of a model's folder in codes, by compression.export for init_inference
 
 

@@ -650,7 +650,7 @@ def _eigenvalues(values: Values) -> list[dict[str, Any]]:
 
 
 def _sparse(values: Values) -> SparsePlan | None:
-    if values.parsed.config.sparse_attention is not None and values["sparse_attention.mode"] != "dense":
+    if values.parsed.config.sparse_attention is not None:
         return values.section(SparsePlan)
     values.idle("sparse_attention", "derived: attention is dense")
     return None

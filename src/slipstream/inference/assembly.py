@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,7 +32,7 @@ from slipstream.inference.native import NativeDecoder
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, open_encoder, open_generic
 from slipstream.inference.scheduler import MAX_RUNNING, budget_of
-from slipstream.inference.source import find_source, given_tokenizer, name_of, sampling_of, tokenizer_of
+from slipstream.inference.source import find_source, given_tokenizer, name_of, sampling_of, sparse_mode, tokenizer_of
 from slipstream.inference.text import Tokenizer
 from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4, KQuant, leaves
@@ -39,6 +40,8 @@ from slipstream.ops.pages import give_back_freed
 from slipstream.ops.team import MAX_THREADS
 from slipstream.quantized import PackedLinear
 from slipstream.world.watch import PeerLostError
+
+logger = logging.getLogger(__name__)
 
 GROUP_SIZES = (32, 64, 128)
 _NOT_YET = "this engine was opened from a configuration and has no weights yet: call update_weights()"
@@ -145,6 +148,8 @@ def assemble(
     served = _serve(source, kind, place, group, sizes)
     give_back_freed()
     own_tokenizer, runner = passed_tokenizer or tokenizer_of(source, served.metadata), cast("Any", served.forward.runner)
+    if mode := sparse_mode(source):
+        logger.warning("%s was trained with block-sparse attention (mode %r), and is served with all scores", name, mode)
     if served.embeds:
         loop |= {"max_running": max_running, "kv_cache_bytes": kv_cache_bytes, "expert_cache_bytes": expert_cache_bytes}
         if loop := {option: value for option, value in loop.items() if value is not None}:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slipstream.config import huggingface
 from slipstream.extras import MODELS, MissingPackageError
 from slipstream.inference import outputs, recommended, trained
 from slipstream.inference.gguf_file import read_gguf
@@ -117,6 +118,21 @@ def tokenizer_of(source: Any, metadata: Mapping[str, Any]) -> Tokenizer | None:
     if metadata:
         return None if metadata.get("tokenizer.ggml.model") == "no_vocab" else Tokenizer.from_gguf(metadata)
     return Tokenizer.from_folder(source) if isinstance(source, Path) and (source / "tokenizer.json").is_file() else None
+
+
+def sparse_mode(source: Any) -> str | None:
+    """The mode of the block-sparse attention that the model was trained with; None: all scores."""
+    config = getattr(source, "config", source)
+    if isinstance(source, Path):
+        saved = trained.find(source) if source.is_dir() else None
+        file = source / "config.json"
+        config = saved.config if saved else huggingface.read_config(file) if file.is_file() else {}
+    elif hasattr(config, "to_dict"):
+        config = config.to_dict()
+    found = config if isinstance(config, Mapping) else {}
+    pattern = found.get(huggingface.SPARSE_PATTERN) or (found.get("text_config") or {}).get(huggingface.SPARSE_PATTERN)
+    mode = pattern.get("mode", "fixed") if isinstance(pattern, Mapping) else None
+    return None if mode == "dense" else mode
 
 
 def sampling_of(source: Any, metadata: Mapping[str, Any]) -> Mapping[str, Any]:

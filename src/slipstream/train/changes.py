@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from slipstream.attention.modules import SparseSelfAttention
 from slipstream.attention.transformers import apply_pattern
 from slipstream.compression.compress import clock_of, end_step, init_compression
 from slipstream.compression.eigenvalue import Eigenvalue
@@ -37,9 +38,16 @@ if TYPE_CHECKING:
 Change = Callable[[nn.Module, Plan], "Callable[[Engine], None] | None"]
 
 
-def _sparse_attention(model: nn.Module, plan: Plan) -> None:
+def _sparse_attention(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
     if plan.sparse is not None:
         apply_pattern(model, asdict(plan.sparse))
+
+    def connect(engine: Engine) -> None:
+        for module in engine.module.modules():
+            if isinstance(module, SparseSelfAttention):
+                module.forget_layouts()  # of before the first rank's `master_layout` was distributed
+
+    return connect
 
 
 def _multiply(model: nn.Module, plan: Plan) -> None:
