@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from benchmarks.worker import Channel
 
 LAYERS, THETA = 12, 0.5
+MOST, GAMMA = 0.77, 1e6  # of dense's time per sample; from the first step on theta is the limit
 KEPT = 1 - (1 - THETA) * (LAYERS + 1) / (2 * LAYERS)
 WIDE = {"dim": 256, "layers": LAYERS, "heads": 4, "hidden": 1024}  # for time and bytes
 SMALL = {"dim": 96, "layers": LAYERS, "heads": 4, "hidden": 384}  # for losses
@@ -63,7 +64,7 @@ def steps(channel: Channel, drops: bool) -> None:
     torch.manual_seed(0)
     model = models.LanguageModel(models.ModelConfig(vocab_size=VOCAB, **WIDE))
     more = {"zero_optimization": {"stage": 3}, "slipstream": {"transport": "gloo"}} if "RANK" in os.environ else {}
-    engine = slipstream.initialize(model=model, config=_config(drops, RATE, 1e6, **more))[0]
+    engine = slipstream.initialize(model=model, config=_config(drops, RATE, GAMMA, **more))[0]
     tokens = torch.randint(VOCAB, (BATCH, CONTEXT))
 
     def run(count: int) -> dict[str, list[float]]:
@@ -117,9 +118,12 @@ def run(options: Options) -> str:
     count = QUICK_STEPS if options.quick else STEPS
     seconds = _take_turns(options.num_rounds(5))
     share = Spread.ratio(seconds["dropping"], seconds["dense"])
-    judged = [verdict(f"time per sample, theta {THETA}, {LAYERS} blocks ({KEPT:.2f} are kept)", share.median, 0.77)]
+    judged = [verdict(f"time per sample, theta {THETA}, {LAYERS} blocks ({KEPT:.2f} are kept)", share.median, MOST)]
     rows = [[name, Spread.of(times).show()] for name, times in seconds.items()]
-    told = _bytes(options)
+    told, sent = _bytes(options)
+    if sent is not None:
+        kept = _drawn()  # the target allows as much beside the blocks as that of time does
+        judged.append(verdict(f"bytes sent at stage 3 over dense ({kept:.2f} are kept)", sent, round(kept + MOST - KEPT, 2)))
     losses = _losses(options, count)
     last = {name: [curve[-1] for curve in curves] for name, curves in losses.items()}
     goal = last["dense"]
@@ -162,8 +166,17 @@ def _take_turns(rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _bytes(options: Options) -> str:
-    """Bytes of a step of two ranks at stage 3."""
+def _drawn() -> float:
+    """The share of the blocks that the steps of `_bytes` keep."""
+    from slipstream.train.layer_drop import LayerDrop
+
+    drop = LayerDrop(THETA, GAMMA, 0)
+    drop.blocks = {torch.nn.Identity(): (i, i / LAYERS) for i in range(1, LAYERS + 1)}
+    return 1 - statistics.mean(len(drop.draw(step, 0)) / LAYERS for step in range(FIRST, FIRST + COUNT))
+
+
+def _bytes(options: Options) -> tuple[str, float | None]:
+    """Bytes of a step of two ranks at stage 3, in words, and their share of dense; None if they were not measured."""
     sent: dict[str, float] = {}
     try:
         for name in ("dense", "dropping"):
@@ -176,12 +189,12 @@ def _bytes(options: Options) -> str:
                     after = [int(counter.read_text()) for counter in counters]
                     sent[name] = max(b - a for a, b in zip(before, after, strict=True)) / COUNT
     except NoNetwork as error:
-        return f"Bytes at stage 3 were not measured: {error}."
+        return f"Bytes at stage 3 were not measured: {error}.", None
     except Failed as error:
-        return f"Bytes at stage 3 were not measured: {error.reason}."
+        return f"Bytes at stage 3 were not measured: {error.reason}.", None
     figures = ", ".join(f"{name} {nbytes / 1e6:.2f} MB" for name, nbytes in sent.items())
     share = sent["dropping"] / sent["dense"]
-    return f"Sent by a rank of two in a step at stage 3: {figures} ({share:.2f} of dense; {COUNT} draws)."
+    return f"Sent by a rank of two in a step at stage 3: {figures} ({share:.2f} of dense; {COUNT} draws).", share
 
 
 def _losses(options: Options, count: int) -> dict[str, list[list[float]]]:
