@@ -165,17 +165,25 @@ FAMILIES = [
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "XLMRobertaForMaskedLM",
+    "CamembertForMaskedLM",
+    "ElectraForMaskedLM",
+    "Data2VecTextForMaskedLM",
+    "ErnieForMaskedLM",
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
 ]
-FAMILIES += ["MixtralForCausalLM"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 
 def built(family: str, **more: Any) -> Any:
     import transformers
 
     kind = family.partition("For")[0]
-    sizes = SIZES | ({"num_key_value_heads": 2} if kind not in ("Bert", "Roberta") else {}) | more
-    if kind == "Qwen3":
-        sizes["head_dim"] = 8
+    sizes = SIZES | ({"num_key_value_heads": 2} if family.endswith("ForCausalLM") else {}) | more
+    sizes |= {"head_dim": 8} if kind.startswith("Qwen3") else {"embedding_size": 32} if kind == "Electra" else {}
+    sizes |= EXPERTS if kind.endswith("Moe") else {}
     torch.manual_seed(0)
     return getattr(transformers, family)(getattr(transformers, f"{kind}Config")(**sizes))
 
