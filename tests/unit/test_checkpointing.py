@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from slipstream.activations import recompute as checkpointing
+from slipstream.activations.random_states import tracked
 from slipstream.activations.recompute import Arrival, HostMemory, checkpoint
 
 
@@ -83,6 +84,49 @@ def test_checkpoint_is_torch_s_bit_for_bit() -> None:
     equal(gradients(lambda block, h: torch_checkpoint(block, h, scale=scale, use_reentrant=False), layers), plain)
     equal(gradients(lambda block, h: checkpoint(block, h, scale=scale), layers), plain)
     equal(gradients(lambda block, h: checkpoint(lambda h: checkpoint(block, h, scale=scale), h), layers), plain)
+
+
+class Apart(nn.Module):
+    """A block whose own dropout draws from another random state, as the ranks of sliced layers do."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, h: Tensor) -> Tensor:
+        with tracked.fork():
+            h = nn.functional.dropout(h, 0.5)
+        return nn.functional.dropout(self.block(h), 0.2)
+
+
+def test_a_recomputed_block_draws_from_other_states_as_before() -> None:
+    """Also where checkpoints are nested; a third state of the same seed is refused."""
+    layers = nn.ModuleList(Apart(block) for block in blocks())  # type: ignore[arg-type]
+    ways = (
+        lambda block, h: block(h),
+        checkpoint,
+        lambda block, h: checkpoint(lambda h: checkpoint(block, block(h)), h),
+        lambda block, h: block(block(h)),
+    )
+    results, states = [], []
+    try:
+        for way in ways:
+            tracked.reset()
+            tracked.add("model-parallel-rng", 7)
+            results.append(gradients(way, layers))
+            states.append(tracked.get_states()["model-parallel-rng"])
+        equal(results[1], results[0])
+        equal(results[2], results[3])
+        assert torch.equal(states[0], states[1]) and torch.equal(states[2], states[3]) and not torch.equal(states[0], states[2])
+        before = torch.get_rng_state()
+        for name, seed in (("model-parallel-rng", 8), ("another", 7)):
+            with pytest.raises(ValueError, match=f"there is a random state '{name}' or one with the seed {seed} already"):
+                tracked.add(name, seed)
+        with pytest.raises(ValueError, match="there is no random state 'another'"), tracked.fork("another"):
+            pass
+        assert torch.equal(before, torch.get_rng_state())
+    finally:
+        tracked.reset()
 
 
 def saved_bytes(run: Any, layers: nn.ModuleList) -> int:

@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 import tarfile
+import types
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -773,6 +774,36 @@ def test_checkpointing_is_configured_or_says_what_a_call_cannot_do(
     with caplog.at_level("INFO", "slipstream"):
         configure(None, contiguous_checkpointing=True, num_checkpoints=4, profile=False)
     assert "has no effect" in caplog.text and deepspeed.checkpointing.is_configured()
+
+
+def test_ranks_of_slices_draw_apart(deepspeed: Any) -> None:
+    """Megatron's two random states: dropout outside of slices is the same on all ranks of the mpu, inside it is another on each."""
+    checkpointing, draws = deepspeed.checkpointing, []
+    states = checkpointing.get_cuda_rng_tracker()
+    assert isinstance(states, checkpointing.CudaRNGStatesTracker)
+    try:
+        for rank in (0, 1, 0):
+            checkpointing.configure(types.SimpleNamespace(get_tensor_model_parallel_rank=lambda rank=rank: rank))
+            checkpointing.model_parallel_cuda_manual_seed(5)
+            with states.fork():
+                inside = torch.rand(4)
+            saved = states.get_states()
+            outside = torch.rand(4)
+            checkpointing.model_parallel_reconfigure_tp_seed(6)
+            with states.fork():
+                anew = torch.rand(4)
+            states.set_states(saved)
+            with states.fork():
+                later = torch.rand(4)
+            draws.append((inside.tolist(), anew.tolist(), later.tolist(), outside.tolist()))
+        torch.manual_seed(5)
+        assert [draw[-1] for draw in draws] == [torch.rand(4).tolist()] * 3
+        assert draws[0] == draws[2] and all(one != other for one, other in zip(draws[0][:3], draws[1][:3], strict=True))
+        torch.manual_seed(5 + 2718)
+        assert draws[0][0] == torch.rand(4).tolist()
+    finally:
+        states.reset()
+        checkpointing.configure(None)
 
 
 def test_leaf_modules_are_marked_and_returned(deepspeed: Any) -> None:

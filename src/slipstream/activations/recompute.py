@@ -19,8 +19,9 @@ calls.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -29,23 +30,38 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
 
+from slipstream.activations.random_states import tracked
+
 MIN_BYTES = 1 << 18  # a transfer of 10 microseconds: for less, the launch costs more than the transfer saves
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, host: HostMemory | None = None, **kwargs: Any) -> Any:
     """Return `fn(*args, **kwargs)`, saving only the tensor arguments: the backward runs `fn` again.
 
-    This is torch's non-reentrant checkpoint: it restores random state and autocast, supports any output and nesting, and inputs
-    need not require gradients. Tensors inside lists or dictionaries are kept as they are. With `host`, the tensor arguments are
-    saved in host memory, which has no effect if they are there already.
+    This is torch's non-reentrant checkpoint: it restores random states (also those of `random_states`) and autocast, supports any
+    output and nesting, and inputs need not require gradients. Tensors inside lists or dictionaries are kept as they are. With
+    `host`, the tensor arguments are saved in host memory, which has no effect if they are there already.
     """
     names, positional = tuple(kwargs), len(args)
+    if states := tracked.get_states():
+        fn = _drawing_again(fn, states)
 
     def run(*flat: Any) -> Any:
         return fn(*flat[:positional], **dict(zip(names, flat[positional:], strict=True)))
 
     with nullcontext() if host is None else host.saving():  # torch saves the inputs outside its own hooks, so inside these
         return torch_checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+
+def _drawing_again(fn: Callable[..., Any], states: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """`fn`, which draws from these states also when it is called again."""
+    calls = itertools.count()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with tracked.again(states) if next(calls) else nullcontext():
+            return fn(*args, **kwargs)
+
+    return run
 
 
 def inside_checkpoint() -> bool:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from slipstream.activations.random_states import MODEL_PARALLEL, RandomStates, seed_device, tracked
 from slipstream.activations.recompute import checkpoint as _checkpoint
 from slipstream.config import load_config
+from slipstream.parallel.mpu import tensor_rank
 
 logger = logging.getLogger(__name__)
 _configured = False
+_mpu: Any = None
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -21,6 +24,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 non_reentrant_checkpoint = checkpoint
+CudaRNGStatesTracker = RandomStates
 
 
 def configure(
@@ -33,11 +37,11 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Record that it was called, for `is_configured`. Raises ValueError for settings that `checkpoint` does not have.
+    """Record the mpu, and that it was called, for `is_configured`. Raises ValueError for settings that `checkpoint` does not have.
 
     The engine reads the config's activation_checkpointing block itself.
     """
-    global _configured
+    global _configured, _mpu
     block = {} if deepspeed_config is None else load_config(config=deepspeed_config).get("activation_checkpointing") or {}
     unsupported = {
         "checkpoint_in_cpu": (checkpoint_in_cpu, "cpu_checkpointing"),
@@ -61,7 +65,7 @@ def configure(
             "checkpointing.configure(contiguous_checkpointing=, num_checkpoints=) has no effect: inputs are kept as they are, "
             "not copied into a buffer"
         )
-    _configured = True
+    _configured, _mpu = True, mpu_
 
 
 def is_configured() -> bool:
@@ -72,5 +76,26 @@ def reset() -> None:
     """A no-op: no state is kept between steps."""
 
 
+def get_cuda_rng_tracker() -> RandomStates:
+    """The random states that `fork()` draws from; also those of the CPU, if the rank has no GPU."""
+    return tracked
+
+
 def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed torch's own state with `seed`, and that of the ranks of sliced layers with another seed on each.
+
+    The rank is that of the mpu that `configure` was called with; 0 without one.
+    """
+    tracked.reset()
     torch.manual_seed(seed)
+    tracked.add(MODEL_PARALLEL, _sliced_seed(seed))
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the state of the ranks of sliced layers anew."""
+    with tracked.fork():
+        seed_device(_sliced_seed(seed))
+
+
+def _sliced_seed(seed: int) -> int:
+    return seed + 2718 + (0 if _mpu is None else tensor_rank(_mpu))  # Megatron's number, for the same draws

@@ -218,8 +218,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.parallel.layers": "partition_balanced partition_uniform prefix_sum_inc",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "slipstream.compat.checkpointing": "checkpoint configure is_configured model_parallel_cuda_manual_seed "
-        "non_reentrant_checkpoint reset"
+        "slipstream.compat.checkpointing": "CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker is_configured "
+        "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint reset"
     },
     "deepspeed.comm": {
         "slipstream.compat.comm": "allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank "
@@ -374,9 +374,6 @@ MISSING: Mapping[str, Mapping[str, str]] = {
         "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
         "MiCS_Optimizer": _MICS,
         "MiCS_Offload": _MICS,
-    },
-    "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "get_cuda_rng_tracker": "a random state per rank; seed the ranks of a replica alike, and sliced layers draw apart"
     },
     "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
     "deepspeed.runtime.zero.stage3": {"*": _ESTIMATE},

@@ -72,6 +72,12 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
     return MpuLayout(None, {"tp": size}, dict(sorted(places.items(), key=lambda item: item[1])))
 
 
+def tensor_rank(mpu: Any) -> int:
+    """The place of this rank among those with slices of the same layers."""
+    rank: int = _ask(mpu, _TENSOR, "rank", 0)
+    return rank
+
+
 def mark_marked(model: nn.Module, axis: Axis) -> None:
     """Mark the parameters that Megatron's attributes say to be parts. Raises ValueError if they do not fit."""
     for name, param in model.named_parameters():

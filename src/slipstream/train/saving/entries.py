@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from slipstream.activations.random_states import tracked
 from slipstream.checkpoint import FlatSlice
 from slipstream.checkpoint.flat_slice import Box, Shape, places_of
 from slipstream.optim.sharded import ShardedSteps, UpdatePiece
@@ -215,6 +216,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
+    if states := tracked.get_states():
+        state["tracked"] = states
     return state
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream import checkpoint
+from slipstream.activations.random_states import tracked
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.data.sampler import OtherDataError
 from slipstream.train.saving import entries
@@ -440,3 +441,5 @@ def _restore_random(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    if "tracked" in state:
+        tracked.set_states(state["tracked"])

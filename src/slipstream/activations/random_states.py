@@ -1,0 +1,94 @@
+"""Random states beside torch's own, from which the ranks of sliced layers draw apart: Megatron's tracker (arXiv:1909.08053).
+
+    tracked.add("model-parallel-rng", seed + rank)
+    with tracked.fork():              # what is drawn inside comes from this state, and torch's own stays as it was
+        hidden = dropout(hidden)
+
+`tracked` is the process's, as torch's generators are. A checkpointed function draws the same numbers twice (`recompute`), and the
+checkpoints of an engine have the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+MODEL_PARALLEL = "model-parallel-rng"
+
+
+class RandomStates:
+    """Random states of this rank's device, by name."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
+        self._seeds = set[int]()
+
+    def reset(self) -> None:
+        """Forget all."""
+        self._states, self._seeds = {}, set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self._states)
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state. Raises ValueError if there is one of this name or seed, which would draw the same numbers."""
+        if name in self._states or seed in self._seeds:
+            raise ValueError(
+                f"there is a random state {name!r} or one with the seed {seed} already; call reset() first, or take another seed"
+            )
+        before = _current()
+        seed_device(seed)
+        self._states[name] = _current()
+        self._seeds.add(seed)
+        _continue(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from a state. Raises ValueError for an unknown name."""
+        if name not in self._states:
+            raise ValueError(f"there is no random state {name!r}; add({name!r}, seed) makes it, or model_parallel_cuda_manual_seed")
+        before = _current()
+        _continue(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _current()
+            _continue(before)
+
+    @contextmanager
+    def again(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, draws are those that followed on earlier states."""
+        now = self._states
+        self.set_states(states)
+        try:
+            yield
+        finally:
+            self._states = now
+
+
+tracked = RandomStates()
+
+
+def seed_device(seed: int) -> None:
+    """Seed the generator of this rank's device."""
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _current() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _continue(state: Tensor) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
