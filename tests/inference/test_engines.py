@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from slipstream.inference import Listener, wire
+from slipstream.inference import Listener, tls, wire
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Engine
 from slipstream.inference.handshake import GREETING, SIZE
@@ -29,7 +33,7 @@ from slipstream.inference.source import weights_digest
 from slipstream.launch.cli import main
 from tests import tiny_chat
 from tests.inference.test_replicas import LONG, SAMPLED, Local, server, submit
-from tests.inference.test_server import COMPLETIONS, call, serving, until
+from tests.inference.test_server import CERTIFICATE, COMPLETIONS, call, serving, until
 from tests.unit.test_inference_engine import HashRunner, byte_tokenizer, running, wait
 
 SECRET = b"of all of them, and nobody else"
@@ -38,7 +42,8 @@ SECRET = b"of all of them, and nobody else"
 class Host:
     """An engine that listens in this process, at the same port each time. `steps`: as many forwards as it may compute."""
 
-    def __init__(self, slow: bool = False, **options: Any) -> None:
+    def __init__(self, slow: bool = False, tls: ssl.SSLContext | None = None, **options: Any) -> None:
+        self.tls = tls
         self.options = {"token_budget": 16, "max_running": 16, **options}
         self.steps = threading.Semaphore(0)
         self.slow = slow
@@ -55,7 +60,7 @@ class Host:
             runner.before = lambda batch: self.steps.acquire(timeout=30)  # type: ignore[assignment, return-value]
         self.engine = Engine(runner, byte_tokenizer(), **self.options)
         self.engine.start()
-        self.listener = Listener(self.engine, {**facts_of(self.engine, "hashes"), **facts}, SECRET)
+        self.listener = Listener(self.engine, {**facts_of(self.engine, "hashes"), **facts}, SECRET, self.tls)
         self.thread = threading.Thread(target=self.listener.run, args=([self.listening], 30.0))
         self.thread.start()
 
@@ -65,8 +70,8 @@ class Host:
         self.thread.join()
         self.engine.close()
 
-    def address(self, secret: bytes = SECRET, beat: float = wire.BEAT) -> EngineAddress:
-        return EngineAddress(address=f"127.0.0.1:{self.port}", secret=secret, beat=beat)
+    def address(self, secret: bytes = SECRET, beat: float = wire.BEAT, tls: ssl.SSLContext | None = None) -> EngineAddress:
+        return EngineAddress(address=f"127.0.0.1:{self.port}", secret=secret, tls=tls, beat=beat)
 
 
 @pytest.fixture
@@ -76,6 +81,27 @@ def hosts() -> Iterator[list[Host]]:
     yield both
     for host in both:
         host.end()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """Of 127.0.0.1, signed by itself, and its key."""
+    file = tmp_path / "both.pem"
+    file.write_text(CERTIFICATE)
+    return file
+
+
+@pytest.fixture
+def encrypted(certificate: Path) -> Iterator[Host]:
+    host = Host(tls=tls.engine_context(certificate, None))
+
+    def listens() -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", host.port)) == 0
+
+    until(listens)
+    yield host
+    host.end()
 
 
 @pytest.fixture(autouse=True)
@@ -238,6 +264,93 @@ def test_an_engine_that_leaves(hosts: list[Host]) -> None:
         until(lambda: states(router) == ["down", "ready"])
 
 
+class Tap:
+    """Hears what passes between a server and an engine."""
+
+    def __init__(self, port: int) -> None:
+        self.heard = b""
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listening.getsockname()[1]}"
+        threading.Thread(target=self._pass, args=(port,), daemon=True).start()
+
+    def _pass(self, port: int) -> None:
+        with self.listening, self.listening.accept()[0] as one, socket.create_connection(("127.0.0.1", port)) as other:
+            while True:
+                for side in select.select([one, other], [], [])[0]:
+                    if not (part := side.recv(1 << 16)):
+                        return
+                    self.heard += part
+                    (other if side is one else one).sendall(part)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_who_listens_between_hosts(hosts: list[Host], encrypted: Host, certificate: Path, secure: bool) -> None:
+    """hears prompts and answers only without TLS."""
+    tap = Tap((encrypted if secure else hosts[0]).port)
+    trusted = tls.server_context(certificate) if secure else None
+    with routed(EngineAddress(address=tap.address, secret=SECRET, tls=trusted)) as router:
+        wait(submit(router, "nobody else knows"))
+    assert (str(list(b"nobody"))[1:-1].replace(" ", "").encode() in tap.heard) is not secure
+    assert (b'["output",' in tap.heard) is not secure
+
+
+def test_answers_over_tls(encrypted: Host, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways at the same time, in messages of many records."""
+    monkeypatch.setattr(tls, "FLUSH", 1 << 14)
+    prompts = ["p" * (1 + 60 * (number % 3)) + str(number) for number in range(40)]
+    with running() as engine, routed(encrypted.address(tls=tls.server_context(certificate))) as router:
+        expected = [wait(submit(engine, prompt, SAMPLED)).text() for prompt in prompts]
+        found = [submit(router, prompt, SAMPLED) for prompt in prompts]
+        assert [wait(one).text() for one in found] == expected
+        with ThreadPoolExecutor(4) as threads:
+            calls = [threads.submit(router.engines[0].call, "unload_adapter", str(i) * 300_000) for i in range(8)]
+            assert all(isinstance(one.exception(30), ValueError) for one in calls)
+
+
+def test_certificates_that_are_not_accepted(hosts: list[Host], encrypted: Host, certificate: Path) -> None:
+    trusted = tls.server_context(certificate)
+    address = encrypted.address().address
+    with pytest.raises(ValueError, match=rf"engine {address}: its certificate is not accepted .--engine-tls-ca.: self.signed"):
+        Router([encrypted.address(tls=ssl.create_default_context())], byte_tokenizer()).open()
+    other = f"localhost:{encrypted.port}"
+    with pytest.raises(ValueError, match=rf"engine {other}: its certificate is not accepted .*'localhost'"):
+        EngineAddress(address=other, secret=SECRET, tls=trusted).open()
+    with pytest.raises(ValueError, match="the engine has another secret"):
+        encrypted.address(b"of somebody else altogether", tls=trusted).open()
+    with pytest.raises(OSError, match="start the engine with --tls-cert, or leave --engine-tls-ca out"):
+        hosts[0].address(tls=trusted).open()
+
+
+def test_a_plain_server_is_told_what_an_engine_with_tls_needs(encrypted: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.inference.handshake.TIME", 0.2)
+    with pytest.raises(OSError, match=r"it says nothing .timed out.; an engine with --tls-cert needs --engine-tls-ca here"):
+        encrypted.address().open()
+
+
+def test_hostile_handshakes(encrypted: Host, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, slow, and wrong ones end in time; meanwhile those who are connected are served."""
+    monkeypatch.setattr(tls, "TIME", 1.0)
+    trusted, place = tls.server_context(certificate), ("127.0.0.1", encrypted.port)
+    received, unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        trusted.wrap_bio(received, unsent, server_hostname="127.0.0.1").do_handshake()
+    hello = unsent.read()
+    with routed(encrypted.address(tls=trusted)) as router, ExitStack() as stack:
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 16), b"\x16\x03\x01\xff\xff" + b"x" * 70_000, hello[:-1]):
+            with socket.create_connection(place) as client, suppress(OSError):
+                client.sendall(garbage)
+        slow = [stack.enter_context(socket.create_connection(place)) for _ in range(80)]
+        began = time.monotonic()
+        while time.monotonic() < began + 1.5:  # a byte now and then does not prolong it
+            for number, client in enumerate(slow[:40]):
+                with suppress(OSError):
+                    client.sendall(hello[number : number + 1])
+            assert wait(submit(router, "a request")).last().finish is not Finish.ERROR
+        until(lambda: encrypted.listener._proving._value == 64)
+    with routed(encrypted.address(tls=trusted)) as router:
+        assert wait(submit(router, "a request")).last().finish is not Finish.ERROR
+
+
 def test_files_tell_models_apart(tmp_path: Path) -> None:
     one, copy, other = (tmp_path / name for name in ("one", "copy", "other"))
     for folder, value in ((one, 1), (copy, 1), (other, 2)):
@@ -255,6 +368,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     (tmp_path / "tokenizer.json").touch()
     short = tmp_path / "secret"
     short.write_text("short\n")
+    (tmp_path / "long").write_text("x" * 32)
     monkeypatch.delenv("SLIPSTREAM_ENGINE_SECRET", raising=False)
     for words, message in (
         ("engine {} --port 0", "need a common secret of at least 16 bytes, and there is none: openssl rand -hex 32 > FILE"),
@@ -268,11 +382,17 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
             "serve {} --port 0 --engines h:1 --dtype int8 --tp 2 --lora-modules a=b",
             "--dtype, --tp, --lora-modules: all engines are on other hosts (--engines); give it to slipstream engine there",
         ),
+        ("engine {} --port 0 --engine-secret-file {}/long --tls-cert {}/no", "--tls-cert {}/no: No such file or directory"),
+        ("serve {} --port 0 --engine-tls-ca {}/long", "--engine-tls-ca is for engines on other hosts; add --engines"),
+        (
+            "serve {} --port 0 --engines h:1 --engine-secret-file {}/long --engine-tls-ca {}/long",
+            "long: [X509: NO_CERTIFICATE_OR_CRL_FOUND] no certificate or crl found (_ssl.c",
+        ),
         ("serve {} x={} --port 0 --engines h:1", "--engines is of one model, and here models are loaded on demand; write it into"),
     ):
         with pytest.raises(SystemExit) as ended:
             sys.exit(main([word.format(tmp_path) for word in words.split()]))
-        assert ended.value.code == 2 and message in capsys.readouterr().err
+        assert ended.value.code == 2 and message.format(tmp_path) in capsys.readouterr().err
 
 
 @contextmanager
@@ -287,17 +407,22 @@ def engine_process(folder: Path, port: int, *options: str) -> Iterator[tuple[sub
 
 
 @pytest.mark.slow
-def test_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 of one of two engines: requests go on; it is taken back when it runs again. Ctrl-C ends an engine, and the server."""
+def test_real_processes(tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TLS.
+
+    kill -9 of one of two engines: requests go on; it is taken back when it runs again. Ctrl-C ends an engine, and the server."""
     folder = tiny_chat.write(tmp_path / "chat")
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef\n")
     monkeypatch.setenv("SLIPSTREAM_ENGINE_SECRET", "0123456789abcdef")
     body = json.dumps({"model": "chat", "prompt": "x", "max_tokens": 4, "ignore_eos": True})
+    options = ("--engine-secret-file", str(secret), "--tls-cert", str(certificate))
     with ExitStack() as stack:
-        first, second = (stack.enter_context(engine_process(folder, 0, "--engine-secret-file", str(secret))) for _ in range(2))
+        first, second = (stack.enter_context(engine_process(folder, 0, *options)) for _ in range(2))
         addresses = [first[1], second[1]]
-        process, address = stack.enter_context(server(folder, "--engines", ",".join(addresses)))
+        process, address = stack.enter_context(
+            server(folder, "--engines", ",".join(addresses), "--engine-tls-ca", str(certificate))
+        )
 
         def engines() -> list[str]:
             return [json.loads(call(address, "GET", "/health").body)["engines"][one] for one in addresses]
@@ -308,7 +433,7 @@ def test_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         first[0].send_signal(signal.SIGKILL)
         until(lambda: engines() == ["down", "ready"])
         assert call(address, "POST", COMPLETIONS, body).status == 200
-        again, _ = stack.enter_context(engine_process(folder, int(addresses[0].rpartition(":")[2])))
+        again, _ = stack.enter_context(engine_process(folder, int(addresses[0].rpartition(":")[2]), *options[2:]))
         until(lambda: engines() == ["ready", "ready"])
         second[0].send_signal(signal.SIGINT)
         assert second[0].wait(30) == 0

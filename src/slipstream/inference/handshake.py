@@ -4,7 +4,8 @@
     server -> engine    a nonce of 32 bytes, HMAC(secret, "server", both nonces)
     engine -> server    HMAC(secret, "engine", both nonces), or 32 zeros: refused
 
-All lengths are fixed. What follows (`wire`) is neither encrypted nor authenticated: the network, or a tunnel, has to be.
+All lengths are fixed. What follows (`wire`) is neither encrypted nor authenticated: the connection (`tls`), the network, or
+a tunnel has to be.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import socket
 import time
+
+from slipstream.inference.tls import Connection
 
 GREETING = b"slipstream engine 1\n"
 SIZE = 32  # bytes of a nonce, and of an HMAC with SHA-256
@@ -21,7 +23,7 @@ TIME = 5.0  # seconds for all of it
 _REFUSED = bytes(SIZE)
 
 
-def admit(connection: socket.socket, secret: bytes) -> bool:
+def admit(connection: Connection, secret: bytes) -> bool:
     """The engine's end. Returns whether the other one knows the secret; raises OSError if it does not say."""
     deadline, ours = time.monotonic() + TIME, secrets.token_bytes(SIZE)
     connection.settimeout(TIME)
@@ -32,7 +34,7 @@ def admit(connection: socket.socket, secret: bytes) -> bool:
     return known
 
 
-def enter(connection: socket.socket, secret: bytes) -> None:
+def enter(connection: Connection, secret: bytes) -> None:
     """The server's end. Raises ValueError if the secrets differ, OSError if the other end is no engine or does not answer."""
     deadline, ours = time.monotonic() + TIME, secrets.token_bytes(SIZE)
     if _receive(connection, len(GREETING), deadline) != GREETING:
@@ -47,7 +49,7 @@ def _proof(secret: bytes, role: bytes, engines: bytes, servers: bytes) -> bytes:
     return hmac.digest(secret, role + engines + servers, hashlib.sha256)
 
 
-def _receive(connection: socket.socket, num: int, deadline: float) -> bytes:
+def _receive(connection: Connection, num: int, deadline: float) -> bytes:
     received = b""
     while len(received) < num:
         connection.settimeout(max(deadline - time.monotonic(), 0.001))

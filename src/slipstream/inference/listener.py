@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.handshake import admit
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.source import weights_digest
+from slipstream.inference.tls import Connection, Encrypted
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +33,21 @@ UNPROVEN = 64  # connections at the same time that have not shown that they know
 class Listener:
     """`drain` and `stop` may be called by signal handlers, all else by the thread that runs it."""
 
-    def __init__(self, engine: Engine | EmbeddingEngine, facts: Mapping[str, Any], secret: bytes) -> None:
-        """`facts`: `replica.facts_of`."""
-        self.engine, self.facts, self.secret = engine, facts, secret
+    def __init__(
+        self, engine: Engine | EmbeddingEngine, facts: Mapping[str, Any], secret: bytes, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`facts`: `replica.facts_of`; `tls`: `tls.engine_context`, or None for plain connections."""
+        self.engine, self.facts, self.secret, self.tls = engine, facts, secret, tls
         self._proving = threading.Semaphore(UNPROVEN)
         self._sessions: set[Session] = set()  # each thread adds and removes its own
         self._draining = self._stopped = False
 
     @classmethod
-    def of(cls, opened: InferenceEngine, model: str, secret: bytes) -> Listener:
+    def of(cls, opened: InferenceEngine, model: str, secret: bytes, tls: ssl.SSLContext | None = None) -> Listener:
         """Of the engine that was opened from the folder or file `model`."""
         opened.engine.prepare()
         facts = facts_of(opened.engine, opened.description, opened.dtype, weights_digest(model))
-        return cls(opened.engine, facts, secret)
+        return cls(opened.engine, facts, secret, tls)
 
     def drain(self) -> None:
         """Take no further requests: servers send them to other engines. `run` returns when those that run have ended."""
@@ -94,12 +98,15 @@ class Listener:
             else:
                 connection.close()
 
-    def _meet(self, connection: socket.socket, host: str) -> None:
+    def _meet(self, accepted: socket.socket, host: str) -> None:
         """A thread: serve the connection, if it knows the secret, until it ends."""
+        connection: Connection = accepted
         try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = accepted if self.tls is None else Encrypted(accepted, self.tls)
             known = admit(connection, self.secret)
         except OSError:
-            known = None  # a port scanner, or a health check
+            known = None  # a port scanner, a health check, or a server that does not trust our certificate
         finally:
             self._proving.release()
         if not known:
@@ -107,7 +114,6 @@ class Listener:
                 logger.warning("a server on %s has another secret, and is refused", host)
             connection.close()
             return
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = wire.Link(connection, wire.BEAT)
         session = Session(self.engine, link)
         link.send("ready", self.facts)

@@ -30,6 +30,7 @@ from typing import Any
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import ClosedError, Logprob, Output, Usage
 from slipstream.inference.stats import Histogram, Stats
+from slipstream.inference.tls import Connection
 
 MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
 FLUSH = 2.0  # seconds for the other end to take what was sent before the end
@@ -47,7 +48,7 @@ class Link:
     engine is one frame. With a `beat`, in seconds, it writes an empty frame when there was nothing for so long; both ends must have
     one. What the other end does not take would be kept, so who sends without being asked calls `wait_for_room` first."""
 
-    def __init__(self, connection: socket.socket, beat: float | None = None) -> None:
+    def __init__(self, connection: Connection, beat: float | None = None) -> None:
         self.connection, self._beat = connection, beat
         connection.settimeout(None if beat is None else beat * SILENCE)
         self.messages = self._read()  # until the other end closes the connection

@@ -456,6 +456,8 @@ def _add_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--model-name", metavar="NAME", help="model name in the API; default: the last part of MODEL")
     _add_places(group)
     add("--engine-secret-file", metavar="FILE", help=_SECRET)
+    authorities = "connect to --engines over TLS, and accept certificates that those in this file (PEM) have signed, or are"
+    add("--engine-tls-ca", metavar="FILE", help=authorities)
     add("--max-loaded", type=_positive, metavar="N", help="models that are loaded at the same time; default: all, once used")
     add("--max-loaded-bytes", type=_bytes, metavar="SIZE", help="memory of all models that are loaded: 16G; default: no limit")
     add("--weights-socket", metavar="PATH", help="receive new weights on this socket (slipstream.handover.send)")
@@ -473,6 +475,8 @@ def _add_engine_command(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--host", default="127.0.0.1", metavar="HOST", help="default 127.0.0.1; 0.0.0.0 for all interfaces")
     add("--port", type=_port_or_any, default=8100, metavar="PORT", help="default 8100; 0: a free one, which the first line tells")
     add("--engine-secret-file", metavar="FILE", help=_SECRET)
+    add("--tls-cert", metavar="FILE", help="talk TLS to servers, with this certificate (PEM); they need --engine-tls-ca")
+    add("--tls-key", metavar="FILE", help="the certificate's key, if it is in another file")
     add("--drain-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="time to finish requests after SIGTERM; default 60")
     add("--model-name", metavar="NAME", help="the servers' name of the model; default: the last part of MODEL")
     _add_adapters(group)

@@ -113,9 +113,11 @@ def serve(options: argparse.Namespace) -> int:
     priority_keys = (
         [] if options.priority_keys is None else _keys(f"--priority-keys {options.priority_keys}", options.priority_keys)
     )
-    _check_certificate(options.tls_cert, options.tls_key)
+    _certificate(options.tls_cert, options.tls_key)
     if options.lora_root is not None and not os.path.isdir(options.lora_root):
         raise ValueError(f"--lora-root is {options.lora_root!r}, but there is no such folder")
+    if options.engine_tls_ca is not None and not any(one.engines for one in (options, *options.models)):
+        raise ValueError("--engine-tls-ca is for engines on other hosts; add --engines, or leave it out")
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream.inference import recommended, server
@@ -157,13 +159,13 @@ def serve(options: argparse.Namespace) -> int:
 
 def engine(options: argparse.Namespace) -> int:
     """Run a model for servers on other hosts until SIGTERM, then let running requests finish. Returns 1 if the engine dies."""
-    secret = _secret(options, os.environ)
+    secret, context = _secret(options, os.environ), _certificate(options.tls_cert, options.tls_key)
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream.inference import Listener
 
         opened = stack.enter_context(_engine(options))
-        listener = Listener.of(opened, options.model, secret)
+        listener = Listener.of(opened, options.model, secret, context)
 
         def drain(number: int, frame: object) -> None:
             for again in (signal.SIGINT, signal.SIGTERM):
@@ -181,16 +183,16 @@ def engine(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_certificate(cert: str | None, key: str | None) -> None:
+def _certificate(cert: str | None, key: str | None) -> Any:
     """Before the model loads. Raises ValueError for files that cannot be served with."""
-    import ssl
-
     if cert is None:
         if key is not None:
             raise ValueError("--tls-key is given without --tls-cert; add the certificate")
-        return
+        return None
+    from slipstream.inference import tls
+
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+        return tls.engine_context(cert, key)
     except OSError as error:
         files = f"--tls-cert {cert}" + ("" if key is None else f", --tls-key {key}")
         raise ValueError(f"{files}: {error.strerror}; they must be a certificate and its key, in PEM") from None
@@ -294,8 +296,20 @@ def _others(options: argparse.Namespace, arguments: Mapping[str, Any]) -> list[A
     if own := [name for name in arguments if name not in ("tokenizer", "model_name")] if options.replicas is None else []:
         named = ", ".join(_OPTION.get(name, f"--{name.replace('_', '-')}") for name in own)
         raise ValueError(f"{named}: all engines are on other hosts (--engines); give it to slipstream engine there")
-    secret = _secret(options, os.environ)
-    return [server.EngineAddress(address=address, secret=secret) for address in options.engines]
+    secret, context = _secret(options, os.environ), _authorities(options.engine_tls_ca)
+    return [server.EngineAddress(address=address, secret=secret, tls=context) for address in options.engines]
+
+
+def _authorities(file: str | None) -> Any:
+    """Whose certificates engines may have; None: they are connected without TLS. Raises ValueError for another file."""
+    if file is None:
+        return None
+    from slipstream.inference import tls
+
+    try:
+        return tls.server_context(file)
+    except OSError as error:
+        raise ValueError(f"--engine-tls-ca {file}: {error.strerror}; it must be certificates in PEM") from None
 
 
 def _with_own(options: argparse.Namespace, own: argparse.Namespace) -> argparse.Namespace:

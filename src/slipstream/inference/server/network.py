@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import socket
+import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 
 from slipstream.inference.handshake import enter
 from slipstream.inference.server.process import Connected
+from slipstream.inference.tls import Connection, Encrypted
 from slipstream.inference.wire import BEAT, Link
 
 PATIENCE = 3.0  # seconds to connect
@@ -21,6 +23,7 @@ class EngineAddress:
 
     address: str  # HOST:PORT, [IPV6]:PORT
     secret: bytes
+    tls: ssl.SSLContext | None = None  # `tls.server_context`; None: the connection is plain
     beat: float = BEAT
     attempts = math.inf  # it comes and goes as its host does
     max_pause = PAUSE
@@ -34,26 +37,44 @@ class EngineAddress:
         return f"engine {self.address}"
 
     def open(self) -> Connected:
-        """Raises ValueError if it has another secret, OSError if it cannot be reached."""
-        host, _, port = self.address.rpartition(":")
+        """Raises ValueError if it has another secret, or a certificate that is not trusted; OSError if it cannot be reached."""
         try:
-            self._connection = socket.create_connection((host.strip("[]"), int(port)), PATIENCE)
-            if self._stopped:
-                self._cut()
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            enter(self._connection, self.secret)
+            connection = self._connect()
+        except ssl.SSLCertVerificationError as error:
+            self._cut()
+            raise ValueError(f"{self.name}: its certificate is not accepted (--engine-tls-ca): {error.verify_message}") from None
         except OSError as error:
             self._cut()
             raise OSError(f"{self.name}: {error.strerror or error}") from None
         except ValueError as error:
             self._cut()
             raise ValueError(f"{self.name}: {error}") from None
-        link = Link(self._connection, self.beat)
+        link = Link(connection, self.beat)
         kind, *rest = next(link.messages, ("ended",))
         if kind != "ready":
             link.close()
             raise OSError(f"{self.name}: it has closed the connection")
         return Connected(link, rest[0])
+
+    def _connect(self) -> Connection:
+        host, _, port = self.address.rpartition(":")
+        host = host.strip("[]")
+        self._connection = plain = socket.create_connection((host, int(port)), PATIENCE)
+        if self._stopped:
+            self._cut()
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection = plain if self.tls is None else Encrypted(plain, self.tls, host)
+        except ssl.SSLCertVerificationError:
+            raise
+        except ssl.SSLError as error:
+            raise OSError(f"{error.reason}: start the engine with --tls-cert, or leave --engine-tls-ca out") from None
+        try:
+            enter(connection, self.secret)
+        except TimeoutError:
+            hint = "; an engine with --tls-cert needs --engine-tls-ca here" if self.tls is None else ""
+            raise OSError(f"it says nothing (timed out){hint}") from None
+        return connection
 
     def stop(self) -> None:
         """Make `open` raise, from another thread."""

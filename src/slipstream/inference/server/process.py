@@ -54,7 +54,7 @@ class _Process:
 
     def __init__(self, name: str, connection: socket.socket, said: IO[str]) -> None:
         """`said`: the read end of its stderr."""
-        self.name, self.tail, self.link = name, deque[str](maxlen=TAIL), Link(connection)
+        self.name, self.tail, self.connection, self.link = name, deque[str](maxlen=TAIL), connection, Link(connection)
         self.forwarding = threading.Thread(target=self._forward, args=(said,), daemon=True)
         self.forwarding.start()
 
@@ -204,7 +204,7 @@ class Zygote:
     def _ask(self, blank: Blank, kind: str, argument: Any, descriptors: Sequence[int] = ()) -> list[Any]:
         """Its answer, ["ended", None] if there is none any more."""
         with suppress(OSError):
-            socket.send_fds(blank.link.connection, [frame_of([[kind, argument]])], descriptors)
+            socket.send_fds(blank.connection, [frame_of([[kind, argument]])], descriptors)
             return next(blank.link.messages, ["ended", None])
         return ["ended", None]
 
