@@ -429,6 +429,23 @@ def test_what_is_not_forked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert isinstance(source, EngineProcess) and (source.zygote is not None) == forks, options
 
 
+def test_all_replicas_have_one_queue(folder: Path) -> None:
+    """max_waiting is of all together, for each tenant: each engine has a part, and what one refuses goes to another."""
+    sources = Router.local(str(folder), {"max_waiting": 5}, [[], []], Spare())._sources
+    assert [source.options["max_waiting"] for source in sources if isinstance(source, EngineProcess)] == [3, 3]
+    go = threading.Event()
+    with routed(*(Local(name, lambda _: go.wait(30), max_running=1, max_waiting=2) for name in "ab")) as router:  # type: ignore[arg-type, return-value]
+        first = [submit(router, f"{name} {number}", tenant="x") for number in range(2) for name in "ab"]
+        until(lambda: all(len(engine._tickets) == 2 for engine in router.engines))
+        until(lambda: router.stats().running == 2)
+        more = [submit(router, "the same prompt", tenant="x") for _ in range(2)]
+        with pytest.raises(QueueFullError, match="2 requests wait, and max_waiting is 2"):
+            submit(router, "the same prompt", tenant="x")
+        more.append(submit(router, "the same prompt", tenant="y"))
+        go.set()
+        assert all(wait(one).last().finish is not Finish.ERROR for one in (*first, *more))
+
+
 @pytest.mark.slow
 def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""

@@ -179,6 +179,11 @@ class Router:
         Raises ValueError for a model without a tokenizer."""
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
         on_cpu = not gpus and options.get("device") in (None, "cpu")  # CUDA does not work in a fork
+        if (waiting := options.get("max_waiting")) is not None and cores:
+            options = {
+                **options,
+                "max_waiting": -(-waiting // len(cores)),
+            }  # a full engine's requests go to others, so it is of all
         forks = on_cpu and sys.platform == "linux" and not any(option in options for option in ON_DISK)
         zygote = Zygote(name, model, options, len(cores), cores[0], spare) if forks and cores else None
         sources = [
