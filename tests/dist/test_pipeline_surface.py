@@ -11,8 +11,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import slipstream
 from slipstream.parallel.layers import LayerSpec
+from slipstream.parallel.mail import PairMail, connect_mail
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.topology import PipeModelDataParallelTopology
+from slipstream.train import pipeline
 from tests import cases, toy
 from tests.dist.test_pipeline import (
     CLIP,
@@ -220,14 +222,26 @@ def counted(engine: Any) -> dict[str, int]:
     return nbytes
 
 
+def pair_mail(axis: Any, device: torch.device, transport: str, watch: Any, routes: Any, slots: int) -> PairMail:
+    """As between GPUs, with gloo in place of NCCL."""
+    return PairMail(axis, device, watch, routes, backend="gloo")
+
+
 @distributed(world_size=4)
 def test_what_slices_have_alike_travels_once() -> None:
     """`pipe_partitioned` and `grad_partitioned` over gloo: half of the bytes at tp 2, with the same bits; not inside of slices."""
     kinds = ("F", "B")
     results = []
-    for outputs, grads in ((False, False), (True, False), (True, True)):
+    for outputs, grads, connect in (
+        (False, False, connect_mail),
+        (True, False, connect_mail),
+        (True, True, connect_mail),
+        (True, True, pair_mail),
+    ):
         pipe = {"stages": 2, "pipe_partitioned": outputs, "grad_partitioned": grads}
-        engine = make(decoder(), 1, "gloo", pipeline=pipe, slipstream={"mesh": {"tp": 2}})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "connect_mail", connect)
+            engine = make(decoder(), 1, "gloo", pipeline=pipe, slipstream={"mesh": {"tp": 2}})
         nbytes = counted(engine)
         losses = [float(engine.train_batch(token_samples(0, step))) for step in range(2)]
         results.append((losses, engine.global_grad_norm, int(toy.checksum(engine))))
@@ -236,7 +250,7 @@ def test_what_slices_have_alike_travels_once() -> None:
         sent = kinds[engine.stage_id]  # activations from the first stage, gradients from the last
         assert nbytes == {kind: (whole // 2 if asked[kind] else whole) if kind == sent else 0 for kind in kinds}
         engine.destroy()
-    assert results[1:] == results[:1] * 2
+    assert results[1:] == results[:1] * 3
     results = []
     for is_shared in (True, False):
         pipe = {"pipe_partitioned": is_shared, "grad_partitioned": is_shared}
