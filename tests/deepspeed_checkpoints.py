@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,17 +32,21 @@ class Case(NamedTuple):
     stage: int
     dtype: str
     universal: bool = False
-    kind: str = "data"  # or "pipe", "slices": of two; "moe"
+    kind: str = "data"  # or "pipe", "slices", "moepipe": of two; "moe"; "autoep"
     ep: int = 1
 
     @property
     def name(self) -> str:
-        kind = {"data": "", "moe": f"moe-ep{self.ep}-"}.get(self.kind, f"{self.kind}-")
+        kind = "" if self.kind == "data" else f"{self.kind}-ep{self.ep}-" if self.has_experts else f"{self.kind}-"
         return f"{kind}z{self.stage}-w{self.world}-{self.dtype}" + ("-universal" if self.universal else "")
 
     @property
+    def has_experts(self) -> bool:
+        return self.kind in ("moe", "moepipe", "autoep")
+
+    @property
     def replicas(self) -> int:
-        return self.world if self.kind in ("data", "moe") else self.world // 2
+        return self.world if self.kind in ("data", "moe", "autoep") else self.world // 2
 
 
 CASES = [
@@ -65,6 +70,14 @@ CASES = [
     Case(2, 1, "fp32", kind="moe"),
     Case(2, 1, "bf16", kind="moe", ep=2),
     Case(4, 2, "fp32", kind="moe", ep=2),
+    Case(2, 1, "fp32", True, "moe"),
+    Case(4, 1, "fp32", kind="moepipe", ep=2),
+    Case(2, 0, "fp32", kind="autoep", ep=2),
+    Case(4, 1, "fp32", kind="autoep", ep=2),
+    Case(2, 2, "bf16", kind="autoep", ep=2),
+    Case(4, 3, "fp32", kind="autoep", ep=2),
+    Case(2, 1, "fp32", True, "autoep", 2),
+    Case(4, 3, "fp32", True, "autoep", 2),
 ]
 SPECS = [  # AutoTP's
     {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
@@ -161,8 +174,7 @@ class Mixture(nn.Module):
         self.head = nn.Linear(6, 13, bias=False)
         with torch.no_grad():  # experts that differ, the same on every rank
             for name, param in self.named_parameters():
-                draw = torch.Generator().manual_seed(hash_of(name))
-                param.copy_(torch.rand(param.shape, generator=draw) - 0.4)
+                param.copy_(drawn(name, param.shape))
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = torch.tanh(self.up(self.embedding(tokens[:, :-1])))
@@ -171,8 +183,37 @@ class Mixture(nn.Module):
         return F.cross_entropy(self.head(h).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def hash_of(name: str) -> int:
-    return sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
+class Residual(nn.Module):
+    """A layer of experts with input and output of a pipeline's layers."""
+
+    def __init__(self, moe: Any, num_experts: int, ep: int, seed: int) -> None:
+        super().__init__()
+        self.layer = moe(6, Expert(), num_experts, k=2, ep_size=ep, drop_tokens=False, top2_2nd_expert_sampling=False)
+        with torch.no_grad():
+            for name, param in self.named_parameters():
+                param.copy_(drawn(name, param.shape, seed))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)[0]
+
+
+def transformer() -> nn.Module:
+    """Experts beside a shared one with a gate, which AutoEP renames, and frozen biases."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "moe_intermediate_size": 6, "shared_expert_intermediate_size": 4}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+    module = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=13, **sizes, **heads, **experts, initializer_range=0.3))
+    for name, param in module.named_parameters():
+        param.requires_grad_(not name.endswith(("k_proj.bias", "v_proj.bias")))
+    return module
+
+
+def drawn(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
+    """What only the name tells."""
+    seed += sum(ord(letter) * (i + 1) for i, letter in enumerate(name))
+    return torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed)) - 0.4
 
 
 def pipeline_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -184,12 +225,19 @@ def model(kind: str = "data", pipe: Any = None, num_stages: int = 1, moe: Any = 
     torch.manual_seed(3)
     if kind == "moe":
         return Mixture(moe, ep)
+    if kind == "autoep":
+        return transformer()
+    # DeepSpeed waits without end if a stage has no parameter of some group
+    if kind == "moepipe":
+        sizes = [pipe.LayerSpec(Residual, moe, num, ep, seed) for seed, num in enumerate((4, 2, 4))]
+        dense = pipe.LayerSpec(nn.Linear, 6, 6), pipe.LayerSpec(nn.Linear, 6, 13)
+        layers = [pipe.LayerSpec(nn.Embedding, 13, 6), dense[0], *sizes, dense[1]]
+        return pipe.PipelineModule(layers, num_stages=num_stages, loss_fn=pipeline_loss, partition_method="uniform")
     if kind == "data":
         return Model()
     if kind == "slices":
         return Sliced()
     table, head = pipe.TiedLayerSpec("table", Table), pipe.TiedLayerSpec("table", Table, forward_fn=logits)
-    # DeepSpeed waits without end if a stage has no parameter of some group
     layers = [table, pipe.LayerSpec(Block), pipe.LayerSpec(nn.Linear, 6, 6), torch.tanh, pipe.LayerSpec(Block), head]
     module = pipe.PipelineModule(layers, num_stages=num_stages, loss_fn=pipeline_loss, partition_method="uniform")
     for name, param in module.named_parameters():
@@ -232,6 +280,7 @@ def config(case: Case, world: int, stage: int) -> dict[str, Any]:
 def train(case: Case, folder: Path) -> None:
     """Train and save one rank's part with DeepSpeed."""
     import deepspeed
+    import deepspeed.module_inject.auto_ep
     import deepspeed.moe.layer
     import torch.distributed as dist
 
@@ -245,14 +294,25 @@ def train(case: Case, folder: Path) -> None:
     if case.kind == "slices":
         del settings["train_batch_size"]  # DeepSpeed divides it by all ranks
         settings["tensor_parallel"] = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": SPECS}}
-    if case.kind == "moe":
-        deepspeed.init_distributed("gloo")
+    if case.has_experts:
         del settings["gradient_clipping"]  # DeepSpeed averages the norms of experts
+    if case.kind == "autoep":
+        settings["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
+        settings["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": case.ep,
+            "preset_model": "qwen3_moe",
+            "use_grouped_mm": False,
+        }
+        # fails with transformers 5.23, and is for outputs that are not asked for
+        deepspeed.module_inject.auto_ep.AutoEP._retarget_transformers_output_recorders = lambda *_: None
     module = model(case.kind, deepspeed.pipe, 2, deepspeed.moe.layer.MoE, case.ep)
-    engine = deepspeed.initialize(model=module, model_parameters=groups(module), config=settings)[0]
+    # AutoEP sorts the experts' parameters of one group of the caller's alone
+    params = [param for param in module.parameters() if param.requires_grad] if case.kind == "autoep" else groups(module)
+    engine = deepspeed.initialize(model=module, model_parameters=params, config=settings)[0]
     losses = []
     for step in range(STEPS + MORE):
-        losses.append(pipeline_step(engine, case, step) if case.kind == "pipe" else data_step(engine, case, step))
+        losses.append(pipeline_step(engine, case, step) if "pipe" in case.kind else data_step(engine, case, step))
         if step == STEPS - 1:
             engine.save_checkpoint(str(folder), client_state={"epoch": 7, "names": ["a", None], "seen": (1, 2.5)})
     if dist.get_rank() == 0:
@@ -270,12 +330,18 @@ def data_step(engine: Any, case: Case, step: int) -> float:
     import torch.distributed as dist
 
     index = dist.get_rank() // (case.world // case.replicas)
-    loss = engine(batch(step, index, case.replicas))
+    loss = loss_of(engine, batch(step, index, case.replicas))
     engine.backward(loss)
     engine.step()
     mean = loss.detach().float().clone()
     dist.all_reduce(mean)
     return mean.item() / case.world
+
+
+def loss_of(engine: Any, tokens: Tensor) -> Tensor:
+    if isinstance(getattr(engine.module, "config", None), dict | type(None)):
+        return engine(tokens)
+    return engine(input_ids=tokens, labels=tokens).loss
 
 
 def launch(case: Case, folder: Path) -> None:

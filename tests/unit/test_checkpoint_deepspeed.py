@@ -116,3 +116,62 @@ def test_tensors_without_bytes_are_counted_before_they_are_made(folder: Path, tm
     words = r"more than 1\d,\d{3} tensors, and too few bytes" if is_shared else "20,000 of its records are empty"
     with pytest.raises(CheckpointError, match=words):
         load_metadata(tmp_path / "c", "global_step3")
+
+
+EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts."
+CUTS = {"moe.deepspeed_moe.gate.wg.weight": None} | {
+    f"{EXPERT}{i}.{leaf}": dim for i in range(2) for leaf, dim in (("up.weight", 0), ("down.weight", 1), ("down.bias", None))
+}  # the dimension of each parameter along which two ranks have slices
+INFO = {
+    "parameter_with_row_parallelism_patterns": [r".*\.down\.weight"],
+    "tp_replicated_parameter_patterns": [r".*\.wg\.weight", r".*\.bias"],
+}
+
+
+def write_slices(folder: Path) -> dict[str, torch.Tensor]:
+    """Write what DeepSpeed saves at ZeRO-1 of experts that a Megatron has sliced; returns the whole parameters."""
+    shapes = {"wg.weight": (2, 4), "up.weight": (6, 4), "down.weight": (4, 6), "down.bias": (4,)}
+    whole = {name: torch.randn(shapes[".".join(name.split(".")[-2:])]) for name in CUTS}
+    folder.mkdir()
+    for rank in range(2):
+        own = {name: value if CUTS[name] is None else value.chunk(2, CUTS[name])[rank] for name, value in whole.items()}
+        starts, mapping = 0, {}
+        for name, value in own.items():
+            mapping[name] = {"start": starts, "numel": value.numel()}
+            starts += value.numel()
+        for i in range(2):
+            state = {name: value.bfloat16() for name, value in own.items() if name.startswith(f"{EXPERT}{i}.")}
+            torch.save(state, folder / f"layer_0_expert_{i}_mp_rank_{rank:02d}_model_states.pt")
+        flat = torch.cat([value.flatten() for value in own.values()])
+        optimizer = {
+            "partition_count": [1],
+            "single_partition_of_fp32_groups": [flat],
+            "base_optimizer_state": {
+                "state": {0: {"exp_avg": flat * 2, "exp_avg_sq": flat * 3}},
+                "param_groups": [{"lr": 0.1, "eps": 0.1}],
+            },
+            "param_slice_mappings": [mapping],
+        }
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt")
+        nothing = dict.fromkeys(("optimizer", "lr_scheduler", "frozen_param_shapes", "frozen_param_fragments"))
+        counters = {"skipped_steps": 0, "global_steps": 3, "global_samples": 24}
+        model = nothing | counters | {"module": {}, "buffer_names": [], "shared_params": {}, "num_experts": [2], "ds_config": {}}
+        shapes_of = [{name: tuple(value.shape) for name, value in own.items()}]
+        model |= {"param_shapes": shapes_of, "universal_checkpoint_info": INFO}
+        torch.save(model, folder / f"mp_rank_{rank:02d}_model_states.pt")
+    return whole
+
+
+def test_experts_in_slices_are_joined(tmp_path: Path) -> None:
+    """Each model-parallel rank has a file of its own for each expert."""
+    whole = write_slices(tmp_path / "global_step3")
+    found = values(tmp_path)
+    for leaf in ("up.weight", "down.weight", "down.bias"):
+        stack = torch.stack([whole[f"{EXPERT}{i}.{leaf}"] for i in range(2)])
+        for kind, factor in (("model", 1), ("optim.exp_avg", 2), ("optim.exp_avg_sq", 3)):
+            assert found[f"{kind}.moe.deepspeed_moe.experts.stack.expert.{leaf}"].equal(stack * factor), (kind, leaf)
+    assert found["model.moe.deepspeed_moe.gate.wg.weight"].equal(whole["moe.deepspeed_moe.gate.wg.weight"])
+    missing = tmp_path / "global_step3" / "layer_0_expert_1_mp_rank_01_model_states.pt"
+    missing.unlink()
+    with pytest.raises(CheckpointError, match=f"it has no {missing.name}"):
+        load_metadata(tmp_path, "global_step3")

@@ -79,7 +79,7 @@ class _Import:
         self.parts = parts_of(folder, self.names)
         self.model = self.parts[0].model
         self.degree = max(part.slice for part in self.parts) + 1
-        self.experts = ExpertFiles(folder, self.names, self.model, len(self.parts))
+        self.experts = ExpertFiles.open(folder, self.parts, self.degree)
         self.files: dict[str, int] = {}
         self.shapes: dict[str, tuple[torch.dtype, Shape]] = {}
         self.pieces: dict[str, list[Piece]] = {}
@@ -167,8 +167,7 @@ class _Import:
                 )
 
     def _optimizer_files(self, part: DeepSpeedPart) -> None:
-        trained = part.trained
-        num_read: dict[Any, int] = dict.fromkeys(trained, 0)  # elements of each parameter (of an expert: Slot) on lower ranks
+        num_read: dict[ExpertSlot, int] = {}  # elements of each parameter on lower ranks
         world = len(part.optim_files)
         for rank, file in enumerate(part.optim_files):
             state = read(self.folder / file)["optimizer_state_dict"]
@@ -183,27 +182,20 @@ class _Import:
             self._values(base["param_groups"], state)
             for index, master in enumerate(masters):
                 param_state = base["state"].get(index, {})
-                shapes = part.model["param_shapes"][index] if is_stage_3 else {}
-                spans = _stage_3(shapes, num_read, world) if is_stage_3 else self._stage_1(part, state, index)
+                spans = _stage_3(part, state, index, rank, world) if is_stage_3 else self._stage_1(part, state, index)
                 for name, first, numel in spans:
-                    slot = self.experts.slot(name, trained[name], rank, world)
-                    start = num_read.get(slot or name, 0)
-                    num_read[slot or name] = start + numel
+                    slot = self._slot(name, part, rank, world)
                     if slot is not None:
-                        self._parameter(
-                            slot.name,
-                            PartPlace(slot.whole),
-                            slot.start + start,
-                            master,
-                            param_state,
-                            base["param_groups"],
-                            first,
-                            numel,
-                        )
-                        continue
-                    place = self._place(name, part, lambda other, name=name: other.trained[name])  # type: ignore[misc]
-                    if place is not None:
-                        self._parameter(name, place, start, master, param_state, base["param_groups"], first, numel)
+                        start = num_read.get(slot, 0)
+                        num_read[slot] = start + numel
+                        self._parameter(slot, start, master, param_state, base["param_groups"], first, numel)
+
+    def _slot(self, name: str, part: DeepSpeedPart, rank: int, world: int) -> ExpertSlot | None:
+        """A trained parameter of a part, and what it is of the whole; None if the whole has it from another part."""
+        place = self._place(name, part, lambda other: other.trained[name])
+        if place is None:
+            return None
+        return self.experts.slot(name, place, rank, world) or ExpertSlot(self.experts.known_as(name), place)
 
     def _stage_1(self, part: DeepSpeedPart, state: Mapping[str, Any], index: int) -> Iterator[tuple[str, int, int]]:
         zero = (self.model.get("ds_config") or {}).get("zero_optimization") or {}
@@ -217,16 +209,18 @@ class _Import:
 
     def _parameter(
         self,
-        name: str,
-        place: PartPlace,
+        slot: ExpertSlot,
         start: int,
-        master: Stored,
+        master: Stored | None,
         state: Mapping[str, Any],
         groups: list[dict[str, Any]],
         first: int,
         numel: int,
     ) -> None:
-        self._add(f"model.{name}", place.whole, start, master, first, numel, place.boxes)
+        """Add elements [first, first + numel) of a parameter and its states, which are those from `start` of the slot."""
+        name, place = slot
+        if master is not None:
+            self._add(f"model.{name}", place.whole, start, master, first, numel, place.boxes)
         scalars = self.steps.setdefault(name, {})
         for key, value in state.items():
             if isinstance(value, Stored) and value.shape:
@@ -243,9 +237,13 @@ class _Import:
                 "it is of ZeRO stage 0 in several pipeline stages or slices: its optimizer states have no names. Load its weights "
                 "alone (torch.load with weights_only=True), or save it at stage 1"
             )
-        module, buffers = self.model["module"], self.model["buffer_names"]
-        dense = [(name, stored) for name, stored in module.items() if isinstance(stored, Stored) and name not in buffers]
-        files = self.experts.optimizers() if self.experts.numbers else []
+        module, buffers, experts = self.model["module"], self.model["buffer_names"], self.experts
+        dense = {
+            name: stored
+            for name, stored in module.items()
+            if isinstance(stored, Stored) and name not in buffers and not experts.is_alias(name, module)
+        }
+        files = experts.optimizers() if experts else []
         for rank, state in enumerate([read(self.folder / file)["optimizer"] for file in files] or [self.model["optimizer"]]):
             if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
                 raise CheckpointError(
@@ -254,22 +252,24 @@ class _Import:
                 )
             groups = state["param_groups"]
             self._values(groups, state)
-            for name, stored, values in numbered(state, dense if rank == 0 else [], self.experts.on_rank(rank) if files else []):
-                slot = self.experts.slot(name, stored.shape) or ExpertSlot(name, stored.shape, 0)
-                self._parameter(slot.name, PartPlace(slot.whole), slot.start, stored, values, groups, 0, stored.numel)
+            own = experts.on_rank(rank) if files else {}
+            shapes = experts.in_order(dense, state) if rank == 0 else []
+            for name, values in numbered(state, shapes, [(name, shape) for name, (shape, _) in own.items()]):
+                master = None if name in own else dense[name]
+                shape, slot = own.get(name) or (dense[name].shape, ExpertSlot(experts.known_as(name), PartPlace(dense[name].shape)))
+                self._parameter(slot, 0, master, values, groups, 0, math.prod(shape))
 
     def _experts(self) -> None:
-        """Add the experts' frozen parameters."""
-        for name, stored in self.experts.weights():
-            slot = self.experts.slot(name, stored.shape)
-            if slot is not None and slot.name not in self.steps:
-                self._add(f"model.{slot.name}", slot.whole, slot.start, stored, 0, stored.numel)
+        """Add the experts' weights of which no optimizer has a master: frozen ones, and all without ZeRO."""
+        known = set(self.shapes)
+        for index, name, slices in self.experts.weights():
+            place = self.cuts.place(name, index, [stored.shape for stored in slices])
+            slot = self.experts.slot(name, place)
+            if slot is not None and f"model.{slot.name}" not in known and not (place.is_copy and index):
+                whole, boxes, _ = slot.place
+                self._add(f"model.{slot.name}", whole, 0, slices[index], 0, slices[index].numel, boxes)
 
     def _universal(self) -> None:
-        if self.experts.numbers:
-            raise CheckpointError(
-                "it is a universal checkpoint of a model with experts, which is not imported: load what it was made of"
-            )
         trained = {name: shape for part in self.parts for name, shape in part.trained.items()}
         common = read(self.folder / "zero" / "optimizer_state.pt")
         self._values(common["param_groups"], common)
@@ -280,7 +280,9 @@ class _Import:
             folder = self.folder / "zero" / name
             if self.degree > 1:  # the parts know the shapes of slices
                 shape = self._whole_shape(folder)
-            numel = math.prod(shape)
+            place = PartPlace(self.experts.whole_shape(name, shape))
+            slot = self.experts.slot(name, place) or ExpertSlot(self.experts.known_as(name), place)
+            numel = math.prod(place.whole)
             scalars = {key: value for key, value in states.get(0, {}).items() if not isinstance(value, Stored) or not value.shape}
             tensors = {}
             for file in sorted(folder.glob("*.pt")):
@@ -290,7 +292,7 @@ class _Import:
                     tensors[file.stem] = value
                 else:
                     scalars[file.stem] = value
-            self._parameter(name, PartPlace(shape), 0, tensors.pop("fp32"), scalars | tensors, common["param_groups"], 0, numel)
+            self._parameter(slot, 0, tensors.pop("fp32"), scalars | tensors, common["param_groups"], 0, numel)
 
     @staticmethod
     def _whole_shape(folder: Path) -> Shape:
@@ -317,24 +319,27 @@ class _Import:
                 shape, start = tuple(state["frozen_param_shapes"][name]), num_read.get(name, 0)
                 num_read[name] = start + stored.numel
                 place = self._place(name, part, lambda other, name=name: tuple(other.model["frozen_param_shapes"][name]))  # type: ignore[misc]
-                if place is not None and (start < math.prod(shape) or f"model.{name}" not in self.pieces):
+                target = f"model.{self.experts.known_as(name)}"
+                if place is not None and (start < math.prod(shape) or target not in self.pieces):
                     numel = min(stored.numel, math.prod(shape) - start)
-                    self._add(f"model.{name}", place.whole, start, stored, 0, numel, place.boxes)
+                    self._add(target, place.whole, start, stored, 0, numel, place.boxes)
         buffers = part.model["buffer_names"]
-        other_names = {*part.trained, *self.steps, *fragments, *buffers, *aliases}
+        other_names = {*part.trained, *fragments, *buffers, *aliases}
         for name, stored in module.items():
-            if name not in other_names and isinstance(stored, Stored) and len(part.model_files) == 1:
+            is_other = name in other_names or self.experts.known_as(name) in self.steps or self.experts.is_alias(name, module)
+            if not is_other and isinstance(stored, Stored) and len(part.model_files) == 1:
                 self._add_stored("model", name, stored, part, lambda other, name=name: other.model["module"][name].shape)  # type: ignore[misc]
         for name in buffers if module else ():
-            if part.slice == 0 and f"buffer.{name}" not in self.pieces:
-                self._add(f"buffer.{name}", module[name].shape, 0, module[name], 0, module[name].numel)
+            target = f"buffer.{self.experts.known_as(name)}"
+            if part.slice == 0 and target not in self.pieces and not self.experts.is_alias(name, module):
+                self._add(target, module[name].shape, 0, module[name], 0, module[name].numel)
 
     def _add_stored(
         self, kind: str, name: str, stored: Stored, part: DeepSpeedPart, shapes: Callable[[DeepSpeedPart], Shape]
     ) -> None:
         place = self._place(name, part, shapes)
         if place is not None:
-            self._add(f"{kind}.{name}", place.whole, 0, stored, 0, stored.numel, place.boxes)
+            self._add(f"{kind}.{self.experts.known_as(name)}", place.whole, 0, stored, 0, stored.numel, place.boxes)
 
     def _layers(self) -> None:
         """Add the frozen parameters and the buffers of a pipeline's layers, which have files of their own."""
@@ -384,7 +389,11 @@ class _Import:
                 "patience": int(scaler.get("cur_hysteresis", 1)),
             },
             "scheduler": model["lr_scheduler"],
-            "aliases": {name: first for part in self.parts for name, first in (part.model["shared_params"] or {}).items()},
+            "aliases": {
+                self.experts.known_as(name): self.experts.known_as(first)
+                for part in self.parts
+                for name, first in (part.model["shared_params"] or {}).items()
+            },
             "data": None,
             "model_config": None,
             "optimizer": {
@@ -431,14 +440,20 @@ class _Import:
         return encode(value, path, "$shared")[0]
 
 
-def _stage_3(shapes: Mapping[str, Shape], num_read: Mapping[str, int], world: int) -> Iterator[tuple[str, int, int]]:
-    """(name, first element in the rank's flat group, number of elements) of each parameter's part."""
+def _stage_3(part: DeepSpeedPart, state: Mapping[str, Any], index: int, rank: int, world: int) -> Iterator[tuple[str, int, int]]:
+    """(name, first element in the rank's flat group, number of elements) of each parameter's part.
+
+    A group of experts is in as many parts as ranks have the same experts.
+    """
+    groups = state.get("ds_zero_partition_groups") or []
+    group = groups[index] if index < len(groups) else {}
+    world, rank = int(group.get("partition_count", world)), int(group.get("partition_rank", rank))
     first = 0
-    for name, shape in shapes.items():
+    for name, shape in part.model["param_shapes"][index].items():
         numel = math.prod(shape)
-        part = -(-numel // world)
-        yield name, first, max(0, min(part, numel - num_read[name]))
-        first += part
+        length = -(-numel // world)
+        yield name, first, max(0, min(length, numel - rank * length))
+        first += length
 
 
 def _prefix(layer: str, state: Mapping[str, Any], known: Collection[str]) -> str:

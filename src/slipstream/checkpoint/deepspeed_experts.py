@@ -1,10 +1,15 @@
-"""The experts of a DeepSpeed checkpoint, each with parameters of its own, as parts of the stacks of `deepspeed.moe.layer.MoE`.
+"""The experts of a DeepSpeed checkpoint, each with parameters of its own, as parts of stacks.
 
-Files of DeepSpeed 0.19.8 next to those of other models (deepspeed_parts.py):
+Files of DeepSpeed 0.19.8 next to those of other models (deepspeed_parts.py), with M the model-parallel rank, whose stage counts its
+layers of experts from 0:
 
-layer_L_expert_E_mp_rank_00_model_states.pt    expert E of the model's layer L of experts, named by its index in the layer
-[bf16_]zero_pp_rank_D_mp_rank_00_optim_states.pt  ZeRO-1, 2: the states of rank D's experts, named by their index on that rank
+layer_L_expert_E_mp_rank_M_model_states.pt     expert E of the stage's layer L of experts, named by its index in the layer
+[bf16_]zero_pp_rank_D_mp_rank_M_optim_states.pt  the states of rank D's experts, named by their index on that rank
 expp_rank_R_mp_rank_00_optim_states.pt         without ZeRO: the optimizer of the R-th rank of those that have different experts
+
+They become those of `deepspeed.moe.layer.MoE`, which has stacks. AutoEP replaces layers of transformers; `ds_autoep_layers` lists
+them. A rank's w1, w2 and w3 are stacks of its experts (at ZeRO-3 its own part of each, and no files of experts), and become
+transformers' gate_up_proj and down_proj; its router and its shared expert get transformers' names, too.
 
 Optimizers without ZeRO number their parameters, in the order of their groups. `numbered` finds the names by shape, and in the
 order of the model among parameters of one shape.
@@ -12,68 +17,123 @@ order of the model among parameters of one shape.
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slipstream.checkpoint.deepspeed_parts import DeepSpeedPart, PartPlace
 from slipstream.checkpoint.errors import CheckpointError
-from slipstream.checkpoint.flat_slice import Shape
+from slipstream.checkpoint.flat_slice import Box, Shape, whole_box
 from slipstream.checkpoint.pickled import Stored, read
 
-_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt")
+_MOST_EXPERTS = 1 << 16  # of a layer; a number in a small file would make as many boxes
 _OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_NAME = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
+_NATIVE = re.compile(r"\.?(|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.(\d+)\.(.+)")
+_AUTOEP = re.compile(r"(.+\.)?experts\.w([123])(?:\.(\d+))?")
 
 
 class ExpertSlot(NamedTuple):
-    """The place of an expert's parameter in the stack of its layer."""
+    """A stack, and what a tensor is of it."""
 
-    name: str  # of the stack
-    whole: Shape
-    start: int  # first of its elements
+    name: str
+    place: PartPlace
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExpertLayer:
+    """A layer of experts."""
+
+    num: int  # experts
+    own: int  # of one data-parallel rank
+    files: list[list[str]]  # by slice, by expert
+
+
+class _ExpertName(NamedTuple):
+    """A parameter of experts by its name in the files."""
+
+    layer: _ExpertLayer
+    prefix: str  # of the layer's parameters, with a dot
+    expert: int | None  # None: a stack of a rank's
+    leaf: str
+
+
+@dataclass(slots=True)
 class ExpertFiles:
-    """The layers of experts of a checkpoint. Raises CheckpointError if files are missing."""
+    """The layers of experts of a checkpoint. `open` raises CheckpointError if files are missing."""
 
-    def __init__(self, folder: Path, names: Sequence[str], model: Mapping[str, Any], num_parts: int) -> None:
-        files = {(int(match[1]), int(match[2])): match[0] for match in map(_FILE.fullmatch, names) if match}
-        self.folder = folder
-        self.numbers = [int(number) for number in model.get("num_experts") or [] if files]
-        self.files = [[files.get((layer, expert), "") for expert in range(num)] for layer, num in enumerate(self.numbers)]
-        self.prefixes: dict[str, int] = {}  # "blocks.0.moe." -> index of the layer
-        if files or model.get("num_experts"):
-            self._check(files, model, num_parts)
-            self._open(model)
+    folder: Path
+    is_strided: bool = False
+    native: dict[str, _ExpertLayer] = field(default_factory=dict)  # by prefix: "blocks.0.moe."
+    autoep: dict[str, _ExpertLayer] = field(default_factory=dict)  # by prefix: "model.layers.0.mlp."
+    has_shared_gate: set[str] = field(default_factory=set)  # prefixes of AutoEP's layers
 
-    def _check(self, files: Mapping[tuple[int, int], str], model: Mapping[str, Any], num_parts: int) -> None:
-        if model.get("ds_autoep_layers"):
-            raise CheckpointError("DeepSpeed's AutoEP made its layers of experts, and these are not imported")
-        if num_parts > 1:
-            raise CheckpointError(f"it has experts in {num_parts} pipeline stages or slices, which are not imported")
-        for layer, row in enumerate(self.files):
-            if "" in row:
-                raise CheckpointError(f"it has no layer_{layer}_expert_{row.index('')}_mp_rank_00_model_states.pt")
-        if len(files) != sum(self.numbers) or not files:
-            raise CheckpointError(f"it has {len(files)} files of experts, and its layers have {model.get('num_experts')} experts")
+    @classmethod
+    def open(cls, folder: Path, parts: Sequence[DeepSpeedPart], degree: int) -> ExpertFiles:
+        self = cls(folder, bool((parts[0].model.get("ds_config") or {}).get("use_data_before_expert_parallelism")))
+        for first in range(0, len(parts), degree):
+            if parts[first].model.get("ds_autoep_layers"):
+                self._open_autoep(parts[first].model, range(first, first + degree))
+            elif parts[first].model.get("num_experts"):
+                self._open_native(parts[first].model, range(first, first + degree))
+        return self
 
-    def _open(self, model: Mapping[str, Any]) -> None:
-        for layer, row in enumerate(self.files):
-            for name in read(self.folder / row[0]):
-                self.prefixes[_split(name)[0]] = layer
-        names_of_rank = {*(name for group in model["param_shapes"] or [] for name in group), *(model["frozen_param_shapes"] or ())}
-        self.own = self._experts_of_a_rank(names_of_rank)
-        self.is_strided = bool((model.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
+    def __bool__(self) -> bool:
+        return bool(self.native or self.autoep)
 
-    def _experts_of_a_rank(self, names: set[str]) -> list[int]:
-        """By layer. Without ZeRO, no rank's names are stored, and all layers are split over as many ranks as saved optimizers."""
-        own: list[set[int]] = [set() for _ in self.numbers]
-        for prefix, expert, _ in map(_split, filter(_NAME.fullmatch, names)):
-            own[self.prefixes[prefix]].add(expert)
-        ranks = max(len(self.optimizers()), 1)
-        return [len(each) or number // ranks for each, number in zip(own, self.numbers, strict=True)]
+    @property
+    def layers(self) -> list[_ExpertLayer]:
+        return [*self.native.values(), *self.autoep.values()]
+
+    def _files(self, layer: int, num: int, ranks: range) -> list[list[str]]:
+        files: list[list[str]] = [[] for _ in ranks]
+        for (index, rank), expert in itertools.product(enumerate(ranks), range(num)):
+            name = f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt"
+            if not (self.folder / name).is_file():
+                raise CheckpointError(f"it has no {name}")
+            files[index].append(name)
+        return files
+
+    def _open_native(self, model: Mapping[str, Any], ranks: range) -> None:
+        named = {*(name for group in model["param_shapes"] or [] for name in group), *(model["frozen_param_shapes"] or ())}
+        own: dict[str, int] = {}
+        for match in filter(None, map(_NATIVE.fullmatch, named)):
+            own[match[1]] = max(own.get(match[1], 0), int(match[2]) + 1)
+        if (self.folder / "zero").is_dir():  # DeepSpeed converts those of which each rank has all
+            self.native |= {prefix: _ExpertLayer(num=num, own=num, files=[]) for prefix, num in own.items()}
+            return
+        # Without ZeRO no rank's names are stored, and all layers are split over as many ranks as saved optimizers
+        num_ranks = max(len(self.optimizers()), 1)
+        for index, num in enumerate(map(int, model["num_experts"])):
+            files = self._files(index, num, ranks)
+            found = _NATIVE.fullmatch(next(iter(read(self.folder / files[0][0])), ""))
+            if found is None:
+                raise CheckpointError(f"{files[0][0]} has no parameter of an expert")
+            self.native[found[1]] = _ExpertLayer(num=num, own=own.get(found[1], num // num_ranks), files=files)
+
+    def _open_autoep(self, model: Mapping[str, Any], ranks: range) -> None:
+        if len(ranks) > 1:
+            raise CheckpointError(
+                f"it has experts of AutoEP beside {len(ranks)} slices (tensor_parallel.autotp_size), which are not imported: "
+                "save it with autotp_size 1"
+            )
+        has_files = not (self.folder / "zero").is_dir()
+        for layer in model["ds_autoep_layers"]:
+            num, own = int(layer["num_experts"]), int(layer["num_local_experts"])
+            prefix = str(layer["expert_key_prefix"]).removesuffix("experts")
+            placed = [expert for rank in (layer.get("expert_placement") or {}).get("ranks", []) for expert in rank["experts"]]
+            is_even = 0 < own <= num <= _MOST_EXPERTS and own * int(layer["ep_size"]) == num
+            if not is_even or placed not in ([], list(range(num))):
+                raise CheckpointError(
+                    f"the experts of {prefix!r} are placed as {placed or (num, own)}, which is not in equal parts"
+                )
+            is_apart = has_files and layer.get("checkpoint_format") != "zero3_partitioned"
+            files = self._files(int(layer["moe_layer_id"]), num, ranks) if is_apart else []
+            self.autoep[prefix] = _ExpertLayer(num=num, own=own, files=files)
+            if f"{prefix}shared_experts_gate.weight" in (model["module"] or {}):
+                self.has_shared_gate.add(prefix)
 
     def optimizers(self) -> list[str]:
         """The files of optimizers without ZeRO, by rank."""
@@ -82,53 +142,122 @@ class ExpertFiles:
             raise CheckpointError(f"its optimizers of experts are of ranks {sorted(files)}: some are missing")
         return [files[rank] for rank in range(len(files))]
 
-    def slot(self, name: str, shape: Shape, rank: int | None = None, world: int = 1) -> ExpertSlot | None:
-        """Of a parameter; None: it is no expert's. rank: the name has the expert's index on this data-parallel rank of `world`."""
-        if not self.numbers or not _NAME.fullmatch(name):
+    def _named(self, name: str) -> _ExpertName | None:
+        match = _NATIVE.fullmatch(name) if self.native else None
+        if match is not None and match[1] in self.native:
+            return _ExpertName(self.native[match[1]], match[1], int(match[2]), match[3])
+        match = _AUTOEP.fullmatch(name) if self.autoep else None
+        if match is not None and (prefix := match[1] or "") in self.autoep:
+            return _ExpertName(self.autoep[prefix], prefix, None if match[3] is None else int(match[3]), f"w{match[2]}")
+        return None
+
+    def slot(self, name: str, place: PartPlace, rank: int | None = None, world: int = 1) -> ExpertSlot | None:
+        """Of a parameter, which is `place` of one that is not sliced; None: it is no expert's.
+
+        rank: the name has the expert's index on this data-parallel rank of `world`.
+        """
+        named = self._named(name)
+        if named is None:
             return None
-        prefix, expert, leaf = _split(name)
-        layer = self.prefixes[prefix]
+        layer, first, num = named.layer, named.expert or 0, 1
+        inner, boxes = place.whole, place.boxes or (whole_box(place.whole),)
+        if named.expert is None:
+            num, inner = place.whole[0], place.whole[1:]
+            boxes = (whole_box(inner),)
         if rank is not None:
-            ranks = self.numbers[layer] // self.own[layer]
-            expert += self.own[layer] * (rank * ranks // world if self.is_strided else rank % ranks)
-        if expert >= self.numbers[layer]:
-            raise CheckpointError(f"{name!r} is expert {expert} of {self.numbers[layer]}")
-        stack = f"{prefix}deepspeed_moe.experts.stack.expert.{leaf}"
-        return ExpertSlot(stack, (self.numbers[layer], *shape), expert * math.prod(shape))
+            ranks = layer.num // layer.own
+            first += layer.own * (rank * ranks // world if self.is_strided else rank % ranks)
+        if first + num > layer.num:
+            raise CheckpointError(f"{name!r} is expert {first + num - 1} of {layer.num}")
+        target = f"{named.prefix}deepspeed_moe.experts.stack.expert.{named.leaf}"
+        if named.prefix in self.autoep:
+            target = f"{named.prefix}experts.{'down_proj' if named.leaf == 'w2' else 'gate_up_proj'}"
+            if named.leaf != "w2":
+                row = inner[0] if named.leaf == "w3" else 0
+                boxes = (Box((row, *(0 for _ in inner[1:])), inner),)
+                inner = (2 * inner[0], *inner[1:])
+        lifted = [Box((expert, *box.offsets), (1, *box.sizes)) for expert in range(first, first + num) for box in boxes]
+        return ExpertSlot(target, PartPlace((layer.num, *inner), tuple(lifted)))
+
+    def known_as(self, name: str) -> str:
+        """The name of a parameter or buffer that is no expert's, in transformers' layer if AutoEP replaced it."""
+        prefix = next((prefix for prefix in self.autoep if name.startswith(prefix)), None)
+        if prefix is None:
+            return name
+        leaf = name.removeprefix(prefix)
+        if leaf.startswith("router."):
+            leaf = f"gate.{leaf.removeprefix('router.').removeprefix('gate.')}"
+        elif prefix in self.has_shared_gate:
+            leaf = leaf.replace("shared_experts", "shared_expert", 1)
+        return prefix + leaf
+
+    def is_alias(self, name: str, module: Mapping[str, Any]) -> bool:
+        """Whether this is AutoEP's router under the name that the model's own has."""
+        prefix = next((prefix for prefix in self.autoep if name.startswith(prefix)), None)
+        head, _, leaf = name.removeprefix(prefix or "").partition(".")
+        return prefix is not None and head != "router" and f"{prefix}router.{leaf}" in module
 
     def others(self, params: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
         """The parameters that are no expert's."""
-        return ((name, stored) for name, stored in params.items() if not self.numbers or not _NAME.fullmatch(name))
+        return ((name, stored) for name, stored in params.items() if self._named(name) is None)
 
-    def weights(self) -> Iterator[tuple[str, Stored]]:
-        """The parameters of all experts, under their names in the whole model."""
-        for row in self.files:
-            for file in row:
-                yield from _weights(read(self.folder / file))
+    def weights(self) -> Iterator[tuple[int, str, Sequence[Stored]]]:
+        """The parameters of all experts: (slice, name in the whole model, that of each slice)."""
+        for layer in self.layers:
+            for row in zip(*layer.files, strict=True):  # of an expert
+                states = [dict(_weights(read(self.folder / file))) for file in row]
+                for name in states[0]:
+                    for index in range(len(row)):
+                        yield index, name, [state[name] for state in states]
 
-    def on_rank(self, rank: int) -> list[tuple[str, Stored]]:
-        """Those of the experts of one rank of those that have different experts."""
-        files = [file for row, own in zip(self.files, self.own, strict=True) for file in row[own * rank : own * (rank + 1)]]
-        return [each for file in files for each in _weights(read(self.folder / file))]
+    def on_rank(self, rank: int) -> dict[str, tuple[Shape, ExpertSlot]]:
+        """The experts' parameters of one rank of those that have different experts."""
+        found: dict[str, tuple[Shape, ExpertSlot | None]] = {}
+        for layer in self.native.values():
+            for file in layer.files[0][layer.own * rank : layer.own * (rank + 1)]:
+                for name, stored in _weights(read(self.folder / file)):
+                    found[name] = stored.shape, self.slot(name, PartPlace(stored.shape))
+        for prefix, layer in self.autoep.items():
+            state = dict(_weights(read(self.folder / layer.files[0][0])))
+            for name in (f"{prefix}experts.{w}" for w in ("w1", "w2", "w3")):
+                shape = layer.own, *state[f"{name}.0"].shape
+                found[name] = shape, self.slot(name, PartPlace(shape), rank, layer.num // layer.own)
+        return {name: (shape, slot) for name, (shape, slot) in found.items() if slot is not None}
+
+    def in_order(self, dense: Mapping[str, Stored], optimizer: Mapping[str, Any]) -> list[tuple[str, Shape]]:
+        """The names and shapes of parameters that are no experts', in the order of an optimizer's numbers.
+
+        AutoEP's routers are behind all others if the caller gave a list of parameters, and not a generator.
+        """
+        order = [(name, stored.shape) for name, stored in dense.items()]
+        if not self.autoep:
+            return order
+        numbers = [number for group in optimizer["param_groups"] if not group.get("moe") for number in group["params"]]
+        states = [optimizer["state"].get(number, {}).values() for number in numbers]
+        found = [value.shape for values in states for value in list(values)[-1:] if isinstance(value, Stored)]
+        late = sorted(order, key=lambda pair: pair[0].startswith(tuple(f"{prefix}router." for prefix in self.autoep)))
+        for each in (order, late):
+            if [shape for _, shape in each if shape in found] == found:
+                return each
+        raise CheckpointError(
+            "its optimizer has no names, and its states are in another order than the parameters: save it at stage 1"
+        )
+
+    def whole_shape(self, name: str, shape: Shape) -> Shape:
+        """Of a parameter that has this shape on a rank of those that have different experts."""
+        named = self._named(name)
+        return shape if named is None or named.expert is not None else (named.layer.num, *shape[1:])
 
 
 def _weights(state: Mapping[str, Any]) -> list[tuple[str, Stored]]:
     return [(name, stored) for name, stored in state.items() if isinstance(stored, Stored)]
 
 
-def _split(name: str) -> tuple[str, int, str]:
-    """The module of the layer with a dot, the expert, and the name of the expert's parameter."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise CheckpointError(f"a file of an expert has {name!r}")
-    return match[1], int(match[2]), match[3]
-
-
 def numbered(
-    optimizer: Mapping[str, Any], dense: Sequence[tuple[str, Stored]], experts: Sequence[tuple[str, Stored]]
-) -> Iterator[tuple[str, Stored, Any]]:
-    """The parameters of an optimizer that have states, their weights, and these states. No `dense` ones: only the experts'."""
-    weights, groups, states = dict([*dense, *experts]), optimizer["param_groups"], optimizer["state"]
+    optimizer: Mapping[str, Any], dense: Iterable[tuple[str, Shape]], experts: Sequence[tuple[str, Shape]]
+) -> Iterator[tuple[str, Any]]:
+    """The parameters of an optimizer that have states, and these states. No `dense` ones: only the experts'."""
+    groups, states, dense = optimizer["param_groups"], optimizer["state"], list(dense)
     of_experts = [group for group in groups if group.get("moe")]
     if len({group["name"] for group in of_experts}) > 1:
         raise CheckpointError("it is of ZeRO stage 0 with layers of several ep_size: save it at stage 1")
@@ -136,19 +265,19 @@ def numbered(
     if dense:
         names |= _names_of([group for group in groups if not group.get("moe")], states, dense)
     for number, name in names.items():
-        yield name, weights[name], states[number]
+        yield name, states[number]
 
 
 def _names_of(
-    groups: Sequence[Mapping[str, Any]], states: Mapping[int, Any], params: Sequence[tuple[str, Stored]]
+    groups: Sequence[Mapping[str, Any]], states: Mapping[int, Any], params: Sequence[tuple[str, Shape]]
 ) -> dict[int, str]:
     """The names of the parameters of an optimizer's groups that have states; params: those that they may be, in the model's order.
 
     Raises CheckpointError if several parameters of one shape are in several groups, or only some of them have states.
     """
     by_shape: dict[Shape, list[str]] = {}
-    for name, stored in params:
-        by_shape.setdefault(stored.shape, []).append(name)
+    for name, shape in params:
+        by_shape.setdefault(tuple(shape), []).append(name)
     numbers: dict[Shape, list[int]] = {}
     owners: dict[Shape, set[int]] = {}
     for index, group in enumerate(groups):
