@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from slipstream.moe import MoE, dispatch, expert_loads
 from slipstream.parallel.exchange import Crossing, Exchange, swap
 from slipstream.world.watch import PeerError
 from slipstream.zero.comm import Pending
-from slipstream.zero.leaves import mark_stack
+from slipstream.zero.leaves import mark_stack, whole_shape
 from tests import cases, toy
 from tests.pool import distributed, run
 
@@ -509,19 +510,15 @@ def test_a_mixture_moves_between_layouts(ranks: int, layout: dict[str, int], tmp
         assert found == pytest.approx(expected, abs=2e-5), (layout, ep)
 
 
-@distributed(world_size=4)
-def test_slices_of_experts_are_read_from_files(tmp_path: Path) -> None:
-    """Cut in two dimensions, of which one is not the outermost."""
-    expected = foreign("Mixtral").state_dict()
-    if dist.get_rank() == 0:
-        save_file(expected, tmp_path / "model.safetensors")
-    dist.barrier()
+def read_slices(kind: str, path: Path) -> None:
+    expected = foreign(kind).state_dict()
     with torch.device("meta"):
-        model = type(foreign("Mixtral"))(foreign("Mixtral").config)
-    slipstream.zero.load(model, str(tmp_path))
+        model = type(foreign(kind))(foreign(kind).config)
+    slipstream.zero.load(model, str(path))
     layout = {"slipstream": {"transport": "auto", "mesh": {"tp": 2}}}
     engine = make(model, 3, expert_parallel={"enabled": True, "autoep_size": 2}, **layout)
-    assert engine.module.model.layers[0].mlp.experts.down_proj.shape == (2, 32, 24)
+    down = engine.module.model.layers[1].mlp.experts.down_proj
+    assert down.shape == (2, 32, whole_shape(down)[2] // 2)
     for name, value in engine.state_dict().items():
         assert torch.equal(value, expected[name]), name
     engine.destroy()
@@ -609,6 +606,19 @@ def noting(events: list[str]) -> Any:
         events.append("start")
         pending = start(self, rows, *sizes)
         return Pending(lambda: (events.append("wait"), pending.wait())[1])
+
+@pytest.mark.parametrize(("kind", "is_stacked"), [("Mixtral", True), ("Mixtral", False), ("Qwen3Moe", False)])
+def test_slices_of_experts_are_read_from_files(kind: str, is_stacked: bool, tmp_path: Path) -> None:
+    """Cut in two dimensions, of which one is not the outermost; also from a tensor per expert, as transformers writes them."""
+    model = foreign(kind)
+    if is_stacked:
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    else:
+        model.save_pretrained(tmp_path)
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            assert any(".experts.0." in name for name in file.keys())  # noqa: SIM118 (no mapping)
+    run(4, read_slices, kind, tmp_path)
+
 
     return noted
 

@@ -94,3 +94,62 @@ def test_any_range_of_any_shape(data: Any, shape: list[int], tmp_path_factory: p
     if numel:
         assert files.read("0", start, stop).equal(model[0].detach().bfloat16().view(-1)[start:stop])
     files.close()
+
+
+class Stacks(nn.Module):
+    """The names of transformers' experts: three of [2 + 2, 3] and [3, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"router": nn.Linear(3, 3, bias=False), "experts": nn.Module()})
+        self.mlp["experts"].gate_up_proj = nn.Parameter(torch.randn(3, 4, 3))
+        self.mlp["experts"].down_proj = nn.Parameter(torch.randn(3, 3, 2))
+
+
+MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def apart(model: nn.Module, is_older: bool) -> dict[str, Tensor]:
+    """A tensor per expert and matrix, as Mixtral's files (older) or Qwen's have them."""
+    state_dict = {f"model.{name}": value for name, value in model.state_dict().items()}
+    result = {"model.mlp.router.weight": state_dict["model.mlp.router.weight"]}
+    for i in range(3):
+        gate, up = state_dict["model.mlp.experts.gate_up_proj"][i].chunk(2)
+        matrices = {"gate_proj": gate, "up_proj": up, "down_proj": state_dict["model.mlp.experts.down_proj"][i]}
+        for name, value in matrices.items():
+            result[f"model.mlp.experts.{i}.{MATRICES[name] if is_older else name}.weight"] = value.clone()
+    if is_older:
+        result = {name.replace(".mlp.", ".block_sparse_moe.").replace("router", "gate"): value for name, value in result.items()}
+    return result
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_stacks_of_experts_are_made_of_a_tensor_per_expert(is_older: bool, tmp_path: Path) -> None:
+    """Any range of a stack, which begins and ends in any expert's matrix; from several files."""
+    model = nn.ModuleDict({"model": Stacks()})
+    tensors = list(apart(model["model"], is_older).items())
+    save_file(dict(tensors[::2]), tmp_path / "a.safetensors")
+    save_file(dict(tensors[1::2]), tmp_path / "b.safetensors")
+    weights = open_weights([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], model)
+    for name, value in model.state_dict().items():
+        for start in range(value.numel()):
+            stop = max(start, value.numel() - start // 3)
+            assert weights.read(name, start, stop).equal(value.flatten()[start:stop]), (name, start)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"1.w3": None}, r"experts.gate_up_proj' has 3 experts, and the files lack 'model.block_sparse_moe.experts.1.w3.weight'"),
+        ({"2.w2": torch.ones(2, 3)}, r"experts.2.w2.weight' is F32 of shape \(2, 3\) in the files, and not F32 of shape \(3, 2\)"),
+        ({"2.w1": torch.ones(2, 3).bfloat16()}, r"2.w1.weight' is BF16 of shape \(2, 3\) in the files, and not F32"),
+        ({"3.w1": torch.ones(2, 3)}, "they have 'model.block_sparse_moe.experts.3.w1.weight', which the model does not"),
+        ({"0.w2": None}, "they lack 'model.mlp.experts.down_proj'; they have 'model.block_sparse_moe.experts.1.w2.weight'"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(change: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
+    changes = {f"model.block_sparse_moe.experts.{name}.weight": value for name, value in change.items()}
+    tensors = apart(Stacks(), True) | changes
+    save_file({name: value for name, value in tensors.items() if value is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_weights(tmp_path, nn.ModuleDict({"model": Stacks()}))

@@ -25,7 +25,7 @@ from slipstream.checkpoint.load import retry_if_replaced
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.upcycle import USED, upcycle
 from slipstream.checkpoint.values import decode, encode
-from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, files_of, read_header
+from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, entry_of, files_of, read_header
 from slipstream.config.huggingface import read_config
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
@@ -93,7 +93,7 @@ def _of_hf(folder: Path) -> Document:
             for stored in read_header(file):
                 if stored.dtype not in DTYPES:
                     raise ValueError(f"{stored.name!r} is {stored.dtype}, which needs more than a cast")
-                entry = stored.entry(file.name)
+                entry = entry_of(stored, lambda path: path.name)
                 if tensors.setdefault(f"model.{stored.name}", entry) is not entry:
                     raise ValueError(f"{stored.name!r} is in two of its files")
         config = folder / "config.json"

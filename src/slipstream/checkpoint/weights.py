@@ -1,12 +1,14 @@
 """Maps the tensors of safetensors files to a model's parameters and buffers, and reads flat ranges of them on demand.
 
 Only headers are read before `WeightFiles.read`, which reads only the bytes of its range. `rename` maps a stored name to the
-model's; tied parameters are found under any of their names.
+model's; tied parameters are found under any of their names. Files from before transformers 5, and those that it writes, have one
+tensor for each matrix of each expert: a stack of experts is made of these.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.box_reader import BoxReader
 from slipstream.checkpoint.document import SIZE_LIMIT, Document, Entry, Piece
-from slipstream.checkpoint.flat_slice import Shape, whole_box
+from slipstream.checkpoint.flat_slice import Box, Shape, whole_box
 from slipstream.config.huggingface import read_index
 from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.zero.leaves import whole_shape
@@ -39,6 +41,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype -> safetensors' name
+# transformers' stacks of experts: the matrices of an expert that are below each other in them, by their names in files
+_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -51,9 +55,23 @@ class StoredWeights(NamedTuple):
     dtype: str  # safetensors' name
     at: int  # the first byte
 
-    def entry(self, file: str) -> Entry:
-        piece = Piece(box=whole_box(self.shape), file=file, at=self.at, crc32=())
-        return Entry(dtype=DTYPES[self.dtype], shape=self.shape, pieces=(piece,))
+    @property
+    def parts(self) -> tuple[tuple[Box, StoredWeights], ...]:
+        return ((whole_box(self.shape), self),)
+
+
+class StackedWeights(NamedTuple):
+    """A stack of experts' matrices, each a tensor of a file."""
+
+    shape: Shape
+    parts: tuple[tuple[Box, StoredWeights], ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0][1].dtype
+
+
+Source = StoredWeights | StackedWeights
 
 
 class WeightFiles:
@@ -65,13 +83,15 @@ class WeightFiles:
 
     reads_parts = False
 
-    def __init__(self, stored: Mapping[str, StoredWeights], left_out: str, forms: Mapping[str, RowForm]) -> None:
+    def __init__(self, stored: Mapping[str, Source], left_out: str, forms: Mapping[str, RowForm]) -> None:
         self._stored, self.left_out = stored, left_out
         self._forms = {name: form for name, form in forms.items() if name in stored and stored[name].dtype != "U8"}
-        files = {str(each.file): each.file.stat().st_size for each in stored.values()}
-        tensors = {name: each.entry(str(each.file)) for name, each in stored.items()}
+        files = {file: Path(file).stat().st_size for file in {str(part.file) for each in stored.values() for _, part in each.parts}}
+        tensors = {name: entry_of(each) for name, each in stored.items()}
         self._reader = BoxReader(Path(), Document(files=files, tensors=tensors))
-        heads = sorted((name, each.name, each.shape, each.dtype, each.file.name) for name, each in stored.items())
+        heads = sorted(
+            (name, part.name, part.shape, part.dtype, part.file.name) for name, each in stored.items() for _, part in each.parts
+        )
         self.fingerprint = hashlib.sha256(repr(heads).encode()).hexdigest()
 
     def __contains__(self, name: str) -> bool:
@@ -99,6 +119,12 @@ class WeightFiles:
         self._reader.close()
 
 
+def entry_of(source: Source, name: Callable[[Path], str] = str) -> Entry:
+    """name: of a file in the document."""
+    pieces = (Piece(box=box, file=name(part.file), at=part.at, crc32=()) for box, part in source.parts)
+    return Entry(dtype=DTYPES[source.dtype], shape=source.shape, pieces=tuple(pieces))
+
+
 def open_weights(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     model: nn.Module,
@@ -120,21 +146,24 @@ def open_weights(
                 raise ValueError(f"{both} are both to be {name!r}; name only one of the files, or mend rename=")
             stored[name] = entry
     tensors = _names(model)
-    entries: dict[str, StoredWeights] = {}
+    entries: dict[str, Source] = {}
     missing: list[str] = []
     misfits: list[str] = []
+    used: set[str] = set()
     for names, tensor in tensors:
-        source = next((stored[name] for name in names if name in stored), None)
+        known = [name for each in names for name in _names_in_files(each)]
+        source = next((stored[name] for name in known if name in stored), None) or _stacked(known, tensor, stored, misfits)
         if source is None:
             missing.append(names[0])
             continue
+        used |= {part.name for _, part in source.parts}
         entries |= dict.fromkeys(names, source)
         form = (forms or {}).get(names[0])
         if form is not None and source.dtype != "U8":  # `read` quantizes it
             tensor = torch.empty(len(tensor), form.columns, device="meta")
         misfits += _misfit(names[0], tensor, source)
     model_names = {name for names, _ in tensors for name in names}
-    surplus = [name for name in stored if name not in model_names]
+    surplus = [name for name, each in stored.items() if name not in model_names and each.name not in used]
     differences = [f"they lack {_some(missing)}"] if missing else []
     differences += [f"they have {_some(surplus)}, which the model does not"] if surplus else []
     if misfits or (strict and differences):
@@ -205,7 +234,41 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     return list(names_of.values())
 
 
-def _misfit(name: str, tensor: Tensor, stored: StoredWeights) -> list[str]:
+def _names_in_files(name: str) -> Iterator[str]:
+    """The names that a model's tensor may have in files: Mixtral's and PhiMoE's layers of experts had another one."""
+    yield name
+    older = name.replace(".mlp.", ".block_sparse_moe.")
+    yield older
+    yield older.replace(".router.", ".gate.")
+
+
+def _stacked(names: Iterable[str], tensor: Tensor, stored: Mapping[str, Any], misfits: list[str]) -> StackedWeights | None:
+    """transformers' stack of experts' matrices from one tensor per expert and matrix; what does not fit is added to `misfits`."""
+    shape = whole_shape(tensor)
+    for name in names:
+        layer, _, leaf = name.rpartition(".")
+        matrices = next((each for each in _MATRICES.get(leaf, ()) if f"{layer}.0.{each[0]}.weight" in stored), ())
+        if not matrices or len(shape) != 3 or shape[1] % len(matrices):
+            continue
+        rows = shape[1] // len(matrices)
+        parts: list[tuple[Box, StoredWeights]] = []
+        for expert, (i, matrix) in itertools.product(range(shape[0]), enumerate(matrices)):
+            part = stored.get(f"{layer}.{expert}.{matrix}.weight")
+            if part is None:
+                misfits.append(f"{name!r} has {shape[0]} experts, and the files lack '{layer}.{expert}.{matrix}.weight'")
+            elif part.shape != (rows, shape[2]) or (parts and part.dtype != parts[0][1].dtype):
+                found, wanted = part.dtype, parts[0][1].dtype if parts else part.dtype
+                misfits.append(
+                    f"'{layer}.{expert}.{matrix}.weight' is {found} of shape {part.shape} in the files, and not {wanted} of shape "
+                    f"{(rows, shape[2])}"
+                )
+            else:
+                parts.append((Box((expert, i * rows, 0), (1, rows, shape[2])), part))
+        return StackedWeights(shape, tuple(parts)) if parts else None
+    return None
+
+
+def _misfit(name: str, tensor: Tensor, stored: Source) -> list[str]:
     if stored.shape != (shape := whole_shape(tensor)):
         return [f"{name!r} has shape {stored.shape} in the files and {shape} in the model"]
     dtype = DTYPES.get(stored.dtype)
