@@ -11,12 +11,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import slipstream
 from slipstream import checkpoint
 from slipstream.compat.moe import has_moe_layers, split_params_into_shared_and_expert_params
 from slipstream.moe import expert_loads
 from slipstream.moe.listed import why_whole
+from slipstream.train.planning.dry_run import dry_run
 from tests import cases, toy
 from tests.dist.test_moe import CLIP, STEPS, batch, make, train, warning_of_skipped
 from tests.pool import distributed, run
@@ -571,6 +573,36 @@ def test_a_model_without_memory_is_cut_before_it_has_some(tmp_path: Path) -> Non
             assert torch.equal(value, expected[name]), name
         train(engine, steps=1)
         engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_explain_counts_an_even_load_of_experts(kind: str, ep: int) -> None:
+    """Their layers read which experts tokens chose; the FLOP are those of any routes."""
+    x = batch(0, 0)
+    with FlopCounterMode(display=False) as counter:
+        build(kind)(x).backward()
+    engine = make(build(kind), 1, train_micro_batch_size_per_gpu=len(x), expert_parallel=EP | {"autoep_size": ep})
+    profile = dry_run(engine.module, engine.states.plan, (x,), {}, micro_batch_size=len(x))
+    assert profile.forward.flops + profile.backward.flops == counter.get_total_flops()
+    assert "activations and temporaries" in str(engine.explain(x))
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_explain_of_switch_transformers() -> None:
+    """Of two batch sizes the larger has as many times the work of the experts."""
+    import transformers
+
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    config = transformers.SwitchTransformersConfig(**sizes, num_experts=4, expert_capacity=64, decoder_start_token_id=0)
+    engine = make(transformers.SwitchTransformersForConditionalGeneration(config), 1, train_micro_batch_size_per_gpu=2)
+    ids = torch.randint(50, (2, 8))
+    arguments = {"input_ids": ids, "labels": ids}
+    flops = [dry_run(engine.module, engine.states.plan, (), arguments, micro_batch_size=size).forward.flops for size in (2, 4)]
+    assert flops[1] == 2 * flops[0]
+    engine.destroy()
 
 
 REASONS: dict[str, Callable[[nn.ModuleList], Any]] = {

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from slipstream.config.plan import Plan
+from slipstream.train.planning.even_routes import even_routes
 from slipstream.train.planning.predict import ComputeWork, Moment, Profile
 from slipstream.train.precision import Precision
 from slipstream.zero.build import buffer_dtypes
@@ -92,7 +93,7 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
         if plan.activations.way == "recompute":
             recompute_blocks(ghost, repeated_blocks(ghost)[: plan.activations.num_blocks])
         try:
-            with meter:
+            with meter, even_routes(ghost):
                 inputs, keywords = precision.inputs(inputs, keywords)
                 with precision.autocast():
                     output = precision.outputs(ghost(*inputs, **keywords))
