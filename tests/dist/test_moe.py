@@ -20,7 +20,7 @@ from slipstream.compat import groups
 from slipstream.compat import moe as deepspeed_moe
 from slipstream.compat.engine import initialize
 from slipstream.compat.utils import set_z3_leaf_module
-from slipstream.moe import MoE, dispatch, expert_loads
+from slipstream.moe import Experts, MoE, dispatch, expert_loads
 from slipstream.parallel.exchange import Crossing, Exchange, swap
 from slipstream.world.watch import PeerError
 from slipstream.zero.comm import Pending
@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "top-1, sigmoid, shared, residual": {"k": 1, "score": "sigmoid", "expert_size": 24},
     "top-2, dropping": {"k": 2, "expert_size": 24, "capacity_factor": 0.75, "min_capacity": 1},
     "one by one": {"k": 2},
+    "with biases": {"k": 2},
 }
 
 
@@ -41,6 +42,8 @@ def layer(kind: str, ep: int | None, dim: int = 16) -> MoE:
     expert = None
     if kind == "one by one":
         expert = lambda: nn.Sequential(nn.Linear(dim, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, dim))  # noqa: E731
+    if kind == "with biases":
+        expert = lambda: nn.Sequential(nn.Linear(dim, 13), nn.ReLU(), nn.Linear(13, dim))  # noqa: E731
     shared = nn.Linear(dim, dim) if "shared" in kind else None
     residual = nn.Sequential(nn.Linear(dim, dim), nn.Tanh()) if "residual" in kind else None
     return MoE(dim, expert, EXPERTS, ep_size=ep, shared=shared, residual=residual, **KINDS[kind])
@@ -153,8 +156,8 @@ def test_a_rank_without_tokens_trains_on(transport: str) -> None:
     assert results[0] == (pytest.approx(results[1][0], abs=1e-6), pytest.approx(results[1][1], rel=1e-5))
 
 
-def save(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
-    engine = make(build("top-2, gated", ep), stage)
+def save(path: Path, stage: int, ep: int, blocks: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    engine = make(build("top-2, gated", ep), stage, **blocks or {})
     train(engine)
     engine.save_checkpoint(str(path), tag="x")
     results = train(engine, STEPS, 2)
@@ -162,9 +165,9 @@ def save(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
     return results
 
 
-def resume(path: Path, stage: int, ep: int) -> tuple[Any, Any]:
+def resume(path: Path, stage: int, ep: int, blocks: dict[str, Any] | None = None) -> tuple[Any, Any]:
     torch.manual_seed(1)
-    engine = make(Model("top-2, gated", ep), stage)
+    engine = make(Model("top-2, gated", ep), stage, **blocks or {})
     engine.load_checkpoint(str(path), tag="x")
     results = train(engine, STEPS, 2)
     engine.destroy()
@@ -445,6 +448,86 @@ def test_ranks_of_a_replica_share_the_tokens_of_experts(transport: str, ep: int)
     engine.destroy()
 
 
+SLICED_EXPERTS: dict[str, Any] = copy.deepcopy(SLICED)  # those of GatedMLP need no entry
+SLICED_EXPERTS["tensor_parallel"]["partition_config"]["layer_specs"] += [
+    {"patterns": [r".*stack\.expert\.0\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*stack\.expert\.2\.weight$"], "partition_type": "row"},
+]
+
+
+@distributed(world_size=(2, 4), transports=("shared", "gloo"))
+@pytest.mark.parametrize("kind", ["top-2, gated", "with biases", "top-1, sigmoid, shared, residual", "top-2, dropping"])
+def test_slices_of_our_experts_train_as_one_process(world_size: int, transport: str, kind: str) -> None:
+    """tp 2, also beside ep 2; stages have the same bits."""
+    losses, norms, weights = twin(kind, world_size // 2)
+    ep = world_size // 2
+    bits = []
+    for stage in cases.stages(transport):
+        engine = make(build(kind, ep), stage, transport, **SLICED_EXPERTS)
+        first, *_ = engine.module.blocks[0].moe.experts.stack.parameters()
+        assert first.shape[0] == EXPERTS // ep and first.shape[1] in ((6, 7) if kind == "with biases" else (24,))
+        result = train(engine)
+        assert result == (pytest.approx(losses, abs=1e-5), pytest.approx(norms, rel=1e-4)), stage
+        bits.append(result)
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=5e-5, msg=lambda m, n=name: f"{n}: {m}")
+        engine.destroy()
+    assert all(each == bits[0] for each in bits)
+
+
+def test_slices_of_our_experts_load_without_slices(tmp_path: Path) -> None:
+    """Saved as tp 2 x ep 2 x dp 2, loaded on two ranks and on one of tp, and back."""
+    expected = run(4, save, tmp_path, 2, 2, SLICED)[0]
+    shapes = {name: info.shape for name, info in checkpoint.load_metadata(str(tmp_path), "x").tensors.items()}
+    assert shapes["model.blocks.0.moe.experts.stack.expert.gate_up.weight"] == (EXPERTS, 48, 16)
+    for ranks, stage, ep, blocks in ((4, 2, 2, SLICED), (2, 3, 2, {}), (4, 0, 1, SLICED)):
+        losses, norms = run(ranks, resume, tmp_path, stage, ep, blocks)[0]
+        assert (losses, norms) == (pytest.approx(expected[0], abs=1e-5), pytest.approx(expected[1], rel=1e-4)), (ranks, stage)
+
+
+def train_beside_all(transport: str) -> None:
+    def layers() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(8, 16), Adding(0.0), Adding(0.0), nn.Linear(16, 4)]
+
+    twin, losses, norms = nn.Sequential(*layers()), [], []
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.stack([twin(batch(replica, step)).square().mean() for replica in range(2)]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(twin.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    module = slipstream.PipelineModule(layers(), num_stages=2, loss_fn=lambda out, _: out.square().mean())
+    axes = {"transport": transport, "mesh": {"pp": 2, "tp": 2}}
+    engine = make(module, 1, expert_parallel={"enabled": True, "autoep_size": 2}, slipstream=axes)
+    stacks = [module.stack.expert.down.weight for module in engine.module.modules() if isinstance(module, Experts)]
+    assert [stack.shape for stack in stacks] == [(2, 16, 4)]
+    for step in range(STEPS):
+        x = batch(engine.mesh.batch.index, step)
+        assert engine.train_batch(iter([(x, x)])).item() == pytest.approx(losses[step], abs=1e-5)
+        assert engine.global_grad_norm == pytest.approx(norms[step], rel=1e-4)
+    engine.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_slices_of_our_experts_beside_all_axes(transport: str) -> None:
+    """Two stages of two slices of two replicas, which have different experts."""
+    run(8, train_beside_all, transport)
+
+
+@distributed(world_size=2)
+def test_experts_that_cannot_be_sliced_are_refused_or_stay_whole() -> None:
+    """Layers that run one by one; experts that are split over the ranks that would have slices."""
+    with pytest.raises(ValueError, match=r"stack.expert.0' is a layer of experts that run one by one, which cannot be sliced"):
+        make(build("one by one", 1), 1, **SLICED_EXPERTS)
+    engine = make(build("top-2, gated", 2), 1, **SLICED)
+    assert engine.module.blocks[0].moe.experts.stack.expert.down.weight.shape == (2, 16, 24)
+    engine.destroy()
+
+
 @distributed(world_size=4)
 def test_experts_of_parts_of_a_sequence() -> None:
     """sp 2: each rank has tokens of its own."""
@@ -524,6 +607,19 @@ def read_slices(kind: str, path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize(("kind", "is_stacked"), [("Mixtral", True), ("Mixtral", False), ("Qwen3Moe", False)])
+def test_slices_of_experts_are_read_from_files(kind: str, is_stacked: bool, tmp_path: Path) -> None:
+    """Cut in two dimensions, of which one is not the outermost; also from a tensor per expert, as transformers writes them."""
+    model = foreign(kind)
+    if is_stacked:
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    else:
+        model.save_pretrained(tmp_path)
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            assert any(".experts.0." in name for name in file.keys())  # noqa: SIM118 (no mapping)
+    run(4, read_slices, kind, tmp_path)
+
+
 @distributed(world_size=4)
 @pytest.mark.parametrize("kind", [kind for kind in FOREIGN if "auxiliary" in kind])
 @pytest.mark.parametrize("layout", [{"tp": 2, "tokens": True}, {"pp": 2}, {"pp": 2, "tp": 2, "tokens": True}], ids=str)
@@ -593,6 +689,85 @@ def test_an_unmodified_model_of_experts(kind: str, tmp_path: Path) -> None:
         assert torch.equal(value, state[name]), name
 
 
+class Few(nn.Module):
+    """A layer of experts of transformers, which has no token on odd ranks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.mlp = nn.Linear(8, 32), foreign(kind).model.layers[1].mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inp(x)[None, : len(x) if dist.get_rank() % 2 == 0 else 0]
+        return (h + self.mlp(h)).square().sum()
+
+
+@distributed(world_size=2, transports=("shared", "gloo"))
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe", "DeepseekV3"])
+def test_a_rank_without_tokens_in_an_unmodified_layer(transport: str, kind: str) -> None:
+    """Gradients are those of the other rank's tokens, halved."""
+    for stage in cases.stages(transport):
+        engine = make(Few(kind), stage, transport, expert_parallel={"enabled": True, "autoep_size": 2})
+        results = train(engine)
+        engine.destroy()
+        twin, norms, losses = Few(kind), [], []
+        optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            h = twin.inp(batch(0, step))[None]
+            loss = (h + twin.mlp(h)).square().sum() / 2
+            loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(twin.parameters(), CLIP)))
+            optimizer.step()
+            losses.append(loss.item())
+        assert results == (pytest.approx(losses, rel=1e-5), pytest.approx(norms, rel=1e-4)), stage
+
+
+class Pyramid(nn.Module):
+    """PR-MoE: residual layers, the later ones with more experts (arXiv:2201.05596)."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(self.layer(kind, num) for num in (2, 4, 8))
+
+    @staticmethod
+    def layer(kind: str, num: int) -> nn.Module:
+        torch.manual_seed(num)
+        mlp = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16))
+        if kind == "ours":
+            return MoE(16, lambda: copy.deepcopy(mlp), num, k=1, ep_size=2, residual=mlp)
+        return deepspeed_moe.MoE(16, mlp, num, ep_size=min(num, dist.get_world_size()), use_residual=True, use_rts=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, losses = self.inp(x), x.new_zeros(())
+        for layer in self.layers:
+            out, loss, _ = layer(h)
+            h, losses = h + out, losses + loss
+        return h.square().mean() + 0.01 * losses
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("kind", ["ours", "DeepSpeed's"])
+def test_a_pyramid_of_residual_experts_trains_as_one_process(kind: str) -> None:
+    """Layers of 2, 4 and 8 experts, of which DeepSpeed's are over 2, 4 and 4 ranks."""
+    torch.manual_seed(0)
+    model = Pyramid(kind)
+    twin, norms, losses = copy.deepcopy(model), [], []
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.stack([twin(batch(rank, step)) for rank in range(4)]).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(twin.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    for stage in cases.STAGES:
+        engine = make(copy.deepcopy(model), stage)
+        assert train(engine) == (pytest.approx(losses, abs=1e-5), pytest.approx(norms, rel=1e-4)), stage
+        engine.destroy()
+
+
 # -- dense branches compute while rows travel --
 
 
@@ -606,19 +781,6 @@ def noting(events: list[str]) -> Any:
         events.append("start")
         pending = start(self, rows, *sizes)
         return Pending(lambda: (events.append("wait"), pending.wait())[1])
-
-@pytest.mark.parametrize(("kind", "is_stacked"), [("Mixtral", True), ("Mixtral", False), ("Qwen3Moe", False)])
-def test_slices_of_experts_are_read_from_files(kind: str, is_stacked: bool, tmp_path: Path) -> None:
-    """Cut in two dimensions, of which one is not the outermost; also from a tensor per expert, as transformers writes them."""
-    model = foreign(kind)
-    if is_stacked:
-        save_file(model.state_dict(), tmp_path / "model.safetensors")
-    else:
-        model.save_pretrained(tmp_path)
-        with safe_open(tmp_path / "model.safetensors", "pt") as file:
-            assert any(".experts.0." in name for name in file.keys())  # noqa: SIM118 (no mapping)
-    run(4, read_slices, kind, tmp_path)
-
 
     return noted
 

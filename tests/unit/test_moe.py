@@ -195,6 +195,27 @@ def test_a_token_that_is_not_used_goes_to_no_expert() -> None:
     torch.testing.assert_close(out[used.bool()], layer(x)[0][used.bool()])
 
 
+@pytest.mark.parametrize(("policy", "k"), [("Jitter", 1), ("Jitter", 2), ("RSample", 1)])
+def test_noise_of_a_gate_is_that_of_the_seed_and_the_step(policy: str, k: int) -> None:
+    torch.manual_seed(0)
+    others = {"drop_tokens": False, "top2_2nd_expert_sampling": False}  # which draw, too
+    layer, x = deepspeed_moe.MoE(8, nn.Linear(8, 8), 8, k=k, noisy_gate_policy=policy, **others), torch.randn(64, 8)
+
+    def steps(seed: int) -> list[tuple[Tensor, Tensor]]:
+        torch.manual_seed(seed)
+        return [layer(x)[:2] for _ in range(2)]
+
+    first, again, other = steps(1), steps(1), steps(2)
+    for (out, loss), (same, same_loss) in zip(first, again, strict=True):
+        assert out.equal(same) and loss.equal(same_loss)
+    for out in (first[1][0], other[0][0], other[1][0]):
+        assert not out.equal(first[0][0])
+    first[0][0].sum().backward()
+    assert layer.deepspeed_moe.gate.wg.weight.grad.any()
+    layer.eval()
+    assert all(out.equal(steps(1)[0][0]) for out, _ in steps(2))
+
+
 def test_z_loss_and_residual() -> None:
     torch.manual_seed(0)
     dense_branch = nn.Linear(8, 8)

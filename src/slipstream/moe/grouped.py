@@ -131,12 +131,14 @@ def _without_rows(out: Tensor, counts: Sequence[int]) -> Tensor:
 class GroupedLinear(nn.Module):
     """`nn.Linear` of every expert: weight [experts, out, in], bias [experts, out]. Its owner sets the rows of each expert.
 
-    counts None: its parameters are for now those of one expert, and so are all rows.
+    counts None: its parameters are for now those of one expert, and so are all rows. share_of_bias: what this rank adds of it to
+    the sum of the ranks' slices.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     counts: Sequence[int] | None = ()
+    share_of_bias = 1.0
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -145,9 +147,10 @@ class GroupedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias if self.bias is None or self.share_of_bias == 1 else self.bias * self.share_of_bias
         if self.counts is None:
-            return F.linear(x, self.weight, self.bias)
-        return grouped_linear(x, self.weight, self.counts, self.bias)
+            return F.linear(x, self.weight, bias)
+        return grouped_linear(x, self.weight, self.counts, bias)
 
     def extra_repr(self) -> str:
         return f"experts={len(self.weight)}, in_features={self.in_features}, out_features={self.out_features}"

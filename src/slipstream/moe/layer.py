@@ -7,7 +7,7 @@ those of all leading dimensions; the router computes in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
@@ -22,6 +22,7 @@ from slipstream.moe.grouped import without_autocast
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.stack import ExpertStack
 from slipstream.parallel.exchange import Exchange, gather_from, leave, scatter_to
+from slipstream.parallel.tensor import Stacked
 from slipstream.zero.hooks import eager
 
 
@@ -31,11 +32,12 @@ def mark_experts(module: nn.Module, ep_size: int) -> None:
         vars(param).update(allreduce=False, group_name=f"ep_size_{ep_size}")
 
 
-class Experts(nn.Module):
+class Experts(Stacked):
     """The experts of one layer, and the ranks that have the others.
 
     ep_size   ranks over which the experts are split; None: as the config says (expert_parallel.autoep_size)
     is_sliced the caller says that it has sliced the experts over the tp ranks
+    is_whole  the tp ranks are among those over which the experts are split, and do not slice them, too: set by `initialize`
     exchange  over these ranks, and `tokens` over the ranks of a replica, which share its tokens: set by `initialize`
     apart     over the ranks of a replica if they come here with other tokens: they have a mean auxiliary loss
     """
@@ -45,6 +47,7 @@ class Experts(nn.Module):
         if ep_size is not None and (ep_size < 1 or stack.num_experts % ep_size):
             raise ValueError(f"{stack.num_experts} experts cannot be split over ep_size ({ep_size}) ranks: it must divide them")
         self.stack, self.num_experts, self.ep_size, self.is_sliced = stack, stack.num_experts, ep_size, is_sliced
+        self.is_whole = False
         mark_experts(self, ep_size or 1)
         self.exchange: Exchange | None = None
         self.tokens: Exchange | None = None
@@ -57,20 +60,30 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routes: Routes, meanwhile: Meanwhile = ()) -> Tensor:
         """x: [T, d]; returns the weighted sum of the experts' outputs. meanwhile: computes while rows travel (`run_experts`)."""
         experts, weights, kept = routes.experts, routes.weights, routes.kept
-        if self.tokens is None:
-            return run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange, meanwhile)
-        x, experts, weights = (scatter_to(each, self.tokens, 0) for each in (x, experts, weights))
-        kept = None if kept is None else scatter_to(kept, self.tokens, 0)
+        if self.region is not None:
+            x, experts, weights, kept = self.region.enter((x, experts, weights, kept))
+        elif self.tokens is not None:
+            x, experts, weights = (scatter_to(each, self.tokens, 0) for each in (x, experts, weights))
+            kept = None if kept is None else scatter_to(kept, self.tokens, 0)
         alike: AbstractContextManager[Any] = nullcontext()
-        if any("Dropout" in type(module).__name__ for module in self.stack.modules()):
-            # Ranks draw for other numbers of rows here, and for the same tokens everywhere else.
+        is_apart = self.region is not None or self.tokens is not None
+        if is_apart and any("Dropout" in type(module).__name__ for module in self.stack.modules()):
+            # Ranks draw for other numbers of rows or features here, and for the same tokens everywhere else.
             for branch in meanwhile:
                 branch()
             meanwhile = ()
             alike = torch.random.fork_rng([x.device] if x.is_cuda else [])
         with alike:
             out = run_experts(x, experts, weights, kept, self.num_experts, self.stack, self.exchange, meanwhile)
-        return gather_from(out, self.tokens, 0)
+        if self.region is not None:
+            return self.region.leave(out)
+        return out if self.tokens is None else gather_from(out, self.tokens, 0)
+
+    @property
+    def own_cuts(self) -> Mapping[str, tuple[str, tuple[int, ...] | None]]:
+        if self.is_whole or self.is_sliced or not isinstance(self.stack.expert, GatedMLP):
+            return {}
+        return {"stack.expert.gate_up": ("column", (2, -1)), "stack.expert.down": ("row", None)}
 
 
 class MoE(nn.Module):
@@ -295,7 +308,7 @@ def mix_residual(out: Tensor, dense: Any, coefficient: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one product."""
+    """down(silu(gate(x)) * up(x)); gate and up are one product. Stacks of it are sliced over tp ranks."""
 
     def __init__(self, hidden_size: int, size: int) -> None:
         super().__init__()

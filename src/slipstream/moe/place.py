@@ -84,6 +84,14 @@ class ExpertRanks:
                 layer.module.tokens = connect("tp")
 
 
+def choose_slices(model: nn.Module, mesh: Mesh, plan: ExpertPlan) -> None:
+    """Keep the experts of our layers whole beside sliced layers if they are split over more ranks than each slice has."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            size = plan.size if module.ep_size is None else module.ep_size
+            module.is_whole = (mesh.world.size // mesh.pp.size // mesh.tp.size) % size != 0
+
+
 def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_shares: bool) -> tuple[Mesh, ExpertRanks]:
     """Cut the experts of every layer in place for this rank, after the slicing over tp. Returns the mesh with their families.
 
@@ -189,8 +197,8 @@ def _check_uncut(layers: Sequence[_RoutedLayer], mesh: Mesh) -> None:
         if mesh.tp.size > 1 and getattr(layer.module, "is_sliced", False) and not layer.is_sliced:
             raise ValueError(
                 f"{layer.name!r}: enable_expert_tensor_parallelism, and no parameter of the experts is a slice over the "
-                f"{mesh.tp.size} tp ranks: set tensor_model_parallel and partition_dim on those that are, or drop the flag, "
-                "and the ranks share the tokens"
+                f"{mesh.tp.size} tp ranks: set tensor_model_parallel and partition_dim on those that are, name them in "
+                "tensor_parallel.partition_config, or drop the flag, and the ranks share the tokens"
             )
 
 

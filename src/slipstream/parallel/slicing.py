@@ -20,12 +20,12 @@ from slipstream.config.arguments import load_config
 from slipstream.config.plan import TensorPlan
 from slipstream.parallel import tensor
 from slipstream.parallel.around import connect_before, connect_behind
-from slipstream.parallel.exchange import enter, even_shares, leave
+from slipstream.parallel.exchange import even_shares
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.sequence import Heads, deal_heads
-from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Vocab
+from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Stacked, StackRegion, Vocab
 from slipstream.world.mesh import Axis, nearest_divisor
-from slipstream.zero.leaves import Ranges, is_quantized, mark_part, parts_of, take, whole_shape
+from slipstream.zero.leaves import Ranges, is_quantized, is_stack, mark_part, parts_of, take, whole_shape
 from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import repeated_blocks
 
@@ -213,6 +213,11 @@ def has_plan(model: nn.Module, plan: TensorPlan) -> bool:
     return has_slices(model) or any(match(name) for name, _ in model.named_modules() for match in rules)
 
 
+def has_stacks(model: nn.Module) -> bool:
+    """Whether a model has stacks of experts' layers that are sliced without an entry of the config."""
+    return any(isinstance(module, Stacked) and module.own_cuts for module in model.modules())
+
+
 def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None:
     """Cut `model` in place for this rank of `axis`. The caller connects `Slices.exchange`; None: nothing is to be cut.
 
@@ -238,7 +243,15 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
     rules = _rules_of(model, plan)
     kinds = ((Column, "column"), (Row, "row"), (Vocab, "vocab"))
     names = {name: module for name, module in model.named_modules() if name}
-    own = {name: kind for name, module in names.items() for cls, kind in kinds if isinstance(module, cls)}
+    own = {
+        name: Cut(kind, whole=getattr(module, "gathers", False) or getattr(module, "splits", False))
+        for name, module in names.items()
+        for cls, kind in kinds
+        if isinstance(module, cls)
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, Stacked):
+            own |= {f"{name}.{leaf}".lstrip("."): Cut(*cut) for leaf, cut in module.own_cuts.items()}
     if not own and not rules:
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallelism; give one in tensor_parallel.partition_config "
@@ -248,7 +261,7 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
     matched = False
     for name, module in names.items():
         if name in own:
-            yield name, Cut(own[name], whole=getattr(module, "gathers", False) or getattr(module, "splits", False))
+            yield name, own[name]
             continue
         tensors = [name, *(f"{name}.{leaf}" for leaf in module._parameters if leaf not in ("weight", "bias"))]
         for path in tensors:
@@ -279,7 +292,7 @@ def _warn_of_idle(model: nn.Module, plan: TensorPlan) -> None:
             )
 
 
-def _refuse_unmatched(model: nn.Module, rules: list[tuple[Callable[[str], Any], Cut]], own: Mapping[str, str]) -> None:
+def _refuse_unmatched(model: nn.Module, rules: list[tuple[Callable[[str], Any], Cut]], own: Mapping[str, Cut]) -> None:
     blocks = tuple(f"{name}." for name in repeated_blocks(model))
     linear = [name for name, module in model.named_modules() if name.startswith(blocks) and isinstance(module, nn.Linear)]
     missed = [name for name in linear if name not in own and not any(match(name) for match, _ in rules)]
@@ -382,6 +395,8 @@ class _Slicing:
             if module is None:
                 path, _, leaf = name.rpartition(".")
                 self._bare(self.modules[path], leaf, how)
+            elif how.kind in ("column", "row") and _is_of_stack(module):
+                self._of_stack(name, module, how)
             else:
                 getattr(self, f"_{how.kind}")(name, module, how)
         self._tied_embeddings()
@@ -417,6 +432,25 @@ class _Slicing:
                 self._part(each.bias, 0, length, ranges, shares)
             self._become(each, mixin, shares=shares, is_transposed=flipped, **attributes)
         return layer
+
+    def _of_stack(self, name: str, layer: Any, how: Cut) -> None:
+        """Cut a linear layer [experts, out, in] of a stack of experts."""
+        owner = next(module for path in _parents(name) if isinstance(module := self.modules[path], Stacked))
+        if isinstance(layer, nn.Linear):
+            raise ValueError(f"{name!r} is a layer of experts that run one by one, which cannot be sliced: keep it whole (skip)")
+        dim = ("column", "row").index(how.kind)
+        length = layer.weight.shape[1 + dim]
+        ranges, shares = self._ranges(name, length, how)
+        self._part(layer.weight, 1 + dim, length, ranges)
+        if layer.bias is not None and dim == 0:
+            self._part(layer.bias, 1, length, ranges)
+        elif layer.bias is not None:
+            self._partial(name, layer, how, only="bias")
+        if self.cut:
+            features = "out_features" if dim == 0 else "in_features"
+            share = 1.0 if dim == 0 or self.axis.index == 0 else 0.0  # the others' gradients come at the same time, as zeros
+            vars(layer).update({features: shares[self.axis.index], "share_of_bias": share})
+            owner.region = owner.region or StackRegion(self.slices)
 
     def _vocab(self, name: str, module: nn.Module, how: Cut) -> None:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
@@ -647,6 +681,19 @@ def _all_router_logits(slices: Slices) -> Callable[..., None]:
     return hook
 
 
+def _is_of_stack(module: nn.Module) -> bool:
+    """Whether it is a linear layer of every expert of a stack."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 3 and is_stack(weight)
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The names of the modules that have one, from the inside; the last is ""."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def is_transposed(layer: Any) -> bool:
     """Whether it is transformers' Conv1D, whose weight is [in, out]."""
     return not isinstance(layer, nn.Linear) and layer.weight.shape[0] == getattr(layer, "nx", None)
@@ -740,31 +787,15 @@ def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _around(module: nn.Module, slices: Slices) -> None:
-    """A module of stacked experts, called with hidden states, routes and weights of routes: its output is a partial sum.
-
-    With shares of the tokens, each rank has routed its own: slices of experts need the tokens and the routes of all.
-    """
-    sizes: list[int] = []  # tokens of each rank, in this call
+    """Let a module of stacked experts, called with hidden states, routes and weights of routes, be a region."""
+    region = StackRegion(slices)
 
     def pre(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        shared = slices.tokens is not None
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        sizes[:] = slices.exchange.lengths(first, 0) if shared else []
-
-        def change(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if value.is_floating_point():
-                return enter(value, slices.exchange, 0 if shared else None, list(sizes) or None)
-            return slices.exchange.gather(value, 0, sizes) if shared else value
-
-        return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
-
-    def leave_region(y: Tensor) -> Tensor:
-        return leave(y, slices.exchange, 0 if sizes else None, list(sizes) or None)
+        values = region.enter([*args, *kwargs.values()])
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     module.register_forward_pre_hook(pre, with_kwargs=True)
-    module.register_forward_hook(_first_output(leave_region))
+    module.register_forward_hook(_first_output(region.leave))
 
 
 class _ShiftedLoss:

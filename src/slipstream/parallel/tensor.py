@@ -18,7 +18,7 @@ which restores the default generator, restores these too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,6 +148,49 @@ class Slices:
         own = self.shares[self.exchange.index]
         shape = (own, -1) if self.tokens == 0 else (-1, own)
         return gather_from(x.unflatten(0, shape), self.exchange, self.tokens, self.shares).flatten(0, 1)
+
+
+class StackRegion:
+    """The region of a module of stacked experts: its output is a partial sum of the ranks.
+
+    With shares of the tokens, each rank has routed its own: slices of experts need the tokens and the routes of all.
+    """
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+        self._sizes: list[int] = []  # tokens of each rank, in this call
+
+    def enter(self, values: Sequence[Any]) -> list[Any]:
+        """Tensors with a row for each token, of which floating-point ones get gradients that are sums over the ranks."""
+        exchange, shared = self.slices.exchange, self.slices.tokens is not None
+        first = next(value for value in values if isinstance(value, Tensor))
+        self._sizes = sizes = exchange.lengths(first, 0) if shared else []
+
+        def change(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.is_floating_point():
+                return enter(value, exchange, 0 if shared else None, list(sizes) or None)
+            return exchange.gather(value, 0, sizes) if shared else value
+
+        return [change(value) for value in values]
+
+    def leave(self, y: Tensor) -> Tensor:
+        sizes = self._sizes
+        return leave(y, self.slices.exchange, 0 if sizes else None, list(sizes) or None)
+
+
+class Stacked(nn.Module):
+    """A module whose layers are stacks of experts'. Slices give it a region; it computes between `enter` and `leave` of it.
+
+    own_cuts  of its layers, by their names in it: the kind, and the parts of a fused weight
+    """
+
+    region: StackRegion | None = None
+
+    @property
+    def own_cuts(self) -> Mapping[str, tuple[str, tuple[int, ...] | None]]:
+        return {}
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -18,7 +18,7 @@ from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
 from slipstream.config.arguments import ConfigError, LoadedConfig, read_config
-from slipstream.moe.place import ExpertRanks, draws, split_experts
+from slipstream.moe.place import ExpertRanks, choose_slices, draws, split_experts
 from slipstream.optim import fit, resolve_optimizer
 from slipstream.optim.native import Form, NativeSteps
 from slipstream.optim.onebit import OneBitSteps
@@ -29,7 +29,7 @@ from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked
 from slipstream.parallel.same_inputs import check_first_inputs
-from slipstream.parallel.slicing import has_slices, slice_model, wanted_size
+from slipstream.parallel.slicing import has_slices, has_stacks, slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.topology import check_places
 from slipstream.parallel.transformers_sequence import Sequences, serve_sequences
@@ -197,7 +197,8 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
     """Slice the layers, and prepare the attention for shares of sequences. is_users: the caller's mpu has sliced them."""
     if is_users or _has_model_axis(model):
         mark_marked(model, mesh.tp)
-    if isinstance(model, PipelineModule) and plan.tensor.partition is None and not has_slices(model):
+    choose_slices(model, mesh, plan.experts)
+    if isinstance(model, PipelineModule) and plan.tensor.partition is None and not (has_slices(model) or has_stacks(model)):
         is_users = True  # a stage may have other layers only
     slices = None if is_users else slice_model(model, mesh.tp, plan.tensor)
     if slices is not None:
