@@ -1,4 +1,5 @@
-"""The leg `cuda`, for one GPU: `resident` steps, `train` GPTs in a slice of it with states in host memory, and `serve` a Llama.
+"""The leg `cuda`, for one GPU: `resident` steps, `train` GPTs in a slice of it with states in host memory, `serve` a Llama, and
+`sparse` attention.
 
 `resident`: 760 million parameters, 8 sequences of 1,024, bf16 weights, fp32 masters, AdamW, clipping; everything on the device.
 Peers: a plain loop (fused AdamW, grouped clipping), FSDP2, DeepSpeed. Ten steps a round; the median of each.
@@ -12,6 +13,8 @@ DeepSpeed comes from `--peers`, an interpreter with a torch for CUDA.
 generated token: the time of a long answer less that of a short one, so that neither prompts nor the start count. The limit is
 reading each weight once per forward at the rate at which this GPU copies memory (bytes read and written). Needs triton and
 transformers.
+
+`sparse`: the patterns of the leg of that name, forward and backward, in bf16; dense attention is torch's.
 
 Without a GPU, `--quick` runs `train` with a toy on the CPU, where nothing is offloaded.
 """
@@ -27,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -354,6 +358,36 @@ def serve(rounds: int) -> str:
     return f"{text}\n\n{table(head, rows)}"
 
 
+# -- sparse --
+
+
+def sparse(rounds: int) -> str:
+    from benchmarks.sparse import BLOCKS, PATTERNS, density
+    from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
+
+    rows = []
+    for length in (4096, 16_384):
+        q, k, v = (torch.randn(1, 16, length, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+        weight = torch.randn_like(q)
+
+        def step(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...] = (q, k, v), weight: Tensor = weight) -> float:
+            return statistics.median(seconds(lambda: torch.autograd.grad(attend(), inputs, weight)) for _ in range(10))
+
+        dense = {causal: partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal) for causal in (False, True)}
+        for (name, pattern), block in itertools.product(PATTERNS.items(), BLOCKS):
+            layout = BlockLayout(pattern(block).make_layout(length), block, causal="causal" in name)
+            ours = partial(block_sparse_attention, q, k, v, layout)
+            for attend in (ours, dense[layout.causal]):  # compile and warm up
+                step(attend)
+            took = [(step(ours), step(dense[layout.causal])) for _ in range(rounds)]
+            gain = statistics.median(peer / own for own, peer in took)
+            ms = 1e3 * statistics.median(own for own, _ in took)
+            share = density(layout)
+            rows.append([f"{length:,}", name, str(block), f"1/{1 / share:.1f}", f"{ms:.2f}", f"{gain:.2f}", f"{gain * share:.2f}"])
+        print(f"sparse, {length:,} tokens: done", flush=True)
+    return table(["tokens", "pattern", "block", "density", "ms", "dense over it", "share of the limit"], rows)
+
+
 def run(options: Options) -> str:
     if not torch.cuda.is_available():
         if not options.quick:
@@ -361,7 +395,7 @@ def run(options: Options) -> str:
                 "the leg `cuda` needs a CUDA device, and torch finds none here; with --quick, a toy trains on the CPU"
             )
         return "\n\n".join(("A toy on the CPU.", train(options, (TOY,), 1)))
-    parts, rounds = options.only or ("resident", "train", "serve"), options.num_rounds(3)
+    parts, rounds = options.only or ("resident", "train", "serve", "sparse"), options.num_rounds(3)
     text = [f"{torch.cuda.get_device_name()}; `train` has {SLICE >> 30} GiB of it."]
     if "resident" in parts:
         text.append(resident(options, rounds))
@@ -369,4 +403,6 @@ def run(options: Options) -> str:
         text.append(train(options, MODELS, rounds))
     if "serve" in parts:
         text.append(serve(rounds))
+    if "sparse" in parts:
+        text.append(sparse(rounds))
     return "\n\n".join(text)

@@ -195,7 +195,13 @@ LEGS = (
         needs="",
     ),
     _serve("replicas", 2, 8, "two engines with a core each over one: tokens, prefix hits, time of a token, stalls", needs=""),
-    Leg("cuda", 0, 60, "on a GPU: training with states in host memory, and serving a Llama of 1.2 billion weights", "cuda:run"),
+    Leg(
+        "cuda",
+        0,
+        60,
+        "on a GPU: training with states in host memory, serving a Llama of 1.2 billion weights, block-sparse attention",
+        "cuda:run",
+    ),
 )
 MINUTES = ("minutes, level 1", "minutes, level 2")
 ORDER = (*MINUTES, *(leg.section for leg in LEGS if leg.level))  # of the sections of RESULTS.md

@@ -70,10 +70,10 @@ def run(options: Options) -> str:
         for (name, block), layout in layouts.items():
             mine = seconds[name, block]
             gain = statistics.median(a / b for a, b in zip(seconds[layout.causal], mine, strict=True))
-            share = gain * _density(layout)
+            share = gain * density(layout)
             rows.append(
                 [
-                    *(f"{length:,}", name, str(block), f"1/{1 / _density(layout):.1f}", f"{statistics.median(mine) * 1e3:.0f}"),
+                    *(f"{length:,}", name, str(block), f"1/{1 / density(layout):.1f}", f"{statistics.median(mine) * 1e3:.0f}"),
                     *(f"{gain:.1f}", f"{share:.2f}"),
                 ]
             )
@@ -108,7 +108,7 @@ def _inputs(length: int) -> list[Tensor]:
     return [torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in range(3)]
 
 
-def _density(layout: BlockLayout) -> float:
+def density(layout: BlockLayout) -> float:
     """Of the scores that dense attention computes: all, or those up to the diagonal."""
     if not layout.causal:
         return layout.density

@@ -522,6 +522,54 @@ def the_engine_serves_with_kernels_and_graphs() -> None:
     assert [p + list(answer.token_ids) for p, answer in zip(prompts, answers, strict=True)] == wanted
 
 
+def compare_gradients(ours: Tensor, theirs: Tensor, inputs: Sequence[Tensor], limit: float, what: object) -> None:
+    """Of random gradients of the outputs; errors are of the norm of what is compared."""
+    grad = torch.randn_like(ours)
+    pairs = zip((ours, *torch.autograd.grad(ours, inputs, grad)), (theirs, *torch.autograd.grad(theirs, inputs, grad)), strict=True)
+    for i, (mine, other) in enumerate(pairs):
+        error = ((mine.double() - other.double()).norm() / other.double().norm()).item()
+        assert error < limit, f"{what}: {f'gradient {i - 1}' if i else 'the output'} is off by {error:.3g} of its norm"
+
+
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@alone
+def block_sparse_attention_is_its_twin() -> None:
+    """Blocks of each size, narrow and wide heads; with masks and biases, and dropout of the same places as on a CPU."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention, takes
+
+    torch.manual_seed(0)
+    for dtype, block, dim, causal in (
+        (torch.float32, 64, 64, False),
+        (torch.float32, 128, 256, True),
+        (torch.bfloat16, 16, 64, True),
+        (torch.bfloat16, 64, 128, False),
+        (torch.float16, 48, 80, True),
+        (torch.bfloat16, 64, 256, False),
+    ):
+        layout = BlockLayout(torch.rand(4, 768 // block, 768 // block) < 0.4, block, causal=causal)
+        inputs = [
+            torch.randn(2, 768, n, dim, device=device()).to(dtype).transpose(1, 2).detach().requires_grad_() for n in (4, 2, 2)
+        ]
+        bias = torch.randn(4, 768, 768, device=device(), requires_grad=True)
+        spans = torch.randint(769, (2, 768, 2), device=device()).sort(-1).values
+        for options in ({}, {"bias": bias, "spans": spans, "key_bias": torch.randn(2, 768, device=device())}):
+            assert takes(inputs[0])
+            ours = block_sparse_attention(*inputs, layout, **options)
+            with sdpa_kernel(SDPBackend.MATH):
+                theirs = block_sparse_attention(*inputs, layout, **options)
+            leaves = [*inputs, bias] if options else inputs
+            compare_gradients(ours, theirs, leaves, LIMITS[dtype], f"{dtype}, blocks of {block}, {dim} features, {list(options)}")
+        outs = []
+        for where in (device(), torch.device("cpu")):
+            torch.manual_seed(1)
+            outs.append(block_sparse_attention(*(x.to(where) for x in inputs), layout, dropout=0.2).to(device()))
+        compare_gradients(outs[0], outs[1], inputs, LIMITS[dtype], f"{dtype}, blocks of {block}, dropout")
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     slipstream.init_distributed()

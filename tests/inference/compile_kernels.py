@@ -6,11 +6,12 @@ In a process of its own: with TRITON_INTERPRET=1, which the tests have, nothing 
 import json
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.ops.triton import attention, flat, linear, rows
+from slipstream.ops.triton import attention, flat, linear, rows, sparse
 
 BF16, FP32, INT = "*bf16", "*fp32", "*i32"
 _ATTEND = {"CAP": 0.0, "WINDOW": 64, "KV_HEADS": 8, "GROUP": 4, "PADDED": 4, "DIM": 64, "BLOCK_DIM": 64, "BLOCK_SIZE": 16}
@@ -18,8 +19,25 @@ _LINEAR = {"bias": None, "SLICE": 512, "GROUP": 32, "COLUMNS": 64, "num_warps": 
 _FEW, _MANY = {"TOGETHER": 1, "ROWS": 16}, {"TOGETHER": 4, "ROWS": 128, "COLUMNS": 128, "num_warps": 8}
 _PLAIN, _CODES = {"scale": None, "low": None, "FEATURES": 64}, {"FEATURES": 128}
 _HEADS = {"HEADS": 32, "DIM": 64}
+_SPARSE: dict[str, Any] = {
+    **dict.fromkeys(("tiles", "panels"), INT),
+    **dict.fromkeys(("grad_batch", "length", "first", "seed", "least"), "i32"),
+    "scale": "fp32",
+}
+
+
+def _sparse(kernel: Any, dtype: torch.dtype, dim: int, tile: int, bias: bool) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """An entry of KERNELS with constants that `sparse._options` chooses. bias: with all that is added to scores, and dropout."""
+    q = torch.empty(1, 8, tile, dim, dtype=dtype, device="meta")
+    scores = sparse.Scores(None, None, None, torch.empty(2, 4), torch.empty(0), 1, 1.0, int(bias), 0, not bias)
+    heads = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), (BF16 if dtype.itemsize == 2 else FP32, *["i32"] * 3))
+    added = {"added": (FP32, "i32", "i32", FP32, INT) if bias else ("constexpr", "i32", "i32", "constexpr", "constexpr")}
+    options = sparse._options(q, q[:, :2], scores, backward=kernel is not sparse._forward)
+    return kernel, _SPARSE | heads | added, options | ({} if bias else {"bias_grad": None})
+
+
 # Kernel, the types of its pointers (fp32 unless said), its constants and options.
-KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (linear._linear, {"x": BF16, "weight": BF16}, _LINEAR | _PLAIN | _FEW),
     (linear._linear, {"x": BF16, "weight": BF16}, _LINEAR | _PLAIN | _MANY),
     (linear._linear, {"x": BF16, "weight": "*i8"}, _LINEAR | _CODES | _FEW | {"low": None}),
@@ -43,11 +61,25 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     ),
     (flat._reduce, {"out": BF16, "source": BF16, "squares": "*fp64"}, {"ACCUMULATE": True, "BLOCK": 1024, "num_warps": 4}),
     (rows._gate, {"out": BF16}, {"ACTIVATION": "gelu", "PLANES": 1, "BLOCK": 1024}),
+    *(
+        _sparse(kernel, dtype, dim, tile, bias)
+        for dtype, dim, tile, bias in (
+            (torch.bfloat16, 64, 64, False),
+            (torch.bfloat16, 128, 64, True),
+            (torch.bfloat16, 256, 64, True),
+            (torch.bfloat16, 64, 16, True),
+            (torch.float32, 64, 64, True),
+            (torch.float32, 128, 64, True),
+            (torch.float32, 256, 64, True),
+        )
+        for kernel in (sparse._forward, sparse._query_grads, sparse._key_grads)
+    ),
 ]
+TRAINING = ("sparse",)
 _INTEGERS = {"positions", "slots", "tables", "tile_row", "tile_length", "tile_table"}
 
 
-def type_of(name: str, kernel: Any, types: dict[str, str]) -> str:
+def type_of(name: str, kernel: Any, types: dict[str, Any]) -> Any:
     if kernel in (flat._step, flat._reduce):
         arrays = ("master", "grad", "first", "second", "out", "source", "squares")
         return types.get(name, FP32) if name in arrays else "i32" if name == "num_elements" else "fp32"
@@ -62,12 +94,17 @@ def main() -> None:
         names = kernel.arg_names
         signature = {name: "constexpr" if name in settings else type_of(name, kernel, types) for name in names}
         constants = {(i,): settings[name] for i, name in enumerate(names) if name in settings}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] in "*i"}
+        parts = {(i,): signature[name] for i, name in enumerate(names)}
+        parts |= {(*i, j): each for i, kinds in list(parts.items()) if isinstance(kinds, tuple) for j, each in enumerate(kinds)}
+        constants |= {at: None for at, kind in parts.items() if kind == "constexpr" and len(at) > 1}
+        aligned = {at: [["tt.divisibility", 16]] for at, kind in parts.items() if isinstance(kind, str) and kind[0] in "*i"}
         options = {name: value for name, value in settings.items() if name not in names}
+        module = kernel.fn.__module__.rpartition(".")[2]
+        options["enable_fp_fusion"] = module in TRAINING
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        kernel_code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"enable_fp_fusion": False})
+        kernel_code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         code = kernel_code.asm["ptx"]
-        report = {"kernel": kernel.__name__, "shared": kernel_code.metadata.shared, "fused": "fma.rn.f32" in code}
+        report = {"module": module, "kernel": kernel.__name__, "shared": kernel_code.metadata.shared, "fused": "fma.rn.f32" in code}
         print(json.dumps(report | {"wgmma": "wgmma.mma_async" in code, "mma": "mma.sync" in code}), flush=True)
 
 

@@ -270,7 +270,8 @@ def test_a_reduction_has_the_bits_of_torch(accumulate: bool) -> None:
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    """Products by wgmma alone, whatever the rows, and nothing contracted: batch invariance rests on it. No GPU is needed."""
+    """Serving's products by wgmma alone, whatever the rows, and nothing contracted: batch invariance rests on it. All kernels fit
+    the shared memory of smaller GPUs. No GPU is needed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.inference.compile_kernels"],
@@ -280,10 +281,12 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     )
     assert not done.returncode, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 12
-    for kernel in kernels:
+    assert kernels and all(kernel["shared"] <= 99 << 10 for kernel in kernels), kernels
+    sparse = [kernel for kernel in kernels if kernel["module"] == "sparse"]
+    assert {kernel["kernel"] for kernel in sparse if kernel["wgmma"]} == {"_forward", "_query_grads", "_key_grads"}
+    for kernel in [kernel for kernel in kernels if kernel["module"] not in ("sparse", "fused")]:
         assert kernel["wgmma"] == (kernel["kernel"] in ("_linear", "_attend")), kernel
-        assert not kernel["mma"] and not kernel["fused"] and kernel["shared"] <= 99 << 10, kernel
+        assert not kernel["mma"] and not kernel["fused"], kernel
 
 
 # -- the forward

@@ -12,9 +12,9 @@ from slipstream.ops import gpu
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    gpu._flat.cache_clear()
+    gpu._is_usable.cache_clear()
     yield
-    gpu._flat.cache_clear()
+    gpu._is_usable.cache_clear()
 
 
 def test_a_triton_that_does_not_import_is_told_once_and_not_used(
@@ -28,5 +28,5 @@ def test_a_triton_that_does_not_import_is_told_once_and_not_used(
     with caplog.at_level(logging.WARNING):
         assert gpu.kernels() is None and gpu.kernels() is None
     assert [record.getMessage() for record in caplog.records] == [
-        "the installed triton cannot be used (made for another torch); torch's operations compute the optimizer and reductions"
+        "the installed triton cannot be used (made for another torch); torch's operations compute in place of its kernels"
     ]

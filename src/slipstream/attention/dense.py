@@ -22,8 +22,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     """
     if query.is_cpu and torch.is_autocast_enabled("cpu"):
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
-    served = query.dtype in cpu.DTYPES and query.shape[-1] <= MOST_DIM and not torch.compiler.is_compiling()
-    if not (served and takes(query)):
+    served = query.is_cpu and query.dtype in cpu.DTYPES and query.shape[-1] <= MOST_DIM
+    if not (served and not torch.compiler.is_compiling() and takes(query)):
         return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=True)
     layout = layouts_of(ALL, 1).of(query.shape[2], causal=True)
     return attend(query, key, value, layout, None, scale, dropout)

@@ -1,4 +1,5 @@
-"""Attention over the blocks of scores that a layout names, forward and backward: native kernels, and a twin in torch.
+"""Attention over the blocks of scores that a layout names, forward and backward: kernels for CPUs and, by Triton, for GPUs
+(`ops/triton/sparse.py`), and a twin in torch.
 
 Time and memory are linear in the number of blocks. The kernels keep one log-sum-exp per query and compute scores again for the
 gradients (Dao et al., arXiv 2205.14135). Their arithmetic is fp32. Queries without a key get zeros.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from slipstream.ops import build, cpu
+from slipstream.ops import build, cpu, gpu
 
 PANEL = 16  # queries or keys; the kernels' unit, and the smallest block
 _MOST = 4  # panels of queries in a tile
@@ -48,7 +49,7 @@ class _Tiles(NamedTuple):
 
     tiles: Tensor  # int32 [tiles, 4]: first panel of queries, number of them, begin and end in `panels`
     panels: Tensor  # int32
-    layouts: Tensor  # int64 [layouts + 1]: where the tiles of each begin
+    layouts: Tensor  # int64 [layouts + 1]: where the tiles of each begin; [2, layouts + 1] for a GPU (`BlockLayout.on`)
 
 
 class BlockLayout:
@@ -71,7 +72,8 @@ class BlockLayout:
         if len(blocks) > 1 and bool((blocks == blocks[:1]).all()):
             blocks = blocks[:1]
         self.blocks, self.block, self.causal, self.length = blocks, block, causal, blocks.shape[1] * block
-        self.tiles = self._cut()  # not when first used: a compiled model reads it
+        self.tiles = self._cut(blocks, _runs)  # not when first used: a compiled model reads it
+        self._on: dict[torch.device, _Tiles] = {}
 
     def __deepcopy__(self, memo: object) -> BlockLayout:
         return self  # it never changes
@@ -84,18 +86,39 @@ class BlockLayout:
         """The share of blocks that are computed."""
         return float(self.blocks.float().mean())
 
-    def _cut(self) -> _Tiles:
+    def on(self, device: torch.device) -> _Tiles:
+        """`tiles`, or as GPUs read a layout: tiles of queries of one size, then tiles of keys with the panels of queries that see
+        them."""
+        if device.type == "cpu":
+            return self.tiles
+        if device not in self._on:
+            with _disable_current_modes():
+                self._on[device] = _Tiles(*(x.to(device) for x in self._both_sides()))
+        return self._on[device]
+
+    def _both_sides(self) -> _Tiles:
+        queries, keys = self._cut(self.blocks, _even), self._cut(self.blocks.mT, _even, of_keys=True)
+        keys.tiles[:, 2:] += len(queries.panels)
+        layouts = torch.stack((queries.layouts, keys.layouts + len(queries.tiles)))
+        return _Tiles(torch.cat((queries.tiles, keys.tiles)), torch.cat((queries.panels, keys.panels)), layouts)
+
+    def _cut(self, blocks: Tensor, runs: _Runs, *, of_keys: bool = False) -> _Tiles:
         per, starts, tiles, panels, at = self.block // PANEL, [0], [], [], 0
-        for rows in self.blocks:
-            for first, count, columns in _runs(rows, per):
-                keys = (columns[:, None] * per + torch.arange(per)).view(-1)
-                keys = keys[keys < first + count] if self.causal else keys
-                tiles.append((first, count, at, at + len(keys)))
-                panels.append(keys)
-                at += len(keys)
+        for rows in blocks:
+            for first, count, columns in runs(rows, per):
+                listed = (columns[:, None] * per + torch.arange(per)).view(-1)
+                if self.causal:
+                    listed = listed[listed >= first if of_keys else listed < first + count]
+                tiles.append((first, count, at, at + len(listed)))
+                panels.append(listed)
+                at += len(listed)
             starts.append(len(tiles))
-        listed = torch.cat(panels or [torch.empty(0)]).to(torch.int32)
-        return _Tiles(torch.tensor(tiles, dtype=torch.int32), listed, torch.tensor(starts))
+        return _Tiles(
+            torch.tensor(tiles, dtype=torch.int32), torch.cat(panels or [torch.empty(0)]).to(torch.int32), torch.tensor(starts)
+        )
+
+
+_Runs = Callable[[Tensor, int], Iterator[tuple[int, int, Tensor]]]
 
 
 def _runs(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
@@ -110,6 +133,15 @@ def _runs(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
         for first in range(at * per, end * per, _MOST):
             yield first, min(_MOST, end * per - first), columns
         at = end
+
+
+def _even(rows: Tensor, per: int) -> Iterator[tuple[int, int, Tensor]]:
+    """As `_runs`, with tiles of one size: a power of two that divides a block."""
+    size = min(_MOST, per & -per)
+    for at, row in enumerate(rows):
+        columns = row.nonzero().view(-1)
+        for first in range(at * per, (at + 1) * per, size):
+            yield first, size, columns
 
 
 @functools.cache
@@ -136,11 +168,14 @@ def _forward(
     dropout: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
+    table, settings = _Tiles(tiles, panels, layouts), (scale, dropout, causal)
+    if layouts.dim() == 2:
+        kernels: Any = gpu.module("sparse")
+        found: tuple[Tensor, Tensor] = kernels.forward(q, k, v, _scores(_Added(bias, key_bias, spans), table, settings, seed))
+        return found
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     heads = {"q": q, "k": k, "v": v, "o": out}
-    _run(
-        0, heads, _Tiles(tiles, panels, layouts), (scale, dropout, causal), seed, lse=lse, bias=bias, key_bias=key_bias, spans=spans
-    )
+    _run(0, heads, table, settings, seed, lse=lse, bias=bias, key_bias=key_bias, spans=spans)
     return out, lse
 
 
@@ -169,11 +204,16 @@ def _backward(
     causal: bool,
     bias_wants: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    table, settings = _Tiles(tiles, panels, layouts), (scale, dropout, causal)
     bias_grad = _bias_grad(q, bias, bias_wants)
+    if layouts.dim() == 2:
+        kernels: Any = gpu.module("sparse")
+        scores = _scores(_Added(bias, key_bias, spans), table, settings, seed)
+        return *kernels.backward(_rows(grad), q, k, v, out, lse, scores, bias_grad if bias_wants else None), bias_grad
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     heads = {"q": q, "k": k, "v": v, "o": out, "grad": _rows(grad), "dq": dq, "dk": dk, "dv": dv}
     arrays = {"lse": lse, "bias": bias, "key_bias": key_bias, "spans": spans, "bias_grad": bias_grad if bias_wants else None}
-    _run(1, heads, _Tiles(tiles, panels, layouts), (scale, dropout, causal), seed, **arrays)
+    _run(1, heads, table, settings, seed, **arrays)
     return dq, dk, dv, bias_grad
 
 
@@ -185,6 +225,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 def _bias_grad(q: Tensor, bias: Tensor | None, wants: bool) -> Tensor:
     """Zeros for the gradient of a bias, which sequences that share the bias add to in turn."""
     return q.new_zeros(bias.shape if bias is not None and wants else 0, dtype=torch.float32)
+
+
+def _scores(added: _Added, table: _Tiles, settings: tuple[float, float, bool], seed: Tensor | None) -> Any:
+    """The `Scores` of Triton's kernels."""
+    kernels: Any = gpu.module("sparse")
+    scale, dropout, causal = settings
+    bits = 0 if seed is None else int(seed)
+    signed = bits - (1 << 32 if bits >> 31 else 0)  # one type for all seeds
+    return kernels.Scores(*added, *table[:2], table.layouts.shape[1] - 1, scale, min(round(dropout * 65536), 65535), signed, causal)
 
 
 def _batch_stride(x: Tensor) -> int:
@@ -246,9 +295,11 @@ def _run(
 
 def product_flops(q: Tensor, tiles: Tensor, panels: Tensor, layouts: Tensor) -> int:
     """FLOP of one product of all heads [B, heads, S, D] with the keys of their tiles."""
+    num_layouts = layouts.shape[-1] - 1
     with _disable_current_modes():  # a layout has values, also among fake tensors
-        scores = PANEL * PANEL * sum(rows * (stop - start) for _, rows, start, stop in tiles.tolist())
-    return 2 * scores * q.shape[3] * len(q) * q.shape[1] // (len(layouts) - 1)
+        of_queries = tiles[: layouts.view(-1)[num_layouts]]
+        scores = PANEL * PANEL * sum(rows * (stop - start) for _, rows, start, stop in of_queries.tolist())
+    return 2 * scores * q.shape[3] * len(q) * q.shape[1] // num_layouts
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -287,15 +338,22 @@ def block_sparse_attention(
     if not takes(q):
         return _twin(q, k, v, layout, scale, _Added(bias, key_bias, spans), dropout)
     seed = torch.randint(1 << 32, ()) if dropout else None
-    arrays = (bias, key_bias, spans, seed, *layout.tiles)
+    arrays = (bias, key_bias, spans, seed, *layout.on(q.device))
     out: Tensor = _forward(_rows(q), _rows(k), _rows(v), *arrays, scale, dropout, layout.causal)[0]
     return out
 
 
 def takes(q: Tensor) -> bool:
     """Whether kernels compute; without flash attention (`sdpa_kernel(SDPBackend.MATH)`) callers differentiate twice."""
-    has_kernels = torch.compiler.is_compiling() or (_native() is not None and torch.backends.cuda.flash_sdp_enabled())
-    return q.is_cpu and has_kernels
+    compiles = torch.compiler.is_compiling()
+    if q.is_cuda:  # what is compiled there is the twin: a layout's tables are made when first used
+        return not compiles and torch.backends.cuda.flash_sdp_enabled() and _by_triton(q.device)
+    return q.is_cpu and (compiles or (_native() is not None and torch.backends.cuda.flash_sdp_enabled()))
+
+
+@functools.cache
+def _by_triton(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0) and gpu.module("sparse") is not None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, dropout: float) -> None:

@@ -1,4 +1,4 @@
-"""Which of a training step's passes Triton kernels take (`ops/triton/flat.py`): on GPUs, where triton is installed."""
+"""Which passes of training Triton kernels take (`ops/triton`): on GPUs, where triton is installed."""
 
 import functools
 import importlib
@@ -14,21 +14,27 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def _flat() -> ModuleType | None:
+def _is_usable() -> bool:
     if importlib.util.find_spec("triton") is None:
-        return None
+        return False
     try:
-        return importlib.import_module("slipstream.ops.triton.flat")
+        importlib.import_module("slipstream.ops.triton.flat")
     except (ImportError, OSError, AttributeError) as error:  # a triton of another torch, or without its C library
-        logger.warning("the installed triton cannot be used (%s); torch's operations compute the optimizer and reductions", error)
-        return None
+        logger.warning("the installed triton cannot be used (%s); torch's operations compute in place of its kernels", error)
+        return False
+    return True
+
+
+def module(name: str) -> ModuleType | None:
+    """Kernels of `ops.triton`, or None: triton is not installed, or cannot be used."""
+    return importlib.import_module(f"slipstream.ops.triton.{name}") if _is_usable() else None
 
 
 def kernels(*arrays: object) -> ModuleType | None:
-    """The kernels, if all arrays are None or contiguous tensors of a GPU in fp32, bf16 or fp16; else None: torch computes."""
+    """Those of flat arrays, if all are None or contiguous tensors of a GPU in fp32, bf16 or fp16; else None: torch computes."""
     for array in arrays:
         if array is None:
             continue
         if not (isinstance(array, Tensor) and array.is_cuda and array.dtype in DTYPES and array.is_contiguous()):
             return None
-    return _flat()
+    return module("flat")

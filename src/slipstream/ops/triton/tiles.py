@@ -1,4 +1,4 @@
-"""Functions that the kernels share: the product of two tiles, sums of planes, and ranges of positions.
+"""Functions that the kernels share: the product of two tiles, sums of planes, dropout, and ranges of positions.
 
 Ranges: range r contains the positions from `range_start(r)` to `range_start(r + 1)`. The first 16 contain FINEST positions each;
 then every doubling of the position has 8 ranges, so that a long context has few (64 for 131,072 positions) and a short one enough
@@ -10,13 +10,13 @@ import triton.language as tl
 
 FINEST = tl.constexpr(128)
 LEAST = tl.constexpr(-1e30)  # below every score; -inf - -inf would be NaN
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
 def multiply(left, right, total):
     """total + left @ right, in fp32; fp32 operands without rounding to TF32."""
-    if _INTERPRETED:
+    if INTERPRETED:
         # The interpreter's own dot treats bf16 as integers, and its order of addition depends on the tiles' shapes.
         total += tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], 1)
     else:
@@ -31,6 +31,22 @@ def sum_planes(at, mask, plane_stride, PLANES: tl.constexpr):
     for plane in tl.static_range(1, PLANES):
         total += tl.load(at + plane * plane_stride, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def kept(seed, row, column, least):
+    """What dropout multiplies with: 0, or 1 / (1 - p), p = least / 65536. `ops.fused.kept` and csrc/vec_drop.h have the same bits.
+
+    seed: int32, by its bits; row, column: integers, broadcast to the result."""
+    row, column = row.to(tl.uint32), column.to(tl.uint32)
+    x = seed.to(tl.uint32, bitcast=True) ^ tl.mul(row, 0x85EBCA6B, sanitize_overflow=False)
+    panel = tl.mul(column // 16, 0xC2B2AE35, sanitize_overflow=False)
+    x = tl.mul(tl.add(x ^ (x >> 15), panel, sanitize_overflow=False), 0x27D4EB2F, sanitize_overflow=False)
+    lane = tl.mul(column % 16 // 2, 0x9E3779B9, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 13) ^ lane, 0x7FEB352D, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 15), 0x846CA68B, sanitize_overflow=False)
+    number = (((x ^ (x >> 16)) >> (column % 2 * 16)) & 0xFFFF).to(tl.int32)
+    return tl.where(number >= least, 65536.0 / (65536 - least), 0.0)
 
 
 @triton.jit
