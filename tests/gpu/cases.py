@@ -570,6 +570,41 @@ def block_sparse_attention_is_its_twin() -> None:
         compare_gradients(outs[0], outs[1], inputs, LIMITS[dtype], f"{dtype}, blocks of {block}, dropout")
 
 
+@alone
+def passes_of_fused_layers_are_their_twins() -> None:
+    """Widths that no block divides, and those of a large model. Dropout is of the same places: a hash of seed and place."""
+    from slipstream.ops import fused
+
+    def compare(call: Callable[[], Tensor], inputs: Sequence[Tensor], dtype: torch.dtype, what: object) -> None:
+        outs = []
+        for kernels in (fused._kernels, lambda _: None):
+            torch.manual_seed(0)
+            with patch.object(fused, "_kernels", kernels):
+                assert (kernels(inputs[0]) is None) == bool(outs)
+                out = call()
+                outs.append((out, torch.autograd.grad(out, inputs, torch.ones_like(out).cumsum(-1) / out.shape[-1])))
+        for i, (mine, other) in enumerate(zip((outs[0][0], *outs[0][1]), (outs[1][0], *outs[1][1]), strict=True)):
+            error = ((mine.double() - other.double()).norm() / other.double().norm()).item()
+            assert error < LIMITS[dtype], f"{what}: {f'gradient {i - 1}' if i else 'the output'} is off by {error:.3g} of its norm"
+
+    torch.manual_seed(0)
+    for dtype, columns in itertools.product((torch.float32, torch.bfloat16, torch.float16), (67, 768, 8192)):
+        x, other = (torch.randn(3, 700, columns, device=device()).to(dtype).requires_grad_() for _ in range(2))
+        weight, shift, bias = (torch.randn(columns, device=device()).to(dtype).abs().add(0.5).requires_grad_() for _ in range(3))
+        for norm, drop, inverts in itertools.product(("layer", "rms"), (0.0, 0.1), (False, dtype == torch.float32)):
+            columns_of: Any = {"weight": weight, "shift": shift} if norm == "layer" else {"weight": weight}
+            options: Any = {"norm": norm, "bias": bias, "residual": other, "dropout": drop, "invertible": inverts, **columns_of}
+            leaves = [x, other, bias, *columns_of.values()]
+            compare(lambda o=options: fused.add_norm(x, **o)[1], leaves, dtype, (dtype, columns, norm, drop, inverts))  # type: ignore[misc]
+        for kind in fused.ACTIVATIONS:
+            compare(lambda k=kind: fused.activation(x, k, bias=bias, up=other), [x, bias, other], dtype, (dtype, columns, kind))  # type: ignore[misc]
+        logits, target = x.detach().flatten(0, 1).requires_grad_(), torch.randint(columns, (2100,), device=device())
+        compare(lambda: fused.cross_entropy(logits, target, label_smoothing=0.1), [logits], dtype, (dtype, columns, "loss"))
+        turned = torch.randn(2, 300, 6, 80, device=device()).to(dtype).requires_grad_()
+        cosine, sine = (torch.randn(1, 300, 64, device=device()) for _ in range(2))
+        compare(lambda: fused.rotary(turned, cosine, sine), [turned], dtype, (dtype, "rotary"))
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     slipstream.init_distributed()

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.ops.triton import attention, flat, linear, rows, sparse
+from slipstream.ops.triton import attention, flat, fused, linear, rows, sparse
 
 BF16, FP32, INT = "*bf16", "*fp32", "*i32"
 _ATTEND = {"CAP": 0.0, "WINDOW": 64, "KV_HEADS": 8, "GROUP": 4, "PADDED": 4, "DIM": 64, "BLOCK_DIM": 64, "BLOCK_SIZE": 16}
@@ -36,6 +36,13 @@ def _sparse(kernel: Any, dtype: torch.dtype, dim: int, tile: int, bias: bool) ->
     return kernel, _SPARSE | heads | added, options | ({} if bias else {"bias_grad": None})
 
 
+_FUSED: dict[str, Any] = {
+    **dict.fromkeys(("x", "bias", "residual", "total", "out", "grad", "sum_grad", "dsum", "dx", "up", "dup"), BF16),
+    **dict.fromkeys(("columns", "heads", "tokens", "stride", "seed", "least"), "i32"),
+    "logits": BF16,
+    "target": "*i64",
+    "smoothing": "fp32",
+}
 # Kernel, the types of its pointers (fp32 unless said), its constants and options.
 KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (linear._linear, {"x": BF16, "weight": BF16}, _LINEAR | _PLAIN | _FEW),
@@ -74,8 +81,16 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         )
         for kernel in (sparse._forward, sparse._query_grads, sparse._key_grads)
     ),
+    (fused._add_norm, _FUSED, {"ADDS": True, "DROPS": True, "NORM": 1, "BLOCK": 4096, "num_warps": 8}),
+    (fused._add_norm_backward, _FUSED, {"inverse_weight": None, "DROPS": True, "NORM": 1, "BLOCK": 4096, "num_warps": 16}),
+    (fused._add_norm_backward, _FUSED, {"sum_grad": None, "dx": None, "DROPS": False, "NORM": 2, "BLOCK": 1024}),
+    *((fused._activate_backward, _FUSED, {"KIND": kind, "BLOCK": 1024}) for kind in range(4)),
+    (fused._activate, _FUSED, {"up": None, "KIND": 1, "BLOCK": 1024}),
+    (fused._row_loss, _FUSED, {"BLOCK": 4096, "num_warps": 8}),
+    (fused._row_grad, _FUSED, {"BLOCK": 4096, "num_warps": 8}),
+    (fused._rotate, _FUSED, {"BACK": True, "DIM": 128, "HALF": 32, "HEADS": 8, "BLOCK": 32, "REST": 64}),
 ]
-TRAINING = ("sparse",)
+TRAINING = ("sparse", "fused")
 _INTEGERS = {"positions", "slots", "tables", "tile_row", "tile_length", "tile_table"}
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.inference.test_triton import DEAR, DEVICE, quick_interpreter  # isort: skip  # first: it finds triton, or skips
-from slipstream.ops import block_sparse, cpu, gpu
+from slipstream.ops import block_sparse, cpu, fused, gpu
 from slipstream.ops.block_sparse import BlockLayout, block_sparse_attention
+from tests.unit import test_fused
 from tests.unit.test_sparse_attention import dense, some_blocks
 
 __all__ = ["quick_interpreter"]
@@ -101,3 +102,73 @@ def test_attention_drops_what_the_kernels_for_cpus_drop(by_triton: pytest.Monkey
         outs.append(block_sparse_attention(*(x.to(device) for x in inputs), layout, dropout=0.3).to(DEVICE))
         by_triton.undo()
     compare(outs[0], outs[1], inputs, 2e-5)
+
+
+# -- the passes between products
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's, also for tensors of a CPU."""
+    gpu._is_usable.cache_clear()
+    monkeypatch.setattr(fused, "_kernels", lambda x: gpu.module("fused"))
+
+
+through_tests_of_cpus = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu has these passes on a GPU")
+
+
+@through_tests_of_cpus
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("norm", ["layer", "rms", "none"])
+def test_a_sum_and_its_norm(norm: str, dtype: torch.dtype) -> None:
+    test_fused.test_a_sum_and_its_norm(norm, 67, dtype, "triton")
+
+
+@through_tests_of_cpus
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", fused.ACTIVATIONS)
+def test_activations_and_mlps(kind: str, dtype: torch.dtype) -> None:
+    test_fused.test_activations_and_mlps(kind, dtype, "triton")
+
+
+@through_tests_of_cpus
+@pytest.mark.usefixtures("passes")
+def test_rotary_positions() -> None:
+    test_fused.test_rotary_positions("triton")
+
+
+@through_tests_of_cpus
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("norm", ["layer", "none"])
+def test_what_is_dropped_is_what_torch_drops(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients of the sum and of its norm, and of one of them."""
+    leaves = [leaf(33, 48), leaf(33, 48), leaf(48)]
+    columns: dict[str, Any] = {"weight": leaf(48), "shift": leaf(48)} if norm == "layer" else {}
+    found: list[list[Tensor]] = []
+    for kernels in (fused._kernels, lambda _: None):
+        monkeypatch.setattr(fused, "_kernels", kernels)
+        monkeypatch.setattr(fused, "_native", lambda: None)
+        found.append([])
+        for first in (0, 1):
+            torch.manual_seed(3)
+            both = fused.add_norm(leaves[0], residual=leaves[1], bias=leaves[2], norm=norm, dropout=0.25, **columns)
+            found[-1] += [*both, *test_fused.grads_of(both[first:], [*leaves, *columns.values()])]
+    test_fused.check(found[0], found[1], torch.float32)
+
+
+@through_tests_of_cpus
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize(("dtype", "smoothing"), [(torch.float32, 0.1), (torch.float16, 0.0)])
+def test_the_loss_of_logits(dtype: torch.dtype, smoothing: float) -> None:
+    """Longer rows than a block, that are columns of a matrix, too; some do not count."""
+    for shape in ((6, 4500), (4500, 6)):
+        logits = (4 * torch.randn(shape)).to(dtype).requires_grad_()
+        rows = logits if shape[1] > 6 else logits.t()
+        target = torch.tensor([0, 4499, -100, 4095, 4096, 7])
+        loss = fused.cross_entropy(rows, target, label_smoothing=smoothing)
+        expected = torch.nn.functional.cross_entropy(rows.float(), target, label_smoothing=smoothing)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        grads = [torch.autograd.grad(3 * each, logits)[0].float() for each in (loss, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)

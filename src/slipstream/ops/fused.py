@@ -4,10 +4,11 @@ add_norm    sum = dropout(x + bias) + residual, and its LayerNorm or RMSNorm
 activation  GELU, SiLU or ReLU of x + bias, times a second input if the MLP is gated
 mlp         two (gated: three) products with the activation between; the backward computes the activation again
 rotary      rotary positions of queries and keys
-cross_entropy  the loss of logits, without copies of them in fp32 (torch, in tiles, on every device)
+cross_entropy  the loss of logits, without copies of them in fp32 (on CPUs torch, in tiles)
 
-CPU tensors of fp32, bf16 and fp16 go to native kernels (`csrc/fused_body.h`), others to the same functions in torch. Arithmetic is
-fp32, and each result is rounded once. Weights of norms and biases may have another dtype than the activations.
+CPU tensors of fp32, bf16 and fp16 go to native kernels (`csrc/fused_body.h`), those of GPUs to Triton's (`ops/triton/fused.py`),
+others to the same functions in torch. Arithmetic is fp32, and each result is rounded once. Weights of norms and biases may have
+another dtype than the activations.
 
 [Note: Dropout without a mask] What an element is multiplied with is a hash of (seed, row, column), forward and backward, so nothing
 is stored. The seed comes from torch's generator: the second forward of activation checkpointing draws the same one.
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slipstream.ops import build, cpu
+from slipstream.ops import build, cpu, gpu
 
 Norm = Literal["none", "layer", "rms"]
 Activation = Literal["gelu_tanh", "gelu", "silu", "relu"]
@@ -34,6 +35,7 @@ NORMS: dict[str, int] = {"none": 0, "layer": 1, "rms": 2}  # as in csrc/fused.h
 ACTIVATIONS: dict[str, int] = {"gelu_tanh": 0, "gelu": 1, "silu": 2, "relu": 3}
 _ADD_NORM, _ADD_NORM_BACKWARD, _ACTIVATE, _ACTIVATE_BACKWARD, _ROTATE = range(5)
 _LEAST = 1 << 14  # elements of a thread
+_MOST_COLUMNS = 1 << 14  # of a norm on a GPU, where a program holds a row
 _WORD = 0xFFFFFFFF
 
 
@@ -56,14 +58,29 @@ def _native() -> Callable[..., None] | None:
     return build.function("slipstream_fused", None, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
+def _kernels(x: Tensor) -> Any:
+    """Triton's, for a tensor of a GPU; None elsewhere, without triton, and where torch compiles."""
+    is_real = x.is_cuda and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor)
+    return gpu.module("fused") if is_real and not torch.compiler.is_compiling() else None
+
+
 def _is_native(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor) and _native() is not None
+    if x.is_cpu and x.dtype in cpu.DTYPES and not isinstance(x, FakeTensor) and _native() is not None:
+        return True
+    return _kernels(x) is not None
+
+
+def _is_native_norm(x: Tensor) -> bool:
+    return _is_native(x) and (_kernels(x) is None or x.shape[-1] <= _MOST_COLUMNS)
 
 
 def _run(
     which: int, rows: int, x: Tensor, arrays: Mapping[str, Tensor | None], sums: Mapping[str, bool], **numbers: float
 ) -> dict[str, Tensor]:
     """Run a pass over all rows, in threads. sums: the gradients of columns that are wanted; returns those, fp32 [columns]."""
+    if (kernels := _kernels(x)) is not None:
+        found: dict[str, Tensor] = kernels.run(which, rows, x, arrays, sums, numbers)
+        return found
     native: Any = _native()
     columns = int(numbers["columns"])
     wanted = [name for name, is_wanted in sums.items() if is_wanted]
@@ -90,9 +107,11 @@ def _run(
 
 
 def _column(values: Tensor | None) -> Tensor | None:
-    """fp32, padded to whole vectors."""
+    """fp32, padded to whole vectors; for a GPU as they are."""
     if values is None:
         return None
+    if _kernels(values) is not None:
+        return values.detach().contiguous()
     values = values.detach().float()
     return F.pad(values, (0, -len(values) % 16)).contiguous()
 
@@ -159,7 +178,7 @@ def _sum_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """sum, its norm (the sum itself without one), and statistics of rows; x: [rows, columns]."""
     adds = call.has_bias or call.has_residual or call.dropout > 0
-    if not _is_native(x):
+    if not _is_native_norm(x):
         wide = x.float() if bias is None else x.float() + bias.float()
         if call.dropout:
             wide = wide * kept(call.seed, len(x), x.shape[1], call.dropout, x.device)
@@ -170,7 +189,7 @@ def _sum_forward(
     total = torch.empty_like(x) if adds else x
     has_norm = call.norm != "none"
     out = torch.empty_like(x) if has_norm else total
-    stats = torch.empty((len(x), 2) if has_norm else 0)
+    stats = torch.empty((len(x), 2) if has_norm else 0, device=x.device)
     columns = {"bias": _column(bias), "weight": _column(weight), "shift": _column(shift)}
     arrays = {"x": x, "residual": residual, "sum": total, "out": out, "stats": stats, **columns}
     numbers = {"columns": x.shape[1], "eps": call.eps, "least": _least(call.dropout), "seed": call.seed}
@@ -196,13 +215,13 @@ def _sum_backward(
     call: _Sum,
 ) -> _SumGrads:
     """saved: the sum, or the norm's output if the call is invertible."""
-    if not _is_native(saved):
+    if not _is_native_norm(saved):
         return _sum_backward_torch(saved, weight, shift, grad, sum_grad, call)
     norm = call.norm if grad is not None else "none"
     if norm == "none" and not call.dropout and not call.has_bias:
         return _SumGrads(sum_grad, sum_grad, None, None if weight is None else torch.zeros_like(weight), None)
     scaled = _column(weight)
-    inverse = torch.where(scaled == 0, 0.0, 1 / scaled) if scaled is not None and call.invertible else None  # 0: of padding
+    inverse = torch.where(scaled == 0, 0.0, 1 / scaled.float()) if scaled is not None and call.invertible else None  # 0: of padding
     d_sum = torch.empty_like(saved) if call.has_residual or not call.dropout else None
     dx = torch.empty_like(saved) if call.dropout else None
     arrays = {"x": saved, "grad": grad, "sum_grad": sum_grad, "dsum": d_sum, "dx": dx, "stats": stats, "weight": scaled}
@@ -308,7 +327,7 @@ def add_norm(
         wide = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(wide), residual.to(wide)
     flags = (bias is not None, residual is not None, shift is not None)
-    invertible = invertible and weight is not None and _is_native(x) and _may_invert(weight, shift)
+    invertible = invertible and weight is not None and _is_native_norm(x) and _may_invert(weight, shift)
     call = _Sum(norm, eps, dropout, 0 if isinstance(x, FakeTensor) else draw_seed(dropout), invertible, *flags)
     if norm == "none" and not (dropout or flags[0] or flags[1]):
         return x, x
@@ -461,7 +480,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, back: bool) -> Tensor:
         else:
             turned = torch.cat((-a[..., half:], a[..., :half]), -1) * s
         return torch.cat(((a * c + turned).to(x.dtype), x[..., rotated:]), -1)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     numbers = {"columns": x.shape[2], "heads": x.shape[1], "rotated": cosine.shape[1], "tokens": len(cosine), "stride": x.stride(0)}
     _run(_ROTATE, len(x), x, {"x": x, "out": out, "bias": cosine, "weight": sine}, {}, kind=int(back), **numbers)
     return out
@@ -534,12 +553,8 @@ class _RowLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, smoothing: float) -> Tensor:
-        ends, losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
-        for rows, end, loss, wanted in _tiles(logits, ends, losses, target):
-            wide = rows.float()
-            torch.logsumexp(wide, 1, out=end)
-            chosen = wide.gather(1, wanted[:, None])[:, 0]
-            torch.sub(end, torch.lerp(chosen, wide.mean(1), smoothing) if smoothing else chosen, out=loss)
+        kernels = _kernels(logits)
+        ends, losses = (_row_losses if kernels is None else kernels.row_losses)(logits, target, smoothing)
         ctx.save_for_backward(logits, target, counted, ends)
         ctx.smoothing = smoothing
         return torch.where(counted, losses, 0.0).sum()
@@ -547,14 +562,32 @@ class _RowLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, counted, ends = ctx.saved_tensors
-        out, scale, smoothing = torch.empty_like(logits), grad * counted, ctx.smoothing
-        for rows, end, into, wanted, by in _tiles(logits, ends, out, target, scale):
-            share = rows.float().sub_(end[:, None]).exp_()
-            if smoothing:
-                share.sub_(smoothing / rows.shape[1])
-            share.scatter_add_(1, wanted[:, None], share.new_full((len(rows), 1), smoothing - 1))
-            into.copy_(share.mul_(by[:, None]))
-        return out, None, None, None
+        kernels = _kernels(logits)
+        row_grads = _row_grads if kernels is None else kernels.row_grads
+        return row_grads(logits, target, ends, grad * counted, ctx.smoothing), None, None, None
+
+
+def _row_losses(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and loss of each row."""
+    ends, losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+    for rows, end, loss, wanted in _tiles(logits, ends, losses, target):
+        wide = rows.float()
+        torch.logsumexp(wide, 1, out=end)
+        chosen = wide.gather(1, wanted[:, None])[:, 0]
+        torch.sub(end, torch.lerp(chosen, wide.mean(1), smoothing) if smoothing else chosen, out=loss)
+    return ends, losses
+
+
+def _row_grads(logits: Tensor, target: Tensor, ends: Tensor, scale: Tensor, smoothing: float) -> Tensor:
+    """The gradient of the sum of scale [N] times the losses."""
+    out = torch.empty_like(logits)
+    for rows, end, into, wanted, by in _tiles(logits, ends, out, target, scale):
+        share = rows.float().sub_(end[:, None]).exp_()
+        if smoothing:
+            share.sub_(smoothing / rows.shape[1])
+        share.scatter_add_(1, wanted[:, None], share.new_full((len(rows), 1), smoothing - 1))
+        into.copy_(share.mul_(by[:, None]))
+    return out
 
 
 def _tiles(logits: Tensor, *others: Tensor) -> Any:

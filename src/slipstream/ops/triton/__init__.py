@@ -5,10 +5,11 @@
     rows.py        residual + RMSNorm; QK-norm + rotary + write into the cache; gated activation of an MLP
     tiles.py       shared device functions
     sparse.py      block-sparse attention of training, forward and backward
+    fused.py       passes of training's transformer layers, forward and backward
     flat.py        a training step's passes over flat arrays: optimizers, reduced gradients (`ops.gpu` decides)
 
 If TRITON_INTERPRET=1 is set before triton is first imported, they run on CPU tensors, slowly: this is how they are tested without a
-GPU. Their torch twin is `inference.decoder`; sparse.py and flat.py name their own.
+GPU. Their torch twin is `inference.decoder`; sparse.py, fused.py and flat.py name their own.
 
 [Note: Batch invariance on CUDA] A row's result is bit-identical whatever else is in the batch and however a prompt was split:
 the terms of every sum and their order depend only on the matrix's shape or on the position.
