@@ -13,6 +13,8 @@ from torch import nn
 
 import slipstream
 from slipstream.compat import engine as compat
+from slipstream.parallel import ColumnParallelLinear, RowParallelLinear
+from slipstream.parallel.module import PipelineModule
 from tests import toy
 from tests.pool import distributed
 
@@ -103,6 +105,43 @@ def test_a_model_that_differs() -> None:
     assert extra == "rank 1 has buffer 'mean' (3,) float32, which rank 0 lacks"
     assert of(reorder) == "their parameters or buffers are in a different order"
     assert of(rename).endswith("; and 1 more")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("axis", ["sp", "tp"])
+def test_a_model_or_an_optimizer_that_differs_within_a_replica(axis: str) -> None:
+    """Ranks of one replica are given the same model, which is cut later."""
+    own = {"mesh": {axis: 2}}
+    text = told(lambda rank: toy.make(Tailed(drop_bias if rank else None), 1, slipstream=own))
+    assert text == "rank 1 lacks parameter 'layer.bias', (8,) float32 on rank 0"
+    wider = told(lambda rank: toy.make(Sliced(8 + 2 * rank), 1, slipstream=own))
+    assert wider == "rank 1 has parameter 'up.weight' (10, 8) float32 where rank 0 has (8, 8) float32"
+
+    def make(rank: int) -> Any:
+        model = Sliced(8)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + rank))
+        return slipstream.initialize(model=model, optimizer=optimizer, config=toy.settings(1, optimizer=None, slipstream=own))
+
+    assert told(make) == "rank 1 has optimizer group 0 lr 0.002 where rank 0 has 0.001"
+
+
+@distributed(world_size=4)
+def test_a_stage_that_differs() -> None:
+    """Stages have other layers than each other; a layer that one rank of a stage has otherwise is named on the ranks of all."""
+
+    def make(rank: int) -> Any:
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8, bias=rank != 3)]
+        module = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss)
+        return toy.make(module, 1, slipstream={"mesh": {"pp": 2}})
+
+    assert told(make) == "rank 3 lacks parameter '1.bias', (8,) float32 on rank 2"
+
+
+class Sliced(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(8, hidden, bias=False)
+        self.down = RowParallelLinear(8, 8, bias=False)
 
 
 def rename(model: Any) -> None:

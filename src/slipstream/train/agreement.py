@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -96,26 +96,30 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in sorted(group.items()) if isinstance(value, int | float | str | tuple | Tensor | None)}
 
 
-def check_alike(facts: Facts, group: Any = None) -> None:
-    """Compare the facts of all ranks of a process group. Collective. Raises the same ValueError on every rank.
+def check_alike(facts: Facts, group: Any = None, kind: Hashable = ()) -> None:
+    """Compare the facts of the ranks of a process group that have the same kind of them, such as a pipeline stage. Collective over
+    the group. Raises the same ValueError on every rank.
 
     Ranks gather one digest each, and the facts themselves only if the digests differ.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     digest = sha256(repr(list(facts.items())).encode()).digest()
-    if len(set(_gather(digest, group))) > 1:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    gathered = _gather((kind, digest), group)
+    differing = [each for each, count in Counter(each for each, _ in dict.fromkeys(gathered)).items() if count > 1]
+    if differing:
+        ranks, by_rank = dist.get_process_group_ranks(group or dist.group.WORLD), _gather(facts, group)
+        places = [[i for i, (other, _) in enumerate(gathered) if other == each] for each in differing]
+        texts = [describe([ranks[i] for i in of_kind], [by_rank[i] for i in of_kind]) for of_kind in places]
         raise ValueError(
-            f"the ranks of this engine differ: {describe(ranks, _gather(facts, group))}. Use the same config, model, optimizer "
-            f"and versions on every rank"
+            f"the ranks of this engine differ: {'; '.join(texts)}. Use the same config, model, optimizer and versions on every rank"
         )
 
 
-def check_alike_on(facts: Facts, axis: Axis) -> None:
+def check_alike_on(facts: Facts, axis: Axis, kind: Hashable = ()) -> None:
     """`check_alike` for the ranks of one axis."""
     if axis.size > 1:
-        check_alike(facts, axis.group)
+        check_alike(facts, axis.group, kind)
 
 
 def describe(ranks: Sequence[int], by_rank: Sequence[Facts]) -> str:

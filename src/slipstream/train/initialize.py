@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from slipstream import brief
@@ -121,6 +122,8 @@ def initialize(
     check_alike(facts_of_plan(plan, model, device), group)
     connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
+    part = _part(model, mesh, is_users=places is not None)
+    check_alike_on(facts_of_model(model), mesh.world, part)
     mesh, cut = _cut(model, plan, mesh, is_users=places is not None)
     model, model_parameters = _in_stages(model, plan, mesh, model_parameters, cut)
     plan = _recomputing(plan, model)
@@ -131,7 +134,9 @@ def initialize(
     values = _first_values(model, mesh, device)
     inner, rule = build_optimizer(named, model, optimizer, model_parameters, on_host=plan.offload.optimizer != "none")
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
-    _check_optimizer(model, inner, scheduler, mesh)
+    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.world, part)
+    if mesh.is_first:
+        warn_of_frozen(inner)
     mark_kinds(model, plan, inner, rule)
     agree_on_kinds(model, mesh)
     engine = _engine(plan, model, mesh, device, inner, rule, values)
@@ -146,21 +151,21 @@ def initialize(
 
 
 def _mesh(plan: Plan, model: nn.Module, group: Any, places: Any) -> Mesh:
-    """Collective. Raises PeerError on every rank if the ranks that share states have different models."""
+    """Collective."""
     axes = {"pp": plan.mesh.pp, "sp": plan.mesh.sp, "tp": plan.mesh.tp}
     is_apart = plan.local_steps.every > 0
     shards, size = plan.zero.shard_size or (axes["sp"] * axes["tp"] if is_apart else None), plan.zero.group_size
     mesh = build_mesh(**axes, shard_size=shards, group_size=size, is_apart=is_apart, group=group, places=places)
     if isinstance(model, PipelineModule) and model.has_own_topology:
         check_places(model.topology(), mesh)
-    check_alike_on(facts_of_model(model), mesh.batch)
     return mesh
 
 
-def _check_optimizer(model: nn.Module, inner: Any, scheduler: Any, mesh: Mesh) -> None:
-    if mesh.is_first:
-        warn_of_frozen(inner)
-    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.batch)
+def _part(model: nn.Module, mesh: Mesh, is_users: bool) -> tuple[int, ...]:
+    """What of the whole model a rank was given: its stage, and its slices if the user has made them. Others have the same."""
+    is_sliced = is_users or _has_model_axis(model) or any(_is_on(param, "tp") for param in model.parameters())
+    place = mesh.places[mesh.rank]
+    return (place.pp, place.tp) if is_sliced else (place.pp,)
 
 
 def _checked_model(model: Any) -> nn.Module:
@@ -210,7 +215,7 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
 def _in_stages(model: nn.Module, plan: Plan, mesh: Mesh, model_parameters: Any, cut: _Cut) -> tuple[nn.Module, Any]:
     """The module of this rank's pipeline stages, and those of the given parameters that it has; without stages, both unchanged."""
     whole = model
-    ties = any(part.split.axis == "pp" for param in model.parameters() for part in parts_of(param))
+    ties = any(_is_on(param, "pp") for param in model.parameters())
     own_stages = any(gather_objects(ties, mesh.pp))  # the user's, of which one or another has parameters of others: mark_tied
     if mesh.pp.size > 1 and not isinstance(model, PipelineModule) and not own_stages:
         if not hasattr(getattr(model, "config", None), "model_type"):
@@ -377,6 +382,10 @@ def _sizes(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
             if same != size:
                 raise ValueError(f"{by} asks for {axis} {size}, and {other} for {same}; make them equal, or drop one")
     return {axis: size for axis, (_, size) in found.items()}
+
+
+def _is_on(param: Tensor, axis: str) -> bool:
+    return any(part.split.axis == axis for part in parts_of(param))
 
 
 def _has_model_axis(model: nn.Module) -> TypeGuard[PipelineModule]:
