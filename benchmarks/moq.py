@@ -149,7 +149,7 @@ def _smollm2(count: int) -> dict[str, float]:
     def windows(names: Iterable[str], num: int) -> Tensor:
         """int64 [num, SMOL_CONTEXT], one of each file."""
         found: list[Tensor] = []
-        for name in sorted(names, key=lambda name: chance.random()):
+        for name in sorted(sorted(names), key=lambda name: chance.random()):
             ids = tokenizer(texts[name].decode(), return_tensors="pt")["input_ids"][0]
             if len(ids) >= SMOL_CONTEXT and len(found) < num:
                 first = chance.randrange(len(ids) - SMOL_CONTEXT + 1)

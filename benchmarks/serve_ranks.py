@@ -1,5 +1,6 @@
 """The leg `serve-ranks`: tokens per second of a random Mixtral, most of whose weights are experts, and of a random Llama, on one
-process and on several, and the memory of each process; the Llama in bf16 on several, beside DeepSpeed's AutoTP and vLLM.
+process and on several, and the memory of each process; the Llama in bf16 on several, beside DeepSpeed's AutoTP and vLLM; the bytes
+that a token of the Mixtral reads over the read bandwidth.
 
 One process has as many threads as the others have processes, so that all use the same cores. `--measure` is one contender.
 """
@@ -22,6 +23,8 @@ from benchmarks.legs import Options
 from benchmarks.peers import Peers, prepare
 from benchmarks.report import Spread, table, verdict, verdicts
 from benchmarks.serving.contenders import environment
+from benchmarks.serving.limits import Rates, Shape
+from benchmarks.worker import Worker
 
 HIDDEN, INNER, LAYERS, EXPERTS, VOCAB = 1024, 3584, 4, 8, 4096
 BATCHES = (1, 8)  # sequences
@@ -30,6 +33,8 @@ ONE, AUTOTP, VLLM = "one process", "DeepSpeed AutoTP", "vLLM"
 KINDS = {"mixture": (ONE, "ep_size", "moe_tp_size", "tp_size"), "dense": (ONE, "tp_size")}  # by model
 TARGETS = {"decode 1": 0.9, "prompt": 0.95}  # over one process
 SHARES = {2: 0.55, 4: 0.30}  # of one process's memory, by processes
+READERS = ((ONE, 2), ("tp_size", 2), ("ep_size", 2), ("ep_size", 4))  # of the mixture: kind, processes (threads of one)
+LEAST_READ = 0.6  # of the read bandwidth
 FIGURES = (*(f"decode {batch}" for batch in BATCHES), "prompt", "memory")
 CONFIG: dict[str, Any] = {
     "model_type": "mixtral",
@@ -203,6 +208,34 @@ def shares(dtype: str, peers: Peers) -> list[list[str]]:
     return told
 
 
+def readings(options: Options, dtype: str, peers: Peers) -> list[list[str]]:
+    """Verdicts on the bytes that one sequence's tokens read in a second, of attention, a token's experts and the head, over the
+    bandwidth that is measured before each round."""
+    kv, active = HIDDEN // 4, CONFIG["num_experts_per_tok"]
+    layer = 2 * HIDDEN * (HIDDEN + kv) + EXPERTS * HIDDEN + active * 3 * HIDDEN * INNER
+    token = Shape(LAYERS * layer, VOCAB * HIDDEN, 0, 0).weight_bytes(dtype)
+    found: dict[tuple[str, int], list[float]] = {reader: [] for reader in READERS}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), "mixture")
+        for _ in range(options.num_rounds(3)):
+            with Worker("benchmarks.serving.limits:measure", name="rates") as worker:
+                worker.ready()
+                read = Rates(*worker.call("rates")).read
+            for kind, processes in READERS:
+                rate = figures(Path(folder), dtype, kind, processes, peers)["decode 1"]
+                found[kind, processes].append(rate * token / read)
+                print(f"  serve-ranks, mixture, {dtype}, {kind}, {processes}: {rate:.1f} tok/s", flush=True)
+    return [
+        verdict(
+            f"active bytes over the read bandwidth, mixture, {dtype}, {kind}{'' if kind == ONE else f' {processes}'}",
+            Spread.of(values).median,
+            LEAST_READ,
+            at_least=True,
+        )
+        for (kind, processes), values in found.items()
+    ]
+
+
 def turns(
     options: Options, model: str, dtype: str, kinds: Sequence[str], processes: int, peers: Peers, python: Path | None = None
 ) -> list[list[str]]:
@@ -246,7 +279,7 @@ def run(options: Options, dtype: str = "int4", processes: int = 2) -> str:
             verdict(f"{figure}, over {AUTOTP}", reached(peer_rows, "bf16", figure, "tp_size"), 2.0, at_least=True)
             for figure in FIGURES[:-1]
         ]
-    judgments += shares(dtype, peers)
+    judgments += shares(dtype, peers) + readings(options, "bf16", peers)
     vllm_rows: list[list[str]] = []
     if options.serve_peers.exists():
         vllm_rows = turns(options, "dense", "bf16", (VLLM, "tp_size"), processes, peers, options.serve_peers)

@@ -14,7 +14,9 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.compat import mii
 from slipstream.compat.inference import init_inference as compat_init_inference
+from slipstream.compat.ragged import InferenceEngineV2, RaggedInferenceEngineConfig, SchedulingError
 from slipstream.inference import ranks
 from slipstream.inference.config import ModelPart
 from slipstream.inference.load import load
@@ -344,6 +346,47 @@ def test_a_module_without_a_plan() -> None:
         compat_init_inference(_Network(leaks=True), mp_size=2)(x)
     with pytest.raises(ValueError, match="Sequential has no plan for tensor parallelism, and none was found"):
         compat_init_inference(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), mp_size=2)(x)
+
+
+@distributed(world_size=2)
+def test_deepspeeds_other_engines(tmp_path: Path) -> None:
+    """All ranks make the same calls: MII's pipeline answers on rank 0, unless asked, and the ragged engine on all, with the bits of
+    one process; rank 0's errors are all ranks'."""
+    folder = tmp_path / "model"
+    transformers.utils.logging.disable_progress_bar()  # whose thread would stay
+    if dist.get_rank() == 0:
+        tiny_chat.write(folder)
+    dist.barrier()
+    settings, prompts = {"max_new_tokens": 6, "do_sample": False}, ["One river", "The first"]
+    alone = mii.pipeline(str(folder), tensor_parallel=1, dtype="fp32")
+    expected = alone(prompts, **settings)
+    alone.destroy()
+    for everywhere in (True, False):
+        pipe = mii.pipeline(str(folder), tensor_parallel=2, all_rank_output=everywhere, dtype="fp32")
+        assert pipe(prompts, **settings) == (expected if everywhere or dist.get_rank() == 0 else [])
+        parts: list[mii.Response] = []
+        pipe(prompts[0], streaming_fn=parts.extend, **settings)
+        assert "".join(part.generated_text for part in parts) == (expected[0].generated_text if dist.get_rank() == 0 else "")
+        with pytest.raises(mii.UnknownArgument, match="no setting 'beams'"):
+            pipe(prompts, beams=2)
+        pipe.destroy()
+
+    def config(size: int) -> RaggedInferenceEngineConfig:
+        memory = {"mode": "allocate", "size": 16}
+        limits = {"memory_config": memory, "max_ragged_batch_size": 30, "max_ragged_sequence_count": 4}
+        return RaggedInferenceEngineConfig(tp={"tp_size": size}, manager=limits)
+
+    logits = []
+    for size in (1, 2):
+        engine = InferenceEngineV2(str(folder), config(size), dtype=torch.float32)
+        first = engine.put([1, 2], [[5, 6, 7], list(range(3, 20))])
+        logits.append(torch.cat([first, engine.put([2, 1], [[8], [9, 4]])]))
+        with pytest.raises(SchedulingError, match="BatchTokenLimitExceeded"):
+            engine.put([7, 8], [[1] * 16, [1] * 15], do_checks=size == 1)
+        engine.flush(1)
+        assert int(engine.free_blocks) == 14
+        del engine
+    assert logits[0].equal(logits[1])
 
 
 @distributed(world_size=2)

@@ -86,7 +86,7 @@ def test_a_pipeline(folder: Path, expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 2}, "tensor_parallel is 2: a pipeline is this process"),
+        ({"tensor_parallel": 2}, r"tp_size \(2\) need 2 processes, and 1 run this"),
         ({"replica_num": 2}, "replica_num is 2"),
         ({"task": "fill-mask"}, "task is 'fill-mask'"),
         ({"quantization_mode": "wf6af16"}, "must be None, int8 or int4"),

@@ -151,11 +151,10 @@ def test_prompts_that_begin_alike_share_their_blocks(deepspeed: Any) -> None:  #
 
 
 def test_refused_settings(deepspeed: Any) -> None:  # noqa: F811
-    from deepspeed.inference import DeepSpeedTPConfig, RaggedInferenceEngineConfig, build_hf_engine  # noqa: F401
+    from deepspeed.inference import RaggedInferenceEngineConfig, build_hf_engine  # noqa: F401
     from deepspeed.inference.v2.ragged import DSStateManagerConfig
 
     for make, settings, why in (
-        (DeepSpeedTPConfig, {"tp_size": 2}, "run an engine per device"),
         (DSStateManagerConfig, {"offload": True}, "set it to False"),
         (DSStateManagerConfig, {"max_tracked_sequences": 5}, r"\(512\) is above max_tracked_sequences \(5\)"),
         (RaggedInferenceEngineConfig, {"quantization": {"quantization_mode": "wf6af16"}}, "must be None or one of int8, int4"),
@@ -168,6 +167,8 @@ def test_refused_settings(deepspeed: Any) -> None:  # noqa: F811
     model = tiny("Llama", **SIZES)
     with pytest.raises(ValueError, match="give one of them"):
         deepspeed.inference.v2.InferenceEngineV2(model, quantized, dtype="int4")
+    with pytest.raises(ValueError, match=r"tp_size \(2\) need 2 processes, and 1 run this"):
+        deepspeed.inference.v2.InferenceEngineV2(model, RaggedInferenceEngineConfig(tp={"tp_size": 2}))
     everything = RaggedInferenceEngineConfig(manager={"memory_config": {"size": 1 << 50}})
     with pytest.raises(ValueError, match="0 bytes for keys and values hold 0 blocks"):
         deepspeed.inference.v2.InferenceEngineV2(model, everything)

@@ -31,9 +31,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from slipstream.compat.together import from_leader
 from slipstream.inference import SamplingParams, init_inference
 from slipstream.inference.generate import InferenceEngine, suggestion
 
@@ -52,26 +54,27 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _START_S = 600.0  # for a server to load its model
 _STOP_S = 90.0  # for a server to finish its requests
 _CONNECTIONS = 64  # prompts that a client sends at once
 _NAME = re.compile(r"[\w.-]{1,100}")
-_ONE_PROCESS = "a pipeline is this process; set it to 1, or start a deployment by mii.serve"
+_OF_PIPELINES = ("tensor_parallel", "all_rank_output")
 _OF_SERVERS = {"tensor_parallel": "--tp", "replica_num": "--replicas"}  # options of a deployment, and of `slipstream serve`
 # Options of features that are missing: the values that ask for nothing, and what to do.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel": ((1, None), _ONE_PROCESS),
-    "replica_num": ((1, None), _ONE_PROCESS),
+    "replica_num": ((1, None), "a pipeline is one model; set it to 1, or start a deployment by mii.serve"),
     "replica_configs": (([], (), None), "replicas are alike; give their number as replica_num"),
     "task": (("text-generation", None), "text-generation is the task; `slipstream serve` also embeds texts"),
     "deployment_type": (("local", "LOCAL", None), "deployments are processes of this machine; examples/deploy has clusters"),
     "enable_restful_api": ((False, None), "the port has OpenAI's API and no other; send requests to /v1/completions"),
 }
 _NO_EFFECT = {
-    **dict.fromkeys(("all_rank_output", "torch_dist_port", "zmq_port_number", "sync_debug"), "processes find each other"),
+    **dict.fromkeys(("torch_dist_port", "zmq_port_number", "sync_debug"), "processes find each other"),
     **dict.fromkeys(("restful_api_port", "restful_api_host", "restful_processes"), "the port has OpenAI's API"),
     **dict.fromkeys(("version", "instance_type", "hostfile"), "deployments are processes of this machine"),
+    "all_rank_output": "a deployment answers its clients",
     "inference_engine_config": "the engine sizes itself; slipstream.init_inference has its options",
     "profile_model_time": "/metrics of a server has the times",
     "hf_auth_token": "models are folders, nothing is downloaded",
@@ -123,6 +126,10 @@ class Response:
     __str__ = __repr__
 
 
+def _without(rows: Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
+    return {name: row for name, row in rows.items() if name not in names}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """quantization_mode: int8 or int4, of the weights. dtype: as in `slipstream.init_inference`. device: likewise.
@@ -141,15 +148,16 @@ class ModelConfig:
     def of(cls, model: str, others: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> tuple[ModelConfig, dict[str, Any]]:
         """The config, and the options named `more`. Raises UnknownArgument, ValueError for contradictions and missing features."""
         names = [field.name for field in fields(cls)]
+        refused, idle = _without(_REFUSED, more), _without(_NO_EFFECT, more)
         given: dict[str, Any] = {"model_name_or_path": model} if model else {}
         for source in others:
             for name, value in source.items():
-                if name in _REFUSED and name not in more:
-                    off, why = _REFUSED[name]
+                if name in refused:
+                    off, why = refused[name]
                     if getattr(value, "value", value) not in off:
                         raise ValueError(f"{name} is {value!r:.200}: {why}")
-                elif name in _NO_EFFECT:
-                    logger.warning("mii: %s has no effect here: %s", name, _NO_EFFECT[name])
+                elif name in idle:
+                    logger.warning("mii: %s has no effect here: %s", name, idle[name])
                 elif name not in names and name not in more:
                     raise UnknownArgument(f"mii has no option {name!r}; {suggestion(name, [*names, *more, *_REFUSED])}")
                 elif given.get(name, value) != value:
@@ -259,17 +267,33 @@ class _Generator(ABC):
 
 
 class MIIPipeline(_Generator):
-    """A model in this process."""
+    """A model in this process, or in all processes of the job, which make the same calls."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Raises as `slipstream.init_inference`."""
-        self.config = config
+    def __init__(self, config: ModelConfig, tensor_parallel: int | None = None, all_rank_output: bool = False) -> None:
+        """tensor_parallel: the processes that the model is cut over; None: those that a launcher started. all_rank_output: all of
+        them get the answers, else rank 0. Raises as `slipstream.init_inference`."""
+        self.config, self._all_output = config, all_rank_output
+        size = tensor_parallel or int(os.environ.get("WORLD_SIZE", 1))
         options: dict[str, Any] = {"dtype": config.precision, "tokenizer": config.tokenizer, "device": config.device}
+        options |= {"tp_size": size} if size > 1 else {}
+        self._is_alone = size == 1
         self.inference_engine: InferenceEngine = init_inference(config.model_name_or_path, **options)
         self.tokenizer = self.inference_engine.tokenizer
 
+    def generate(
+        self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], object] | None = None, **settings: Any
+    ) -> list[Response]:
+        """As `_Generator.generate`. Over several processes collective: rank 0 streams, and the others return [], unless
+        all_rank_output."""
+        compute = partial(super().generate, prompts, streaming_fn, **settings)
+        if self._is_alone:
+            return compute()
+        leads = self.inference_engine.leads
+        found = from_leader(leads, compute)
+        return found if leads or self._all_output else []
+
     def destroy(self) -> None:
-        """Free the model."""
+        """Free the model; of several processes, the others wait for rank 0."""
         self.inference_engine.close()
 
     def _answers(self, prompts: list[str], params: GenerateParams) -> list[Response]:
@@ -394,11 +418,11 @@ def _direct() -> urllib.request.OpenerDirector:
 
 
 def pipeline(model_name_or_path: str = "", model_config: Mapping[str, Any] | None = None, **options: Any) -> MIIPipeline:
-    """Open a model in this process. `ModelConfig` lists the options.
+    """Open a model in this process, or in those that a launcher has started. `ModelConfig` and `MIIPipeline` list the options.
 
     Raises UnknownArgument for others, ValueError for those of features that are missing."""
-    config, _ = ModelConfig.of(model_name_or_path, [model_config or {}, options])
-    return MIIPipeline(config)
+    config, own = ModelConfig.of(model_name_or_path, [model_config or {}, options], _OF_PIPELINES)
+    return MIIPipeline(config, **own)
 
 
 def serve(

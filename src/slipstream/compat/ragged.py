@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from enum import Enum, StrEnum
 from typing import Any
@@ -18,10 +19,13 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from slipstream.compat.config import DeepSpeedConfigModel
+from slipstream.compat.together import from_leader
 from slipstream.inference.assembly import open_runner
 from slipstream.inference.blocks import BlockPool
+from slipstream.inference.config import ModelPart
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.precision import QUANTIZED
+from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.runner import Sizes
 
 logger = logging.getLogger(__name__)
@@ -65,13 +69,9 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):
-    tp_size: PositiveInt = 1
+    """The processes of the job, which all make the same calls; `tp_size` of them cut the model."""
 
-    @model_validator(mode="after")
-    def _one(self) -> DeepSpeedTPConfig:
-        if self.tp_size > 1:
-            raise ValueError(f"tp_size is {self.tp_size}: one process computes a model; set it to 1 and run an engine per device")
-        return self
+    tp_size: PositiveInt = 1
 
 
 class QuantizationConfig(DeepSpeedConfigModel):
@@ -110,7 +110,9 @@ class SchedulingError(RuntimeError):
 
 
 class InferenceEngineV2:
-    """Computes forwards of a decoder over a paged cache. Not for several threads at once."""
+    """Computes forwards of a decoder over a paged cache. Not for several threads at once.
+
+    Over several processes, all make the same calls and get the same logits; the end of rank 0's engine ends the others'."""
 
     n_kv_cache_groups = 1
 
@@ -136,7 +138,12 @@ class InferenceEngineV2:
             num_blocks=memory.size if allocates else None,
             spare_bytes=None if allocates else memory.size,
         )
-        self._runner = open_runner(model, sizes, dtype=mode or dtype, device=device)
+        size = self.config.tensor_parallel.tp_size
+        self._ranks = ServingRanks(ModelPart(tp_size=size), max_rows=limits.max_ragged_batch_size) if size > 1 else None
+        self._runner = open_runner(model, sizes._replace(ranks=self._ranks), dtype=mode or dtype, device=device)
+        if self._ranks is not None:
+            weakref.finalize(self, self._ranks.close)
+            self._ranks.start(self._runner.follow, lambda why: logger.error("the engine has ended: %s", why))  # type: ignore[attr-defined]
         self.max_context = min(self._runner.max_context, limits.max_context)
         self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
         self._sequences: dict[int, Request] = {}
@@ -153,13 +160,15 @@ class InferenceEngineV2:
         keys and values from one that begins with the same tokens.
 
         Returns fp32 [sequences, vocab] on the runner's device: the logits after each sequence's last token. Raises SchedulingError
-        if blocks or context do not suffice, and with `do_checks` if a limit of the config is exceeded; ValueError for a uid that is
-        given twice, for no tokens and for tokens beyond the vocabulary. After an error all sequences are as before.
+        if blocks or context do not suffice, and with `do_checks` or several processes if a limit of the config is exceeded;
+        ValueError for a uid that is given twice, for no tokens and for tokens beyond the vocabulary. After an error all sequences
+        are as before.
         """
         uids, parts = list(batch_uids), [self._ids(tokens) for tokens in batch_tokens]
         if len(uids) != len(parts):
             raise ValueError(f"put() of {len(uids)} uids and {len(parts)} lists of tokens; give one list for each uid")
-        result = self._schedulable(uids, [len(part) for part in parts], self.config.state_manager if do_checks else None)
+        checks = do_checks or self._ranks is not None  # whose memory holds max_ragged_batch_size tokens
+        result = self._schedulable(uids, [len(part) for part in parts], self.config.state_manager if checks else None)
         if result is not SchedulingResult.Success:
             raise SchedulingError(result)
         chunks, copies = [], list[tuple[int, int]]()
@@ -174,7 +183,7 @@ class InferenceEngineV2:
             copies += self._pool.reserve(request.blocks, start, stop)
             chunks.append(Chunk(request, start, stop))
         try:
-            logits = torch.as_tensor(self._runner.forward(Batch(tuple(chunks), tuple(copies)))).clone()
+            logits = self._forward(Batch(tuple(chunks), tuple(copies)))
         except BaseException:
             for uid, part, chunk in zip(uids, parts, chunks, strict=True):
                 del chunk.request.tokens[-len(part) :]
@@ -185,6 +194,12 @@ class InferenceEngineV2:
             request.num_computed = stop
             self._pool.publish(request.blocks, request.tokens, start, stop)
         return logits
+
+    def _forward(self, batch: Batch) -> Tensor:
+        def compute() -> Tensor:
+            return torch.as_tensor(self._runner.forward(batch)).clone()
+
+        return compute() if self._ranks is None else from_leader(self._ranks.index == 0, compute)
 
     def _ids(self, tokens: Tensor | Sequence[int]) -> list[int]:
         ids: list[int] = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)

@@ -59,9 +59,9 @@ _SHARED = "it reads the live model's own tensors on the GPU; open it from a fold
 def open_runner(
     model: Any, sizes: Sizes, *, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> Runner:
-    """Load a decoder and choose its forward, without a loop, for a caller that composes the batches itself. Raises as
-    `init_inference`, and ValueError for what has no weights or no head."""
-    place, threads = _place(device, sizes.threads, None)
+    """Load a decoder and choose its forward, without a loop, for a caller that composes the batches itself, and starts
+    `sizes.ranks`. Raises as `init_inference`, and ValueError for what has no weights or no head."""
+    place, threads = _place(device, sizes.threads, sizes.ranks)
     source = find_source(model)
     if is_config(source):
         raise ValueError(f"a {type(source).__name__} has no weights; give the model or its folder")
