@@ -73,6 +73,36 @@ def test_a_config_that_one_rank_cannot_use(tmp_path: Path) -> None:
     )
 
 
+class Mpu:
+    """One replica on all ranks, which have slices of its layers or shares of its sequences."""
+
+    def __init__(self, kind: str) -> None:
+        self.alone, _ = dist.new_subgroups(1)
+        for what, value in {"rank": dist.get_rank(), "world_size": dist.get_world_size()}.items():
+            setattr(self, f"get_{kind}_{what}", lambda value=value: value)
+
+    def get_data_parallel_group(self) -> Any:
+        return self.alone
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("by", ["tensor_model_parallel", "sequence_parallel", "mesh_param"])
+def test_a_config_that_one_rank_of_a_replica_cannot_use(by: str, tmp_path: Path) -> None:
+    """The ranks of the engine agree, not only those that have the same place in a replica."""
+    shared: dict[str, Any] = {"mesh_param": (1, 2)} if by == "mesh_param" else {"mpu": Mpu(by)}
+    missing, bad = str(tmp_path / "missing.json"), toy.settings(1, zero_optimization={"stage": 4})
+
+    def make(odd: Any, start: Any = slipstream.initialize) -> Any:
+        return lambda rank: start(model=toy.seeded(toy.Net), config=odd if rank == 1 else toy.settings(1), **shared)
+
+    for start in (slipstream.initialize, compat.initialize):
+        assert told(make(missing, start)).startswith(f"rank 1 refuses its config (no config file at {missing!r}")
+    assert told(make(bad)) == "rank 1 refuses its config (config key zero_optimization.stage must be 0, 1, 2 or 3, got 4)"
+
+
 class Tailed(nn.Module):
     """One layer, to which `change` may be applied."""
 

@@ -21,18 +21,16 @@ MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 class MpuLayout(NamedTuple):
-    """The ranks of an engine: its process group (None: all), and the places of its ranks on the axes if an mpu says them."""
+    """The ranks of an engine: its process group (None: all), and the sizes of its axes that an mpu or mesh_param states."""
 
     group: Any
     sizes: Mapping[str, int]
-    places: Mapping[int, Place] | None
 
 
 def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
     """The layout of an mpu, or of DeepSpeed's mesh_param; without model parallelism, an engine for each data-parallel group.
 
-    Collective if the mpu has model-parallel groups. Raises ValueError for pipeline stages, for groups that are no grid, and for
-    a mesh_param that is not (data-parallel size, sequence-parallel size).
+    Raises ValueError for pipeline stages, and for a mesh_param that is not (data-parallel size, sequence-parallel size).
     """
     if mesh_param is not None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -40,9 +38,9 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
             raise ValueError(
                 f"mesh_param {tuple(mesh_param)} must be (data-parallel, sequence-parallel size) of {ranks} ranks, without mpu"
             )
-        return MpuLayout(None, {"sp": mesh_param[1]}, None)
+        return MpuLayout(None, {"sp": mesh_param[1]})
     if mpu is None:
-        return MpuLayout(None, {}, None)
+        return MpuLayout(None, {})
     if (stages := _ask(mpu, _STAGES, "world_size", 1)) > 1:
         raise ValueError(
             f"mpu has {stages} pipeline stages: an engine does not run a schedule that is not its own. Pass a PipelineModule, or a "
@@ -52,9 +50,17 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
     if shared > 1:
         if size > 1:
             raise ValueError(f"mpu has {shared} sequence and {size} tensor ranks: pass sizes in slipstream.mesh instead of an mpu")
-        return MpuLayout(None, {"sp": shared}, None)  # of consecutive ranks, as on the mesh
-    if size == 1:
-        return MpuLayout(mpu.get_data_parallel_group(), {}, None)
+        return MpuLayout(None, {"sp": shared})  # of consecutive ranks, as on the mesh
+    return MpuLayout(None, {"tp": size}) if size > 1 else MpuLayout(mpu.get_data_parallel_group(), {})
+
+
+def places_of(mpu: Any) -> Mapping[int, Place] | None:
+    """The places of all ranks by an mpu whose slices are the user's, in row-major order; None: it has none.
+
+    Collective over the world if the mpu has model-parallel groups. Raises ValueError if these are no grid.
+    """
+    if mpu is None or (size := _ask(mpu, _TENSOR, "world_size", 1)) == 1:
+        return None
     own = (mpu.get_data_parallel_rank(), _ask(mpu, _TENSOR, "rank", 0), size)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
@@ -69,7 +75,7 @@ def layout_of(mpu: Any, mesh_param: Sequence[int] | None = None) -> MpuLayout:
             f"mpu: the data-parallel and model-parallel ranks of the {len(every)} ranks are no grid: "
             + ", ".join(f"rank {rank}: data {data} model {tensor} of {of}" for rank, (data, tensor, of) in enumerate(every))
         )
-    return MpuLayout(None, {"tp": size}, dict(sorted(places.items(), key=lambda item: item[1])))
+    return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
 def tensor_rank(mpu: Any) -> int:

@@ -28,7 +28,7 @@ from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import NoOptimizer, ShardedSteps, TorchSteps
 from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
-from slipstream.parallel.mpu import layout_of, mark_marked
+from slipstream.parallel.mpu import layout_of, mark_marked, places_of
 from slipstream.parallel.same_inputs import check_first_inputs
 from slipstream.parallel.slicing import has_slices, has_stacks, slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
@@ -116,10 +116,11 @@ def initialize(
         lambda: read_config(config=config, config_params=config_params, args=args), distributed_port, mpu, dist_init_required
     )
     device = local_device()
-    group, sizes, places = layout_of(mpu, mesh_param)
+    group, sizes = layout_of(mpu, mesh_param)
     facts = _facts(model, device, optimizer, training_data, lr_scheduler, sizes)
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
-    check_alike(facts_of_plan(plan, model, device), group)
+    check_alike(facts_of_plan(plan, model, device), group)  # first what is exchanged: a rank that refuses its config waits here
+    places = places_of(mpu)
     connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
     part = _part(model, mesh, is_users=places is not None)
@@ -304,7 +305,7 @@ def read_together(
         refusal = ConfigError(str(error))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if refusal is not None:
-        check_alike(fact_of_refusal(refusal), mpu.get_data_parallel_group() if mpu is not None else None)
+        check_alike(fact_of_refusal(refusal), layout_of(mpu).group)
         raise refusal
     return loaded
 
