@@ -108,8 +108,9 @@ class MOELayer(nn.Module):
 class MoE(nn.Module):
     """DeepSpeed's layer: `expert` is copied `num_experts` times; returns (output, l_aux, exp_counts).
 
-    use_tutel chooses kernels in DeepSpeed, and has no effect here. With enable_expert_tensor_parallelism, the caller has sliced the
-    expert over the ranks of an mpu, by Megatron's marks; `initialize` raises ValueError if it has not.
+    use_tutel chooses kernels in DeepSpeed, and has no effect here. With enable_expert_tensor_parallelism, experts are sliced: the
+    caller has done it over the ranks of an mpu, by Megatron's marks, or tensor_parallel.partition_config names their layers;
+    `initialize` raises ValueError if neither is so.
     """
 
     def __init__(

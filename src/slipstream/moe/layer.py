@@ -37,7 +37,7 @@ class Experts(Stacked):
 
     ep_size   ranks over which the experts are split; None: as the config says (expert_parallel.autoep_size)
     is_sliced the caller says that it has sliced the experts over the tp ranks
-    is_whole  the tp ranks are among those over which the experts are split, and do not slice them, too: set by `initialize`
+    is_whole  tp ranks do not slice the experts, unless the config names their layers: set by `initialize`
     exchange  over these ranks, and `tokens` over the ranks of a replica, which share its tokens: set by `initialize`
     apart     over the ranks of a replica if they come here with other tokens: they have a mean auxiliary loss
     """
@@ -47,7 +47,7 @@ class Experts(Stacked):
         if ep_size is not None and (ep_size < 1 or stack.num_experts % ep_size):
             raise ValueError(f"{stack.num_experts} experts cannot be split over ep_size ({ep_size}) ranks: it must divide them")
         self.stack, self.num_experts, self.ep_size, self.is_sliced = stack, stack.num_experts, ep_size, is_sliced
-        self.is_whole = False
+        self.is_whole = True
         mark_experts(self, ep_size or 1)
         self.exchange: Exchange | None = None
         self.tokens: Exchange | None = None
@@ -81,7 +81,7 @@ class Experts(Stacked):
 
     @property
     def own_cuts(self) -> Mapping[str, tuple[str, tuple[int, ...] | None]]:
-        if self.is_whole or self.is_sliced or not isinstance(self.stack.expert, GatedMLP):
+        if self.is_whole or not isinstance(self.stack.expert, GatedMLP):
             return {}
         return {"stack.expert.gate_up": ("column", (2, -1)), "stack.expert.down": ("row", None)}
 

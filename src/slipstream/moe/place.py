@@ -85,7 +85,7 @@ class ExpertRanks:
 
 
 def choose_slices(model: nn.Module, mesh: Mesh, plan: ExpertPlan) -> None:
-    """Keep the experts of our layers whole beside sliced layers if they are split over more ranks than each slice has."""
+    """Let tp ranks slice the experts of our layers, unless these are split over more ranks than each slice has."""
     for module in model.modules():
         if isinstance(module, Experts):
             size = plan.size if module.ep_size is None else module.ep_size

@@ -176,6 +176,8 @@ def without_memory(model: nn.Module, half: torch.dtype | None = None, buffer_dty
                 memo.setdefault(id(param), nn.Parameter(fake, requires_grad=param.requires_grad))
     for _, _, buffer, dtype in buffer_dtypes(model, half, buffer_dtype):
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
+    for value in (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)):
+        memo.setdefault(id(value), torch.empty(value.shape, dtype=value.dtype, device="cpu"))
     ghost = copy.deepcopy(model, memo)
     for module in ghost.modules():
         vars(module).pop("forward", None)  # an instance's forward belongs to the original
