@@ -688,6 +688,15 @@ class MegatronMlp(nn.Module):
         return (x + (h if self.group is None else Leave.apply(h, self.group))).square().mean()
 
 
+def continued(engine: Any, folder: Path) -> int | None:
+    """The rank that saved whose random state this rank continues."""
+    torch.manual_seed(99)
+    engine.load_checkpoint(folder)
+    return next(
+        (rank for rank in range(4) if torch.equal(torch.Generator().manual_seed(rank).get_state(), torch.get_rng_state())), None
+    )
+
+
 @distributed(world_size=4, transports=("shared", "gloo"))
 @pytest.mark.parametrize(("stage", "prefix"), [(0, "model_parallel"), (1, "tensor_model_parallel"), (3, "tensor_model_parallel")])
 def test_slices_of_your_own(stage: int, prefix: str, transport: str, tmp_path: Path) -> None:
@@ -706,15 +715,22 @@ def test_slices_of_your_own(stage: int, prefix: str, transport: str, tmp_path: P
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         assert engine.global_grad_norm == pytest.approx(float(norm), rel=1e-5)
+    torch.manual_seed(dist.get_rank())
     engine.save_checkpoint(tmp_path)
+    assert continued(engine, tmp_path) == dist.get_rank()
     state = engine.state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value, atol=1e-5, rtol=0)
     engine.destroy()
     whole = slipstream.initialize(model=MegatronMlp(), config=settings(2))[0]
-    whole.load_checkpoint(tmp_path)
+    place = dist.get_rank()  # along the batch, where ranks 0 and 1 were: those of the first slices; 2 and 3 are new
+    assert continued(whole, tmp_path) == (place if place < 2 else None)
     assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
     whole.destroy()
+    descending = dist.get_rank() // 2 == 0
+    setattr(mpu, f"get_{prefix}_rank", lambda: int(descending))
+    with pytest.raises(ValueError, match=r"rank 3: data 1 model 0\): consecutive ranks must ascend along one of the two"):
+        slipstream.initialize(model=MegatronMlp(mpu.tensor), config=settings(1), mpu=mpu)
     mpu.stages = 2
     with pytest.raises(ValueError, match="mpu has 2 pipeline stages"):
         slipstream.initialize(model=MegatronMlp(mpu.tensor), config=settings(1), mpu=mpu)

@@ -103,7 +103,8 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 def topology_of(mesh: Any) -> ProcessTopology:
     """The mesh under DeepSpeed's names. Ranks along the sequence are an axis of their own only if there are several."""
-    sizes = {"pipe": mesh.pp.size, "data": mesh.batch.size, "sequence": mesh.sp.size, "model": mesh.tp.size}
+    names = {"pp": "pipe", "batch": "data", "sp": "sequence", "tp": "model"}
+    sizes = {names[axis]: getattr(mesh, axis).size for axis in mesh.order}
     kept = {name: size for name, size in sizes.items() if size > 1 or name in ("pipe", "data")}
     return ProcessTopology(list(kept), list(kept.values()))
 

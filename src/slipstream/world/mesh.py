@@ -117,7 +117,8 @@ class Mesh:
     batch: Axis  # the ranks among which a batch is split, in (copies, shards) order
     sp: Axis
     tp: Axis
-    places: Mapping[int, Place]  # of every rank of the engine, in row-major order
+    places: Mapping[int, Place]  # of every rank of the engine, in row-major order of the places
+    order: tuple[str, ...]  # the axes in whose row-major order the ranks ascend: tp is innermost, unless an mpu has it outermost
     families: Mapping[Differs, Family]
     shard_size: int | None
     group_size: int | None
@@ -127,8 +128,8 @@ class Mesh:
     @property
     def sizes(self) -> dict[str, int]:
         """The axes on which ranks differ by more than their share of states, outermost first: a checkpoint names them."""
-        axes = (self.pp, self.batch, self.sp, self.tp)
-        return {axis.name: axis.size for axis in axes if axis.size > 1 or axis.name == "batch"}
+        sizes = {axis: getattr(self, axis).size for axis in self.order}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis == "batch"}
 
     @property
     def num_means(self) -> int:
@@ -287,6 +288,18 @@ def place_ranks(ranks: Sequence[int], lengths: Place) -> dict[int, Place]:
     return dict(zip(ranks, itertools.starmap(Place, itertools.product(*map(range, lengths))), strict=True))
 
 
+def _order_of(places: Mapping[int, Place]) -> tuple[str, ...]:
+    """The axes, outermost first, in whose row-major order the ranks ascend. Raises ValueError if they ascend in none."""
+    for axes in itertools.permutations(Place._fields):
+        if sorted(places, key=lambda rank: [getattr(places[rank], axis) for axis in axes]) == sorted(places):
+            return axes
+    raise ValueError(
+        "the mpu does not order its ranks row by row ("
+        + ", ".join(f"rank {rank}: data {place.batch} model {place.tp}" for rank, place in sorted(places.items()))
+        + "): consecutive ranks must ascend along one of the two, and then along the other"
+    )
+
+
 def nearest_sizes(num_ranks: int, pp: int, sp: int, tp: int) -> dict[str, int]:
     """The sizes of the axes for which a model fits on so many ranks: none larger, as much of it split as can be, tp kept first."""
     sizes = itertools.product(range(1, pp + 1), range(1, sp + 1), range(1, tp + 1))
@@ -331,15 +344,13 @@ def build_mesh(
     if places is None:
         places = place_ranks(ranks, Place(pp, len(ranks) // (pp * sp * tp), sp, tp))
     _check_shards(len(ranks) // pp, shard_size)
+    order = _order_of(places)
     groups = _Groups(rank, list(places), group if len(ranks) > 1 else None)
     axes: dict[str, Axis] = {}
     for i, name in enumerate(Place._fields):
         lines: dict[tuple[int, ...], list[int]] = {}
         for each, place in places.items():
             lines.setdefault((*place[:i], *place[i + 1 :]), []).append(each)
-        for line in lines.values():
-            if line != sorted(line):
-                raise ValueError(f"the mpu orders ranks {line} along {name}; along an axis, ranks must ascend")
         axes[name] = groups.axis(name, list(lines.values()))
     world = groups.axis("world", [list(places)])
     mesh = Mesh(
@@ -348,6 +359,7 @@ def build_mesh(
         world,
         **axes,
         places=places,
+        order=order,
         families={},
         shard_size=shard_size,
         group_size=group_size,
