@@ -1,5 +1,6 @@
 """A model whose products several processes cut: the bits of one process, its memory divided, one bad end for all."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -257,6 +258,12 @@ def test_a_module_of_deepspeeds_engine() -> None:
         engine = compat_init_inference(masked, mp_size=2)
         torch.testing.assert_close(engine(ids).logits, logits, rtol=1e-6, atol=1e-6)
         assert sum(one.numel() for one in engine.module.base_model.parameters()) < 0.8 * whole, case
+    model, ids = tiny("GPT2", **_GPT), torch.arange(1, 9)[None]
+    whole = compat_init_inference(copy.deepcopy(model), dtype=torch.int8)(ids).logits
+    engine = compat_init_inference(model, dtype=torch.int8, mp_size=2, replace_with_kernel_inject=True)
+    assert torch.cosine_similarity(engine(ids).logits.float(), whole.float(), dim=-1).min() > 0.9995
+    assert model.transformer.h[0].mlp.c_fc.packed.matrix.bits == 8 and model.transformer.h[0].mlp.c_fc.weight is None
+    assert engine.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (1, 11)
     with pytest.raises(ValueError, match=r"tensor_parallel is 4, and 2 ranks run this: .*--nproc 4"):
         compat_init_inference(tiny("Llama", **SIZES), mp_size=4)
 

@@ -268,7 +268,6 @@ def test_options(caplog: pytest.LogCaptureFixture) -> None:
             init_inference(model, injection_policy=policy)
     for options, words in (
         ({"mp_size": 2}, "tensor_parallel is 2, and 1 ranks run this: start it by slipstream run --nproc 2"),
-        ({"tensor_parallel": {"tp_size": 2}, "dtype": torch.int8}, "int8 are not cut"),
         ({"dtypo": 1}, "did you mean dtype"),
         ({"dtype": torch.int64}, "it must be float32, bfloat16, float16 or int8"),
         ({"quant": {"enabled": True}}, "dtype=torch.int8"),

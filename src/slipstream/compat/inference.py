@@ -70,8 +70,9 @@ _SIZES = ("ep_size", "enabled", "stage")  # the keys of a block that hold the re
 class DeepSpeedInferenceConfig:
     """The options of `init_inference`, by DeepSpeed's names. Raises ValueError for those that are not built.
 
-    dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's. None: as they are.
-    replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same.
+    dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's, of a cut module the
+        sliced ones. None: as they are.
+    replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same, and it is not cut.
     injection_policy: {class of a block: names of its linear layers}, checked against the module. If the module is cut and has no
         plan, the layers whose outputs are summed over the ranks (parallel/inferred.py).
     checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device (set_empty_params).
@@ -121,9 +122,8 @@ class DeepSpeedInferenceConfig:
                 raise ValueError(f"{name} is {value!r:.200}: {why}")
         if self.mpu is not None and (self.tensor_parallel or self.place[1]) != self.place[1]:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel!r}, and the slices that mpu counts are {self.place[1]}")
-        if self.cuts and (self.kind == "int8" or self.replace_with_kernel_inject):
-            what = "int8" if self.kind == "int8" else "kernels of whole modules (replace_with_kernel_inject)"
-            raise ValueError(f"tensor_parallel is {self.cuts}, and {what} are not cut; leave out one of the two")
+        if self.cuts and self.replace_with_kernel_inject:
+            logger.warning("init_inference: replace_with_kernel_inject has no effect here: ranks compute shares of the module")
 
     @classmethod
     def of(cls, config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
@@ -198,11 +198,11 @@ class InferenceEngine(nn.Module):
             slices.save_checkpoint(model, self._config.save_mp_checkpoint_path)
         self.module = model if kind in (None, "int8") else model.to(_FLOATS[str(kind)])
         self.module.eval()
-        inject = self._config.replace_with_kernel_inject or kind == "int8"
+        inject = not self._config.cuts and (self._config.replace_with_kernel_inject or kind == "int8")
         encoder = kernels.Encoder.of(self.module, kind) if inject else None
         self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
         self._is_whole = bool(self._config.cuts) and not self._cut()
-        if kind == "int8":
+        if kind == "int8" and not self._config.cuts:
             packed = kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
             self.module = packed if encoder is None else self.module
         if encoder is not None:
@@ -268,6 +268,8 @@ class InferenceEngine(nn.Module):
             cut.exchange = connect_activations(axis, device, "auto", Watch(_PATIENCE_S))
             if trial is not None:
                 compare(module, trial, cut.exchange)
+        if self._config.kind == "int8":
+            kernels.pack_slices(module)
         return True
 
     def _now(self) -> float:
