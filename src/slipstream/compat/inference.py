@@ -198,11 +198,15 @@ class InferenceEngine(nn.Module):
             slices.save_checkpoint(model, self._config.save_mp_checkpoint_path)
         self.module = model if kind in (None, "int8") else model.to(_FLOATS[str(kind)])
         self.module.eval()
-        inject = not self._config.cuts and (self._config.replace_with_kernel_inject or kind == "int8")
-        encoder = kernels.Encoder.of(self.module, kind) if inject else None
         self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
         self._is_whole = bool(self._config.cuts) and not self._cut()
-        if kind == "int8" and not self._config.cuts:
+        if not self._config.cuts and (self._config.replace_with_kernel_inject or kind == "int8"):
+            self._use_kernels(kind)
+
+    def _use_kernels(self, kind: str | None) -> None:
+        """Let native kernels compute an encoder's forward, and of int8 the linear layers."""
+        encoder = kernels.Encoder.of(self.module, kind)
+        if kind == "int8":
             packed = kernels.pack(self.module if encoder is None else self.module.base_model)  # a head of its own stays fast
             self.module = packed if encoder is None else self.module
         if encoder is not None:
