@@ -162,17 +162,17 @@ def test_experts_over_their_own_axis_train_as_one_process(transport: str, accumu
         engine.destroy()
 
 
-def save_halves(path: Path, stage: int) -> None:
-    engine = make(halves(), stage)
+def save_halves(path: Path, stage: int, transport: str) -> None:
+    engine = make(halves(), stage, transport)
     train(engine, 1)
     engine.save_checkpoint(str(path), tag="x")
     engine.destroy()
 
 
-def load_elsewhere(path: Path, stage: int, split: bool) -> tuple[dict[str, Tensor], Any]:
+def load_elsewhere(path: Path, stage: int, transport: str, split: bool) -> tuple[dict[str, Tensor], Any]:
     """The loaded states, and the losses and norms of the next step."""
     torch.manual_seed(1)
-    engine = make(halves() if split else Moe(), stage)
+    engine = make(halves() if split else Moe(), stage, transport)
     engine.load_checkpoint(str(path), tag="x")
     state = {name: value.clone() for name, value in engine.state_dict().items()}
     for unit in probe.units(engine):
@@ -184,19 +184,20 @@ def load_elsewhere(path: Path, stage: int, split: bool) -> tuple[dict[str, Tenso
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("stage", cases.stages("gloo"))
-def test_a_checkpoint_of_experts_loads_into_other_layouts(tmp_path: Path, stage: int) -> None:
-    run(4, save_halves, tmp_path, stage)
+def test_a_checkpoint_of_experts_loads_into_other_layouts(tmp_path: Path, stage: int, transport: str) -> None:
+    run(4, save_halves, tmp_path, stage, transport)
     shapes = {name: info.shape for name, info in checkpoint.load_metadata(str(tmp_path), "x").tensors.items()}
     assert shapes["model.blocks.0.up"] == (EXPERTS, DIM, 2 * DIM)
     assert shapes["optim.exp_avg.blocks.1.down"] == (2 * DIM, EXPERTS, DIM)
     _, _, weights = twin(4, 1)
-    whole, _ = run(1, load_elsewhere, tmp_path, 0, False)[0]
+    whole, _ = run(1, load_elsewhere, tmp_path, 0, transport, False)[0]
     for name, value in weights.items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=5e-6)
     for world, split in ((4, False), (2, True), (2, False), (4, True)):
         losses, norms, _ = twin(4, 1, world)
-        for rank, (state, trained) in enumerate(run(world, load_elsewhere, tmp_path, stage, split)):
+        for rank, (state, trained) in enumerate(run(world, load_elsewhere, tmp_path, stage, transport, split)):
             assert trained == (pytest.approx(losses[-1:], abs=2e-6), pytest.approx(norms[-1:], rel=1e-5)), (world, split)
             for name, value in state.items():
                 assert torch.equal(value, whole[name]), (world, split, rank, name)
