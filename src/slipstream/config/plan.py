@@ -61,6 +61,11 @@ def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield from _leaves(value, f"{path}{name}.")
 
 
+def block(name: str) -> Any:
+    """A field that holds a block of the config as a mapping; None: it is off."""
+    return key(name, shown=lambda values: dict(_leaves(values or {})))
+
+
 def _without_secrets(blocks: Mapping[str, Any]) -> dict[str, Any]:
     """The values of monitors' blocks, for logs and reports."""
     hidden = ("api_key", "headers")
@@ -353,25 +358,6 @@ class LayerDropPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SparsePlan:
-    """A pattern of block-sparse attention, for `attention.transformers.sparsity_of`. Each mode takes some of the fields."""
-
-    mode: str = key("sparse_attention.mode")
-    block: int = key("sparse_attention.block")
-    different_layout_per_head: bool = key("sparse_attention.different_layout_per_head")
-    num_local_blocks: int = key("sparse_attention.num_local_blocks")
-    num_global_blocks: int = key("sparse_attention.num_global_blocks")
-    attention: str = key("sparse_attention.attention")
-    horizontal_global_attention: bool = key("sparse_attention.horizontal_global_attention")
-    num_different_global_patterns: int = key("sparse_attention.num_different_global_patterns")
-    num_random_blocks: int = key("sparse_attention.num_random_blocks")
-    local_window_blocks: list[int] = key("sparse_attention.local_window_blocks")
-    global_block_indices: list[int] = key("sparse_attention.global_block_indices")
-    global_block_end_indices: list[int] | None = key("sparse_attention.global_block_end_indices")
-    num_sliding_window_blocks: int = key("sparse_attention.num_sliding_window_blocks")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlan:
     drop_last: bool = key("dataloader_drop_last")
 
@@ -455,11 +441,12 @@ class Plan:
     layer_drop: LayerDropPlan | None = key(
         "progressive_layer_drop.enabled", shown=bool, when=lambda plan: plan.layer_drop is not None
     )
-    sparse: SparsePlan | None
+    # A pattern of block-sparse attention; attention/transformers.py reads it. Each mode takes some of the keys.
+    sparse: Mapping[str, Any] | None = block("sparse_attention.*")
     # The block curriculum_learning; train/curriculum.py reads it.
-    curriculum: Mapping[str, Any] | None = key("curriculum_learning.*", shown=lambda block: dict(_leaves(block or {})))
+    curriculum: Mapping[str, Any] | None = block("curriculum_learning.*")
     # The block data_efficiency; `data`, train/loaders.py and train/random_ltd.py read it. Its parts that are off are None.
-    efficiency: Mapping[str, Any] | None = key("data_efficiency.*", shown=lambda block: dict(_leaves(block or {})))
+    efficiency: Mapping[str, Any] | None = block("data_efficiency.*")
     # The enabled blocks, without their switch; observe/monitors.py reads them.
     monitors: Mapping[str, Mapping[str, Any]] = key(
         "*", shown=lambda blocks: _without_secrets({name: {"enabled": True, **block} for name, block in blocks.items()})
@@ -472,7 +459,7 @@ class Plan:
     noise_every: int = key("slipstream.noise_scale_every")  # steps between measurements of the gradient noise scale; 0 = none
     adaptive: AdaptivePlan | None
     # The blocks compression_training and quantize_training; `compression` reads them.
-    compression: Mapping[str, Any] | None = key("*", shown=lambda blocks: dict(_leaves(blocks or {})))
+    compression: Mapping[str, Any] | None = block("*")
     data: DataPlan
     checkpoint: CheckpointPlan
     fused_layers: bool = key("slipstream.fused_layers")

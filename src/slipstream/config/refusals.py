@@ -55,7 +55,7 @@ class Case:
         self.on_cpu, self.on_cuda = self.facts.device_type == "cpu", self.facts.device_type == "cuda"
         self.half = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else ""
         self.has_masters = plan.precision.param_dtype.itemsize < plan.precision.master_dtype.itemsize
-        self.is_sparse = plan.sparse is not None and plan.sparse.mode != "dense"
+        self.is_sparse = plan.sparse is not None and plan.sparse["mode"] != "dense"
         self.drops_tokens = plan.efficiency is not None and plan.efficiency["random_ltd"] is not None
         self.recomputes = plan.activations.way == "recompute"
         self.orders = [path for path in ("eigenvalue", "quantize_training.eigenvalue") if values[f"{path}.enabled"]]
@@ -370,7 +370,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "(sp 1, tp {c.joined}), or drop it",
     ),
     Refusal(
-        lambda c: c.is_sparse and c.plan.sparse.different_layout_per_head and c.plan.mesh.tp > 1,
+        lambda c: c.is_sparse and c.plan.sparse["different_layout_per_head"] and c.plan.mesh.tp > 1,
         "sparse_attention.different_layout_per_head is not built with sliced heads (tensor_parallel.autotp_size {c.plan.mesh.tp}); "
         "use tp 1{c.instead}, or drop it",
     ),

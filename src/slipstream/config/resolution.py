@@ -43,7 +43,6 @@ from slipstream.config.plan import (
     ProfilePlan,
     RolloutPlan,
     SchedulerPlan,
-    SparsePlan,
     TensorPlan,
     TracePlan,
     TrafficPlan,
@@ -649,9 +648,9 @@ def _eigenvalues(values: Values) -> list[dict[str, Any]]:
     return [block for block in blocks if block.pop("enabled")]
 
 
-def _sparse(values: Values) -> SparsePlan | None:
-    if values.parsed.config.sparse_attention is not None:
-        return values.section(SparsePlan)
+def _sparse(values: Values) -> dict[str, Any] | None:
+    if (block := values.parsed.config.sparse_attention) is not None:
+        return block.model_dump()
     values.idle("sparse_attention", "derived: attention is dense")
     return None
 

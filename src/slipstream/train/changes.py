@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -40,7 +39,7 @@ Change = Callable[[nn.Module, Plan], "Callable[[Engine], None] | None"]
 
 def _sparse_attention(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
     if plan.sparse is not None:
-        apply_pattern(model, asdict(plan.sparse))
+        apply_pattern(model, plan.sparse)
 
     def connect(engine: Engine) -> None:
         for module in engine.module.modules():
