@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -420,6 +421,32 @@ def test_the_loss_of_logits(dtype: torch.dtype, reduction: Any, smoothing: float
         logits.grad.float(), twin.grad.to(dtype).float(), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6
     )
     assert not logits.grad[target == -100].any()
+
+
+@pytest.mark.parametrize("classes", [1, 15, 16, 33])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_the_loss_of_what_is_not_finite(classes: int, smoothing: float) -> None:
+    """Masked classes count as in torch, and what has no number, loss or gradient, never gets one. Rows with gaps between them."""
+    torch.manual_seed(0)
+    rows = torch.randn(6, 2 * classes)[:, :classes]
+    rows[1, 0], rows[2, -1], rows[3] = math.nan, math.inf, -math.inf
+    rows[4, 1:] = -math.inf
+    target = torch.zeros(6, dtype=torch.int64)
+    for row in range(6):
+        own, twin = rows[row : row + 1].clone().requires_grad_(), rows[row : row + 1].clone().requires_grad_()
+        loss = fused.cross_entropy(own, target[:1], label_smoothing=smoothing)
+        expected = F.cross_entropy(twin, target[:1], label_smoothing=smoothing)
+        assert loss.isfinite() == expected.isfinite()
+        assert not loss.isfinite() or loss.allclose(expected, rtol=1e-5, atol=1e-6)
+        loss.backward()
+        expected.backward()
+        assert own.grad is not None and twin.grad is not None
+        assert row in (2, 3) or own.grad.allclose(twin.grad, atol=1e-6, equal_nan=True)
+        assert own.grad.isfinite().all() <= twin.grad.isfinite().all()
+    kept = fused.cross_entropy(rows[[0, 5]], target[:2], label_smoothing=smoothing)
+    torch.testing.assert_close(kept, F.cross_entropy(rows[[0, 5]], target[:2], label_smoothing=smoothing))
+    with pytest.raises((IndexError, RuntimeError), match=r"targets from 0 to \d+ of|out of bounds"):
+        fused.cross_entropy(rows, torch.arange(6) * classes)
 
 
 def test_the_loss_keeps_a_number_for_each_row() -> None:

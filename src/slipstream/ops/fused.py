@@ -4,7 +4,7 @@ add_norm    sum = dropout(x + bias) + residual, and its LayerNorm or RMSNorm
 activation  GELU, SiLU or ReLU of x + bias, times a second input if the MLP is gated
 mlp         two (gated: three) products with the activation between; the backward computes the activation again
 rotary      rotary positions of queries and keys
-cross_entropy  the loss of logits, without copies of them in fp32 (on CPUs torch, in tiles)
+cross_entropy  the loss of logits, without copies of them in fp32
 
 CPU tensors of fp32, bf16 and fp16 go to native kernels (`csrc/fused_body.h`), those of GPUs to Triton's (`ops/triton/fused.py`),
 others to the same functions in torch. Arithmetic is fp32, and each result is rounded once. Weights of norms and biases may have
@@ -33,7 +33,7 @@ Norm = Literal["none", "layer", "rms"]
 Activation = Literal["gelu_tanh", "gelu", "silu", "relu"]
 NORMS: dict[str, int] = {"none": 0, "layer": 1, "rms": 2}  # as in csrc/fused.h
 ACTIVATIONS: dict[str, int] = {"gelu_tanh": 0, "gelu": 1, "silu": 2, "relu": 3}
-_ADD_NORM, _ADD_NORM_BACKWARD, _ACTIVATE, _ACTIVATE_BACKWARD, _ROTATE = range(5)
+_ADD_NORM, _ADD_NORM_BACKWARD, _ACTIVATE, _ACTIVATE_BACKWARD, _ROTATE, _LOSE, _LOSE_BACKWARD = range(7)
 _LEAST = 1 << 14  # elements of a thread
 _MOST_COLUMNS = 1 << 14  # of a norm on a GPU, where a program holds a row
 _WORD = 0xFFFFFFFF
@@ -570,6 +570,12 @@ class _RowLoss(torch.autograd.Function):
 def _row_losses(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and loss of each row."""
     ends, losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
+    if _is_native(logits):
+        if len(target) and not 0 <= int(target.min()) <= int(target.max()) < logits.shape[1]:
+            raise IndexError(f"cross_entropy: targets from {target.min()} to {target.max()} of {logits.shape[1]} classes")
+        arrays = {"x": logits.contiguous(), "residual": target.contiguous(), "stats": ends, "out": losses}
+        _run(_LOSE, len(logits), logits, arrays, {}, columns=logits.shape[1], eps=smoothing)
+        return ends, losses
     for rows, end, loss, wanted in _tiles(logits, ends, losses, target):
         wide = rows.float()
         torch.logsumexp(wide, 1, out=end)
@@ -580,7 +586,11 @@ def _row_losses(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tenso
 
 def _row_grads(logits: Tensor, target: Tensor, ends: Tensor, scale: Tensor, smoothing: float) -> Tensor:
     """The gradient of the sum of scale [N] times the losses."""
-    out = torch.empty_like(logits)
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if _is_native(logits):
+        arrays = {"x": logits.contiguous(), "residual": target.contiguous(), "bias": ends, "weight": scale.contiguous(), "dx": out}
+        _run(_LOSE_BACKWARD, len(logits), logits, arrays, {}, columns=logits.shape[1], eps=smoothing)
+        return out
     for rows, end, into, wanted, by in _tiles(logits, ends, out, target, scale):
         share = rows.float().sub_(end[:, None]).exp_()
         if smoothing:

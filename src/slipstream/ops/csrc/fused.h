@@ -21,7 +21,7 @@ enum { FUSED_GELU_TANH, FUSED_GELU, FUSED_SILU, FUSED_RELU };
 
 struct fused_isa {
     const char *name;
-    void (*passes[5])(const struct fused *s, int64_t begin, int64_t end); /* of fused_body.h, in its order; rows [begin, end) */
+    void (*passes[7])(const struct fused *s, int64_t begin, int64_t end); /* of fused_body.h, in its order; rows [begin, end) */
 };
 
 extern const struct fused_isa *const fused_avx512;

@@ -256,3 +256,57 @@ TARGET static void rotate(const struct fused *s, int64_t begin, int64_t end)
         }
     }
 }
+
+/* ---- losses of logits: (1 - eps) (end - the target's logit) + eps (end - the mean logit), end being the log-sum-exp of a row ---- */
+
+INLINE int64_t target_of(const struct fused *s, int64_t row) { return ((const int64_t *)s->residual)[row]; }
+INLINE float one_of(const char *p, int dtype) { return lanes_sum(get_part(p, 1, dtype)); }
+
+/* residual: targets, int64. stats: ends; out: losses, fp32. */
+TARGET static void lose(const struct fused *s, int64_t begin, int64_t end)
+{
+    static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vec lanes = load_f32(numbers), zero = vec_zero(), least = vec_set(-INFINITY);
+    const int64_t columns = s->columns;
+    for (int64_t row = begin; row < end; ++row) {
+        vec most = least, total = zero, exps = zero;
+        int has_nan = 0;
+        for (int64_t c = 0; c < columns; c += 16) {
+            vec a = get(s, s->x, row, c);
+            has_nan |= vec_has_nan(a);
+            total = vec_add(total, a);
+            if (columns - c < 16)
+                a = vec_pick(lanes, vec_set((float)(columns - c)), least, a);
+            most = vec_max(most, a);
+        }
+        const float top = lanes_max(most);
+        for (int64_t c = 0; c < columns; c += 16) {
+            vec a = vec_exp(vec_sub(get(s, s->x, row, c), vec_set(top)));
+            if (columns - c < 16)
+                a = vec_pick(lanes, vec_set((float)(columns - c)), zero, a);
+            exps = vec_add(exps, a);
+        }
+        const float sum = has_nan || isinf(top) ? NAN : top + logf(lanes_sum(exps));
+        const float chosen = one_of(s->x + place(s, row, target_of(s, row)), s->dtype);
+        s->stats[row] = sum;
+        ((float *)s->out)[row] = sum - (s->eps > 0 ? chosen + s->eps * (lanes_sum(total) / (float)columns - chosen) : chosen);
+    }
+}
+
+/* residual: targets; bias: ends; weight: what the losses are multiplied with; dx: gradients of the logits. */
+TARGET static void lose_backward(const struct fused *s, int64_t begin, int64_t end)
+{
+    const float spread = s->eps / (float)s->columns;
+    for (int64_t row = begin; row < end; ++row) {
+        const float top = s->bias[row], by = s->weight[row];
+        const int64_t target = target_of(s, row);
+        const vec scale = vec_set(isfinite(top) || by == 0 ? by : NAN); /* no number stands for what has none */
+        for (int64_t c = 0; c < s->columns; c += 16) {
+            const vec a = by == 0 ? vec_zero() : vec_exp(vec_sub(get(s, s->x, row, c), vec_set(top)));
+            put(s, s->dx, row, c, vec_mul(vec_sub(a, vec_set(spread)), scale));
+        }
+        const float own = expf(one_of(s->x + place(s, row, target), s->dtype) - top) - spread - (1 - s->eps);
+        if (by != 0)
+            put_part(s->dx + place(s, row, target), vec_mul(vec_set(own), scale), 1, s->dtype);
+    }
+}
