@@ -32,7 +32,7 @@ class Case(NamedTuple):
     stage: int
     dtype: str
     universal: bool = False
-    kind: str = "data"  # or "pipe", "slices", "moepipe": of two; "moe"; "autoep"
+    kind: str = "data"  # or "pipe", "slices", "moepipe": of two; "moe"; "autoep", "folded": beside two slices
     ep: int = 1
 
     @property
@@ -42,7 +42,11 @@ class Case(NamedTuple):
 
     @property
     def has_experts(self) -> bool:
-        return self.kind in ("moe", "moepipe", "autoep")
+        return self.kind in ("moe", "moepipe", "autoep", "folded")
+
+    @property
+    def is_autoep(self) -> bool:
+        return self.kind in ("autoep", "folded")
 
     @property
     def replicas(self) -> int:
@@ -78,6 +82,8 @@ CASES = [
     Case(4, 3, "fp32", kind="autoep", ep=2),
     Case(2, 1, "fp32", True, "autoep", 2),
     Case(4, 3, "fp32", True, "autoep", 2),
+    Case(4, 1, "fp32", kind="folded", ep=2),
+    Case(4, 3, "fp32", kind="folded", ep=2),
 ]
 SPECS = [  # AutoTP's
     {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
@@ -227,6 +233,12 @@ def model(kind: str = "data", pipe: Any = None, num_stages: int = 1, moe: Any = 
         return Mixture(moe, ep)
     if kind == "autoep":
         return transformer()
+    if kind == "folded":
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+        sizes = {"vocab_size": 13, "hidden_size": 8, "intermediate_size": 6, "num_local_experts": 4}
+        return MixtralForCausalLM(MixtralConfig(**heads, **sizes, num_experts_per_tok=2, initializer_range=0.3))
     # DeepSpeed waits without end if a stage has no parameter of some group
     if kind == "moepipe":
         sizes = [pipe.LayerSpec(Residual, moe, num, ep, seed) for seed, num in enumerate((4, 2, 4))]
@@ -291,24 +303,27 @@ def train(case: Case, folder: Path) -> None:
         settings["zero_optimization"] |= {"sub_group_size": 60, "stage3_param_persistence_threshold": 0}
     if case.kind != "data":
         deepspeed.init_distributed("gloo")
-    if case.kind == "slices":
+    if case.kind in ("slices", "folded"):
         del settings["train_batch_size"]  # DeepSpeed divides it by all ranks
+    if case.kind == "folded":
+        settings["tensor_parallel"] = {"autotp_size": 2, "preset_model": "mixtral"}
+    if case.kind == "slices":
         settings["tensor_parallel"] = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": SPECS}}
     if case.has_experts:
         del settings["gradient_clipping"]  # DeepSpeed averages the norms of experts
-    if case.kind == "autoep":
+    if case.is_autoep:
         settings["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
         settings["expert_parallel"] = {
             "enabled": True,
             "autoep_size": case.ep,
-            "preset_model": "qwen3_moe",
+            "preset_model": "mixtral" if case.kind == "folded" else "qwen3_moe",
             "use_grouped_mm": False,
         }
         # fails with transformers 5.23, and is for outputs that are not asked for
         deepspeed.module_inject.auto_ep.AutoEP._retarget_transformers_output_recorders = lambda *_: None
     module = model(case.kind, deepspeed.pipe, 2, deepspeed.moe.layer.MoE, case.ep)
     # AutoEP sorts the experts' parameters of one group of the caller's alone
-    params = [param for param in module.parameters() if param.requires_grad] if case.kind == "autoep" else groups(module)
+    params = [param for param in module.parameters() if param.requires_grad] if case.is_autoep else groups(module)
     engine = deepspeed.initialize(model=module, model_parameters=params, config=settings)[0]
     losses = []
     for step in range(STEPS + MORE):

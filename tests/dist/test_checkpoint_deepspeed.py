@@ -126,7 +126,7 @@ def build_experts(case: ds.Case, stage: int, ep: int, split: bool, pp: int = 1) 
     settings["optimizer"]["params"].pop("torch_adam", None)
     del settings["gradient_clipping"]
     groups = ds.groups(module)
-    if case.kind == "autoep":
+    if case.is_autoep:
         settings |= {"expert_parallel": {"enabled": True, "autoep_size": ep}, "gradient_clipping": 0.0}
         groups = [{"params": [param for param in module.parameters() if param.requires_grad]}]
     elif split:
@@ -137,7 +137,7 @@ def build_experts(case: ds.Case, stage: int, ep: int, split: bool, pp: int = 1) 
 @distributed(world_size=(1, 2, 4) if EVERYTHING else (1, 2))
 def test_experts_continue_at_any_size(world_size: int, folder: Path) -> None:
     """Without ZeRO, at stages 1 to 3 and universal; layers of 4 and of 2 experts, in one stage or two, frozen ones, a residual
-    branch; AutoEP's, with a shared expert."""
+    branch; AutoEP's, with a shared expert, and beside slices."""
     for i, case in enumerate(case for case in ds.CASES if case.has_experts):
         pp = min(world_size, 2) if case.kind == "moepipe" else 1
         ep = min(world_size // pp, 1 + i % 2)
@@ -146,7 +146,7 @@ def test_experts_continue_at_any_size(world_size: int, folder: Path) -> None:
         assert loaded[1] == {"epoch": 7, "names": ["a", None], "seen": (1, 2.5)}
         results = go_on(engine, case)
         expected = json.loads((folder / case.name / "losses.json").read_text())
-        close = CLOSE[case.dtype] * (3 if case.kind == "autoep" else 1)  # a route may change, too
+        close = CLOSE[case.dtype] * (3 if case.is_autoep else 1)  # a route may change, too
         assert results == pytest.approx(expected, rel=close), f"{case} at ep {ep}"
         engine.destroy()
 

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ _OWN = frozenset(
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"),
         *("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size"),
         *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info"),
-        *("num_experts", "ds_autoep_layers", "autoep_layers"),
+        *("num_experts", "ds_autoep_layers", "autoep_layers", "folding"),
     }
 )
 # Optimizers by the states they keep. For other sets of states the class is unknown and not checked at load
@@ -95,8 +96,8 @@ class _Import:
         if (self.folder / "zero").is_dir():
             self._universal()
         elif all(part.optim_files for part in self.parts):
-            for part in self.parts:
-                self._optimizer_files(part)
+            for first in range(0, len(self.parts), self.degree):
+                self._optimizer_files(self.parts[first : first + self.degree])
         else:
             self._without_zero()
         self._name_states()
@@ -166,13 +167,14 @@ class _Import:
                     f"them are the same bytes; save copies (clone()) of a client_state's views"
                 )
 
-    def _optimizer_files(self, part: DeepSpeedPart) -> None:
+    def _optimizer_files(self, parts: Sequence[DeepSpeedPart]) -> None:
+        """Those of the slices of a stage, in the order of its ranks."""
         num_read: dict[ExpertSlot, int] = {}  # elements of each parameter on lower ranks
-        world = len(part.optim_files)
-        for rank, file in enumerate(part.optim_files):
-            state = read(self.folder / file)["optimizer_state_dict"]
+        world = len(parts[0].optim_files)
+        for rank, part in itertools.product(range(world), parts):
+            state = read(self.folder / part.optim_files[rank])["optimizer_state_dict"]
             count = state["partition_count"]
-            if max(count if isinstance(count, list) else [count]) != world:
+            if world not in (count if isinstance(count, list) else [count]):
                 raise CheckpointError(f"it was saved by {count} ranks and has the files of {world}")
             is_stage_3 = "fp32_flat_groups" in state
             masters = state["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"]
@@ -192,6 +194,8 @@ class _Import:
 
     def _slot(self, name: str, part: DeepSpeedPart, rank: int, world: int) -> ExpertSlot | None:
         """A trained parameter of a part, and what it is of the whole; None if the whole has it from another part."""
+        if self.experts.is_autoep(name):  # over all ranks of a stage, those of slices among them
+            return self.experts.slot(name, PartPlace(part.trained[name]), rank * self.degree + part.slice, world * self.degree)
         place = self._place(name, part, lambda other: other.trained[name])
         if place is None:
             return None
@@ -263,7 +267,8 @@ class _Import:
         """Add the experts' weights of which no optimizer has a master: frozen ones, and all without ZeRO."""
         known = set(self.shapes)
         for index, name, slices in self.experts.weights():
-            place = self.cuts.place(name, index, [stored.shape for stored in slices])
+            shapes = [stored.shape for stored in slices]
+            place = PartPlace(shapes[0]) if self.experts.is_autoep(name) else self.cuts.place(name, index, shapes)
             slot = self.experts.slot(name, place)
             if slot is not None and f"model.{slot.name}" not in known and not (place.is_copy and index):
                 whole, boxes, _ = slot.place

@@ -8,8 +8,9 @@ layer_L_expert_E_mp_rank_M_model_states.pt     expert E of the stage's layer L o
 expp_rank_R_mp_rank_00_optim_states.pt         without ZeRO: the optimizer of the R-th rank of those that have different experts
 
 They become those of `deepspeed.moe.layer.MoE`, which has stacks. AutoEP replaces layers of transformers; `ds_autoep_layers` lists
-them. A rank's w1, w2 and w3 are stacks of its experts (at ZeRO-3 its own part of each, and no files of experts), and become
-transformers' gate_up_proj and down_proj; its router and its shared expert get transformers' names, too.
+them. It deals whole experts to the ranks of a stage, those of slices (AutoTP) among them. A rank's w1, w2 and w3 are stacks of its
+experts (at ZeRO-3 its own part of each, and no files of experts), and become transformers' gate_up_proj and down_proj; its router
+and its shared expert get transformers' names, too.
 
 Optimizers without ZeRO number their parameters, in the order of their groups. `numbered` finds the names by shape, and in the
 order of the model among parameters of one shape.
@@ -96,6 +97,17 @@ class ExpertFiles:
             files[index].append(name)
         return files
 
+    def _on_any(self, layer: int, num: int, ranks: range) -> list[str]:
+        """AutoEP deals experts to all ranks of a stage: each file is of one of the slices."""
+        files = []
+        for expert in range(num):
+            names = [f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt" for rank in ranks]
+            found = [name for name in names if (self.folder / name).is_file()]
+            if not found:
+                raise CheckpointError(f"it has no {names[0]}" + (", nor of another rank" if len(names) > 1 else ""))
+            files.append(found[0])
+        return files
+
     def _open_native(self, model: Mapping[str, Any], ranks: range) -> None:
         named = {*(name for group in model["param_shapes"] or [] for name in group), *(model["frozen_param_shapes"] or ())}
         own: dict[str, int] = {}
@@ -114,11 +126,6 @@ class ExpertFiles:
             self.native[found[1]] = _ExpertLayer(num=num, own=own.get(found[1], num // num_ranks), files=files)
 
     def _open_autoep(self, model: Mapping[str, Any], ranks: range) -> None:
-        if len(ranks) > 1:
-            raise CheckpointError(
-                f"it has experts of AutoEP beside {len(ranks)} slices (tensor_parallel.autotp_size), which are not imported: "
-                "save it with autotp_size 1"
-            )
         has_files = not (self.folder / "zero").is_dir()
         for layer in model["ds_autoep_layers"]:
             num, own = int(layer["num_experts"]), int(layer["num_local_experts"])
@@ -130,7 +137,7 @@ class ExpertFiles:
                     f"the experts of {prefix!r} are placed as {placed or (num, own)}, which is not in equal parts"
                 )
             is_apart = has_files and layer.get("checkpoint_format") != "zero3_partitioned"
-            files = self._files(int(layer["moe_layer_id"]), num, ranks) if is_apart else []
+            files = [self._on_any(int(layer["moe_layer_id"]), num, ranks)] if is_apart else []
             self.autoep[prefix] = _ExpertLayer(num=num, own=own, files=files)
             if f"{prefix}shared_experts_gate.weight" in (model["module"] or {}):
                 self.has_shared_gate.add(prefix)
@@ -178,6 +185,11 @@ class ExpertFiles:
                 inner = (2 * inner[0], *inner[1:])
         lifted = [Box((expert, *box.offsets), (1, *box.sizes)) for expert in range(first, first + num) for box in boxes]
         return ExpertSlot(target, PartPlace((layer.num, *inner), tuple(lifted)))
+
+    def is_autoep(self, name: str) -> bool:
+        """Whether it is AutoEP's parameter of experts, none of which is sliced."""
+        named = self._named(name)
+        return named is not None and named.prefix in self.autoep
 
     def known_as(self, name: str) -> str:
         """The name of a parameter or buffer that is no expert's, in transformers' layer if AutoEP replaced it."""
