@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.core import SamplingParams
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine
+from slipstream.inference.models import from_hf
+from slipstream.inference.native import why_not
 
 # Settings of GenerationConfig that change neither greedy decoding nor sampling, those that change sampling only, and those that
 # do nothing with this value. With any other one that is not off (False, 0, empty), transformers' own code has to run.
@@ -105,6 +108,15 @@ class Asked(NamedTuple):
         longest = max(map(len, answers))
         padded = torch.tensor([answer + [self.pad] * (longest - len(answer)) for answer in answers], dtype=ids.dtype)
         return torch.cat([ids.repeat_interleave(self.num, 0), padded.to(ids.device)], 1)
+
+
+def is_known(model: Any, device: torch.device) -> bool:
+    """Whether Slipstream's engine has a forward for this model of transformers."""
+    try:
+        config = from_hf(model.config.to_dict())
+    except (UnsupportedModel, ValueError):
+        return False
+    return config.has_head and (device.type != "cpu" or why_not(config) is None)
 
 
 def _given(generation_config: Any) -> dict[str, Any]:

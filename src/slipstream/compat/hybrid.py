@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.compat.generation import Asked
+from slipstream.compat.generation import Asked, is_known
 from slipstream.inference import init_inference
-from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.models import from_hf
-from slipstream.inference.native import NativeDecoder, why_not
+from slipstream.inference.native import NativeDecoder
 from slipstream.inference.update import Target
 from slipstream.train import handover
 
@@ -138,7 +137,7 @@ class Rollouts:
         self.close()
         module: Any = engine.module
         self._base = _base(module)
-        self._known = _is_known(self._base, engine.device)
+        self._known = is_known(self._base, engine.device)
         module.generate = self.generate
         self._patched = module
 
@@ -264,12 +263,3 @@ def fused(weights: Iterable[tuple[str, Tensor]], layers: Mapping[str, Any]) -> I
 def _base(model: Any) -> Any:
     """The transformers model, which PEFT can have wrapped."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _is_known(base: Any, device: torch.device) -> bool:
-    """Whether the engine of serving has a forward for this model."""
-    try:
-        config = from_hf(base.config.to_dict())
-    except (UnsupportedModel, ValueError):
-        return False
-    return config.has_head and (device.type != "cpu" or why_not(config) is None)

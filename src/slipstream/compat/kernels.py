@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.compat.generation import Asked
+from slipstream.compat.generation import Asked, is_known
 from slipstream.inference import generic, init_inference
 from slipstream.inference.embedding import ROWS
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.load import load
-from slipstream.inference.models import from_hf, is_encoder
-from slipstream.inference.native import NativeDecoder, why_not
+from slipstream.inference.models import is_encoder
+from slipstream.inference.native import NativeDecoder
 from slipstream.inference.runner import Sizes, open_encoder
 from slipstream.ops.matrices import to_int8
 from slipstream.parallel.tensor import Column, Row
@@ -190,19 +190,11 @@ class Decoder:
         self._engine: InferenceEngine | None = None
         self._versions: list[int] = []
         self._parameters: list[nn.Parameter] = []
-        self._known = self._is_known()
+        generates = hasattr(model, "can_generate") and model.can_generate()
+        self._known = generates and next(model.parameters()).device.type == "cpu" and is_known(model, torch.device("cpu"))
         self._opening = threading.Lock()
         if kind == "int8" and self._known:  # while the weights are floats
             self._opened()
-
-    def _is_known(self) -> bool:
-        model = self._model
-        if not hasattr(model, "can_generate") or not model.can_generate() or next(model.parameters()).device.type != "cpu":
-            return False
-        try:
-            return why_not(from_hf(model.config.to_dict())) is None
-        except (UnsupportedModel, ValueError):
-            return False
 
     def _opened(self) -> InferenceEngine | None:
         """The engine; None if these weights run only in the module."""
