@@ -312,6 +312,30 @@ class _Network(nn.Module):
         return x + extra if self.leaks else x
 
 
+class _Hidden(nn.Module):
+    """Two blocks that add to their input in place, and tell the number of heads by a name of their own."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = 4
+            self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (layer(x).unflatten(-1, (self.h, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            x += self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            x += self.down(self.up(x).relu())
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self.Block(), self.Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x + 0)
+
+
 @distributed(world_size=2)
 def test_a_module_without_a_plan() -> None:
     """A plan is found in a forward: at once for a model that tells its inputs, else in the first call. Three heads on two ranks."""
@@ -349,8 +373,29 @@ def test_a_module_without_a_plan() -> None:
     one.blocks[0].mix.num_heads, one.blocks[0].mix.head_dim = 1, 48
     with pytest.raises(ValueError, match=r"injection_policy: _Block cannot be cut between mix.qkv and mix.proj over 2 ranks"):
         compat_init_inference(one, mp_size=2, injection_policy={_Block: ("mix.proj",)})(x)
+    for layer in (_Hidden(), nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(2)))):
+        engine = compat_init_inference(layer.eval(), mp_size=2)
+        one, same, more = torch.randn(2, 1, 32), torch.ones(2, 7, 32), torch.randn(3, 9, 32)
+        twin = copy.deepcopy(layer)
+        with torch.no_grad():
+            wanted = [twin(each.clone()) for each in (one, same, more)]
+        whole = sum(each.numel() for each in layer.parameters())
+        torch.testing.assert_close(engine(one), wanted[0], rtol=1e-5, atol=1e-5)
+        assert whole == sum(each.numel() for each in layer.parameters())
+        torch.testing.assert_close(engine(same.clone()), wanted[1], rtol=1e-5, atol=1e-5)
+        assert whole > sum(each.numel() for each in layer.parameters())
+        torch.testing.assert_close(engine(more), wanted[2], rtol=1e-5, atol=1e-5)
+    classifier = transformers.GPTJForSequenceClassification(transformers.GPTJConfig(**gpt)).eval()
+    with torch.no_grad():
+        expected = classifier(ids).logits
+    torch.testing.assert_close(compat_init_inference(classifier, mp_size=2)(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"call engine\(...\) once on all ranks, with equal inputs, before engine.generate"):
+        compat_init_inference(_Network(), mp_size=2).generate(x)
+
     with pytest.raises(ValueError, match=r"_Network that is cut by the plan .* does not give the outputs that it had"):
-        compat_init_inference(_Network(leaks=True), mp_size=2)(x)
+        (leaking := compat_init_inference(_Network(leaks=True), mp_size=2))(x)
+    with pytest.raises(ValueError, match=r"does not give the outputs that it had .*: load it again"):
+        leaking(x)
     with pytest.raises(ValueError, match="Sequential has no plan for tensor parallelism, and none was found"):
         compat_init_inference(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), mp_size=2)(x)
 

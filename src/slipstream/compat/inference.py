@@ -27,7 +27,7 @@ from slipstream.config.plan import TensorPlan
 from slipstream.inference.generate import suggestion
 from slipstream.inference.precision import parse_dtype
 from slipstream.parallel.exchange import connect_activations
-from slipstream.parallel.inferred import Policy, compare, example_inputs, try_out
+from slipstream.parallel.inferred import ForwardError, OneTokenError, PlanTrial, Policy, compare, example_inputs, try_out
 from slipstream.parallel.slicing import has_plan, slice_model
 from slipstream.world.join import init_distributed
 from slipstream.world.mesh import Axis
@@ -199,6 +199,7 @@ class InferenceEngine(nn.Module):
         self.module = model if kind in (None, "int8") else model.to(_FLOATS[str(kind)])
         self.module.eval()
         self._decoder = None if self._config.cuts else kernels.Decoder(self.module, kind)
+        self._spoiled = ""  # why the outputs of the module, which is cut, are not its own
         self._is_whole = bool(self._config.cuts) and not self._cut()
         if not self._config.cuts and (self._config.replace_with_kernel_inject or kind == "int8"):
             self._use_kernels(kind)
@@ -223,6 +224,7 @@ class InferenceEngine(nn.Module):
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's outputs, as it returns them, without a graph."""
+        self._check_ready()
         if self._is_whole:
             self._is_whole = not self._cut(inputs, kwargs)
         return self.module(*inputs, **kwargs)
@@ -232,8 +234,14 @@ class InferenceEngine(nn.Module):
         """transformers' `generate`: token ids [prompts, tokens] -> [prompts, tokens and answers], or what its settings ask for.
 
         Slipstream's engine computes greedy answers of models that it knows; the module's own generate all others. Raises
-        RuntimeError for a prompt of more than max_out_tokens.
+        RuntimeError for a prompt of more than max_out_tokens, and ValueError for a module that is still to be cut, by a call.
         """
+        self._check_ready()
+        if self._is_whole:
+            raise ValueError(
+                f"the {type(self.module).__name__} has no plan of tensor parallelism and tells no inputs to find one with: call "
+                "engine(...) once on all ranks, with equal inputs, before engine.generate"
+            )
         limit, ids = self._config.max_out_tokens, kwargs.get("input_ids", inputs)
         if limit is not None and isinstance(ids, Tensor) and ids.shape[-1] > limit:
             raise RuntimeError(f"the prompt has {ids.shape[-1]} tokens and max_out_tokens is {limit}; raise it in init_inference")
@@ -256,25 +264,54 @@ class InferenceEngine(nn.Module):
     def _cut(self, inputs: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> bool:
         """Cut the module's layers over all ranks of the job, in place: every rank calls it with equal inputs and has its outputs.
 
-        Returns False, with nothing done, if the module has no plan, and neither inputs are given nor does it tell its own.
+        Returns False, with nothing done, if the module has no plan, and there are no inputs that show one.
         Collective. Raises ValueError if the job has another size, or for a module that cannot be cut."""
         module, axis = self.module, _axis(self._config.cuts)
         plan = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
         trial = None
         if not has_plan(module, plan):
-            options = options if inputs or options else example_inputs(module)
-            if options is None:
+            if (trial := self._found(axis, inputs, options or {})) is None:
                 return False
-            trial = try_out(module, axis, inputs, options, _rows_named(self._config))
             plan = replace(plan, partition=trial.partition)
         if (cut := slice_model(module, axis, plan)) is not None:
             device = next(module.parameters()).device
             cut.exchange = connect_activations(axis, device, "auto", Watch(_PATIENCE_S))
             if trial is not None:
-                compare(module, trial, cut.exchange)
+                try:
+                    compare(module, trial, cut.exchange)
+                except ValueError as error:  # a caller that goes on must not get these outputs
+                    self._spoiled = str(error)
+                    raise
         if self._config.kind == "int8":
             kernels.pack_slices(module)
         return True
+
+    def _found(self, axis: Axis, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> PlanTrial | None:
+        """The plan that all ranks find, from inputs or those that the module tells (None: it takes or tells none). An error of one
+        rank is raised on all."""
+        examples = None if inputs or options else example_inputs(self.module)
+        if examples is None and not inputs and not options:
+            return None
+        found: tuple[PlanTrial | None, Exception | None] = None, None
+        try:
+            found = try_out(self.module, axis, inputs, examples or options, _rows_named(self._config)), None
+        except Exception as error:
+            found = None, error
+        trial, failed = found
+        outcomes: list[Any] = [None] * axis.size
+        dist.all_gather_object(outcomes, repr(failed) if failed else trial and trial.partition)
+        if isinstance(failed, OneTokenError) or (examples is not None and isinstance(failed, ForwardError)):
+            logger.warning("%s is whole until a call shows how it can be cut: %s", type(self.module).__name__, failed)
+            return None
+        if failed is not None:
+            raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
+        if (other := next((rank for rank, one in enumerate(outcomes) if one != outcomes[axis.index]), None)) is not None:
+            raise ValueError(f"rank {other} has found another plan of tensor parallelism than rank {axis.index}: {outcomes[other]}")
+        return trial
+
+    def _check_ready(self) -> None:
+        if self._spoiled:
+            raise ValueError(self._spoiled)
 
     def _now(self) -> float:
         if torch.cuda.is_available():

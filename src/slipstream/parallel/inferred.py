@@ -14,6 +14,7 @@ import copy
 import itertools
 import json
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from slipstream.zero.wrap import repeated_blocks
 
 logger = logging.getLogger(__name__)
 
-_TOKENS = (2, 12)
+_NUM_TOKENS = 12
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest output
 _EXACT = 1e-4  # of a row layer's largest output, in fp32
 
@@ -53,8 +54,17 @@ class CutRegion(NamedTuple):
 class _Block(NamedTuple):
     module: nn.Module
     regions: tuple[CutRegion, ...]
-    inputs: tuple[Any, ...]  # positional, of its first call
+    inputs: tuple[Any, ...]  # positional, of its first call; the first tensor has the hidden states
     options: Mapping[str, Any]
+    num_tokens: int
+
+
+class ForwardError(Exception):
+    """The model's forward has failed on the inputs; its error is the cause."""
+
+
+class OneTokenError(ValueError):
+    """Attention of one token is its value."""
 
 
 class PlanTrial(NamedTuple):
@@ -73,9 +83,16 @@ def example_inputs(model: nn.Module) -> dict[str, Any] | None:
     chance = torch.Generator().manual_seed(0)
     main, tokens = getattr(model, "main_input_name", None), getattr(config, "vocab_size", None)
     if main == "input_ids" and isinstance(tokens, int):
-        ids = torch.randint(tokens, _TOKENS, generator=chance).to(device)
+        ids = torch.randint(tokens, (1, _NUM_TOKENS), generator=chance).to(device)
+        if isinstance(end := getattr(config, "eos_token_id", None), int) and 0 <= end < tokens:
+            ids[0, -1] = end
         found = {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
         return found | ({"use_cache": False} if hasattr(config, "use_cache") else {})
+    bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if main == "input_features" and isinstance(tokens, int) and isinstance(bins, int) and isinstance(frames, int):
+        sound = torch.randn(1, bins, 2 * frames, generator=chance).to(device, next(model.parameters()).dtype)
+        ids = torch.randint(tokens, (1, _NUM_TOKENS), generator=chance).to(device)
+        return {"input_features": sound, "decoder_input_ids": ids, "use_cache": False}
     size = getattr(config, "image_size", None)
     if main == "pixel_values" and isinstance(size, int):
         pixels = torch.randn(1, getattr(config, "num_channels", 3), size, size, generator=chance)
@@ -87,13 +104,20 @@ def example_inputs(model: nn.Module) -> dict[str, Any] | None:
 def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mapping[str, Any], policy: Policy) -> PlanTrial:
     """Find the plan of a whole model, from its own inputs. Nothing is exchanged: every rank finds the same.
 
-    Raises ValueError if no region can be cut, or one that the policy names.
+    Raises ForwardError if the model cannot compute the inputs, OneTokenError if they show too little, and ValueError if no region
+    can be cut, or one that the policy names.
     """
+    kept = copy.deepcopy((tuple(inputs), dict(options)))  # the forward may change them
     modules = dict(model.named_modules())
     named = {name: ends for kind, ends in policy.items() for name, module in modules.items() if isinstance(module, kind)}
     blocks = {name: modules[name] for name in named or repeated_blocks(model)}
-    with _Trace(blocks, named) as trace:
-        outputs = model(*inputs, **options)
+    try:
+        with _Trace(blocks, named) as trace:
+            outputs = model(*inputs, **options)
+    except Exception as error:
+        raise ForwardError(f"{type(error).__name__}: {error}") from error
+    if any(block.num_tokens == 1 for block in trace.found.values()):
+        raise OneTokenError("any split of heads fits one token")
     if not _floats(outputs):
         raise ValueError(f"{type(model).__name__} returns no tensors by which a plan of tensor parallelism could be checked")
     kinds: dict[Any, list[str]] = defaultdict(list)
@@ -124,15 +148,15 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
         )
     partition = {"layer_specs": specs, "use_default_specs": False}
     logger.info("%s is cut by the plan that was found: partition_config %s", type(model).__name__, json.dumps(partition))
-    return PlanTrial(tuple(inputs), options, outputs, partition)
+    return PlanTrial(*kept, outputs, partition)
 
 
 @torch.no_grad()
 def compare(model: nn.Module, trial: PlanTrial, exchange: Exchange) -> None:
     """Compare a model's outputs with those that it had before it was cut. Collective. Raises ValueError if they differ."""
-    pairs = zip(_floats(trial.outputs), _floats(model(*trial.inputs, **trial.options)), strict=True)
-    off = max(itertools.starmap(_distance, pairs))
-    worst = float(exchange.gather(torch.tensor([off], device=exchange.device), 0, [1] * exchange.size).max())
+    before, after = _floats(trial.outputs), _floats(model(*trial.inputs, **trial.options))
+    off = torch.tensor([math.inf if len(before) != len(after) else 0.0, *map(_distance, before, after)]).max()  # NaN if any is
+    worst = float(exchange.gather(off.view(1).to(exchange.device), 0, [1] * exchange.size).max())
     if not worst <= 1:
         raise ValueError(
             f"the {type(model).__name__} that is cut by the plan {json.dumps(trial.partition)} does not give the outputs that it "
@@ -148,8 +172,12 @@ def _floats(outputs: Any) -> list[Tensor]:
 
 def _distance(before: Tensor, after: Tensor) -> float:
     """The largest difference over what rounding explains."""
-    most = float(before.abs().max()) if before.numel() else 0.0
-    return float((after - before).abs().max()) / (_ROUNDING.get(before.dtype, 1e-4) * most) if most else 0.0
+    if before.shape != after.shape:
+        return math.inf
+    if not before.numel():
+        return 0.0
+    most = float(before.abs().max()) or 1.0
+    return float((after - before).abs().max()) / (_ROUNDING.get(before.dtype, 1e-4) * most)
 
 
 class _Trace(TorchDispatchMode):
@@ -201,14 +229,15 @@ class _Trace(TorchDispatchMode):
 
     def _begin(self, steps: _BlockSteps, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depends.clear()
-        if steps.inputs is None:
-            first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            steps.inputs, steps.options, steps.width = args, kwargs, first.shape[-1]
+        first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+        if steps.inputs is None and first is not None and first.dim() > 1:
+            steps.inputs, steps.options = copy.deepcopy((args, kwargs))  # a block may add to its input in place
+            steps.width, steps.num_tokens = first.shape[-1], first.shape[-2]
 
     def _end(self, name: str, steps: _BlockSteps, block: nn.Module, args: Any, output: Any) -> None:
         self._depends.clear()
         if name not in self.found and steps.inputs is not None:
-            self.found[name] = _Block(block, tuple(steps.regions()), steps.inputs, steps.options)
+            self.found[name] = _Block(block, tuple(steps.regions()), steps.inputs, steps.options, steps.num_tokens)
 
 
 class _BlockSteps:
@@ -219,13 +248,15 @@ class _BlockSteps:
         self.trace, self.named = trace, named
         self.inputs: tuple[Any, ...] | None = None
         self.options: Mapping[str, Any] = {}
-        self.width = 0
+        self.width = self.num_tokens = 0
         self.columns: set[str] = set()
         self.rows: dict[str, frozenset[str]] = {}
         self.seen: set[str] = set()
 
-    def product(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def product(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A hook behind a layer."""
+        if not isinstance(output, Tensor):
+            return
         before = self.trace.of(args)
         if name in self.seen or not args:  # shared by two places
             self.columns.discard(name)
@@ -280,6 +311,9 @@ def _checked(block: _Block, region: CutRegion, axis: Axis, config: Any) -> dict[
     if any(is_quantized(parameter) for parameter in module.parameters()):
         return None
     exact = copy.deepcopy(module).float()
+    for parameter in exact.parameters():
+        if not parameter.any():  # zeros would fit any form
+            parameter.normal_(std=0.02, generator=torch.Generator(parameter.device).manual_seed(0))
     expected = _outputs(exact, block, region.rows)
     if expected is None:
         return None
@@ -342,7 +376,13 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
         return hook
 
     handles = [module.get_submodule(name).register_forward_hook(keep(name)) for name in rows]
-    inputs, options = tree_map(_as_float, (block.inputs, dict(block.options)))
+    hidden = next(x for x in tree_leaves((block.inputs, block.options)) if isinstance(x, Tensor))
+    chance = torch.Generator().manual_seed(0)  # what is equal for all tokens would fit any split of heads
+    random = torch.randn(hidden.shape, generator=chance).to(hidden.device)
+    inputs, options = tree_map(
+        lambda value: random if value is hidden and hidden.is_floating_point() else _as_float(value),
+        (block.inputs, dict(block.options)),
+    )
     try:
         module(*inputs, **options)
     except _RowsSeenError:
@@ -356,7 +396,10 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
 
 
 def _as_float(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+    """A copy, of floats in fp32."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
 
 
 def _shapes_of(length: int, width: int) -> list[list[Any] | None]:
@@ -392,10 +435,11 @@ def _pattern(names: Sequence[str], blocks: Mapping[str, nn.Module], layer: str) 
     alike = [name for name in blocks if name.rpartition(".")[0] in containers]
     numbers = all(name.rpartition(".")[2].isdigit() for name in names)
     if numbers and len(containers) == 1 and len(alike) == len(names):
-        path = rf"{re.escape(containers.pop())}\.\d+"
+        container = re.escape(containers.pop())
+        path = rf"{container}\.\d+" if container else r"\d+"
     else:
-        path = f"({'|'.join(map(re.escape, names))})"
-    return rf"{path}\.{re.escape(layer)}\.weight$"
+        path = f"({'|'.join(map(re.escape, names))})" if any(names) else ""
+    return rf"{path}\.{re.escape(layer)}\.weight$" if path else rf"{re.escape(layer)}\.weight$"
 
 
 def _storage(x: Tensor) -> int:

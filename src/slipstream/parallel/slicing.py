@@ -400,6 +400,9 @@ class _Slicing:
             else:
                 getattr(self, f"_{how.kind}")(name, module, how)
         self._tied_embeddings()
+        for module in self.modules.values() if cut else ():
+            if isinstance(module, nn.TransformerEncoderLayer):  # in evaluation its fast path reads weights, but not with hooks
+                module.register_forward_pre_hook(lambda *_: None)
         if self.slices.tokens is not None:
             self._share_tokens()
 
