@@ -421,6 +421,15 @@ def test_deepspeeds_other_engines(tmp_path: Path) -> None:
         assert "".join(part.generated_text for part in parts) == (expected[0].generated_text if dist.get_rank() == 0 else "")
         with pytest.raises(mii.UnknownArgument, match="no setting 'beams'"):
             pipe(prompts, beams=2)
+
+        class Own(Exception):  # no other process can read it
+            pass
+
+        def fail(parts: list[mii.Response]) -> None:
+            raise Own("no room")
+
+        with pytest.raises(Own if dist.get_rank() == 0 else RuntimeError, match=r"no room"):
+            pipe(prompts[0], streaming_fn=fail, **settings)
         pipe.destroy()
 
     def config(size: int) -> RaggedInferenceEngineConfig:

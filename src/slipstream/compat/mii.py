@@ -35,9 +35,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.compat.together import from_leader
+import torch.distributed as dist
+
+from slipstream.compat.together import Leader
 from slipstream.inference import SamplingParams, init_inference
 from slipstream.inference.generate import InferenceEngine, suggestion
+from slipstream.world.join import init_distributed
 
 __all__ = [
     "DeploymentNotFoundError",
@@ -273,12 +276,13 @@ class MIIPipeline(_Generator):
         """tensor_parallel: the processes that the model is cut over; None: those that a launcher started. all_rank_output: all of
         them get the answers, else rank 0. Raises as `slipstream.init_inference`."""
         self.config, self._all_output = config, all_rank_output
-        size = tensor_parallel or int(os.environ.get("WORLD_SIZE", 1))
+        init_distributed(verbose=False)
+        size = tensor_parallel or (dist.get_world_size() if dist.is_initialized() else 1)
         options: dict[str, Any] = {"dtype": config.precision, "tokenizer": config.tokenizer, "device": config.device}
         options |= {"tp_size": size} if size > 1 else {}
-        self._is_alone = size == 1
         self.inference_engine: InferenceEngine = init_inference(config.model_name_or_path, **options)
         self.tokenizer = self.inference_engine.tokenizer
+        self._leader = Leader() if size > 1 else None
 
     def generate(
         self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], object] | None = None, **settings: Any
@@ -286,11 +290,10 @@ class MIIPipeline(_Generator):
         """As `_Generator.generate`. Over several processes collective: rank 0 streams, and the others return [], unless
         all_rank_output."""
         compute = partial(super().generate, prompts, streaming_fn, **settings)
-        if self._is_alone:
+        if self._leader is None:
             return compute()
-        leads = self.inference_engine.leads
-        found = from_leader(leads, compute)
-        return found if leads or self._all_output else []
+        found = self._leader.answer(compute)
+        return found if self._leader.leads or self._all_output else []
 
     def destroy(self) -> None:
         """Free the model; of several processes, the others wait for rank 0."""

@@ -11,6 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -19,7 +20,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from slipstream.compat.config import DeepSpeedConfigModel
-from slipstream.compat.together import from_leader
+from slipstream.compat.together import Leader
 from slipstream.inference.assembly import open_runner
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.config import ModelPart
@@ -27,6 +28,7 @@ from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
 from slipstream.inference.precision import QUANTIZED
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.runner import Sizes
+from slipstream.world.watch import PeerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -138,17 +140,29 @@ class InferenceEngineV2:
             num_blocks=memory.size if allocates else None,
             spare_bytes=None if allocates else memory.size,
         )
-        size = self.config.tensor_parallel.tp_size
-        self._ranks = ServingRanks(ModelPart(tp_size=size), max_rows=limits.max_ragged_batch_size) if size > 1 else None
-        self._runner = open_runner(model, sizes._replace(ranks=self._ranks), dtype=mode or dtype, device=device)
-        if self._ranks is not None:
-            weakref.finalize(self, self._ranks.close)
-            self._ranks.start(self._runner.follow, lambda why: logger.error("the engine has ended: %s", why))  # type: ignore[attr-defined]
+        self._leader: Leader | None = None
+        opens = open_runner if self.config.tensor_parallel.tp_size == 1 else self._cut
+        self._runner = opens(model, sizes, dtype=mode or dtype, device=device)
         self.max_context = min(self._runner.max_context, limits.max_context)
         self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
         self._sequences: dict[int, Request] = {}
         tokens = self._pool.num_blocks * self._pool.block_size
         logger.info("%s: cache of %d tokens, context of %d", model, tokens, self.max_context)
+
+    def _cut(self, model: Any, sizes: Sizes, **where: Any) -> Any:
+        """`open_runner` over the processes of the job."""
+        part, rows = ModelPart(tp_size=self.config.tensor_parallel.tp_size), self.config.state_manager.max_ragged_batch_size
+        ranks = ServingRanks(part, max_rows=rows)
+        try:
+            runner: Any = open_runner(model, sizes._replace(ranks=ranks), **where)
+            ranks.start(runner.follow, lambda why: logger.error("the engine has ended: %s", why))
+            self._leader = Leader()
+        except BaseException:
+            with suppress(PeerLostError):
+                ranks.close()
+            raise
+        weakref.finalize(self, ranks.close)
+        return runner
 
     @property
     def free_blocks(self) -> Tensor:
@@ -167,7 +181,7 @@ class InferenceEngineV2:
         uids, parts = list(batch_uids), [self._ids(tokens) for tokens in batch_tokens]
         if len(uids) != len(parts):
             raise ValueError(f"put() of {len(uids)} uids and {len(parts)} lists of tokens; give one list for each uid")
-        checks = do_checks or self._ranks is not None  # whose memory holds max_ragged_batch_size tokens
+        checks = do_checks or self._leader is not None  # whose memory holds max_ragged_batch_size tokens
         result = self._schedulable(uids, [len(part) for part in parts], self.config.state_manager if checks else None)
         if result is not SchedulingResult.Success:
             raise SchedulingError(result)
@@ -199,7 +213,7 @@ class InferenceEngineV2:
         def compute() -> Tensor:
             return torch.as_tensor(self._runner.forward(batch)).clone()
 
-        return compute() if self._ranks is None else from_leader(self._ranks.index == 0, compute)
+        return compute() if self._leader is None else self._leader.answer(compute)
 
     def _ids(self, tokens: Tensor | Sequence[int]) -> list[int]:
         ids: list[int] = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+_PATIENCE = timedelta(days=365)  # for rank 0's answer; its end ends the wait
 
 
-def from_leader(leads: bool, compute: Callable[[], T]) -> T:
-    """What rank 0 computes, on all ranks. Collective over the job; an error of rank 0 is raised on all."""
-    outcome: list[Any] = [None, None]  # an error, or the result
-    if leads:
-        try:
-            outcome[1] = compute()
-        except Exception as error:  # the others would wait for an answer
-            outcome[0] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise outcome[0]
-    result: T = outcome[1]
-    return result
+class Leader:
+    """Creating it is collective over the ranks of the job."""
+
+    def __init__(self) -> None:
+        self.leads = dist.get_rank() == 0
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def answer(self, compute: Callable[[], T]) -> T:
+        """What rank 0 computes, on all ranks. Collective; what rank 0 raises, also Ctrl-C, is raised on all."""
+        outcome: list[Any] = [None, None]  # an error, or the result
+        raised: BaseException | None = None
+        if self.leads:
+            try:
+                outcome[1] = compute()
+            except BaseException as error:  # the others wait for an answer
+                raised, outcome[0] = error, _sendable(error)
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if raised is not None or outcome[0] is not None:
+            raise raised or outcome[0]
+        result: T = outcome[1]
+        return result
+
+
+def _sendable(error: BaseException) -> Exception:
+    """An error that other ranks can read; of an interrupt, a RuntimeError that tells of it."""
+    told = RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+    if not isinstance(error, Exception):
+        return told
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+    except Exception:  # of a class of a function, or with arguments of its own
+        return told
+    return error if type(copied) is type(error) else told

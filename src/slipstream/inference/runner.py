@@ -162,9 +162,10 @@ def _context(limit: int, sizes: Sizes) -> int:
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
-    available = int(free_memory(device) * _SHARE[device.type]) // sizes.replicas
+    sharing = sizes.replicas * (1 if sizes.ranks is None else sizes.ranks.neighbors)  # processes of this host
+    available = int(free_memory(device) * _SHARE[device.type]) // sharing
     if sizes.spare_bytes is not None:
-        available = max(0, free_memory(device) - sizes.spare_bytes)
+        available = max(0, free_memory(device) - sizes.spare_bytes) // sharing
     elif device.type == "cpu":
         available = min(available, _MAX_ON_CPU)
     return num_blocks(shapes, dtype, sizes, context, available)

@@ -68,7 +68,9 @@ class EngineAddress:
         except ssl.SSLCertVerificationError:
             raise
         except ssl.SSLError as error:
-            raise OSError(f"{error.reason}: start the engine with --tls-cert, or leave --engine-tls-ca out") from None
+            plain_end = error.reason == "WRONG_VERSION_NUMBER"
+            hint = ": start the engine with --tls-cert, or leave --engine-tls-ca out" if plain_end else ""
+            raise OSError(f"{error.reason}{hint}") from None
         try:
             enter(connection, self.secret)
         except TimeoutError:

@@ -406,10 +406,11 @@ class Router:
             try:
                 self._place(ticket)
             except (ValueError, QueueFullError, ClosedError) as error:
-                if not isinstance(error, ClosedError) or ticket.moves > MOVES:
+                is_short = isinstance(error, QueueFullError) and len(self._ready()) < len(self.engines)  # one may come back
+                if not (is_short or isinstance(error, ClosedError)) or ticket.moves > MOVES:
                     ticket.end(Finish.ERROR, str(error))
                     continue
-                with self._lock:  # all have ended meanwhile
+                with self._lock:  # all have ended meanwhile, or the others are full
                     self._homeless.insert(0, ticket)
                 return
 
