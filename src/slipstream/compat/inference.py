@@ -289,24 +289,18 @@ class InferenceEngine(nn.Module):
     def _found(self, axis: Axis, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> PlanTrial | None:
         """The plan that all ranks find, from inputs or those that the module tells (None: it takes or tells none). An error of one
         rank is raised on all."""
-        examples = None if inputs or options else example_inputs(self.module)
-        if examples is None and not inputs and not options:
+        examples = None
+        if not inputs and not options and (examples := example_inputs(self.module)) is None:
             return None
-        found: tuple[PlanTrial | None, Exception | None] = None, None
-        try:
-            found = try_out(self.module, axis, inputs, examples or options, _rows_named(self._config)), None
-        except Exception as error:
-            found = None, error
-        trial, failed = found
-        outcomes: list[Any] = [None] * axis.size
-        dist.all_gather_object(outcomes, repr(failed) if failed else trial and trial.partition)
+        trial, failed = _tried(self.module, axis, inputs, examples or options, _rows_named(self._config))
+        other = _other_outcome(axis, repr(failed) if failed else trial and trial.partition)
         if isinstance(failed, OneTokenError) or (examples is not None and isinstance(failed, ForwardError)):
             logger.warning("%s is whole until a call shows how it can be cut: %s", type(self.module).__name__, failed)
             return None
         if failed is not None:
             raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
-        if (other := next((rank for rank, one in enumerate(outcomes) if one != outcomes[axis.index]), None)) is not None:
-            raise ValueError(f"rank {other} has found another plan of tensor parallelism than rank {axis.index}: {outcomes[other]}")
+        if other:
+            raise ValueError(f"rank {axis.index} has found another plan of tensor parallelism than {other}")
         return trial
 
     def _check_ready(self) -> None:
@@ -341,6 +335,21 @@ def _axis(size: int) -> Axis:
     if world != size:
         raise ValueError(f"tensor_parallel is {size}, and {world} ranks run this: start it by slipstream run --nproc {size} SCRIPT")
     return Axis("tp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
+
+
+def _tried(*arguments: Any) -> tuple[PlanTrial | None, Exception | None]:
+    """`try_out`'s result, or its error, which other ranks may not have."""
+    try:
+        return try_out(*arguments), None
+    except Exception as error:
+        return None, error
+
+
+def _other_outcome(axis: Axis, own: Any) -> str:
+    """The first rank whose outcome is another than this rank's, with it; "" if all have the same. Collective."""
+    outcomes: list[Any] = [None] * axis.size
+    dist.all_gather_object(outcomes, own)
+    return next((f"rank {rank}: {one}" for rank, one in enumerate(outcomes) if one != own), "")
 
 
 def _rows_named(config: DeepSpeedInferenceConfig) -> Policy:

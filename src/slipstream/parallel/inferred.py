@@ -120,6 +120,19 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
         raise OneTokenError("any split of heads fits one token")
     if not _floats(outputs):
         raise ValueError(f"{type(model).__name__} returns no tensors by which a plan of tensor parallelism could be checked")
+    specs = _specs(model, trace, named, axis)
+    if not specs:
+        raise ValueError(
+            f"{type(model).__name__} has no plan for tensor parallelism, and none was found that gives its outputs on {axis.size} "
+            "ranks: build it of slipstream.parallel.ColumnParallelLinear and RowParallelLinear"
+        )
+    partition = {"layer_specs": specs, "use_default_specs": False}
+    logger.info("%s is cut by the plan that was found: partition_config %s", type(model).__name__, json.dumps(partition))
+    return PlanTrial(*kept, outputs, partition)
+
+
+def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], axis: Axis) -> list[dict[str, Any]]:
+    """The entries of `partition_config` that fit, of all blocks."""
     kinds: dict[Any, list[str]] = defaultdict(list)
     for name, block in trace.found.items():
         kinds[type(block.module), block.regions, _shapes(block.module)].append(name)
@@ -140,15 +153,8 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
             if found is None:
                 logger.warning("%s: %s of %s stay whole", type(model).__name__, ", ".join(region.columns), kind.__name__)
                 continue
-            specs += [spec | {"patterns": [_pattern(names, blocks, name)]} for name, spec in found.items()]
-    if not specs:
-        raise ValueError(
-            f"{type(model).__name__} has no plan for tensor parallelism, and none was found that gives its outputs on {axis.size} "
-            "ranks: build it of slipstream.parallel.ColumnParallelLinear and RowParallelLinear"
-        )
-    partition = {"layer_specs": specs, "use_default_specs": False}
-    logger.info("%s is cut by the plan that was found: partition_config %s", type(model).__name__, json.dumps(partition))
-    return PlanTrial(*kept, outputs, partition)
+            specs += [spec | {"patterns": [_pattern(names, trace.blocks, name)]} for name, spec in found.items()]
+    return specs
 
 
 @torch.no_grad()
