@@ -172,3 +172,25 @@ def test_the_loss_of_logits(dtype: torch.dtype, smoothing: float) -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         grads = [torch.autograd.grad(3 * each, logits)[0].float() for each in (loss, expected)]
         torch.testing.assert_close(*grads, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+@through_tests_of_cpus
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize("classes", [1, 33])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_the_loss_of_what_is_not_finite(classes: int, smoothing: float) -> None:
+    test_fused.test_the_loss_of_what_is_not_finite(classes, smoothing)
+
+
+@through_tests_of_cpus
+@pytest.mark.usefixtures("passes")
+def test_the_loss_of_targets_that_are_no_classes_is_nan() -> None:
+    """Nothing outside the logits is read: it would be the rows beside."""
+    matrix = torch.randn(6, 33, requires_grad=True)
+    for wrong in (-1, 33, 1 << 40):
+        loss = fused.cross_entropy(matrix, torch.tensor([0, 1, wrong, -100, 32, 7]))
+        loss.backward()
+        assert loss.isnan() and matrix.grad is not None
+        assert matrix.grad.isnan().all(1).tolist() == [False, False, True, False, False, False]
+        assert matrix.grad[[0, 1, 3, 4, 5]].isfinite().all()
+        matrix.grad = None

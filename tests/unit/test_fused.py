@@ -445,8 +445,16 @@ def test_the_loss_of_what_is_not_finite(classes: int, smoothing: float) -> None:
         assert own.grad.isfinite().all() <= twin.grad.isfinite().all()
     kept = fused.cross_entropy(rows[[0, 5]], target[:2], label_smoothing=smoothing)
     torch.testing.assert_close(kept, F.cross_entropy(rows[[0, 5]], target[:2], label_smoothing=smoothing))
-    with pytest.raises((IndexError, RuntimeError), match=r"targets from 0 to \d+ of|out of bounds"):
-        fused.cross_entropy(rows, torch.arange(6) * classes)
+
+
+def test_the_loss_refuses_targets_that_are_no_classes() -> None:
+    logits = torch.randn(6, 33)
+    for target in (torch.arange(6) * 33, torch.arange(6) - 1):
+        with pytest.raises((IndexError, RuntimeError), match=r"targets from -?\d+ to \d+ of|out of bounds"):
+            fused.cross_entropy(logits, target)
+    for dtype in (torch.int32, torch.uint8, torch.float32):
+        with pytest.raises(ValueError, match=rf"target is {dtype}; it must be torch.int64"):
+            fused.cross_entropy(logits, torch.arange(6).to(dtype))
 
 
 def test_the_loss_keeps_a_number_for_each_row() -> None:

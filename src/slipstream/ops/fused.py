@@ -535,9 +535,13 @@ def cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy(logits.float(), target, ...)`, an fp32 scalar, that keeps a number for each row in place of fp32 logits.
 
-    logits: [N, V], fp32, bf16 or fp16; target: [N], classes or `ignore_index`. The backward computes the probabilities again, tile
-    by tile, and writes the gradient in the logits' dtype. Raises ValueError for other shapes, or a label_smoothing outside [0, 1].
+    logits: [N, V], fp32, bf16 or fp16; target: int64 [N], classes or `ignore_index`. The backward computes the probabilities again,
+    tile by tile, and writes the gradient in the logits' dtype. Raises ValueError for other shapes, targets of another dtype, or a
+    label_smoothing outside [0, 1]; IndexError, or torch's RuntimeError without native kernels, for targets outside the classes.
+    Kernels of GPUs, which nothing waits for, make the loss and the gradients of such rows NaN.
     """
+    if target.dtype is not torch.int64:  # whose memory the kernels read
+        raise ValueError(f"cross_entropy: target is {target.dtype}; it must be torch.int64: pass target.long()")
     if logits.dim() != 2 or target.shape != logits.shape[:1] or not 0 <= label_smoothing <= 1 or reduction not in ("mean", "sum"):
         raise ValueError(
             f"cross_entropy: logits {tuple(logits.shape)}, target {tuple(target.shape)}, label_smoothing {label_smoothing}, "

@@ -209,7 +209,9 @@ def _rotate(
 
 
 @triton.jit
-def _row_loss(logits, target, ends, losses, columns, row_stride, column_stride, smoothing, BLOCK: tl.constexpr):
+def _row_loss(
+    logits, target, ends, losses, columns, row_stride, column_stride, smoothing, SMOOTHS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
     running_max = tl.full([], LEAST, tl.float32)
@@ -223,9 +225,14 @@ def _row_loss(logits, target, ends, losses, columns, row_stride, column_stride, 
         total += tl.where(mask, a, 0.0)
         running_max = new_max
     end = running_max + tl.log(tl.sum(weight, 0))
-    chosen = tl.load(line + tl.load(target + row) * column_stride).to(tl.float32)
+    wanted = tl.load(target + row)
+    is_class = (wanted >= 0) & (wanted < columns)
+    chosen = tl.load(line + wanted * column_stride, mask=is_class, other=0.0).to(tl.float32)
+    end = tl.where(is_class, end, float("nan"))
     tl.store(ends + row, end)
-    tl.store(losses + row, end - chosen - smoothing * (tl.sum(total, 0) / columns - chosen))
+    if SMOOTHS:  # 0 times the mean would be NaN where a logit is -inf
+        chosen = (1.0 - smoothing) * chosen + smoothing * (tl.sum(total, 0) / columns)
+    tl.store(losses + row, end - chosen)
 
 
 @triton.jit
@@ -242,7 +249,10 @@ def _row_grad(
 
 
 def row_losses(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and loss of each row, fp32 [N]. logits: [N, V]; target: int64 [N]."""
+    """Log-sum-exp and loss of each row, fp32 [N]; both NaN, and with them the gradient, where the target is no class.
+
+    logits: [N, V]; target: int64 [N].
+    """
     ends, losses = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         _row_loss[(len(logits),)](
@@ -253,6 +263,7 @@ def row_losses(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor
             logits.shape[1],
             *logits.stride(),
             smoothing,
+            SMOOTHS=smoothing > 0,
             BLOCK=4 * _BLOCK,
             num_warps=8,
             enable_fp_fusion=True,
