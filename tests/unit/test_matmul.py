@@ -83,7 +83,28 @@ def test_sizes_that_change_make_few_shapes(
         product = (x.t() if transposed else x) @ other
         torch.testing.assert_close(product, ((x.t() if transposed else x).double() @ other.double()).float(), atol=1e-4, rtol=1e-5)
         assert product.is_contiguous()
-    assert len(by_onednn) == 9 and shapes == {(200, 192, 160) if transposed else (192, 200, 160)}
+    padded = {rows + -rows % 16 for rows in range(130, 190, 7)}
+    assert len(by_onednn) == 9 and shapes == {(200, rows, 160) if transposed else (rows, 200, 160) for rows in padded}
+    assert len(padded) == 4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_padding_costs_an_eighth_at_most(
+    by_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, transposed: bool
+) -> None:
+    rows_of, linear = dict[int, int](), matmul._linear
+
+    def seen(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        rows_of[rows] = a.shape[1] if transposed else len(a)
+        return linear(a, b, bias)
+
+    monkeypatch.setattr(matmul, "_linear", seen)
+    other = torch.randn(512, 512)
+    for rows in (8, 9, 17, 33, 47, 65, 130, 257, 513, 1000, 2049):
+        x = torch.randn(rows, 512)
+        _ = x.t() @ torch.randn(rows, 512) if transposed else x @ other
+    assert len(rows_of) == len(by_onednn) == 11 and all(rows <= padded <= rows * 1.125 for rows, padded in rows_of.items())
+    assert rows_of[1000] == 1024 and rows_of[2049] == 2049  # 2^29 multiplications: a new kernel costs no more than padding
 
 
 def test_what_torch_keeps(by_onednn: list[tuple[int, ...]]) -> None:

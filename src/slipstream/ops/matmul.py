@@ -22,7 +22,8 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _LEAST = 1 << 21  # multiplications: smaller products gain less than the call costs
-_PAD = 64
+_MOST_PAD = 64  # rows
+_LARGE = 1 << 29  # multiplications: padding them costs as much as a new kernel
 _ROWS = 8  # of either matrix; for fewer, MKL reads the other at the rate of memory
 _Keys = Any  # torch's set of dispatch keys, which is passed on
 _own: dict[str, Any] = {}  # torch's kernels
@@ -89,18 +90,23 @@ def _is_dense(a: Tensor) -> bool:
 
 def _times(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """[Note: New shapes] oneDNN compiles a kernel for each shape, in 0.75 ms, and keeps 1,024. Rows of experts, and of texts of any
-    length, are others in each step, so they are padded with zeros to one of few numbers. They are the rows of `a`, or the terms of
-    the sums if `a` is the transpose of a matrix of rows, as in the gradient of a weight; features stay as they are."""
+    length, are others in each step, so they are padded with zeros to one of few numbers, by an eighth at most: eight numbers from a
+    power of 2 to the next, and multiples of 64 from 512. They are the rows of `a`, or the terms of the sums if `a` is the transpose
+    of a matrix of rows, as in the gradient of a weight; features stay as they are. A product of padded rows is a view of the rows
+    that count: `torch.save` writes the others, too, unless it is given a clone."""
+    if len(a) * b.numel() >= _LARGE:
+        return _linear(a, b, bias)
     if a.stride(1) != 1:
         return _linear(_padded(a.t()).t(), _padded(b), bias)
     return _linear(_padded(a), b, bias)[: len(a)]
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With rows of zeros behind, up to a multiple of _PAD."""
-    if len(x) % _PAD == 0:
+    """With rows of zeros behind, up to a multiple of what grows with their number."""
+    pad = -len(x) % min(_MOST_PAD, 1 << max(0, len(x).bit_length() - 4))
+    if pad == 0:
         return x
-    out = x.new_zeros(len(x) + -len(x) % _PAD, x.shape[1])
+    out = x.new_zeros(len(x) + pad, x.shape[1])
     out[: len(x)] = x
     return out
 
