@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.parallel.mail import Mail, PairMail, connect_mail
+from slipstream.parallel.mail import Mail, PairMail, connect_mail, sum_of_places
 from slipstream.world.mesh import build_mesh
 from slipstream.world.watch import Watch
 from tests.pool import distributed
@@ -123,3 +123,20 @@ def test_a_message_is_not_changed_by_later_writes(transport: str) -> None:
             else:
                 assert torch.equal(mail.receive(KEYS[0], 0), torch.full((1000,), float(i)))
                 mail.send(KEYS[1], 0, i)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 64, 4096])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_the_checksum_of_a_gpu_tells_values_and_places(numel: int, offset: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    flat = torch.randint(0, 256, (offset + numel,), generator=generator, dtype=torch.uint8)[offset:]
+    sums = {int(sum_of_places(flat))}
+    assert sums == {int(sum_of_places(flat.clone()))}
+    for i in {0, numel // 2, numel - 1}:
+        for bit in range(8):
+            other = flat.clone()
+            other[i] ^= 1 << bit
+            sums.add(int(sum_of_places(other)))
+    assert len(sums) == 1 + 8 * len({0, numel // 2, numel - 1})
+    moved = flat.roll(8)
+    assert torch.equal(moved, flat) or int(sum_of_places(moved)) not in sums

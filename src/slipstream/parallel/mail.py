@@ -360,15 +360,16 @@ class MailByShares(Mail):
 
     So a tree travels between stages once, not once for each of these ranks.
 
-    [Note: Alike] Ranks between the slices of layers (a stage that ends behind a column layer) have different trees. So the first
-    message of a key is compared over the axis, and where it differs, all of the key go whole. Messages say which they are.
+    [Note: Alike] Ranks between the slices of layers (a stage that ends behind a column layer) have different trees, and only the
+    trees tell: gradients of a zero-initialized layer, or outputs before a dropout begins, are alike at first. So every message is
+    compared over the axis, by a checksum; from the first that differs, all of the key go whole. Messages say which they are.
     """
 
     def __init__(self, inner: Mail, exchange: Exchange, kinds: Sequence[str]) -> None:
         """kinds: of the keys whose messages are shared; others go whole. Collective over the axis of `exchange`."""
         super().__init__(inner.axis)
         self.inner, self.exchange, self.kinds = inner, exchange, tuple(kinds)
-        self.alike: dict[Key, bool] = {}
+        self.differing = set[Key]()
 
     def send(self, key: Key, to: int, tree: Any) -> None:
         if key[0] not in self.kinds:
@@ -376,7 +377,7 @@ class MailByShares(Mail):
             return
         tensors: list[Tensor] = []
         head = pickle.dumps(_pack(tree, tensors))
-        if self._is_alike(key, tensors):
+        if self._is_alike(key, head, tensors):
             parts = (_bytes_of(tensor).split(self._sizes(tensor.nbytes)) for tensor in tensors)
             self.inner.send(key, to, (head, [shares[self.exchange.index] for shares in parts]))
         else:
@@ -398,21 +399,23 @@ class MailByShares(Mail):
     def _sizes(self, nbytes: int) -> list[int]:
         return even_shares(nbytes, self.exchange.size)
 
-    def _is_alike(self, key: Key, tensors: Sequence[Tensor]) -> bool:
-        if key not in self.alike:
-            crc = 0
-            for tensor in tensors:
-                crc = zlib.crc32(_bytes_of(tensor).cpu().numpy().data, crc)
-            own = torch.tensor([crc], device=self.exchange.device)
-            self.alike[key] = len(set(self.exchange.gather(own, 0, [1] * self.exchange.size).tolist())) == 1
-            if not self.alike[key] and self.exchange.index == 0:
-                logger.warning(
-                    "what is sent to stage %d differs between the ranks %s, which have slices of the same layers, so it travels "
-                    "whole; if stages are cut outside of sliced layers, each rank sends a share",
-                    key[1],
-                    ", ".join(map(str, self.exchange.axis.ranks)),
-                )
-        return self.alike[key]
+    def _is_alike(self, key: Key, head: bytes, tensors: Sequence[Tensor]) -> bool:
+        if key in self.differing:
+            return False
+        device = self.exchange.device
+        sums = torch.stack([torch.tensor(zlib.crc32(head), device=device), *(_checksum(each).to(device) for each in tensors)])
+        every = self.exchange.gather(_bytes_of(_checksum(sums)), 0, [8] * self.exchange.size).view(torch.int64)
+        if len(set(every.tolist())) == 1:
+            return True
+        self.differing.add(key)
+        if self.exchange.index == 0:
+            logger.warning(
+                "what is sent to stage %d differs between the ranks %s, which have slices of the same layers, so it travels "
+                "whole; if stages are cut outside of sliced layers, each rank sends a share",
+                key[1],
+                ", ".join(map(str, self.exchange.axis.ranks)),
+            )
+        return False
 
     def flush(self) -> None:
         self.inner.flush()
@@ -423,6 +426,20 @@ class MailByShares(Mail):
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A number of the bytes of a contiguous tensor and of their places: on a GPU without a copy to the host."""
+    flat = _bytes_of(tensor)
+    return sum_of_places(flat) if flat.is_cuda else torch.tensor(zlib.crc32(flat.numpy().data))
+
+
+def sum_of_places(flat: Tensor) -> Tensor:
+    """Of bytes: the sum of their words, each times an odd number of its place, which wraps around."""
+    aligned = flat.clone() if flat.storage_offset() % 8 else flat
+    words = aligned.view(torch.int64) if flat.numel() % 8 == 0 else flat.long()
+    places = torch.arange(words.numel(), device=words.device).mul_(0x5851F42D4C957F2D).bitwise_or_(1)
+    return torch.sum(words * places)
 
 
 def _aligned(nbytes: int) -> int:
