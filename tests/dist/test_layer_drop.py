@@ -1,5 +1,6 @@
 """Progressive layer dropping: parity with a loop that drops the same blocks, bytes that fall, and resumed draws."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -347,14 +348,15 @@ T5_DROP: dict[str, Any] = {"progressive_layer_drop": {"enabled": True, "theta": 
 def test_later_blocks_keep_what_a_first_one_makes(tmp_path: Path) -> None:
     """The position bias of T5's first block reaches all that are called, whichever are dropped, also after a resumption."""
     expected = t5_twin(5)
-    engine, *_ = slipstream.initialize(model=tiny_t5(), config=config(**T5_DROP))
-    assert t5_losses(engine, range(2)) == pytest.approx(expected[:4], rel=1e-4)
-    engine.save_checkpoint(str(tmp_path))
-    engine.destroy()
-    engine, *_ = slipstream.initialize(model=tiny_t5(), config=config(**T5_DROP))
-    engine.load_checkpoint(str(tmp_path))
-    assert t5_losses(engine, range(2, 5)) == pytest.approx(expected[4:], rel=1e-4)
-    engine.destroy()
+    for start in range(1, 5):
+        engine, *_ = slipstream.initialize(model=tiny_t5(), config=config(**T5_DROP))
+        assert t5_losses(engine, range(start)) == pytest.approx(expected[: 2 * start], rel=1e-4)
+        engine.save_checkpoint(str(tmp_path), tag=str(start))
+        engine.destroy()
+        engine, *_ = slipstream.initialize(model=tiny_t5(), config=config(**T5_DROP))
+        engine.load_checkpoint(str(tmp_path), tag=str(start))
+        assert t5_losses(engine, range(start, 5)) == pytest.approx(expected[2 * start :], rel=1e-4)
+        engine.destroy()
 
 
 @distributed(world_size=2)
@@ -442,6 +444,39 @@ def test_a_pipeline_drops_the_same_blocks(style: str, recompute: int) -> None:
         for one, other in zip(mine.parameters() if mine is not None else (), layer.parameters(), strict=mine is not None):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     engine.destroy()
+
+
+class Adapted(Residual):
+    """A block that may have more parameters, and makes nothing more."""
+
+    def __init__(self, has_more: bool) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(WIDTH, WIDTH) if has_more else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.adapter is None else x + torch.tanh(self.adapter(x)))
+
+
+@distributed(world_size=2)
+def test_blocks_with_more_parameters_are_named_and_kept_on_every_layout() -> None:
+    """Also where the blocks with less, from which they differ, are on another stage."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("slipstream").addHandler(handler)
+    losses = []
+    for pp in (1, 2):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, WIDTH), *(Adapted(i > 2) for i in range(6)), Squares()]
+        module = slipstream.PipelineModule(layers, num_stages=pp, partition_method="uniform")
+        engine, *_ = slipstream.initialize(model=module, config=config())
+        losses.append([float(engine.train_batch(iter([(batch(step, micro), None) for micro in range(2)]))) for step in range(5)])
+        depths = {block.adapter is not None: depth for block, (_, depth) in engine.states.resources["layer drop"].blocks.items()}
+        assert depths and not depths.get(True) and depths.get(False) != 0.0
+        engine.destroy()
+    logging.getLogger("slipstream").removeHandler(handler)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert [text for text in said if "never drops" in text and "4, " in text] or dist.get_rank()
 
 
 LAYOUTS: list[dict[str, Any]] = [

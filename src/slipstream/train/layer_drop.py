@@ -12,17 +12,16 @@ A dropped block is not called: nothing is gathered for it. Nothing is reduced fo
 
 [Note: What later blocks take] Some blocks hand on more than hidden states: the first block of T5 makes the position bias of all,
 and the others return what they were given. A dropped block returns what it was given, too, and a block that has parameters
-beside all those of another one in its stack, which makes such a thing, is never dropped.
+beside all those of another one in its stack, by which it may make such a thing, is never dropped.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -90,18 +89,29 @@ class LayerDrop(ProgressiveLayerDrop):
         )
         return self.dropped
 
-    def take(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Let those of the model's repeated blocks `names` drop that are here: all of them, but for stages of a pipeline."""
+    def take(self, model: nn.Module, params: Mapping[str, frozenset[str]]) -> None:
+        """Let those repeated blocks drop that are in this model: all of them, but for stages of a pipeline.
+
+        params: the names of the parameters of each block, in the order of the blocks, of all stages.
+        """
         stacks: dict[str, list[str]] = {}
-        for name in names:
+        for name in params:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
-        here = dict(model.named_modules())
-        for number, name in enumerate(names, 1):
+        here, kept = dict(model.named_modules()), list[str]()
+        for number, name in enumerate(params, 1):
             stack = stacks[name.rpartition(".")[0]]
+            makes = any(params[name] > params[other] for other in stack)
+            if makes:
+                kept.append(name)
             if (block := here.get(name)) is not None:
-                makes = _makes_more(block, [here[other] for other in stack if other in here])
                 self.blocks[block] = number, 0.0 if makes else (stack.index(name) + 1) / len(stack)
                 wrap(block, self.call)
+        if kept:
+            logger.warning(
+                "progressive_layer_drop never drops %s: they have parameters that other blocks of their stack lack, by which they "
+                "may make what later blocks take",
+                ", ".join(kept),
+            )
 
     def call(self, block: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What runs around the calls of a block."""
@@ -121,7 +131,9 @@ class LayerDrop(ProgressiveLayerDrop):
         if looks:
             self.checked.add(type(block))
             _check_residual(type(block), x, changed)
-        self._check_others(block, beside, self._others(type(block)).see(output, given))
+        # what a block that is never dropped returns says nothing of the others of its class: it makes what they hand on
+        made = self._others(type(block)).see(output, given) if self.blocks[block][1] else []
+        self._check_others(beside, made, type(block).__name__)
         probability = self.keep_probability(block)
         if probability == 1.0:
             return output
@@ -130,12 +142,11 @@ class LayerDrop(ProgressiveLayerDrop):
     def _others(self, kind: type) -> _MoreOutputs:
         return self.kinds.setdefault(kind, _MoreOutputs())
 
-    def _check_others(self, block: nn.Module, given: Sequence[Tensor], made: Sequence[tuple[int, Tensor]]) -> None:
+    def _check_others(self, given: Sequence[Tensor], made: Sequence[tuple[int, Tensor]], kind: str) -> None:
         """Raises TypeError if a block is given, beside its input, what one that may be dropped has made. made: by this one."""
         if name := next((name for other, name in self.made if any(other() is value for value in given)), ""):
             raise TypeError(_NEEDED.format(name))
-        if self.blocks[block][1]:
-            self.made += [(weakref.ref(value), f"{type(block).__name__}'s output {i}") for i, value in made]
+        self.made += [(weakref.ref(value), f"{kind}'s output {i}") for i, value in made]
 
     def _like_output(self, kind: type, x: Any, given: dict[Any, Any], run: Callable[[], Any]) -> Any:
         """A dropped block's output: its input, and what it was given of what its class hands on, else None."""
@@ -185,10 +196,8 @@ class _MoreOutputs:
         return [(i, value) for i, value in tensors if keys[i] is None]
 
 
-def _makes_more(block: nn.Module, stack: Sequence[nn.Module]) -> bool:
-    """Whether a block has all parameters of another one in its stack, and more."""
-    names = {name for name, _ in block.named_parameters()}
-    return any(names > {name for name, _ in other.named_parameters()} for other in stack)
+def _params_of(block: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in block.named_parameters())
 
 
 _NEEDED = (
@@ -250,7 +259,7 @@ def drop_layers(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None
     names = [] if takes or staged else _droppable(model, repeated_blocks(model))
     if not staged and not takes:
         _check_any(model, names)
-        drop.take(model, names)
+        drop.take(model, {name: _params_of(model.get_submodule(name)) for name in names})
 
     def connect(engine: Engine) -> None:
         states = engine.states
@@ -284,16 +293,18 @@ def _droppable(model: nn.Module, names: Sequence[str]) -> list[str]:
     return [name for name in names if any(True for _ in model.get_submodule(name).children())]
 
 
-def _blocks_of_all_stages(model: nn.Module, engine: Engine) -> list[str]:
-    """The repeated blocks of the whole pipeline, in its order; a stage may have one of them only. Collective."""
+def _blocks_of_all_stages(model: nn.Module, engine: Engine) -> dict[str, frozenset[str]]:
+    """The repeated blocks of the whole pipeline, in its order, and their parameters; a stage may have one only. Collective."""
     numbered = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
     outer = [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
-    own = [(name, type(model.get_submodule(name)).__qualname__) for name in _droppable(model, outer)]
-    found = dict(itertools.chain.from_iterable(gather_objects(own, engine.mesh.pp)))
-    kinds = [(name.rpartition(".")[0], kind) for name, kind in found.items()]
-    names = [name for name, kind in found.items() if kinds.count((name.rpartition(".")[0], kind)) > 1]
+    blocks = {name: model.get_submodule(name) for name in _droppable(model, outer)}
+    own = {name: (type(block).__qualname__, _params_of(block)) for name, block in blocks.items()}
+    found = {name: each for stage in gather_objects(own, engine.mesh.pp) for name, each in stage.items()}
+    kinds = [(name.rpartition(".")[0], kind) for name, (kind, _) in found.items()]
+    names = [name for name, (kind, _) in found.items() if kinds.count((name.rpartition(".")[0], kind)) > 1]
     _check_any(model, names)
-    return sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])
+    names.sort(key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")])
+    return {name: found[name][1] for name in names}
 
 
 def _with_keywords(drop: LayerDrop, engine: Engine) -> Callable[..., Any]:
