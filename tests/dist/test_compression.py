@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import slipstream
+from slipstream import compression
 from slipstream.compat.compression import ColumnParallelLinear_Compress, RowParallelLinear_Compress
+from slipstream.compression.layers import LinearLayer_Compress
 from slipstream.compression.quantize import quantized
 from slipstream.compression.schedule import Bits
 from tests import toy
@@ -56,6 +58,34 @@ def test_quantized_training_has_the_same_bits_at_every_stage(half: torch.dtype, 
     for losses, state in runs[1:]:
         assert losses == runs[0][0]
         assert all(torch.equal(value, runs[0][1][name]) for name, value in state.items())
+
+
+def test_layers_that_were_made_compressed_follow_the_steps() -> None:
+    """Without `init_compression`, in an engine and in a plain loop: static ranges move, and techniques begin."""
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    seen = torch.stack(x.aminmax())
+    for with_engine in (True, False):
+        layer = LinearLayer_Compress(8, 8)
+        layer.enable_activation_quantization(8, "symmetric", "static")
+        layer.enable_sparse_pruning(0.5, offset=2)
+        model = nn.Sequential(layer)
+        if with_engine:
+            config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+            engine, *_ = slipstream.initialize(model=model, config=config)
+        else:
+            scheduler = compression.compression_scheduler(model)
+        for scale in (1, 2):
+            assert not layer.is_on("sparse")
+            if with_engine:
+                engine.backward(engine(scale * x).square().mean())
+                engine.step()
+            else:
+                model(scale * x)
+                scheduler.step()
+        torch.testing.assert_close(layer.input_range, (0.95 + 0.1) * seen)
+        assert layer.is_on("sparse")
+        if with_engine:
+            engine.destroy()
 
 
 @distributed(world_size=2)

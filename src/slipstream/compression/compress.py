@@ -98,6 +98,13 @@ def clock_of(model: nn.Module) -> Clock | None:
     return vars(_inner(model)).get(_CLOCK)
 
 
+def clocks_of(model: nn.Module) -> list[Clock]:
+    """The steps of a compressed model, and of those of its layers that were made compressed, without `init_compression`."""
+    whole, inner = clock_of(model), _inner(model)
+    layers = (module.clock for module in inner.modules() if isinstance(module, Compressed))
+    return list(dict.fromkeys([*([] if whole is None else [whole]), *layers]))
+
+
 def own_clock(model: nn.Module) -> Clock:
     """The steps of a model that is or will be compressed."""
     clock: Clock = vars(_inner(model)).setdefault(_CLOCK, Clock())
@@ -438,19 +445,19 @@ class compression_scheduler:
     """Steps of a compressed model that trains without an engine; an engine counts by itself."""
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
-        clock = clock_of(model)
-        if clock is None:
+        self.clocks, self.model = clocks_of(model), _inner(model)
+        if not self.clocks:
             raise ValueError(f"{type(model).__name__} is not compressed: call init_compression first")
-        self.clock, self.model = clock, _inner(model)
 
     @property
     def training_steps(self) -> int:
-        return self.clock.step
+        return self.clocks[0].step
 
     def step(self, step_zero_check: bool = False) -> None:
         """Count an optimizer step. step_zero_check: the first one has not been made yet."""
-        self.clock.step += not step_zero_check
-        end_step(self.model, self.clock.step)
+        for clock in self.clocks:
+            clock.step += not step_zero_check
+        end_step(self.model, self.training_steps)
 
 
 def kd_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.attention.modules import SparseSelfAttention
 from slipstream.attention.transformers import apply_pattern
-from slipstream.compression.compress import clock_of, end_step, init_compression
+from slipstream.compression.compress import clock_of, clocks_of, end_step, init_compression
 from slipstream.compression.eigenvalue import Eigenvalue
 from slipstream.config.plan import Plan
 from slipstream.observe import memory, traffic
@@ -64,8 +64,8 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
     """Compress the model, unless `init_compression` has done so before; the steps are the engine's from now on."""
     if plan.compression is not None and clock_of(model) is None:
         init_compression(model, plan.compression)
-    clock = clock_of(model)
-    if clock is None:
+    clocks = clocks_of(model)
+    if not clocks:
         return None
     block = (plan.compression or {}).get("eigenvalue")
     order = None if block is None else SecondOrder(model, Eigenvalue(**block))
@@ -74,9 +74,10 @@ def _compress(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
         keeps = plan.zero.stage < 3 and plan.batch.accumulation > 1  # weights stay where they are, and are rounded once a step
 
         def follow(_: bool = True) -> None:
-            clock.step = engine.global_steps  # also after a checkpoint was loaded
-            if not engine.backwards:
-                clock.kept = {} if keeps else None
+            for clock in clocks:
+                clock.step = engine.global_steps  # also after a checkpoint was loaded
+                if not engine.backwards:
+                    clock.kept = {} if keeps else None
 
         engine.states.before_forward(lambda *_: follow())  # a loaded checkpoint sets the step
         mean, most = mean_over(engine), most_over(engine)
