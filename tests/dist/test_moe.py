@@ -286,13 +286,15 @@ class Regions(nn.Module):
 
 
 @distributed(world_size=2)
-def test_shares_of_tokens_have_the_mean_of_their_losses() -> None:
+@pytest.mark.parametrize("entry", [None, {"patterns": [r".*experts\..*"], "partition_type": "skip"}], ids=["sliced", "skip"])
+@pytest.mark.parametrize("shares_tokens", [True, False])
+def test_shares_of_tokens_have_the_mean_of_their_losses(shares_tokens: bool, entry: dict[str, Any] | None) -> None:
     torch.manual_seed(0)
     model = Regions()
     x = torch.randn(2, 8, 8)
     twin = Regions()
     twin.load_state_dict(model.state_dict())
-    halves = torch.stack([twin(x[:, :4]), twin(x[:, 4:])])
+    halves = torch.stack([twin(x[:, :4]), twin(x[:, 4:])] if shares_tokens else [twin(x)])
     loss = halves.mean()
     loss.backward()
     norm = float(nn.utils.clip_grad_norm_(twin.parameters(), 1e9))
@@ -300,8 +302,10 @@ def test_shares_of_tokens_have_the_mean_of_their_losses() -> None:
         {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
         {"patterns": [r"blocks\.\d+\.down\.weight$"], "partition_type": "row"},
     ]
+    specs += [] if entry is None else [entry]
     sliced = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
-    engine = make(model, 1, slipstream={"tensor": {"sequence_parallel": True}}, tensor_parallel=sliced)
+    engine = make(model, 1, slipstream={"tensor": {"sequence_parallel": shares_tokens}}, tensor_parallel=sliced)
+    assert model.blocks[0].moe.experts.stack.expert.down.weight.shape[2] == (4 if entry is None else 8)
     result = engine(x)
     engine.backward(result)
     engine.step()

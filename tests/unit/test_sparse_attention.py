@@ -436,7 +436,12 @@ def test_sparse_self_attention_takes_masks_and_positions() -> None:
         with pytest.raises(ValueError, match=problem):
             module(q, k, v, **masks)
     with pytest.raises(ValueError, match="query has 6 heads, and FixedSparsityConfig has num_heads=4: make it for 6 heads"):
-        attention.SparseSelfAttention(attention.FixedSparsityConfig(4))(*[torch.randn(1, 6, 64, 8)] * 3)
+        own = attention.FixedSparsityConfig(4, different_layout_per_head=True)
+        attention.SparseSelfAttention(own)(*[torch.randn(1, 6, 64, 8)] * 3)
+    shared = attention.SparseSelfAttention(attention.FixedSparsityConfig(4))
+    q, k, v = torch.randn(3, 1, 4, 64, 8)
+    torch.testing.assert_close(shared(q[:, :2], k[:, :2], v[:, :2]), shared(q, k, v)[:, :2])  # a slice's heads
+    q, k, v = torch.randn(3, 2, 2, 96, 32)
     with pytest.raises(ValueError, match="a sequence of 100 tokens"):
         module(*[torch.randn(1, 2, 100, 32)] * 3)
     with pytest.raises(ValueError, match="has no pattern"):

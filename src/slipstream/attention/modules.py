@@ -92,9 +92,10 @@ class SparseSelfAttention(nn.Module):
         if query.dim() != 4:
             raise ValueError(f"query has shape {tuple(query.shape)}; it must be [batch, heads, tokens, features]")
         batch, heads, length, _ = query.shape
-        if self.sparsity_config is not None:
-            check_heads(heads, self.sparsity_config, "query")
-        layout = self.get_layout(length, heads)
+        layout, config = self.get_layout(length, heads), self.sparsity_config
+        # Slices have some of the heads, which a layout that all heads share serves
+        if config is not None and (config.different_layout_per_head or len(layout.blocks) > 1):
+            check_heads(heads, config, "query")
         check_of_keys("key_padding_mask", key_padding_mask, batch, length)
         for name, given in (("rpe", rpe), ("attn_mask", attn_mask)):
             check_added(name, given, (batch, heads, length, length))

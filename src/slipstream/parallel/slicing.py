@@ -242,6 +242,8 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
     """The cut of each module or bare parameter, by name."""
     rules = _rules_of(model, plan)
     kinds = ((Column, "column"), (Row, "row"), (Vocab, "vocab"))
+    skipped = [spec for spec in _own_specs(model, plan) if spec.partition_type == "skip"]
+    kept = [_of_parameters(pattern) for spec in skipped for pattern in spec.patterns]
     names = {name: module for name, module in model.named_modules() if name}
     own = {
         name: Cut(kind, whole=getattr(module, "gathers", False) or getattr(module, "splits", False))
@@ -251,7 +253,8 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
     }
     for name, module in model.named_modules():
         if isinstance(module, Stacked):
-            own |= {f"{name}.{leaf}".lstrip("."): Cut(*cut) for leaf, cut in module.own_cuts.items()}
+            cuts = {f"{name}.{leaf}".lstrip("."): Cut(*cut) for leaf, cut in module.own_cuts.items()}
+            own |= {path: cut for path, cut in cuts.items() if not any(match(path) for match in kept)}
     if not own and not rules:
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallelism; give one in tensor_parallel.partition_config "

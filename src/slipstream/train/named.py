@@ -51,6 +51,7 @@ def write(
 ) -> None:
     """Let `put` have this rank's parts of whole values of a parameter, on the stages that have it.
 
+    All ranks pass equal values: what only some ranks refuse leaves the others waiting in `check`, which may be collective.
     Raises KeyError as `read`, ValueError if a value has another shape than the whole parameter, and what `check` raises, which
     writes nothing: on all ranks, before any writes.
     """

@@ -423,14 +423,21 @@ def _seed_copy(state: Mapping[str, Any], copy: int, device: torch.device) -> Non
     """Seed all generators by a saved state and the number of the copy: equal in each load, different for each copy."""
     import numpy
 
-    digest = hashlib.blake2b(state["torch"].numpy().tobytes(), salt=copy.to_bytes(8, "little"), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
+    def seed_of(generator: Tensor, name: str = "") -> int:
+        content = generator.numpy().tobytes() + name.encode()
+        return int.from_bytes(hashlib.blake2b(content, salt=copy.to_bytes(8, "little"), digest_size=8).digest(), "little") >> 1
+
+    seed = seed_of(state["torch"])
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+    if "tracked" in state:
+        tracked.reset()
+        for name, generator in state["tracked"].items():
+            tracked.add(name, seed_of(generator, name))
 
 
 def _restore_random(state: Mapping[str, Any], device: torch.device) -> None:
