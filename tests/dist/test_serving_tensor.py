@@ -385,6 +385,16 @@ def test_a_module_without_a_plan() -> None:
         torch.testing.assert_close(engine(same.clone()), wanted[1], rtol=1e-5, atol=1e-5)
         assert whole > sum(each.numel() for each in layer.parameters())
         torch.testing.assert_close(engine(more), wanted[2], rtol=1e-5, atol=1e-5)
+    first = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 64) for _ in range(2))).eval()  # time first, two sequences
+    wanted = [copy.deepcopy(first)(made := torch.randn(6, 2, 32, requires_grad=True) * 2)]
+    engine, whole = compat_init_inference(first, mp_size=2), sum(each.numel() for each in first.parameters())
+    torch.testing.assert_close(engine(made), wanted[0], rtol=1e-5, atol=1e-5)
+    assert whole > sum(each.numel() for each in first.parameters())
+    xlnet = {"vocab_size": 99, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
+    model = transformers.XLNetLMHeadModel(transformers.XLNetConfig(**xlnet)).eval()
+    whole = sum(each.numel() for each in model.parameters())
+    compat_init_inference(model, mp_size=2)
+    assert whole > sum(each.numel() for each in model.parameters())
     classifier = transformers.GPTJForSequenceClassification(transformers.GPTJConfig(**gpt)).eval()
     with torch.no_grad():
         expected = classifier(ids).logits

@@ -293,14 +293,16 @@ class InferenceEngine(nn.Module):
         if not inputs and not options and (examples := example_inputs(self.module)) is None:
             return None
         trial, failed = _tried(self.module, axis, inputs, examples or options, _rows_named(self._config))
-        other = _other_outcome(axis, repr(failed) if failed else trial and trial.partition)
-        if isinstance(failed, OneTokenError) or (examples is not None and isinstance(failed, ForwardError)):
-            logger.warning("%s is whole until a call shows how it can be cut: %s", type(self.module).__name__, failed)
-            return None
-        if failed is not None:
+        kinds = (OneTokenError,) if examples is None else (OneTokenError, ForwardError)
+        waits = isinstance(failed, kinds)  # for a call that shows more
+        own = type(failed).__name__ if waits else repr(failed) if failed else trial and trial.partition
+        other = _other_outcome(axis, own)
+        if failed is not None and not waits:
             raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
         if other:
-            raise ValueError(f"rank {axis.index} has found another plan of tensor parallelism than {other}")
+            raise ValueError(f"rank {axis.index} has found another plan of tensor parallelism ({own}) than {other}")
+        if waits:
+            logger.warning("%s is whole until a call shows how it can be cut: %s", type(self.module).__name__, failed)
         return trial
 
     def _check_ready(self) -> None:

@@ -276,13 +276,18 @@ class MIIPipeline(_Generator):
         """tensor_parallel: the processes that the model is cut over; None: those that a launcher started. all_rank_output: all of
         them get the answers, else rank 0. Raises as `slipstream.init_inference`."""
         self.config, self._all_output = config, all_rank_output
-        init_distributed(verbose=False)
+        if tensor_parallel != 1:  # one process needs no others
+            init_distributed(verbose=False)
         size = tensor_parallel or (dist.get_world_size() if dist.is_initialized() else 1)
         options: dict[str, Any] = {"dtype": config.precision, "tokenizer": config.tokenizer, "device": config.device}
         options |= {"tp_size": size} if size > 1 else {}
-        self.inference_engine: InferenceEngine = init_inference(config.model_name_or_path, **options)
+        self._leader = Leader() if size > 1 and dist.is_initialized() else None
+        try:
+            self.inference_engine: InferenceEngine = init_inference(config.model_name_or_path, **options)
+        except BaseException:
+            self._close_leader()
+            raise
         self.tokenizer = self.inference_engine.tokenizer
-        self._leader = Leader() if size > 1 else None
 
     def generate(
         self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], object] | None = None, **settings: Any
@@ -298,6 +303,11 @@ class MIIPipeline(_Generator):
     def destroy(self) -> None:
         """Free the model; of several processes, the others wait for rank 0."""
         self.inference_engine.close()
+        self._close_leader()
+
+    def _close_leader(self) -> None:
+        if self._leader is not None:
+            self._leader.close()
 
     def _answers(self, prompts: list[str], params: GenerateParams) -> list[Response]:
         streams = [self._stream(prompt, params) for prompt in prompts]

@@ -11,7 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -153,15 +153,17 @@ class InferenceEngineV2:
         """`open_runner` over the processes of the job."""
         part, rows = ModelPart(tp_size=self.config.tensor_parallel.tp_size), self.config.state_manager.max_ragged_batch_size
         ranks = ServingRanks(part, max_rows=rows)
+        self._leader, closing = Leader(), ExitStack()
+        closing.callback(self._leader.close)
+        closing.callback(ranks.close)
         try:
             runner: Any = open_runner(model, sizes._replace(ranks=ranks), **where)
             ranks.start(runner.follow, lambda why: logger.error("the engine has ended: %s", why))
-            self._leader = Leader()
         except BaseException:
             with suppress(PeerLostError):
-                ranks.close()
+                closing.close()
             raise
-        weakref.finalize(self, ranks.close)
+        weakref.finalize(self, closing.close)
         return runner
 
     @property

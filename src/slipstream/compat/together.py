@@ -14,11 +14,17 @@ _PATIENCE = timedelta(days=365)  # for rank 0's answer; its end ends the wait
 
 
 class Leader:
-    """Creating it is collective over the ranks of the job."""
+    """Creating it is collective over the ranks of the job, before anything that may fail on one of them."""
 
     def __init__(self) -> None:
         self.leads = dist.get_rank() == 0
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
 
     def answer(self, compute: Callable[[], T]) -> T:
         """What rank 0 computes, on all ranks. Collective; what rank 0 raises, also Ctrl-C, is raised on all."""

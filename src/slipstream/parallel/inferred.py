@@ -107,13 +107,15 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
     Raises ForwardError if the model cannot compute the inputs, OneTokenError if they show too little, and ValueError if no region
     can be cut, or one that the policy names.
     """
-    kept = copy.deepcopy((tuple(inputs), dict(options)))  # the forward may change them
+    own: Any = tree_map(_detached, (tuple(inputs), dict(options)))
+    kept = copy.deepcopy(own)  # the forward may change them
+    batch = next((len(x) for x in tree_leaves(own) if isinstance(x, Tensor) and x.dim() > 1), 1)
     modules = dict(model.named_modules())
     named = {name: ends for kind, ends in policy.items() for name, module in modules.items() if isinstance(module, kind)}
     blocks = {name: modules[name] for name in named or repeated_blocks(model)}
     try:
-        with _Trace(blocks, named) as trace:
-            outputs = model(*inputs, **options)
+        with _Trace(blocks, named, batch) as trace:
+            outputs = model(*own[0], **own[1])
     except Exception as error:
         raise ForwardError(f"{type(error).__name__}: {error}") from error
     if any(block.num_tokens == 1 for block in trace.found.values()):
@@ -128,7 +130,7 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
         )
     partition = {"layer_specs": specs, "use_default_specs": False}
     logger.info("%s is cut by the plan that was found: partition_config %s", type(model).__name__, json.dumps(partition))
-    return PlanTrial(*kept, outputs, partition)
+    return PlanTrial(kept[0], kept[1], outputs, partition)
 
 
 def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], axis: Axis) -> list[dict[str, Any]]:
@@ -189,10 +191,10 @@ def _distance(before: Tensor, after: Tensor) -> float:
 class _Trace(TorchDispatchMode):
     """The regions of blocks, in a forward: for each storage, on which column layers of the block it depends."""
 
-    def __init__(self, blocks: Mapping[str, nn.Module], named: Mapping[str, Sequence[str]]) -> None:
-        """named: the row layers of a block, by the ends of their names."""
+    def __init__(self, blocks: Mapping[str, nn.Module], named: Mapping[str, Sequence[str]], batch: int) -> None:
+        """named: the row layers of a block, by the ends of their names. batch: sequences in the inputs."""
         super().__init__()
-        self.blocks, self.named = blocks, named
+        self.blocks, self.named, self.batch = blocks, named, batch
         self.found: dict[str, _Block] = {}
         self._depends: dict[int, frozenset[str]] = {}
         self._handles: list[Any] = []
@@ -238,7 +240,7 @@ class _Trace(TorchDispatchMode):
         first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
         if steps.inputs is None and first is not None and first.dim() > 1:
             steps.inputs, steps.options = copy.deepcopy((args, kwargs))  # a block may add to its input in place
-            steps.width, steps.num_tokens = first.shape[-1], first.shape[-2]
+            steps.width, steps.num_tokens = first.shape[-1], first.shape[:-1].numel() // max(1, self.batch)
 
     def _end(self, name: str, steps: _BlockSteps, block: nn.Module, args: Any, output: Any) -> None:
         self._depends.clear()
@@ -399,6 +401,10 @@ def _outputs(module: nn.Module, block: _Block, rows: Sequence[str]) -> dict[str,
         for handle in handles:
             handle.remove()
     return None
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _as_float(value: Any) -> Any:

@@ -458,6 +458,7 @@ class Router:
         engine.why = why
         if engine.address and not first.done():
             first.set_result(None)  # others may be there
+        self._house()  # those that were full may have room now
         return False
 
     def _connected(self, source: Source) -> Connected:
