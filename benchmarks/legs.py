@@ -144,7 +144,7 @@ LEGS = (
     Leg(
         "sparse",
         2,
-        8,
+        12,
         "block-sparse attention over dense attention, and the longest sequence under a limit of memory",
         "sparse:run",
     ),
