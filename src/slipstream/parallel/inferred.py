@@ -207,7 +207,7 @@ class _Trace(TorchDispatchMode):
                 block.register_forward_hook(partial(self._end, name, steps)),
             ]
             for inner, module in block.named_modules():
-                if is_product(module):
+                if _is_product(module):
                     self._handles.append(module.register_forward_hook(partial(steps.product, inner)))
         super().__enter__()
         return self
@@ -422,7 +422,7 @@ def _shapes_of(length: int, width: int) -> list[list[Any] | None]:
     return [[[width, rest, rest], -1], None] if rest > 0 and not odd else [None]
 
 
-def is_product(module: nn.Module) -> bool:
+def _is_product(module: nn.Module) -> bool:
     """Whether it is a linear layer, or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or (hasattr(module, "nx") and isinstance(getattr(module, "weight", None), Tensor))
 
