@@ -129,7 +129,7 @@ def killed(streams: int = 8) -> tuple[float, list[float]]:
 class Idle:
     """A runner that computes nothing, so that all time of the process is the engine's and the wire's."""
 
-    num_blocks, block_size, vocab_size, max_context = 4096, 16, 64, 4096
+    num_blocks, block_size, vocab_size, max_context, short_context = 4096, 16, 64, 4096, 4096
     generate = None
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from slipstream.world.peers import meet
 from tests import tiny_chat
 from tests.dist.test_serving_experts import answers, write_mixtral
 from tests.failing import Nursery
-from tests.inference import test_embedding, test_families
+from tests.inference import test_embedding, test_families, test_long_rope
 from tests.inference.twins import SIZES, tiny
 from tests.pool import distributed, single_threaded
 
@@ -80,6 +80,9 @@ def test_two_processes_have_the_bits_of_one() -> None:
         check(family, dtype, _FAMILIES.get(family, SIZES))
     check("Llama", "int4", {**SIZES, "intermediate_size": 128})  # whole groups of codes: each process quantizes its own
     check("GPTJ", "int8", _FAMILIES["GPTJ"])
+    for case, dtype in {"opt-350m": "int8", "stablelm-norms": "bf16", "cohere-norms": "fp32", "phi-norms": "int4"}.items():
+        check(case, dtype)
+    check("Phi3", "int8", SIZES | {"original_max_position_embeddings": 16, "rope_parameters": test_long_rope.ROPE})
 
 
 @distributed(world_size=2)
@@ -111,12 +114,13 @@ def check_vectors(case: str, dtype: str, **options: Any) -> None:
 
 @distributed(world_size=2)
 def test_vectors_of_two_processes_have_the_bits_of_one() -> None:
-    for case, dtype in {"bert": "fp32", "modernbert": "int8", "distilbert": "bf16"}.items():
+    for case, dtype in {"bert": "fp32", "modernbert": "int8", "distilbert": "bf16", "electra-small": "int8"}.items():
         check_vectors(case, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "meet", lambda axis: [peer._replace(host=str(peer.rank)) for peer in meet(axis)])
         check_vectors("bert", "int8")
         check("deepseek-v3", "int8")
+        check("opt-350m", "fp32")
 
 
 @pytest.mark.slow

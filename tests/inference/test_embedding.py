@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta": ("XLMRoberta", {**BERT, "pad_token_id": 1, "type_vocab_size": 1}),
     "distilbert": ("DistilBert", DISTIL),
     "electra": ("Electra", {**BERT, "embedding_size": 64}),
+    "electra-small": ("Electra", {**BERT, "embedding_size": 40}),
     "modernbert": ("ModernBert", MODERN),
     "modernbert-biases": ("ModernBert", {**MODERN, "norm_bias": True, "attention_bias": True, "mlp_bias": True}),
 }

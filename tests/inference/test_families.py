@@ -52,12 +52,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoX", SIZES),
     "gpt-neox-sequential": ("GPTNeoX", {**SIZES, "use_parallel_residual": False}),
     "opt": ("OPT", {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "opt-350m": ("OPT", {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 40, "do_layer_norm_before": False}),
+    "opt-wide": ("OPT", {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 112}),
     "bloom": ("Bloom", BLOOM),
     "falcon": ("Falcon", FALCON),
     "falcon-alibi": ("Falcon", {**FALCON, "alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),
     "falcon-groups": ("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-one-norm": ("Falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
     "phi": ("Phi", SIZES),
+    "phi-norms": ("Phi", {**SIZES, "qk_layernorm": True}),
     "phi3": ("Phi3", {**SIZES, "sliding_window": 8}),
     "phi3-partial": (
         "Phi3",
@@ -65,9 +68,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("StableLm", {**SIZES, "use_qkv_bias": True}),
     "stablelm-parallel": ("StableLm", {**SIZES, "use_parallel_residual": True}),
+    "stablelm-norms": ("StableLm", {**SIZES, "qk_layernorm": True}),
     "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": 8}),
     "olmo2": ("Olmo2", SIZES),
     "cohere": ("Cohere", {**SIZES, "logit_scale": 0.25}),
+    "cohere-norms": ("Cohere", {**SIZES, "logit_scale": 0.25, "use_qk_norm": True}),
+    "cohere2": ("Cohere2", {**SIZES, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
     "granite": (
         "Granite",
         {**SIZES, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
@@ -132,16 +138,17 @@ def test_the_torch_twin(case: str) -> None:
 
 @native
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-def test_latents_in_every_weight_type(kind: str) -> None:
+@pytest.mark.parametrize("case", ["deepseek-v2-groups", "opt-350m", "phi-norms", "stablelm-norms", "cohere-norms"])
+def test_every_weight_type(case: str, kind: str) -> None:
     """As the torch twin with the same weights, the same bits in every batch, and with every weight put anew."""
-    model = model_of("deepseek-v2-groups")
+    model = model_of(case)
     config = from_hf(model.config.to_dict())
     weights = from_state(config, model.to(torch.bfloat16).state_dict())
     weights = weights if kind == "bfloat16" else quantize(weights, kind)
     runner = NativeDecoder(config, weights, num_blocks=64, cache_dtype=torch.float32, threads=2)
     same_bits(runner)
     runner.free_memory()
-    for role, leaf in leaves(weights):
+    for role, leaf in (*leaves(weights), *([("head", weights.embed)] if weights.head is None else [])):
         runner.put(role, leaf)
     cache = KVCache(head_shapes(config), num_blocks=64, block_size=16, dtype=torch.float32)
     errors = []
@@ -183,7 +190,7 @@ def test_names_of_older_files() -> None:
 
 
 @native
-@pytest.mark.parametrize("case", ["bloom", "falcon-groups", "gpt-neo", "phi"])
+@pytest.mark.parametrize("case", ["bloom", "cohere-norms", "falcon-groups", "gpt-neo", "opt-350m", "phi"])
 def test_instruction_sets_agree(case: str) -> None:
     """AVX-512 adds as AVX2 does, bit for bit; plain C, which fuses no products with sums, within rounding."""
     model, used = model_of(case), cpu.isa()

@@ -120,7 +120,7 @@ def test_the_context_ends_where_rotations_follow_the_length(
         return
     assert f"is served with {limit} of its 128 positions: beyond that its rotary embedding (longrope) depends on" in caplog.text
     with pytest.raises(ValueError, match=f"max_context is {limit + 1}, but .*ForCausalLM is served up to {limit} positions: "):
-        slipstream.init_inference(model, device="cpu", max_context=limit + 1)
+        check_context(model, limit + 1)
     monkeypatch.setattr("slipstream.inference.generic._rope_limits", lambda model: iter(()))
     assert not generic(model)._fused  # what is not known by its name is found by trying
 
@@ -132,7 +132,7 @@ def test_rounding_does_not_part_requests() -> None:
 
 
 def test_a_prefix_is_cached_below_the_limit() -> None:
-    model = tiny("Phi3", **CASES["phi3-longrope"][1])
+    model = tiny("Phimoe", **CASES["phimoe-longrope"][1])
     outputs = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() for prompt in PROMPTS]
     expected = [ids[len(prompt) :] for ids, prompt in zip(outputs, PROMPTS, strict=True)]
     with slipstream.init_inference(model, device="cpu", token_budget=24, max_running=8) as engine:

@@ -88,7 +88,7 @@ def test_configurations_of_transformers_4() -> None:
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported by the fast forward, which has llama, mistral"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "attends in both directions"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported; it can be default, linear"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type 'ntk' is not supported; it can be default, linear"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not supported"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, r"clip_qkv is 8\.0: queries and keys are not clamped"),
@@ -96,10 +96,9 @@ def test_configurations_of_transformers_4() -> None:
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "chunked"]}, "layer_types .chunked. must be 2 of"),
         (
-            {"model_type": "cohere", "use_qk_norm": True},
-            "use_qk_norm is True in this cohere model; the fast forward has False only",
+            {"model_type": "bloom", "apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is True in this bloom model; the fast forward has False only",
         ),
-        ({"model_type": "electra"}, "embedding_size is 128 and hidden_size 64: embeddings are not projected"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"),
     ],
 )

@@ -338,8 +338,8 @@ def weights_of(c: TransformerConfig, dtype: torch.dtype) -> DecoderWeights:
             k_bias=vector(kv_size, c.qkv_bias),
             v_bias=None,
             out_bias=vector(c.hidden_size, c.out_bias),
-            q_norm=vector(c.head_dim, c.qk_norm),
-            k_norm=vector(c.head_dim, c.qk_norm),
+            q_norm=vector(c.head_dim, bool(c.qk_norm)),
+            k_norm=vector(c.head_dim, bool(c.qk_norm)),
             mlp=None if e else mlp(c.intermediate_size),
             experts=[mlp(e.intermediate_size) for _ in range(e.num)] if e else [],
             router=w(e.num, c.hidden_size) if e else None,
@@ -366,7 +366,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {
         "norms": NORMS,
         "norm_offset": 1.0,
-        "qk_norm": True,
+        "qk_norm": "head",
         "activation": "gelu_tanh",
         "attn_softcap": 4.0,
         "logit_softcap": 3.0,
@@ -445,7 +445,7 @@ def test_forward_in_few_bits(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [pytest.param("bfloat16", marks=DEAR), "int4"])  # the output matrix is int8 in int4
 def test_the_same_bits_in_every_batch(kind: str) -> None:
     """Alone, beside others, with random splits of the prompt, and generating, by graphs where there is a GPU."""
-    config, dtype = config_of(qk_norm=True, num_heads=2, layers=config_of().layers[1:]), torch.bfloat16
+    config, dtype = config_of(qk_norm="head", num_heads=2, layers=config_of().layers[1:]), torch.bfloat16
     weights = weights_of(config, dtype)
     weights = quantize(weights, kind) if kind.startswith("int") else weights
     rng = random.Random(kind)

@@ -49,6 +49,7 @@ class HashRunner:
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_context: int = 200, says: str = "") -> None:
         self.num_blocks, self.block_size, self.max_context = num_blocks, block_size, max_context
+        self.short_context = max_context
         self.cache = [[-1] * block_size for _ in range(num_blocks)]
         self.says = [*says.encode(), END] if says else []  # what every answer is, instead
         self.before: Callable[[Batch], None] = lambda batch: None  # each forward

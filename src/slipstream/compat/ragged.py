@@ -143,7 +143,7 @@ class InferenceEngineV2:
         self._leader: Leader | None = None
         opens = open_runner if self.config.tensor_parallel.tp_size == 1 else self._cut
         self._runner = opens(model, sizes, dtype=mode or dtype, device=device)
-        self.max_context = min(self._runner.max_context, limits.max_context)
+        self.max_context = min(self._runner.short_context, limits.max_context)  # keys and values are never computed anew
         self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
         self._sequences: dict[int, Request] = {}
         tokens = self._pool.num_blocks * self._pool.block_size

@@ -17,6 +17,8 @@ class Rope:
 
     inv_freq: tuple[float, ...]  # radians per position, fp32 values; rotary_dim / 2 of them
     scale: float = 1.0  # factor on cosine and sine (YaRN's attention factor)
+    long_inv_freq: tuple[float, ...] = ()  # of all positions of a text that has more than `short_context` tokens; (): the same
+    short_context: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +156,9 @@ class TransformerConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k before the rotary embedding (Qwen3, Gemma 3)
-    qk_norm_whole: bool = False  # over all heads of q together, and of k (OLMoE)
+    qk_norm: str = ""  # of q and k before the rotary embedding: "head", over each head (Qwen3); "own", each with its own weights
+    # (Cohere); "whole", over all heads of q together, and of k (OLMoE)
+    qk_norm_bias: bool = False
     norm_offset: float = 0.0  # RMSNorm multiplies by offset + weight (Gemma: 1)
     norm: str = "rms"  # or "layer"
     norm_bias: bool = False
@@ -166,6 +169,9 @@ class TransformerConfig:
     gated: bool = True  # the MLP is down(activation(gate) * up), else down(activation(up))
     causal: bool = True  # False: an encoder, whose tokens attend to the whole text
     embed_norm: bool = False
+    embed_size: int = 0  # of embeddings, and of the head's inputs, if products are between them and hidden_size; 0: hidden_size
+    embed_bias: bool = False  # of the product after the embedding
+    late_positions: bool = False  # learnt positions are added after that product (OPT), else before it (ELECTRA)
     num_positions: int = 0  # learnt positions in the files; 0: none
     position_offset: int = 0  # the learnt position of the first token
     num_token_types: int = 0
@@ -188,6 +194,12 @@ class TransformerConfig:
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
+    def short_context(self) -> int:
+        """The tokens up to which a text's rotary positions are those of every shorter one."""
+        ropes = [layer.rope for layer in self.layers if layer.rope is not None and layer.rope.long_inv_freq]
+        return min([self.max_context, *(rope.short_context for rope in ropes)])
+
+    @property
     def own_heads(self) -> tuple[slice, slice]:
         """Those of queries, and of keys and values, of this process."""
         return self.part.heads(self.num_heads, self.num_kv_heads)
@@ -198,10 +210,12 @@ class TransformerConfig:
         plain = [one for one in fields(self) if one.name in _LLAMA and getattr(self, one.name) != one.default]
         if any(name not in self.norms for name in NORMS[:2]) or not all(layer.has_input_norm for layer in self.layers):
             return "no norm before attention or MLP"
+        if self.short_context < self.max_context:
+            return f"other rotary frequencies beyond {self.short_context} tokens"
         return f"{', '.join(f'{one.name} {getattr(self, one.name)}' for one in plain)}" if plain else None
 
 
 _LLAMA = (
     *("norm", "residual", "final_norm", "gated", "causal", "embed_norm", "num_positions", "num_token_types", "alibi"),
-    *("residual_scale", "logit_scale", "has_head", "head_bias", "latent"),
+    *("residual_scale", "logit_scale", "has_head", "head_bias", "latent", "embed_size", "qk_norm_bias"),
 )

@@ -191,6 +191,7 @@ class Runner(Protocol):
     block_size: int
     vocab_size: int
     max_context: int  # positions that the model supports
+    short_context: int  # a request of more tokens is computed otherwise, from its first position on (`config.Rope`)
 
     def put(self, role: str, weight: Any) -> None:
         """Overwrite one weight, while no forward runs. `role`: its path in `DecoderWeights`, or a module's parameter name. `weight`

@@ -200,6 +200,7 @@ class CudaDecoder:
         self.config, self.cache, self.dtype = config, cache, compute_dtype
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
+        self.short_context = config.short_context
         self._lanes_of_row = padded_group(config.num_heads, config.num_kv_heads)
         assert isinstance(weights.embed, Tensor), "quantized embeddings are kept on CPUs only"
         self._embed, self._embed_scale = weights.embed, torch.tensor(config.embed_scale, dtype=compute_dtype).item()

@@ -38,19 +38,21 @@ class Inputs(NamedTuple):
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
+    lengths: Tensor  # [T], known tokens of its request
     slots: Tensor  # [T], cache slot of each token's key and value
     rows: Tensor  # [rows], indices into T of the tokens whose logits are needed
     spans: list[RowSpan]
 
 
 def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
-    tokens, positions, rows = list[int](), list[int](), list[int]()
+    tokens, positions, lengths, rows = (list[int]() for _ in range(4))
     contexts: list[Tensor] = []
     for chunk in batch.chunks:
         first = len(tokens)
         tokens += chunk.request.tokens[chunk.start : chunk.stop]
         tokens += chunk.draft
         positions += range(chunk.start, chunk.start + chunk.num_tokens)
+        lengths += [len(chunk.request.tokens)] * chunk.num_tokens
         assert len(tokens) - first == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
         rows += range(len(tokens) - chunk.num_rows, len(tokens))
         contexts.append(cache.slots(chunk.request.blocks, 0, chunk.start + chunk.num_tokens))
@@ -59,6 +61,7 @@ def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
     return Inputs(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=cache.device),
         positions=torch.tensor(positions, dtype=torch.int64, device=cache.device),
+        lengths=torch.tensor(lengths, dtype=torch.int64, device=cache.device),
         slots=torch.cat([slots[chunk.start :] for slots, chunk in zip(contexts, batch.chunks, strict=True)]),
         rows=torch.tensor(rows, dtype=torch.int64, device=cache.device),
         spans=[
@@ -82,13 +85,16 @@ class Decoder:
         self.config, self.weights, self.cache, self.dtype = config, weights, cache, compute_dtype
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
+        self.short_context = config.short_context
         # Rounded to the compute dtype like transformers: Gemma was trained with sqrt(3072) = 55.5 in bf16.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
         self._parallel = config.residual == "parallel"
         self._slopes = torch.tensor(config.alibi, device=cache.device)[:, None, None] if config.alibi else None
         self._inv_freq = {
-            layer.rope: torch.tensor(layer.rope.inv_freq, device=cache.device) for layer in config.layers if layer.rope
+            layer.rope: torch.tensor((layer.rope.inv_freq, layer.rope.long_inv_freq or layer.rope.inv_freq), device=cache.device)
+            for layer in config.layers
+            if layer.rope
         }
 
     @torch.inference_mode()
@@ -97,6 +103,7 @@ class Decoder:
         self.cache.copy(batch.copies)
         inputs, w = batch_inputs(batch, self.cache), self.weights
         x = self._normed("final_norm", w, self._hidden(inputs)[inputs.rows])
+        x = x if w.embed_out is None else linear(x, w.embed_out)
         logits = linear(x, w.embed if w.head is None else w.head, w.head_bias).float() * self.config.logit_scale
         return soft_cap(logits, self.config.logit_softcap)
 
@@ -114,14 +121,16 @@ class Decoder:
 
     def _hidden(self, inputs: Inputs, types: Tensor | None = None) -> Tensor:
         c, w = self.config, self.weights
-        rope_tables = {rope: self._rope_table(rope, inputs.positions) for rope in self._inv_freq}
+        rope_tables = {rope: self._rope_table(rope, inputs) for rope in self._inv_freq}
         rows = w.embed[inputs.tokens] if isinstance(w.embed, Tensor) else type(w.embed)(*(part[inputs.tokens] for part in w.embed))
         x_TE = dequantize(rows).to(self.dtype) * self._embed_scale
         if w.token_types is not None:
             x_TE = x_TE + (w.token_types[0] if types is None else w.token_types[types]).to(self.dtype)
-        if w.positions is not None:
-            x_TE = x_TE + w.positions[inputs.positions + c.position_offset].to(self.dtype)
+        places = None if w.positions is None else w.positions[inputs.positions + c.position_offset].to(self.dtype)
+        x_TE = x_TE if places is None or c.late_positions else x_TE + places
         x_TE = self._normed("embed_norm", w, x_TE)
+        x_TE = x_TE if w.embed_in is None else linear(x_TE, w.embed_in, w.embed_in_bias)
+        x_TE = x_TE + places if places is not None and c.late_positions else x_TE
         for i, (layer, weights) in enumerate(zip(c.layers, w.layers, strict=True)):
             start = x_TE
             x_TE = self._added("attn_post_norm", weights, x_TE, self._attention(i, layer, weights, x_TE, inputs, rope_tables))
@@ -136,13 +145,14 @@ class Decoder:
 
     def _normed(self, role: str, w: DecoderWeights | LayerWeights, x: Tensor) -> Tensor:
         """The norm of a role, if there is one."""
-        weight, bias = getattr(w, role), getattr(w, f"{role}_bias")
+        own = getattr(w, f"{role}s", None)  # of each head
+        weight, bias = torch.stack(own) if own else getattr(w, role), getattr(w, f"{role}_bias")
         if weight is None:
             return x
         if self.config.norm == "rms":
             return self._norm(x, weight)
-        bias = None if bias is None else bias.float()
-        return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias, self.config.norm_eps).to(x.dtype)
+        out = F.layer_norm(x.float(), x.shape[-1:], eps=self.config.norm_eps) * weight.float()
+        return (out if bias is None else out + bias.float()).to(x.dtype)
 
     def _added(self, role: str, w: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
         """x with the output of its attention or MLP, of which `role` is the norm."""
@@ -156,9 +166,10 @@ class Decoder:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.config.norm_eps if eps is None else eps))
         return (wide * (self.config.norm_offset + weight.float())).to(x.dtype)
 
-    def _rope_table(self, rope: Rope, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope_table(self, rope: Rope, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Cosine and sine [T, 1, rotary_dim / 2]."""
-        angle = positions_T.float()[:, None, None] * self._inv_freq[rope]
+        is_long = (inputs.lengths > self.short_context).long()
+        angle = inputs.positions.float()[:, None, None] * self._inv_freq[rope][is_long][:, None]
         return (angle.cos() * rope.scale).to(self.dtype), (angle.sin() * rope.scale).to(self.dtype)
 
     def _attention(
@@ -177,12 +188,12 @@ class Decoder:
             v_TKD = k_TKD.clone()
         else:
             q, k = linear(h_TE, w.q, w.q_bias), linear(h_TE, w.k, w.k_bias)
-            if w.q_norm is not None and w.k_norm is not None and c.qk_norm_whole:
-                q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+            if c.qk_norm == "whole":
+                q, k = self._normed("q_norm", w, q), self._normed("k_norm", w, k)
             q_THD, k_TKD = q.unflatten(1, (c.num_heads, c.head_dim)), k.unflatten(1, (c.num_kv_heads, c.head_dim))
             v_TKD = linear(h_TE, w.v, w.v_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
-        if w.q_norm is not None and w.k_norm is not None and not c.qk_norm_whole:
-            q_THD, k_TKD = self._norm(q_THD, w.q_norm), self._norm(k_TKD, w.k_norm)
+        if c.qk_norm != "whole":
+            q_THD, k_TKD = self._normed("q_norm", w, q_THD), self._normed("k_norm", w, k_TKD)
         if layer.rope:
             q_THD, k_TKD = rotate(q_THD, *rope_tables[layer.rope]), rotate(k_TKD, *rope_tables[layer.rope])
         self.cache.write(index, inputs.slots, k_TKD, v_TKD)

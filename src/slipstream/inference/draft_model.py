@@ -60,7 +60,7 @@ class DraftModel:
             known = self._twins.pop(request) if request in self._twins else None
             twin = self._twins[request] = known or self._begin(request)
             _follow(twin, request)
-            most = min(most, self._most, self._runner.max_context - len(request.tokens))
+            most = min(most, self._most, self._runner.short_context - len(request.tokens))
             number = best_number(twin.likely, most, len(wanted), seconds, self._step)
             if number == 0 and twin.waited >= PROBE:
                 number = min(PROBES, most)

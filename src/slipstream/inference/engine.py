@@ -201,12 +201,12 @@ class Engine:
             max_running=max_running,
             max_waiting=max_waiting,
             max_context=runner.max_context,
+            short_context=runner.short_context,
             split=split,
             num_draft=num_draft,
             token_interval=token_interval,
             most_steps=MOST_STEPS if runner.generate is not None and self._sampler.is_native and draft is None else 1,
         )
-        self._grammars_lock, self._process = threading.Lock(), 0  # the process of the engine's thread, once it is started
         self._lock = threading.RLock()  # for the scheduler and all below; reentrant: a garbage collection can call close() anywhere
         # Notified, and nonzero so that a batch of several steps ends, when there is work or the state changes.
         self._work, self._stop = threading.Condition(self._lock), ctypes.c_int32()
@@ -214,10 +214,10 @@ class Engine:
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
         self._cancelled: list[Handle] = []  # since the last forward
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
-        self._failures = self._proven = 0  # consecutive failed batches; a token of the last batch that was computed
+        self._failures = self._proven = self._process = 0  # failed batches in a row; a token computed last; the thread's process
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; one pause at a time
         self._open_adapter, self._adapters = open_adapter, dict[str, Any]()  # by name
-        self._meters, self._ids = Meters(), itertools.count()
+        self._meters, self._ids, self._grammars_lock = Meters(), itertools.count(), threading.Lock()
         self._thread: threading.Thread | None = None
         for name, folder in (adapters or {}).items():
             self.load_adapter(name, folder)

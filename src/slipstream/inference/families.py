@@ -82,6 +82,12 @@ def _exaone4(c: Keys) -> list[Kind]:
     return [(None if kind == FULL and c["sliding_window"] else kind, window) for kind, window in kinds]
 
 
+def _cohere2(c: Keys) -> list[Kind]:
+    """Only the layers that have windows have rope."""
+    kinds = _by_type(lambda c, i: (i + 1) % (c.get("sliding_window_pattern") or 4) != 0)(c)
+    return [(kind if window else None, window) for kind, window in kinds]
+
+
 def _gpt_neo(c: Keys) -> list[Kind]:
     names = c.get("attention_layers") or [name for names, times in c["attention_types"] for name in names * times]
     return [(None, c["sliding_window"] if name == "local" else 0) for name in names]
@@ -196,12 +202,21 @@ def _number(key: str) -> Callable[[Keys], Any]:
     return lambda c: c[key]
 
 
+def _if(key: str, value: str) -> Callable[[Keys], str]:
+    return lambda c: value if c[key] else ""
+
+
+def _resized(key: str) -> Callable[[Keys], int]:
+    """The features of embeddings, if they are not those of a layer."""
+    return lambda c: 0 if c[key] == c["hidden_size"] else c[key]
+
+
 # -- The table -------------------------------------------------------------------------------------------------------------
 
 
 def _names(base: str, text: str) -> dict[str, str]:
     """Modules by role, as role=module: below `base`, or at the root with "/"; those of a layer are below it."""
-    outer = ("embed", "final_norm", "head", "layers", "positions", "token_types", "embed_norm")
+    outer = ("embed", "embed_in", "embed_out", "final_norm", "head", "layers", "positions", "token_types", "embed_norm")
     return {role: name[1:] if name[0] == "/" else base + name if role in outer else name for role, name in _pairs(text).items()}
 
 
@@ -220,7 +235,8 @@ def _bert_names(base: str) -> dict[str, str]:
     return _names(
         base,
         "embed=embeddings.word_embeddings positions=embeddings.position_embeddings token_types=embeddings.token_type_embeddings "
-        "embed_norm=embeddings.LayerNorm layers=encoder.layer q=attention.self.query k=attention.self.key v=attention.self.value "
+        "embed_norm=embeddings.LayerNorm embed_in=embeddings_project layers=encoder.layer "
+        "q=attention.self.query k=attention.self.key v=attention.self.value "
         "out=attention.output.dense attn_post_norm=attention.output.LayerNorm up=intermediate.dense down=output.dense "
         "mlp_post_norm=output.LayerNorm",
     )
@@ -342,7 +358,21 @@ _IN_TRANSFORMER = ((r"^(?=(h|wte|wpe|ln_f|word_embeddings|word_embeddings_layern
 _GPT_NAMES = "embed=wte layers=h final_norm=ln_f head=/lm_head input_norm=ln_1 "
 _ATTENTION = "qkv={0}.query_key_value out={0}.dense up=mlp.dense_h_to_4h down=mlp.dense_4h_to_h input_norm=input_layernorm "
 _ATTENTION += "mlp_norm=post_attention_layernorm "
-_PHI = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"}
+_PHI = {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "partial_rotary_factor": 0.5,
+    "hidden_act": "gelu_new",
+    "qk_layernorm": False,
+}
+_COHERE: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "logit_scale": 0.0625,
+    "use_qk_norm": False,
+}
+_COHERE_FIELDS = {"norm": "layer", "residual": "parallel", "norms": NORMS[:1], "logit_scale": _number("logit_scale")}
 _GLM: dict[str, Any] = {
     "head_dim": 128,
     "rms_norm_eps": 1.5625e-07,
@@ -394,7 +424,7 @@ FAMILIES: dict[str, FamilyRow] = {
         experts=_mixture("intermediate_size"),
     ),
     "qwen2": FamilyRow(defaults=_QWEN, fields={"qkv_bias": True, "out_bias": False}, kinds=_by_type(_upper, needs_flag=True)),
-    "qwen3": FamilyRow(defaults={**_QWEN, "head_dim": 128}, fields={"qk_norm": True}, kinds=_by_type(_upper, needs_flag=True)),
+    "qwen3": FamilyRow(defaults={**_QWEN, "head_dim": 128}, fields={"qk_norm": "head"}, kinds=_by_type(_upper, needs_flag=True)),
     "qwen2_moe": FamilyRow(
         defaults={
             **_QWEN_MOE,
@@ -417,7 +447,7 @@ FAMILIES: dict[str, FamilyRow] = {
             "num_experts_per_tok": 8,
             "eos_token_id": 50279,
         },
-        fields={"qk_norm_whole": True},
+        fields={"qk_norm": "whole"},
         experts=_mixture("intermediate_size"),
     ),
     "qwen3_moe": FamilyRow(
@@ -428,7 +458,7 @@ FAMILIES: dict[str, FamilyRow] = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
-        fields={"qk_norm": True},
+        fields={"qk_norm": "head"},
         kinds=lambda c: _one_window({**c, "sliding_window": c["sliding_window"] if c["use_sliding_window"] else 0}),
         experts=_mixture("moe_intermediate_size"),
     ),
@@ -452,7 +482,7 @@ FAMILIES: dict[str, FamilyRow] = {
             "rope_local_base_freq": 10000.0,
         },
         keys={"hidden_act": "hidden_activation"},
-        fields={**_GEMMA2_FIELDS, "qk_norm": True},
+        fields={**_GEMMA2_FIELDS, "qk_norm": "head"},
         kinds=_by_type(lambda c, i: (i + 1) % c.get("sliding_window_pattern", 6) != 0),
         names=_SANDWICH_NAMES,
     ),
@@ -505,7 +535,11 @@ FAMILIES: dict[str, FamilyRow] = {
     "bert": _bert("bert."),
     "roberta": _bert("roberta.", defaults={**_BERT, "pad_token_id": 1}, fields=_ROBERTA),
     "xlm-roberta": _bert("roberta.", defaults={**_BERT, "pad_token_id": 1}, fields=_ROBERTA),
-    "electra": _bert("electra.", defaults={**_BERT, "embedding_size": 128}),
+    "electra": _bert(
+        "electra.",
+        defaults={**_BERT, "embedding_size": 128},
+        fields={**_ENCODER, "embed_size": _resized("embedding_size"), "embed_bias": True},
+    ),
     "distilbert": _bert(
         "distilbert.",
         part="transformer",
@@ -619,20 +653,33 @@ FAMILIES: dict[str, FamilyRow] = {
         grouped=True,
     ),
     "opt": FamilyRow(
-        defaults={"hidden_act": "relu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "tie_word_embeddings": True},
-        keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
-        fields={**_OWN_HEADS, "num_positions": lambda c: c["max_position_embeddings"] + 2, "position_offset": 2},
-        kinds=_no_rope(_all_full),
-        only={
-            "do_layer_norm_before": (True,),
-            "enable_bias": (True,),
-            "layer_norm_elementwise_affine": (True,),
-            "_remove_final_layer_norm": (False,),
+        defaults={
+            "hidden_act": "relu",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "do_layer_norm_before": True,
+            "word_embed_proj_dim": 768,
         },
+        keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        fields={
+            **_OWN_HEADS,
+            "num_positions": lambda c: c["max_position_embeddings"] + 2,
+            "position_offset": 2,
+            "residual": lambda c: "before" if c["do_layer_norm_before"] else "after",
+            "norms": lambda c: NORMS[:2] if c["do_layer_norm_before"] else NORMS[2:],
+            "final_norm": _flag("do_layer_norm_before"),
+            "embed_size": _resized("word_embed_proj_dim"),
+            "late_positions": True,
+        },
+        kinds=_no_rope(_all_full),
+        only={"enable_bias": (True,), "layer_norm_elementwise_affine": (True,), "_remove_final_layer_norm": (False,)},
         names=_names(
             "model.decoder.",
-            "embed=embed_tokens positions=embed_positions layers=layers final_norm=final_layer_norm head=/lm_head "
-            "input_norm=self_attn_layer_norm mlp_norm=final_layer_norm q=self_attn.q_proj k=self_attn.k_proj v=self_attn.v_proj "
+            "embed=embed_tokens embed_in=project_in embed_out=project_out positions=embed_positions layers=layers head=/lm_head "
+            "final_norm=final_layer_norm input_norm=self_attn_layer_norm mlp_norm=final_layer_norm "
+            "attn_post_norm=self_attn_layer_norm mlp_post_norm=final_layer_norm "
+            "q=self_attn.q_proj k=self_attn.k_proj v=self_attn.v_proj "
             "out=self_attn.out_proj up=fc1 down=fc2",
         ),
         renames=((r"^(?=decoder\.)", "model."),),
@@ -687,9 +734,19 @@ FAMILIES: dict[str, FamilyRow] = {
     "phi": FamilyRow(
         defaults=_PHI,
         keys={"rms_norm_eps": "layer_norm_eps"},
-        fields={**_PLAIN, "residual": "parallel", "norms": NORMS[:1], "head_bias": True},
-        only={"qk_layernorm": (False,)},
-        names={**_LLAMA_NAMES, "final_norm": "model.final_layernorm", "out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"},
+        fields={
+            **_PLAIN,
+            "residual": "parallel",
+            "norms": NORMS[:1],
+            "head_bias": True,
+            "qk_norm": _if("qk_layernorm", "head"),
+            "qk_norm_bias": _flag("qk_layernorm"),
+        },
+        names=_LLAMA_NAMES
+        | _pairs(
+            "final_norm=model.final_layernorm out=self_attn.dense up=mlp.fc1 down=mlp.fc2 q_norm=self_attn.q_layernorm "
+            "k_norm=self_attn.k_layernorm"
+        ),
     ),
     "phi3": FamilyRow(
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
@@ -704,6 +761,7 @@ FAMILIES: dict[str, FamilyRow] = {
             "partial_rotary_factor": 0.25,
             "use_qkv_bias": False,
             "use_parallel_residual": False,
+            "qk_layernorm": False,
         },
         keys={"rms_norm_eps": "layer_norm_eps"},
         fields={
@@ -712,8 +770,9 @@ FAMILIES: dict[str, FamilyRow] = {
             "out_bias": False,
             "residual": lambda c: "parallel" if c["use_parallel_residual"] else "before",
             "norms": lambda c: NORMS[: 1 if c["use_parallel_residual"] else 2],
+            "qk_norm": _if("qk_layernorm", "own"),
         },
-        only={"qk_layernorm": (False,)},
+        names={**_LLAMA_NAMES, "q_norms": "self_attn.q_layernorm.norms", "k_norms": "self_attn.k_layernorm.norms"},
     ),
     "starcoder2": FamilyRow(
         defaults={
@@ -730,20 +789,20 @@ FAMILIES: dict[str, FamilyRow] = {
     ),
     "olmo2": FamilyRow(
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        fields={"qk_norm_whole": True, "norms": NORMS[2:]},
+        fields={"qk_norm": "whole", "norms": NORMS[2:]},
         names={**_LLAMA_NAMES, **_POST},
     ),
     "cohere": FamilyRow(
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 8192,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-            "logit_scale": 0.0625,
-        },
+        defaults={**_COHERE, "rope_theta": 500000.0},
         keys={"rms_norm_eps": "layer_norm_eps"},
-        fields={"norm": "layer", "residual": "parallel", "norms": NORMS[:1], "logit_scale": _number("logit_scale")},
-        only={"use_qk_norm": (False,)},
+        fields={**_COHERE_FIELDS, "qk_norm": _if("use_qk_norm", "own")},
+        interleaved=True,
+    ),
+    "cohere2": FamilyRow(
+        defaults={**_COHERE, "sliding_window": 4096},
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        fields=_COHERE_FIELDS,
+        kinds=_cohere2,
         interleaved=True,
     ),
     "granite": FamilyRow(
@@ -776,7 +835,7 @@ FAMILIES: dict[str, FamilyRow] = {
     ),
     "exaone4": FamilyRow(
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096, "sliding_window_pattern": 4},
-        fields={"qk_norm": True, "norms": NORMS[2:]},
+        fields={"qk_norm": "head", "norms": NORMS[2:]},
         kinds=_exaone4,
         names={**_LLAMA_NAMES, **_POST},
     ),

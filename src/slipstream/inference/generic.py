@@ -133,7 +133,7 @@ class GenericDecoder:
         self.model, self.cache = model.eval(), cache
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.max_context = min([_stated_context(model), *(limit for limit, _ in _rope_limits(model))])
+        self.max_context = self.short_context = min([_stated_context(model), *(limit for limit, _ in _rope_limits(model))])
         self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)
         self._fused = "position_ids" in parameters and self._fused_agrees()
 

@@ -201,6 +201,8 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
     quantization = values.get("quantization_config") or {}
     config = from_hf({**values, "quantization_config": None})
     if (path / "modules.json").is_file():  # of sentence-transformers: a decoder that embeds
+        if config.has_head and config.embed_size:
+            raise UnsupportedModel(f"texts are not embedded by this {config.family} model, whose outputs have other features")
         config = replace(config, has_head=False)
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     if quantization:

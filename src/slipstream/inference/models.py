@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -83,9 +84,6 @@ def _check_supported(family: str, row: FamilyRow, c: Keys) -> None:
     for key, values in row.only.items():
         if c.get(key, values[0]) not in values:
             raise UnsupportedModel(f"{key} is {c[key]!r} in this {family} model; the fast forward has {values[0]!r} only")
-    for key in ("embedding_size", "word_embed_proj_dim"):
-        if c.get(key, c["hidden_size"]) != c["hidden_size"]:
-            raise UnsupportedModel(f"{key} is {c[key]} and hidden_size {c['hidden_size']}: embeddings are not projected")
     if (c.get("head_dim") or 0) % 2:
         raise UnsupportedModel(f"head_dim is {c['head_dim']}; it must be even, because rotary embeddings rotate pairs")
     if c["hidden_act"] not in ACTIVATIONS:
@@ -131,12 +129,24 @@ def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int 
         case "yarn":
             factor = p.get("factor") or max_positions / original
             return _new_rope(_yarn(powers, p, head_dim, factor, original), _yarn_scale(p, factor))
+        case "longrope" | "su":
+            short, long = (1.0 / (torch.tensor(p[f"{name}_factor"], dtype=torch.float32) * powers) for name in ("short", "long"))
+            one = _new_rope(short, _longrope_scale(p, p.get("factor") or max_positions / original, original))
+            return replace(one, long_inv_freq=tuple(long.tolist()), short_context=original)
         case _:
-            raise UnsupportedModel(f"rope_type {kind!r} is not supported; it can be default, linear, dynamic, llama3 or yarn")
+            kinds = "default, linear, dynamic, llama3, yarn or longrope"
+            raise UnsupportedModel(f"rope_type {kind!r} is not supported; it can be {kinds}")
 
 
 def _new_rope(inv_freq: Tensor, scale: float = 1.0) -> Rope:
     return Rope(inv_freq=tuple(inv_freq.tolist()), scale=scale)
+
+
+def _longrope_scale(p: Mapping[str, Any], factor: float, original: int) -> float:
+    """LongRoPE's (arXiv:2402.13753), for short texts too."""
+    if p.get("attention_factor") is not None:
+        return float(p["attention_factor"])
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _llama3(inv_freq: Tensor, p: Mapping[str, Any], original: int) -> Tensor:
@@ -313,8 +323,9 @@ def from_state(
 
 def is_surplus(config: TransformerConfig, name: str) -> bool:
     """Whether a weight may be ignored: a tied head, old checkpoints' rope frequencies (config has them), others' parts."""
-    elsewhere = config.part.size > 1 and (name == head_name(config) or ".experts." in name)
     row = FAMILIES[config.family]
+    lists = [".experts.", *(f".{row.names[role]}." for role in ("q_norms", "k_norms") if role in row.names)]
+    elsewhere = config.part.size > 1 and (name == head_name(config) or any(one in name for one in lists))
     known = name.endswith("rotary_emb.inv_freq") or re.search(row.surplus, name) is not None
     behind = re.match(re.escape(row.names["layers"]) + r"\.(\d+)\.", name) if row.has_more_layers else None
     known = known or (behind is not None and int(behind[1]) >= len(config.layers))
@@ -371,12 +382,26 @@ class _Reader:
     def table(self, role: str, *shape: int, pick: Pick = _all) -> Tensor:
         return self.source.tensor(f"{self.row.names[role]}.weight", *shape, pick=pick)
 
-    def norm(self, at: str, role: str, present: bool) -> dict[str, Tensor]:
+    def norm(self, at: str, role: str, present: bool, size: int = 0) -> dict[str, Tensor]:
         if not present:
             return {}
-        name, size = at + self.row.names[role], self.config.hidden_size
+        name, size = at + self.row.names[role], size or self.config.hidden_size
         biases = {f"{role}_bias": self.source.tensor(f"{name}.bias", size)} if self.config.norm_bias else {}
         return {role: self.source.tensor(f"{name}.weight", size), **biases}
+
+    def head_norm(self, at: str, role: str, rows: int) -> dict[str, Any]:
+        """What normalizes queries or keys, of `rows` features."""
+        c, source, names, dim = self.config, self.source, self.row.names, self.config.head_dim
+        if c.qk_norm == "whole":
+            return {role: source.tensor(f"{at}{names[role]}.weight", rows, pick=self.own(role[0], rows))}
+        if c.qk_norm == "head":
+            biases = {f"{role}_bias": source.tensor(f"{at}{names[role]}.bias", dim)} if c.qk_norm_bias else {}
+            return {role: source.tensor(f"{at}{names[role]}.weight", dim), **biases}
+        heads, turned = range(rows // dim)[c.own_heads[role[0] != "q"]], self._turned(role[0])
+        if (listed := names.get(f"{role}s")) is not None:
+            return {f"{role}s": [source.tensor(f"{at}{listed}.{head}.weight", dim, pick=turned) for head in heads]}
+        picks: list[Pick] = [partial(lambda head, w: turned(w[head]), head) for head in heads]
+        return {f"{role}s": [source.tensor(f"{at}{names[role]}.weight", rows // dim, dim, pick=pick) for pick in picks]}
 
     def product(self, at: str, role: str, rows: int, columns: int, bias: bool) -> dict[str, Any]:
         """A matrix [rows, columns] and its bias, which may be rows of a larger one."""
@@ -412,11 +437,18 @@ class _Reader:
                 pick = lambda w: w.unflatten(0, (kv, group + 2, dim))[:, place].flatten(0, 2)  # noqa: E731
             else:
                 pick = lambda w: w[place.start * kv * dim : place.stop * kv * dim]  # noqa: E731
-        ropes = [layer.rope for layer in c.layers if layer.rope is not None]
-        if not row.interleaved or role not in ("q", "k") or not ropes:
+        turned = self._turned(role)
+        if turned is _all:
             return stored, pick if own is _all else lambda w: own(pick(w))
-        num = 2 * len(ropes[0].inv_freq)
-        return stored, lambda w: _halves(own(pick(w)), dim, num)
+        return stored, lambda w: turned(own(pick(w)))
+
+    def _turned(self, role: str) -> Pick:
+        """Orders the rows of heads as `config.Rope` has them."""
+        ropes = [layer.rope for layer in self.config.layers if layer.rope is not None]
+        if not self.row.interleaved or role not in ("q", "k") or not ropes:
+            return _all
+        dim, num = self.config.head_dim, 2 * len(ropes[0].inv_freq)
+        return lambda w: _halves(w, dim, num)
 
 
 def _halves(w: Tensor, head_dim: int, num: int) -> Tensor:
@@ -430,19 +462,26 @@ def _weights(config: TransformerConfig, source: _Source) -> DecoderWeights:
     c, hidden, read = config, config.hidden_size, _Reader(config, source)
     names = read.row.names
     has_head, own = c.has_head and c.part.has_head, _rows(c.part.columns(c.vocab_size), c.vocab_size)
+    size = c.embed_size or hidden
+    norms = dict[str, Any](final_norm=None, **read.norm("", "embed_norm", c.embed_norm, size))
+    between: dict[str, Any] = {}
+    if c.embed_size:
+        between["embed_in"] = source.matrix(f"{names['embed_in']}.weight", hidden, size)
+        between["embed_in_bias"] = source.tensor(f"{names['embed_in']}.bias", hidden) if c.embed_bias else None
+        between["embed_out"] = source.matrix(f"{names['embed_out']}.weight", size, hidden) if has_head else None
     return DecoderWeights(
-        embed=source.stored(f"{names['embed']}.weight", c.vocab_size, hidden, pick=own),
-        head=source.stored(head_name(c), c.vocab_size, hidden, pick=own) if has_head and not c.tied else None,
+        embed=source.stored(f"{names['embed']}.weight", c.vocab_size, size, pick=own),
+        head=source.stored(head_name(c), c.vocab_size, size, pick=own) if has_head and not c.tied else None,
         head_bias=source.tensor(f"{names['head']}.bias", c.vocab_size, pick=own) if has_head and c.head_bias else None,
-        positions=read.table("positions", c.num_positions, hidden) if c.num_positions else None,
-        token_types=read.table("token_types", c.num_token_types, hidden) if c.num_token_types else None,
-        **dict[str, Any](final_norm=None, **read.norm("", "embed_norm", c.embed_norm)) | read.norm("", "final_norm", c.final_norm),
+        positions=read.table("positions", c.num_positions, hidden if c.late_positions else size) if c.num_positions else None,
+        token_types=read.table("token_types", c.num_token_types, size) if c.num_token_types else None,
+        **norms | read.norm("", "final_norm", c.final_norm) | between,
         layers=[_layer(read, layer, f"{names['layers']}.{i}.") for i, layer in enumerate(c.layers)],
     )
 
 
 def _layer(read: _Reader, layer: Layer, at: str) -> LayerWeights:
-    c, source, hidden = read.config, read.source, read.config.hidden_size
+    c, hidden = read.config, read.config.hidden_size
     q_size, kv_size, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
     parts: dict[str, Any] = {}
     for role in c.norms:
@@ -453,11 +492,8 @@ def _layer(read: _Reader, layer: Layer, at: str) -> LayerWeights:
         for role, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
             parts |= read.product(at, role, rows, hidden, c.qkv_bias)
         weights = LayerWeights(**parts, **read.product(at, "out", hidden, q_size, c.out_bias))
-    if c.qk_norm or c.qk_norm_whole:
-        names = read.row.names
-        for role, rows in (("q", q_size), ("k", kv_size)):
-            size, pick = (rows, read.own(role, rows)) if c.qk_norm_whole else (c.head_dim, _all)
-            setattr(weights, f"{role}_norm", source.tensor(f"{at}{names[f'{role}_norm']}.weight", size, pick=pick))
+    if c.qk_norm:
+        weights = replace(weights, **read.head_norm(at, "q_norm", q_size), **read.head_norm(at, "k_norm", kv_size))
     if layer.experts is None:
         first = [read.product(at, role, inner, hidden, c.mlp_bias) for role in (["gate"] if c.gated else []) + ["up"]]
         weights.mlp = Mlp(**read.product(at, "down", hidden, inner, c.mlp_bias), **{k: m for one in first for k, m in one.items()})

@@ -70,7 +70,7 @@ _LATENTS = ("latent", "q_latent")
 class _LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in NORMS),
-        *((name, _pointer) for name in _HEAD_NORMS),
+        *((name, _Norm) for name in _HEAD_NORMS),
         *((name, MatrixRecord) for name in _LATENTS),
         *((f"{name}_norm", _pointer) for name in _LATENTS),
         *((f"{name}_heads", ctypes.POINTER(MatrixRecord)) for name in "kv"),
@@ -83,18 +83,18 @@ class _LayerRecord(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size", "attended_size", "keys_size")),
+        *((name, _long) for name in ("hidden_size", "intermediate_size", "vocab_size", "embed_size", "attended_size", "keys_size")),
         *((name, _long) for name in ("first_attended", "first_key", "first_hidden", "first_inner", "first_token", "num_tokens")),
         *((name, _int) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim")),
         *((name, _int) for name in ("latent_rank", "q_latent_rank", "plain_dim", "value_dim", "qk_norm_whole")),
         *((name, _int) for name in ("cache_type", "embed_type", "activation", "centered", "residual", "plain")),
-        *((name, _int) for name in ("both_ways", "own_codes")),
+        *((name, _int) for name in ("both_ways", "late_positions", "own_codes")),
         *((name, _float) for name in ("latent_eps", "norm_eps", "embed_scale", "attn_scale", "attn_softcap", "logit_softcap")),
         *((name, _float) for name in ("residual_scale", "logit_scale")),
         *(("embed", _pointer), ("embed_codes", ctypes.POINTER(MatrixRecord))),
         *((name, _pointer) for name in ("positions", "token_types", "slopes")),
         *((name, _Norm) for name in ("embed_norm", "final_norm")),
-        ("head", MatrixRecord),
+        *((name, MatrixRecord) for name in ("embed_in", "embed_out", "head")),
         ("layers", ctypes.POINTER(_LayerRecord)),
         ("ranks", _pointer),
     )
@@ -107,7 +107,7 @@ class _Steps(ctypes.Structure):
     )
 
 
-_NUMBERS = ("ids", "first_row", "start", "tables", "table_at", "logit_rows")
+_NUMBERS = ("ids", "first_row", "start", "turns", "tables", "table_at", "logit_rows")
 _INPUTS = ("codes", "scales", "starts", "halves")
 
 
@@ -155,11 +155,12 @@ def _scratch_widths(config: TransformerConfig) -> dict[str, tuple[int, torch.dty
     narrow = queries * (latent.plain_dim + latent.rotary_dim)
     # Of one head at a time, codes are padded to whole groups.
     of_heads = queries * max(size + -size % CODES for size in (latent.plain_dim, latent.rank))
-    widest = max(hidden, config.intermediate_size, values, inner, latent.q_rank, narrow, of_heads)
+    outer = max(hidden, config.embed_size)
+    widest = max(outer, config.intermediate_size, values, inner, latent.q_rank, narrow, of_heads)
     widest += -widest % CODES
     widths = {
-        "x": (hidden, torch.float32),
-        "normed": (hidden, torch.float32),
+        "x": (outer, torch.float32),
+        "normed": (outer, torch.float32),
         "low_q": (latent.q_rank, torch.float32),
         "narrow": (narrow, torch.float32),
         "mixed": (queries * config.head_dim if config.latent else 0, torch.float32),
@@ -208,19 +209,20 @@ def _write(address: int, values: Tensor) -> None:
     ctypes.memmove(address, flat.data_ptr(), flat.nbytes)
 
 
-def _numbers(batch: Batch) -> tuple[array[int], ...]:
-    """The values of `_NUMBERS` of a batch's first step, with the blocks of all steps."""
-    ids, first_row, start, tables, table_at, logit_rows = (array("i") for _ in range(6))
+def _numbers(batch: Batch, turn: Callable[[int], int]) -> tuple[array[int], ...]:
+    """The values of `_NUMBERS` of a batch's first step, with the blocks of all steps. `turn`: of a text of so many tokens."""
+    ids, first_row, start, turns, tables, table_at, logit_rows = (array("i") for _ in range(7))
     first_row.append(0)
     for chunk in batch.chunks:
         ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
         ids.extend(chunk.draft)
         start.append(chunk.start)
+        turns.append(turn(len(chunk.request.tokens)))
         table_at.append(len(tables))
         tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft) + batch.steps - 1) // PANEL)])
         first_row.append(len(ids))
         logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
-    return ids, first_row, start, tables, table_at, logit_rows
+    return ids, first_row, start, turns, tables, table_at, logit_rows
 
 
 class NativeDecoder:
@@ -250,6 +252,7 @@ class NativeDecoder:
             raise ValueError(f"cache_dtype is {cache_dtype}; the native cache holds torch.float32 or torch.bfloat16")
         self.config, self.num_blocks, self.block_size, self.ranks = config, num_blocks, PANEL, ranks
         self.vocab_size, self.max_context = config.vocab_size if config.has_head else 0, config.max_context
+        self.short_context = config.short_context
         self.threads = threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS)
         self._team = Team(self.threads)
         self._num_heads, self._num_kv_heads = (heads.stop - heads.start for heads in config.own_heads)
@@ -290,13 +293,13 @@ class NativeDecoder:
         if "expert_out" in widths:  # two, taken in turn
             ranks.record.turn_size, widths["expert_out"] = ranks.max_rows * widths["expert_out"] // 4, 2 * widths["expert_out"]
         blocks = -(-config.max_context // PANEL) + 1  # of a sequence
-        numbers = {"threads": self.threads, "message_nbytes": 4 * (ranks.max_rows * (6 + blocks) + 2 * self.num_blocks + 16)}
+        numbers = {"threads": self.threads, "message_nbytes": 4 * (ranks.max_rows * (7 + blocks) + 2 * self.num_blocks + 16)}
         if config.part.tp_size == 1:
             return ranks.share(widths, **numbers)
         heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         widths |= {name: 4 * self._widths.pop(name)[0] for name in ("attended", "act")}
-        widths |= {"added": 4 * config.hidden_size, "logits": 4 * self.vocab_size}
-        widths |= {"all_q": 4 * heads, "all_k": 4 * keys} if config.qk_norm_whole else {}
+        widths |= {"added": 4 * max(config.hidden_size, config.embed_size), "logits": 4 * self.vocab_size}
+        widths |= {"all_q": 4 * heads, "all_k": 4 * keys} if config.qk_norm == "whole" else {}
         if self._own_codes:
             widths |= {f"shared_{name}": self._widths[name][0] * self._widths[name][1].itemsize for name in _INPUTS}
         shared = ranks.share(widths, **numbers)
@@ -328,6 +331,17 @@ class NativeDecoder:
     def _norm(self, weights: DecoderWeights | LayerWeights, name: str) -> _Norm:
         return _Norm(self._vector(getattr(weights, name), self.config.norm_offset), self._vector(getattr(weights, f"{name}_bias")))
 
+    def _head_norm(self, weights: LayerWeights, role: str) -> _Norm:
+        """The weights of every head of this process."""
+        own, weight, bias = getattr(weights, f"{role}s"), getattr(weights, role), getattr(weights, f"{role}_bias")
+        weight = torch.cat(own) if own else weight if weight is None else weight.repeat(self._times(role))
+        bias = None if bias is None else bias.repeat(self._times(role))
+        return _Norm(self._vector(weight, self.config.norm_offset), self._vector(bias))
+
+    def _times(self, role: str) -> int:
+        """How often a head norm's weights are in memory, if not each head has its own."""
+        return 1 if self.config.qk_norm == "whole" else self._num_heads if role[0] == "q" else self._num_kv_heads
+
     def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> MatrixRecord:
         return self._packed([matrix], None if bias is None else [bias])
 
@@ -346,7 +360,8 @@ class NativeDecoder:
         """Read and pack one layer after the other, into memory or the store. Raises ValueError before the first."""
         sizes, read = [self._layer_nbytes(layer) for layer in weights.layers], weights.read_layer or weights.layers.__getitem__
         tables = [table for table in (weights.embed, weights.positions, weights.token_types) if isinstance(table, Tensor)]
-        packed = [weights.embed] if weights.head is None else [weights.head]
+        packed = [m for m in (weights.embed_in, weights.embed_out) if m is not None]
+        packed.append(weights.embed if weights.head is None else weights.head)
         if weights.head is not None and isinstance(weights.embed, Codes):
             packed.append(weights.embed)
         others = sum(_packed_nbytes([m]) for m in packed) + sum(table.nbytes for table in tables)
@@ -438,7 +453,7 @@ class NativeDecoder:
         products = ("q", "k", "v", "out") if self.config.latent is None else ("q", "out")
         record = _LayerRecord(
             **{name: self._norm(weights, name) for name in NORMS},
-            **{name: self._vector(getattr(weights, name), self.config.norm_offset) for name in _HEAD_NORMS},
+            **{name: self._head_norm(weights, name) for name in _HEAD_NORMS},
             **{name: self._matrix(getattr(weights, name), getattr(weights, f"{name}_bias")) for name in products},
             **{f"{name}_norm": self._vector(getattr(weights, f"{name}_norm")) for name in _LATENTS},
             keys=self.keys[min(index, len(self.keys) - 1)].data_ptr(),
@@ -518,10 +533,20 @@ class NativeDecoder:
         return record
 
     def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, fp32 [positions, rotary_dim / 2], for as many positions as both context and cache have."""
-        positions = torch.arange(min(self.max_context, self.num_blocks * PANEL), dtype=torch.float32)
-        angles = positions[:, None] * torch.tensor(rope.inv_freq, dtype=torch.float32)
+        """Cosine and sine, fp32 [positions, rotary_dim / 2], for as many positions as both context and cache have; then those of
+        long texts."""
+        positions = torch.arange(self._num_turns, dtype=torch.float32)
+        sets = [rope.inv_freq, *([rope.long_inv_freq or rope.inv_freq] if self.short_context < self.max_context else [])]
+        angles = torch.cat([positions[:, None] * torch.tensor(one, dtype=torch.float32) for one in sets])
         return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
+
+    @property
+    def _num_turns(self) -> int:
+        return min(self.max_context, self.num_blocks * PANEL)
+
+    def _turn(self, num_tokens: int) -> int:
+        """The row of the tables of `_rope_table` that the first position of a text of so many tokens has."""
+        return self._num_turns if num_tokens > self.short_context else 0
 
     def _decoder(self, weights: DecoderWeights, head: MatrixRecord) -> _Decoder:
         config, part, latent = self.config, self.config.part, self.config.latent or NO_LATENT
@@ -537,6 +562,7 @@ class NativeDecoder:
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             vocab_size=self.vocab_size,
+            embed_size=config.embed_size or config.hidden_size,
             attended_size=config.num_heads * config.value_dim,
             keys_size=config.num_kv_heads * config.head_dim,
             first_attended=heads.start * config.value_dim,
@@ -553,13 +579,14 @@ class NativeDecoder:
             plain_dim=latent.plain_dim,
             value_dim=config.value_dim,
             latent_eps=latent.eps,
-            qk_norm_whole=config.qk_norm_whole,
+            qk_norm_whole=config.qk_norm == "whole",
             cache_type=TYPES[self.keys.dtype],
             activation=_ACTIVATIONS[config.activation],
             centered=config.norm == "layer",
             residual=_RESIDUALS.index(config.residual),
             plain=not config.gated,
             both_ways=not config.causal,
+            late_positions=config.late_positions,
             own_codes=self._own_codes,
             residual_scale=0.0 if config.residual_scale == 1.0 else config.residual_scale,
             logit_scale=0.0 if config.logit_scale == 1.0 else config.logit_scale,
@@ -574,6 +601,8 @@ class NativeDecoder:
             slopes=self._vector(torch.tensor(config.alibi[heads])) if config.alibi else None,
             embed_norm=self._norm(weights, "embed_norm"),
             final_norm=self._norm(weights, "final_norm"),
+            embed_in=MatrixRecord() if weights.embed_in is None else self._matrix(weights.embed_in, weights.embed_in_bias),
+            embed_out=MatrixRecord() if weights.embed_out is None else self._matrix(weights.embed_out),
             head=head,
             layers=self._layers,
             ranks=None if self.ranks is None else ctypes.addressof(self.ranks.record),
@@ -593,10 +622,10 @@ class NativeDecoder:
             _write(self._model.token_types, dequantize(weight))
         elif role.removesuffix("_bias") in ("final_norm", "embed_norm"):
             self._put_norm(self._model, role, weight)
-        elif role == "head":
-            self._put_matrix(self._model.head, weight)
-        elif role == "head_bias":
-            self._put_bias(self._model.head, weight)
+        elif role in ("head", "embed_in", "embed_out"):
+            self._put_matrix(getattr(self._model, role), weight)
+        elif role in ("head_bias", "embed_in_bias"):
+            self._put_bias(getattr(self._model, role.removesuffix("_bias")), weight)
         else:
             _, number, *inside = path.split(".")
             self._put_in_layer(self._layers[int(number)], inside, name, weight)
@@ -616,8 +645,12 @@ class NativeDecoder:
             _write(layer.experts.contents.bias, dequantize(weight))
         elif name in ("router", "shared_gate"):
             _write(getattr(layer.experts.contents, name), dequantize(weight))
-        elif name in _HEAD_NORMS:
-            _write(getattr(layer, name), dequantize(weight).float() + self.config.norm_offset)
+        elif name.removesuffix("_bias") in _HEAD_NORMS:
+            record, is_bias = getattr(layer, name.removesuffix("_bias")), name.endswith("_bias")
+            values = dequantize(weight).float() + (0.0 if is_bias else self.config.norm_offset)
+            _write(record.bias if is_bias else record.weight, values.repeat(self._times(name)))
+        elif inside in (["q_norms"], ["k_norms"]):  # name: the number of the head
+            _write(getattr(layer, inside[0][:-1]).weight + int(name) * 4 * self.config.head_dim, dequantize(weight))
         elif not inside:
             self._put_norm(layer, name, weight)
         else:
@@ -695,19 +728,19 @@ class NativeDecoder:
         blocks = -(-length // PANEL)
         num = len(x) // length
         tables = range(blocks * num)
-        self._run_rows(x, (range(0, len(x) + 1, length), [0] * num, tables, tables[::blocks], ()))
+        self._run_rows(x, (range(0, len(x) + 1, length), [0] * num, [0] * num, tables, tables[::blocks], ()))
         return self._scratch["x"][: x.numel()].view(x.shape).clone()
 
     def normed(self, x: Tensor) -> Tensor:
         """Apply the final norm to rows [rows, hidden]. For a decoder without layers."""
-        self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], (), [0], range(len(x))))
+        self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], [0], (), [0], range(len(x))))
         return self._scratch["normed"][: x.numel()].view(x.shape).clone()
 
     def projected(self, x: Tensor) -> Tensor:
         """Logits, fp32 [rows, vocab], of normed rows. For a decoder without layers."""
         norm, self._model.final_norm.weight = self._model.final_norm.weight, None
         try:
-            self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], (), [0], range(len(x))))
+            self._run_rows(x, (range(0, len(x) + 1, len(x)), [0], [0], (), [0], range(len(x))))
         finally:
             self._model.final_norm.weight = norm
         return torch.from_numpy(self._logits[: len(x)]).clone()
@@ -716,11 +749,12 @@ class NativeDecoder:
         """The last layer's outputs after the final norm, fp32 [tokens of all texts, hidden], from position 0 on. `types`: of their
         tokens. For a model without a head, whose cache holds all these tokens: the cache's blocks are overwritten."""
         first_row = array("i", accumulate(map(len, texts), initial=0))
+        turns = array("i", (self._turn(len(text)) for text in texts))
         table_at = array("i", accumulate((-(-len(text) // PANEL) for text in texts), initial=0))
         assert table_at[-1] <= self.num_blocks, "the cache holds all tokens"
         ids, tables, rows = (array("i", values) for values in (chain(*texts), range(table_at[-1]), range(first_row[-1])))
         kinds = None if types is None else array("i", chain(*types))
-        numbers = ids, first_row, array("i", [0]) * len(texts), tables, table_at[:-1], rows
+        numbers = ids, first_row, array("i", [0]) * len(texts), turns, tables, table_at[:-1], rows
         self._allocate(len(ids), len(rows))
         with nullcontext() if self.ranks is None else self.ranks.forward((), (*numbers, kinds or array("i"))):
             self._run(*numbers, types=kinds)
@@ -755,7 +789,7 @@ class NativeDecoder:
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""
         self.copy(batch.copies)
-        numbers = _numbers(batch)
+        numbers = _numbers(batch, self._turn)
         ids, *_, logit_rows = numbers
         if self.ranks is None:
             self._allocate(len(ids), len(logit_rows))
@@ -774,7 +808,7 @@ class NativeDecoder:
 
     def _generate(self, batch: Batch, draws: Draws, stop: ctypes.c_int32) -> list[list[int]]:
         self.copy(batch.copies)
-        ids, _, start, *_ = numbers = _numbers(batch)
+        ids, _, start, *_ = numbers = _numbers(batch, self._turn)
         self._allocate(len(ids), len(ids))
         adapters = self._adapters(batch)
         self._place(*numbers, adapters=adapters)
@@ -797,7 +831,7 @@ class NativeDecoder:
 
     def _place(self, *numbers: array[int], types: array[int] | None = None, adapters: array[int] | None = None) -> None:
         """Make `_NUMBERS`, types of tokens (None: all 0) and `_adapters` the inputs of the next call, which they outlive."""
-        ids, _, start, _, _, logit_rows = numbers
+        ids, _, start, *_, logit_rows = numbers
         self._allocate(len(ids), len(logit_rows))
         record = self._batch
         record.num_rows, record.num_sequences, record.num_logits = len(ids), len(start), len(logit_rows)

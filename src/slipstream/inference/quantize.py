@@ -43,8 +43,10 @@ def quantize(weights: DecoderWeights, kind: str, group: int = 32, *, has_head: b
         )
 
     head = weights.embed if weights.head is None else weights.head
-    if not has_head:
-        return replace(weights, layers=[quantized(layer) for layer in weights.layers])
-    return replace(
-        weights, head=to_int8(head) if isinstance(head, Tensor) else head, layers=[quantized(layer) for layer in weights.layers]
+    weights = replace(
+        weights,
+        embed_in=None if weights.embed_in is None else matrix(weights.embed_in),
+        embed_out=None if weights.embed_out is None else matrix(weights.embed_out),
+        layers=[quantized(layer) for layer in weights.layers],
     )
+    return replace(weights, head=to_int8(head) if isinstance(head, Tensor) else head) if has_head else weights

@@ -120,6 +120,7 @@ class Scheduler:
         max_running: int,
         max_waiting: int,
         max_context: int,
+        short_context: int | None = None,
         split: bool = True,
         num_draft: int = 0,
         token_interval: float | None = None,
@@ -128,6 +129,7 @@ class Scheduler:
     ) -> None:
         """
         max_context     is lowered to the capacity of the pool; a request that reaches it ends (LENGTH)
+        short_context   a request that gets more tokens is preempted: it is computed anew, as another (`core.Runner`)
         split           False: plain continuous batching, for comparison: whole prompts, which go before generations
         token_interval  seconds that a forward may take while a request generates; limits its prompt tokens below token_budget
         patience        seconds of waiting that one step of priority is worth
@@ -141,6 +143,7 @@ class Scheduler:
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.max_context = min(max_context, pool.num_blocks * pool.block_size)
+        self.short_context = self.max_context if short_context is None else short_context
         self.split = split
         self.num_draft = num_draft
         self.token_interval = token_interval
@@ -242,7 +245,7 @@ class Scheduler:
             sampling = receivers(chunk)
             self._served[request.tenant] += batch.steps * (chunk.stop - chunk.start + len(sampling))
             request.num_computed = chunk.stop
-            self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop, request.salt)
+            self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop, self._salt(request))
             for sibling in sampling[1:]:
                 self._start_sibling(sibling, request)
             outputs += [RequestOutput(one, self._append(one, sampled[one])) for one in sampling]
@@ -346,7 +349,7 @@ class Scheduler:
         """The cached blocks of a waiting request, forked, if it can be admitted: its whole prompt must fit, beside what is owed;
         otherwise it would be preempted at once."""
         is_scored = request.params.prompt_logprobs is not None and not request.num_generated  # each position has to be computed
-        cached = [] if is_scored else self.pool.fork(self.pool.match(request.tokens, request.salt))
+        cached = [] if is_scored else self.pool.fork(self.pool.match(request.tokens, self._salt(request)))
         lacking = self.pool.num_needed(len(request.tokens)) - len(cached)
         if lacking + owed > self.pool.num_free or len(self.running) >= self.max_running:
             self.pool.free(cached)
@@ -409,7 +412,8 @@ class Scheduler:
         request = chunk.request
         if not _generates(chunk) or request.params.constrained:
             return 0
-        left = min(request.params.max_tokens - request.num_generated, self.max_context - len(request.tokens))
+        context = self.max_context if self._is_long(request) else min(self.max_context, self.short_context)
+        left = min(request.params.max_tokens - request.num_generated, context - len(request.tokens))
         return min(left, self._capacity(request)) - 1
 
     def _draft(self, plan: _Plan, index: int, draft: tuple[int, ...]) -> None:
@@ -443,6 +447,13 @@ class Scheduler:
         self._entries[request] = _Entry((importance, self._num_added), num_draft=self.num_draft)
         self._active[request.tenant] += 1
         self._num_added += 1
+
+    def _is_long(self, request: Request) -> bool:
+        return len(request.tokens) > self.short_context
+
+    def _salt(self, request: Request) -> str:
+        """Under which its blocks are found: those of long requests have other keys and values."""
+        return f"{request.salt}\0long" if self._is_long(request) else request.salt
 
     def _rank(self, request: Request) -> tuple[float, int]:
         return self._entries[request].rank
@@ -498,6 +509,7 @@ class Scheduler:
         draft."""
         assert accepted, f"{request.id} was computed to its last token, but commit got no token for it"
         params, before, reason = request.params, request.num_computed, None
+        was_long, salt = self._is_long(request), self._salt(request)
         for token in accepted:
             request.tokens.append(token)
             if token in request.end_ids:
@@ -507,10 +519,12 @@ class Scheduler:
             if reason:
                 break
         request.num_computed = len(request.tokens) - 1
-        self.pool.publish(request.blocks, request.tokens, before, request.num_computed, request.salt)
+        self.pool.publish(request.blocks, request.tokens, before, request.num_computed, salt)
         new = tuple(request.tokens[before:])
         if reason:
             self.finish(request, reason)
+        elif was_long < self._is_long(request):
+            self._requeue(request)
         return new
 
     def _count_draft(self, chunk: Chunk, accepted: int) -> None:

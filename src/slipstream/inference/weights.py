@@ -37,6 +37,10 @@ class LayerWeights:
     out_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [head_dim], or of all heads if the norm is over them together
     k_norm: Tensor | None = None
+    q_norm_bias: Tensor | None = None
+    k_norm_bias: Tensor | None = None
+    q_norms: list[Tensor] = field(default_factory=list)  # [head_dim] of each head, if each has its own
+    k_norms: list[Tensor] = field(default_factory=list)
     latent: Matrix | None = None  # [rotary_dim + rank, hidden]
     latent_bias: Tensor | None = None
     latent_norm: Tensor | None = None  # [rank]
@@ -78,7 +82,7 @@ class LayerWeights:
 
 @dataclass(slots=True, kw_only=True)
 class DecoderWeights:
-    embed: Matrix  # [vocab, hidden]
+    embed: Matrix  # [vocab, hidden], or [vocab, embed_size]
     final_norm: Tensor | None  # [hidden]
     head: Matrix | None  # [vocab, hidden]; None: the embedding, or none
     layers: list[LayerWeights]
@@ -88,6 +92,9 @@ class DecoderWeights:
     embed_norm_bias: Tensor | None = None
     positions: Tensor | None = None  # [num_positions, hidden]
     token_types: Tensor | None = None  # [num_token_types, hidden]
+    embed_in: Matrix | None = None  # [hidden, embed_size]
+    embed_in_bias: Tensor | None = None
+    embed_out: Matrix | None = None  # [embed_size, hidden], before the head
     read_layer: Callable[[int], LayerWeights] | None = None  # reads one; in `layers`, matrices are on meta then
 
 
@@ -110,4 +117,7 @@ def put(weights: DecoderWeights, role: str, weight: Matrix) -> None:
     *path, name = role.split(".")
     for step in path:
         owner = owner[int(step)] if isinstance(owner, list) else getattr(owner, step)
-    setattr(owner, name, weight)
+    if isinstance(owner, list):
+        owner[int(name)] = weight
+    else:
+        setattr(owner, name, weight)

@@ -320,6 +320,7 @@ static int64_t scratch_to_multiply(int64_t features) { return features * 4 * PAN
 static int64_t widest_of(const struct decoder *model)
 {
     int64_t widest = model->hidden_size > model->intermediate_size ? model->hidden_size : model->intermediate_size;
+    widest = model->embed_size > widest ? model->embed_size : widest;
     widest = model->attended_size > widest ? model->attended_size : widest;
     widest = model->q_latent_rank > widest ? model->q_latent_rank : widest;
     widest = model->head_dim > widest ? model->head_dim : widest; /* a tile of queries, and the sums of it, are smaller */
@@ -357,7 +358,7 @@ static void run_all(struct team *team, void (*task)(struct team *, int thread))
 /* Run one forward; returns -1 if memory is short, -2 if another process is lost. One call at a time per team. */
 SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct decoder *model, const struct batch *batch)
 {
-    if (prepare(team, scratch_to_multiply(widest_of(model)), model->num_layers * 10 + 1) || prepare_sums(team, model, batch))
+    if (prepare(team, scratch_to_multiply(widest_of(model)), model->num_layers * 10 + 3) || prepare_sums(team, model, batch))
         return -1;
     team->model = model;
     team->batch = batch;
@@ -370,7 +371,7 @@ SLIPSTREAM_API int slipstream_decoder_forward(struct team *team, const struct de
 SLIPSTREAM_API int slipstream_decoder_steps(struct team *team, const struct decoder *model, const struct batch *batch, struct steps *steps)
 {
     const int64_t forward = scratch_to_multiply(widest_of(model)), choice = scratch_to_choose(model->vocab_size);
-    if (prepare(team, forward > choice ? forward : choice, model->num_layers * 10 + 1))
+    if (prepare(team, forward > choice ? forward : choice, model->num_layers * 10 + 3))
         return -1;
     for (int row = 0; row < batch->num_rows; ++row) {
         steps->start[row] += steps->num_steps - 1; /* the last step has the most ranges, but not always the most items */

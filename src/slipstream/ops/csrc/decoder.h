@@ -107,14 +107,14 @@ struct low_rank {
 struct layer {
     struct norm input_norm, mlp_norm; /* of the inputs of attention and MLP; in parallel, one without a norm has the other's input */
     struct norm attn_post_norm, mlp_post_norm; /* of their outputs; with RESIDUAL_AFTER of the sums of these and the residual */
-    const float *q_norm, *k_norm; /* [head_dim], with qk_norm_whole [heads of this process][head_dim], or NULL */
+    struct norm q_norm, k_norm; /* [heads of this process][head_dim]: of each head, or with qk_norm_whole of all together */
     struct matrix latent, q_latent; /* with latents: what a key is, and what queries are products of; the latter may be empty */
     const float *latent_norm, *q_latent_norm;
     const struct matrix *k_heads, *v_heads; /* with latents, in place of k and v: [num_heads] from a query to its product with keys,
                                                and from the mixture of keys to that of values */
     struct matrix q, k, v, out, gate_up /* alternating panels of gate and up; only up if the MLP is plain */, down;
     const struct experts *experts; /* instead of gate_up and down; NULL: dense */
-    const float *cosine, *sine; /* [max_context][rotary_dim / 2]; NULL: no rotation */
+    const float *cosine, *sine; /* [positions][rotary_dim / 2], maybe of several sets of frequencies; NULL: no rotation */
     void *keys;   /* [block][kv_head][head_dim][PANEL] */
     void *values; /* [block][kv_head][PANEL][head_dim] */
     int32_t rotary_dim, window;
@@ -122,6 +122,7 @@ struct layer {
 
 struct decoder {
     int64_t hidden_size, intermediate_size, vocab_size;
+    int64_t embed_size; /* features of the embedding, and of the head's inputs: hidden_size, or embed_in and embed_out are there */
     int64_t attended_size, keys_size; /* features of the values of all heads, and of all keys, of all processes */
     int64_t first_attended, first_key, first_hidden, first_inner, first_token; /* where the columns of this process begin */
     int64_t num_tokens;    /* that it embeds, from first_token on */
@@ -136,14 +137,16 @@ struct decoder {
     int32_t residual;   /* enum residual */
     int32_t plain;      /* the MLP has no gate */
     int32_t both_ways;  /* a row attends to its whole sequence, of which a batch has all rows */
+    int32_t late_positions; /* added after embed_in */
     int32_t own_codes;  /* each process converts its own columns of attended and act to the input type of the next product */
     float latent_eps, norm_eps, embed_scale, attn_scale, attn_softcap, logit_softcap;
     float residual_scale, logit_scale; /* factors of what is added to the residual, and of logits; 0: none */
-    const void *embed; /* [num_tokens][hidden] */
+    const void *embed; /* [num_tokens][embed_size] */
     const struct matrix *embed_codes; /* the embedding, if it is quantized: a token is a column. Or NULL */
-    const float *positions, *token_types; /* [max_context][hidden], [types][hidden], added to the embedding, or NULL */
+    const float *positions, *token_types; /* [max_context][...], [types][embed_size], added to the embedding, or NULL */
     const float *slopes; /* [num_heads] ALiBi's: added to a score times the key's position less the query's, or NULL */
     struct norm embed_norm, final_norm;
+    struct matrix embed_in, embed_out; /* between embed_size and hidden_size, which every process computes whole; or empty */
     struct matrix head;
     const struct layer *layers;
     struct ranks *ranks; /* NULL: one process */
@@ -177,6 +180,7 @@ struct batch {
     const int32_t *ids;       /* [num_rows] */
     const int32_t *first_row; /* [num_sequences + 1] */
     const int32_t *start;     /* [num_sequences] position of the first row */
+    const int32_t *turns;     /* [num_sequences] the row of cosine and sine that position 0 has */
     const int32_t *tables;    /* block ids of all sequences, concatenated */
     const int32_t *table_at;  /* [num_sequences] index in tables of a sequence's first block */
     const int32_t *logit_rows; /* [num_logits] */

@@ -65,16 +65,16 @@ TARGET static void layer_norm(float *to, const float *x, const struct norm *norm
     }
 }
 
-/* to = the norm of a row, or with `add`, to += that; a copy without a norm. `to` can be x. */
-TARGET static void norm_row(const struct decoder *model, float *to, const float *x, const struct norm *norm, int add)
+/* to = the norm of `size` features, or with `add`, to += that; a copy without a norm. `to` can be x. */
+TARGET static void norm_row(const struct decoder *model, float *to, const float *x, const struct norm *norm, int64_t size, int add)
 {
     if (!norm->weight) {
         if (to != x)
-            memcpy(to, x, (size_t)model->hidden_size * sizeof(float));
+            memcpy(to, x, (size_t)size * sizeof(float));
     } else if (model->centered) {
-        layer_norm(to, x, norm, model->hidden_size, model->norm_eps, add);
+        layer_norm(to, x, norm, size, model->norm_eps, add);
     } else {
-        rms_norm(to, x, norm->weight, model->hidden_size, model->norm_eps, add);
+        rms_norm(to, x, norm->weight, size, model->norm_eps, add);
     }
 }
 
@@ -84,10 +84,10 @@ INLINE void add_row(float *to, const float *x, int64_t size)
         to[i] += x[i];
 }
 
-TARGET static void rotate(float *head, const struct layer *layer, int64_t position)
+TARGET static void rotate(float *head, const struct layer *layer, int64_t angle)
 {
     const int64_t half = layer->rotary_dim / 2;
-    const float *cosine = layer->cosine + position * half, *sine = layer->sine + position * half;
+    const float *cosine = layer->cosine + angle * half, *sine = layer->sine + angle * half;
     for (int64_t i = 0; i < half; ++i) {
         const float a = head[i], b = head[i + half];
         head[i] = a * cosine[i] - b * sine[i];
@@ -110,13 +110,17 @@ INLINE int64_t block_of(const struct batch *batch, int sequence, int64_t positio
     return batch->tables[batch->table_at[sequence] + position / PANEL];
 }
 
-/* Normalize and rotate a head, in place. */
-TARGET static void turn(const struct decoder *model, const struct layer *layer, float *head, const float *norm, int64_t position)
+/* Normalize and rotate a head of queries or keys, in place: the one with this number, by the angles of a row of the tables. */
+TARGET static void turn(const struct decoder *model, const struct layer *layer, float *head, const struct norm *norms, int64_t number,
+                        int64_t angle)
 {
-    if (norm && !model->qk_norm_whole)
-        rms_norm(head, head, norm, model->head_dim, model->norm_eps, 0);
+    const int64_t dim = model->head_dim, at = number * dim;
+    if (norms->weight && !model->qk_norm_whole) {
+        const struct norm own = {norms->weight + at, norms->bias ? norms->bias + at : NULL};
+        norm_row(model, head, head, &own, dim, 0);
+    }
     if (layer->cosine)
-        rotate(head, layer, position);
+        rotate(head, layer, angle);
 }
 
 /* Normalize and rotate a row's key, in place, and write it and the value to the cache. */
@@ -126,7 +130,7 @@ TARGET static void place_key(const struct decoder *model, const struct layer *la
     const int64_t dim = model->head_dim, num_kv = model->num_kv_heads;
     const int64_t position = batch->start[sequence] + row - batch->first_row[sequence];
     float *k = batch->qkv + (row * (model->num_heads + 2 * num_kv) + model->num_heads + kv_head) * dim, *v = k + num_kv * dim;
-    turn(model, layer, k, layer->k_norm, position);
+    turn(model, layer, k, &layer->k_norm, kv_head, batch->turns[sequence] + position);
     const int64_t at = position % PANEL, base = (block_of(batch, sequence, position) * num_kv + kv_head) * dim * PANEL;
     if (model->cache_type == WEIGHT_BF16) {
         uint16_t *keys = (uint16_t *)layer->keys + base + at, *values = (uint16_t *)layer->values + base + at * dim;
@@ -350,7 +354,7 @@ TARGET static struct queries queries_of(const struct decoder *model, const struc
     for (int i = 0; i < queries.count; ++i, q += dim) {
         const int64_t r = (at + i) / group, head = kv_head * group + (at + i) % group, own = batch->start[sequence] + r;
         memcpy(q, batch->qkv + ((row + r) * (model->num_heads + 2 * model->num_kv_heads) + head) * dim, (size_t)dim * sizeof(float));
-        turn(model, layer, q, layer->q_norm, own);
+        turn(model, layer, q, &layer->q_norm, head, batch->turns[sequence] + own);
         queries.to[i] = to.first + (row + r) * to.stride + head * dim;
         queries.own[i] = own;
         queries.last[i] = model->both_ways ? batch->start[sequence] + rows - 1 : own;

@@ -19,7 +19,7 @@ INLINE void meet(struct worker *worker) { team_wait(worker->team, &worker->ahead
 TARGET static void norm_rows(const struct decoder *model, float *to, const float *x, const struct norm *norm, const struct worker *worker, int add)
 {
     for (int64_t row = worker->from; row < worker->until; ++row)
-        norm_row(model, to + row * model->hidden_size, x + row * model->hidden_size, norm, add);
+        norm_row(model, to + row * model->hidden_size, x + row * model->hidden_size, norm, model->hidden_size, add);
 }
 
 /* Convert this thread's rows of x, of `size` features, to the products' input type; other threads read them after a barrier. */
@@ -362,31 +362,55 @@ TARGET static void routed(const struct decoder *model, int layer, const struct b
 
 /* ---- the model ---- */
 
+/* x = W normed for the first rows, of other sizes than x's and normed's. Begins and ends with a barrier. */
+TARGET static void resize(const struct batch *batch, const struct matrix *w, int32_t num_rows, int64_t from, int64_t to, struct worker *worker)
+{
+    struct product job = {.w = w, .x = batch->normed, .y = batch->x, .x_stride = from, .y_stride = to, .num_rows = num_rows};
+    job.coded = code_rows(batch, batch->normed, from, wants(w), worker);
+    meet(worker);
+    multiply(&job, 1, worker);
+    meet(worker);
+}
+
+/* What is added to a row's embedding for its position. */
+INLINE const float *position_of(const struct decoder *model, const struct batch *batch, int row, int sequence, int64_t size)
+{
+    return model->positions + (batch->start[sequence] + row - batch->first_row[sequence]) * size;
+}
+
 /* This thread's rows of the embedding, with what is added to it. If matrices are cut, the process that has a token embeds it. */
 TARGET static void embed(const struct decoder *model, const struct batch *batch, struct worker *worker)
 {
-    const int64_t hidden = model->hidden_size;
+    const int64_t hidden = model->hidden_size, size = model->embed_size, resized = model->embed_in.num_columns;
+    float *const embedded = resized ? batch->normed : batch->x, *const rows = batch->added ? batch->added : embedded;
     for (int sequence = 0, row = (int)worker->from; row < worker->until; ++row) {
-        float *x = (batch->added ? batch->added : batch->x) + row * hidden;
+        float *x = rows + row * size;
         const int64_t id = batch->ids[row] - model->first_token;
         while (row >= batch->first_row[sequence + 1])
             ++sequence;
         if (batch->added && (id < 0 || id >= model->num_tokens)) {
             if (!model->ranks->arrived)
-                memset(x, 0, (size_t)hidden * sizeof(float));
+                memset(x, 0, (size_t)size * sizeof(float));
             continue;
         }
         embed_row(model, id, x);
         if (model->token_types)
-            add_row(x, model->token_types + (batch->types ? batch->types[row] : 0) * hidden, hidden);
-        if (model->positions)
-            add_row(x, model->positions + (batch->start[sequence] + row - batch->first_row[sequence]) * hidden, hidden);
-        norm_row(model, x, x, &model->embed_norm, 0);
+            add_row(x, model->token_types + (batch->types ? batch->types[row] : 0) * size, size);
+        if (model->positions && !model->late_positions)
+            add_row(x, position_of(model, batch, row, sequence, size), size);
+        norm_row(model, x, x, &model->embed_norm, size, 0);
     }
     if (batch->added) {
-        complete(model, batch, batch->added, batch->num_rows, hidden, 0, hidden, worker);
-        memcpy(batch->x + worker->from * hidden, batch->added + worker->from * hidden,
-               (size_t)((worker->until - worker->from) * hidden) * sizeof(float));
+        complete(model, batch, batch->added, batch->num_rows, size, 0, size, worker);
+        memcpy(embedded + worker->from * size, batch->added + worker->from * size,
+               (size_t)((worker->until - worker->from) * size) * sizeof(float));
+    }
+    if (resized)
+        resize(batch, &model->embed_in, batch->num_rows, size, hidden, worker);
+    for (int sequence = 0, row = (int)worker->from; row < worker->until && model->late_positions; ++row) {
+        while (row >= batch->first_row[sequence + 1])
+            ++sequence;
+        add_row(batch->x + row * hidden, position_of(model, batch, row, sequence, hidden), hidden);
     }
 }
 
@@ -474,8 +498,8 @@ TARGET static void norm_whole(const struct decoder *model, const struct layer *l
     for (int64_t row = worker->from; row < worker->until; ++row) {
         float *q = batch->qkv + row * width, *k = q + q_width;
         const float *of_q = batch->added ? batch->all_q + row * all_q : q, *of_k = batch->added ? batch->all_k + row * all_k : k;
-        scale_row(q, q, layer->q_norm, q_width, rms_factor(of_q, all_q, model->norm_eps), 0);
-        scale_row(k, k, layer->k_norm, kv_width, rms_factor(of_k, all_k, model->norm_eps), 0);
+        scale_row(q, q, layer->q_norm.weight, q_width, rms_factor(of_q, all_q, model->norm_eps), 0);
+        scale_row(k, k, layer->k_norm.weight, kv_width, rms_factor(of_k, all_k, model->norm_eps), 0);
     }
     meet(worker);
 }
@@ -574,11 +598,16 @@ TARGET static void run(const struct decoder *model, const struct batch *batch, s
     meet(worker);
     share(worker, batch->num_logits);
     for (int64_t i = worker->from; i < worker->until; ++i) {
-        norm_row(model, batch->normed + i * hidden, batch->x + batch->logit_rows[i] * hidden, &model->final_norm, 0);
+        norm_row(model, batch->normed + i * hidden, batch->x + batch->logit_rows[i] * hidden, &model->final_norm, hidden, 0);
     }
     struct product head = {.w = &model->head, .x = batch->normed, .y = batch->logits + model->first_token, .x_stride = hidden,
                            .y_stride = model->vocab_size, .num_rows = batch->num_logits, .scale = model->logit_scale};
-    head.coded = code_rows(batch, batch->normed, hidden, wants(head.w), worker);
+    if (model->embed_out.num_columns) {
+        resize(batch, &model->embed_out, batch->num_logits, hidden, model->embed_size, worker);
+        head.x = batch->x;
+        head.x_stride = model->embed_size;
+    }
+    head.coded = code_rows(batch, head.x, head.x_stride, wants(head.w), worker);
     meet(worker);
     multiply(&head, 1, worker);
     if (batch->added && (model->vocab_size || model->ranks->arrived)) /* without logits a barrier: the next forward writes `added` */

@@ -59,7 +59,7 @@ TARGET static void column_of(const struct matrix *w, int64_t column, int64_t siz
 
 TARGET static void embed_row(const struct decoder *model, int32_t id, float *x)
 {
-    const int64_t size = model->hidden_size;
+    const int64_t size = model->embed_size;
     if (model->embed_codes) {
         column_of(model->embed_codes, id, size, x);
         for (int64_t i = 0; i < size; ++i)
