@@ -65,9 +65,17 @@ _LEVELS = {"value": "level", "reference": "reference", "last": "last_factor"}  #
 
 
 class OneBitOptimizer(Optimizer):
-    """What 1-bit optimizers tell, by DeepSpeed's names."""
+    """The base of 1-bit optimizers, and what they tell by DeepSpeed's names."""
 
+    script_options = ("exp_avg_mask",)  # of a group: never saved, because a script's masks follow its model
     engine_steps: OneBitSteps | None = None  # of the engine that steps it
+
+    @staticmethod
+    def rounds(group: Mapping[str, Any]) -> Rounds:
+        return Rounds(freeze=group["freeze_step"])
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
 
     @property
     def freeze_step(self) -> int:
@@ -102,8 +110,6 @@ class OneBitAdam(OneBitOptimizer):
     or 1-D: elements that are 0 are not stepped after `freeze_step` (positions that never have gradients).
     """
 
-    script_options = ("exp_avg_mask",)  # of a group: never saved, because a script's masks follow its model
-
     def __init__(
         self,
         params: ParamsT,
@@ -117,13 +123,6 @@ class OneBitAdam(OneBitOptimizer):
         common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
         super().__init__(params, defaults("OneBitAdam", common, {"freeze_step": freeze_step}))
 
-    @staticmethod
-    def rounds(group: Mapping[str, Any]) -> Rounds:
-        return Rounds(freeze=group["freeze_step"])
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
-
 
 class ZeroOneAdam(OneBitOptimizer):
     """AdamW whose variance is updated in few steps. Inside an engine, ranks exchange signs in the others, and at last not in all.
@@ -132,8 +131,6 @@ class ZeroOneAdam(OneBitOptimizer):
     `var_freeze_step`. From there signs are exchanged every step, after `local_step_scaler` steps every 2nd, after as many more
     every 4th, and so on up to every `local_step_clipper`-th ([Note: Local steps]). Groups have the options of `OneBitAdam`'s.
     """
-
-    script_options = ("exp_avg_mask",)
 
     def __init__(
         self,
@@ -161,9 +158,6 @@ class ZeroOneAdam(OneBitOptimizer):
             local_doubling=group["local_step_scaler"],
             longest=group["local_step_clipper"],
         )
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
 
 
 def defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:

@@ -49,8 +49,6 @@ class OneBitLamb(OneBitOptimizer):
     factor_threshold        by which share the factor changes in a step, at most
     """
 
-    script_options = ("exp_avg_mask",)
-
     def __init__(
         self,
         params: ParamsT,
@@ -88,10 +86,6 @@ class OneBitLamb(OneBitOptimizer):
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratios of the last step, of the tensors (or parts of them) whose states are on this rank."""
         return [float(value) for value in self.coefficients.values()]
-
-    @staticmethod
-    def rounds(group: Mapping[str, Any]) -> Rounds:
-        return Rounds(freeze=group["freeze_step"])
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return step_each(self, closure, partial(_step, rounds=rounds_of(self), coefficients=self.coefficients))
