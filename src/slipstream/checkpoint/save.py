@@ -60,7 +60,7 @@ def save(
     and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back. `hosts`: each host has a
     `directory` of its own, which gets the files of the host before it, too (hosts.py).
     """
-    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, None, hosts)
+    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, hosts)
     try:
         if hosts is None:
             pending.ranks.decide(pending.step, lambda: pending.commit(pending.content()))
@@ -74,23 +74,13 @@ def save(
 
 
 def save_async(
-    directory: str | os.PathLike[str],
-    tag: str,
-    staging: Staging,
-    *,
-    tensors: Mapping[str, FlatSlice | Tensor],
-    shared: Mapping[str, Any],
-    per_rank: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
-    mesh: Mapping[str, int] | None = None,
-    save_latest: bool = True,
-    tag_validation: TagValidation = "Warn",
-    keep: int | None = None,
-    patience_s: float = PATIENCE_S,
+    directory: str | os.PathLike[str], tag: str, staging: Staging, *, patience_s: float = PATIENCE_S, **content: Any
 ) -> AsyncSave:
-    """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time."""
-    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, staging)
-    return AsyncSave(pending, patience_s)
+    """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time.
+
+    content: the keywords of `save`, without `hosts`
+    """
+    return AsyncSave(_begin(directory, tag, staging=staging, **content), patience_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,13 +141,13 @@ def _begin(
     tensors: Mapping[str, FlatSlice | Tensor],
     shared: Mapping[str, Any],
     per_rank: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-    mesh: Mapping[str, int] | None,
-    save_latest: bool,
-    tag_validation: TagValidation,
-    keep: int | None,
-    staging: Staging | None,
+    group: dist.ProcessGroup | None = None,
+    mesh: Mapping[str, int] | None = None,
+    save_latest: bool = True,
+    tag_validation: TagValidation = "Warn",
+    keep: int | None = None,
     hosts: Hosts | None = None,
+    staging: Staging | None = None,
 ) -> PendingSave:
     ranks, parent, state = Ranks(group), Path(directory), dict(tensors)
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")
