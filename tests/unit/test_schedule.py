@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from itertools import pairwise
 
 import pytest
@@ -90,7 +90,11 @@ def test_every_action_once_and_each_parameter_in_the_order_of_micro_batches(sche
 @settings(max_examples=100, deadline=None)
 @given(schedules())
 def test_no_deadlock_with_blocking_senders_and_few_buffers(schedule: Schedule) -> None:
-    """Each rank runs its actions in order, waits for the message of each and for a free buffer after each."""
+    """Each rank runs its actions in order, waits for the message of each and for a free buffer after each.
+
+    There are as many buffers as an engine's mail has (train/pipeline.py).
+    """
+    num_slots = schedule.num_ranks * schedule.num_chunks + 1
     rings: dict[tuple[Kind, int], deque[int]] = defaultdict(deque)
     local: set[StageMessage] = set()
     left = [deque(row) for row in schedule.actions]
@@ -101,7 +105,7 @@ def test_no_deadlock_with_blocking_senders_and_few_buffers(schedule: Schedule) -
         for rank in range(schedule.num_ranks):
             while left[rank] or unsent[rank]:
                 if (message := unsent[rank]) is not None:
-                    if len(rings[message[:2]]) == schedule.slots[message[:2]]:
+                    if len(rings[message[:2]]) == num_slots:
                         break
                     rings[message[:2]].append(message.micro)
                     unsent[rank], progress = None, True
@@ -123,48 +127,6 @@ def test_no_deadlock_with_blocking_senders_and_few_buffers(schedule: Schedule) -
     assert not any(left)
     assert not any(unsent)
     assert not any(rings.values())
-
-
-@settings(max_examples=100, deadline=None)
-@given(schedules(), st.booleans())
-def test_posts_match_in_order(schedule: Schedule, one_stream: bool) -> None:
-    """Sends and receives are matched as by NCCL: those of a pair of ranks, or all of a rank, one after the other."""
-    queues: dict[tuple[int, int], deque[StageMessage]] = defaultdict(deque)
-    arrived, sent = set(), set()
-    posts = [schedule.posts(rank) for rank in range(schedule.num_ranks)]
-    step = [0] * schedule.num_ranks
-
-    def queue(rank: int, other: int) -> deque[StageMessage]:
-        return queues[rank, -1 if one_stream else other]
-
-    for rank, first in enumerate(posts):
-        assert len(first) == len(schedule.actions[rank]) + 1
-        for message in first[0]:
-            assert message.target == rank
-            queue(rank, message.source).append(message)
-    progress = True
-    while progress:
-        progress = False
-        for (rank, _), ours in queues.items():
-            if ours and ours[0].source == rank and ours[0] == next(iter(queue(ours[0].target, rank)), None):
-                arrived.add(queue(ours[0].target, rank).popleft())
-                ours.popleft()
-                progress = True
-                break
-        for rank, row in enumerate(schedule.actions):
-            if step[rank] == len(row):
-                continue
-            needed = schedule.receives(rank, row[step[rank]])
-            if needed is not None and needed.source != rank and needed not in arrived:
-                continue
-            sent.add(schedule.sends(rank, row[step[rank]]))
-            step[rank], progress = step[rank] + 1, True
-            for message in posts[rank][step[rank]]:
-                assert message.source != rank or message in sent
-                queue(rank, message.target if message.source == rank else message.source).append(message)
-    assert step == [len(row) for row in schedule.actions]
-    assert not any(queues.values())
-    assert Counter(message for each in posts for some in each for message in some) == dict.fromkeys(arrived, 2)
 
 
 def test_messages_of_a_v() -> None:

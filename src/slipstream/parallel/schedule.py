@@ -13,9 +13,8 @@ An executor of one rank:
         ...compute; message.source == rank: the message is in memory...
         message = schedule.sends(rank, action)     # None: nothing to send
 
-`schedule.slots` has the buffers that each ring of messages needs, `schedule.posts(rank)` an order of all sends and receives that
-cannot deadlock where they are matched by order (NCCL). Every style runs the backwards (B or W) of a chunk in ascending
-micro-batch order, so gradients accumulate to the same bits in each of them.
+Senders may wait for a free buffer: one more than there are stages, for each (kind, stage) of messages, is enough. Every style runs
+the backwards (B or W) of a chunk in ascending micro-batch order, so gradients accumulate to the same bits in each of them.
 """
 
 from __future__ import annotations
@@ -173,55 +172,6 @@ class Schedule:
         if action.kind == Kind.WEIGHT or not (0 <= source <= last and 0 <= stage <= last):
             return None
         return StageMessage(kind, stage, action.micro, self.rank_of(source), self.rank_of(stage))
-
-    @cached_property
-    def _transfers(self) -> list[tuple[float, float, StageMessage]]:
-        """(sent, received, message) of all messages between ranks, by the time of sending."""
-        spans = [span for row in self.spans for span in row]
-        received = {self.receives(span.rank, span.action): span.start for span in spans}
-        sent = [(span.stop, self.sends(span.rank, span.action)) for span in spans]
-        return sorted((stop, received[m], m) for stop, m in sent if m is not None and m.source != m.target)
-
-    @cached_property
-    def slots(self) -> dict[tuple[Kind, int], int]:
-        """(kind, stage) of a message -> how many of these are under way at once, from the end of the action that sends one to
-        the start of the action that receives it. With so many buffers blocking senders cannot deadlock: the simulated step is an
-        order of all events in which none of them waits.
-        """
-        rings: dict[tuple[Kind, int], list[tuple[float, int]]] = {}
-        for sent, received, message in self._transfers:
-            rings.setdefault(message[:2], []).extend([(sent, 0), (received, 1)])  # a tie counts as under way
-        slots = {}
-        for ring, events in rings.items():
-            under_way = most = 0
-            for _, is_received in sorted(events):
-                under_way += -1 if is_received else 1
-                most = max(most, under_way)
-            slots[ring] = most
-        return slots
-
-    def posts(self, rank: int) -> list[list[StageMessage]]:
-        """For each action of a rank, the sends and receives to post just before it, in order; and those to post after the last.
-
-        All ranks post in one order, that of the simulated sends: no two ranks wait for each other, whether messages are matched in
-        order per pair of ranks or on one stream per rank. A receive is posted while its sender computes, before
-        the action that needs it.
-        """
-        starts = [span.start for span in self.spans[rank]]
-        after = {self.sends(rank, action): i + 1 for i, action in enumerate(self.actions[rank])}
-        posts: list[list[StageMessage]] = [[] for _ in range(len(starts) + 1)]
-        place = running = 0
-        for sent, _, message in self._transfers:
-            while running < len(starts) and starts[running] < sent:
-                running += 1
-            if message.source == rank:
-                place = max(place, after[message])
-            elif message.target == rank:
-                place = max(place, running - 1)
-            else:
-                continue
-            posts[place].append(message)
-        return posts
 
 
 def stage_of(num_ranks: int, style: Style | str, rank: int, chunk: int) -> int:
