@@ -31,13 +31,11 @@ from slipstream.train.saving import entries
 from slipstream.train.saving.entries import spread_weights
 from slipstream.zero import access
 from slipstream.zero.leaves import whole_shape
-from slipstream.zero.storage.store import Store, copy_store
+from slipstream.zero.storage.store import Store, copy_store, pieces
 from slipstream.zero.unit import Unit
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
-
-_PIECE = 1 << 20  # elements processed at a time
 
 
 class Ema:
@@ -92,7 +90,7 @@ class Ema:
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
         with torch.no_grad():
             for unit, average in self._averages.items():
-                for start, stop in _pieces(average):
+                for start, stop in pieces(average.numel):
                     mean = average.get(start, stop)
                     change = unit.master.get(start, stop).to(mean) - mean
                     average.put(start, mean.add_(change.mul_(1 - decay)))  # [Note: Bits of an average]
@@ -213,12 +211,8 @@ def _owned(unit: Unit) -> Iterator[tuple[str, int, slice]]:
         yield name, inside.start, of_param
 
 
-def _pieces(store: Store) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + _PIECE, store.numel)) for start in range(0, store.numel, _PIECE))
-
-
 def _swap(one: Store, other: Store) -> None:
-    for start, stop in _pieces(one):
+    for start, stop in pieces(one.numel):
         old = one.get(start, stop).clone()
         one.put(start, other.get(start, stop))
         other.put(start, old)

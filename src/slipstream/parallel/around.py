@@ -69,22 +69,19 @@ def unwrap(module: nn.Module, around: Around) -> None:
 
 def connect_before(block: nn.Module, change: Callable[..., Any]) -> None:
     """Change a block's arguments, outside of its wrappers: `change(block, args, kwargs)` returns new ones, or None."""
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if isinstance(module, _Wrapped) else change(module, args, kwargs)
-
     vars(block).setdefault(_BEFORE, []).append(change)
-    block.register_forward_pre_hook(hook, with_kwargs=True)
+    block.register_forward_pre_hook(_unless_wrapped(change), with_kwargs=True)
 
 
 def connect_behind(block: nn.Module, change: Callable[..., Any]) -> None:
     """Change a block's output, outside of its wrappers: `change(block, args, output)` returns a new one, or None."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return None if isinstance(module, _Wrapped) else change(module, args, output)
-
     vars(block).setdefault(_BEHIND, []).append(change)
-    block.register_forward_hook(hook)
+    block.register_forward_hook(_unless_wrapped(change))
+
+
+def _unless_wrapped(change: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of a block without wrappers: a wrapped one makes the change itself."""
+    return lambda block, *values: None if isinstance(block, _Wrapped) else change(block, *values)
 
 
 def _changed(value: Any, new: Any) -> Any:

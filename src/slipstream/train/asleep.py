@@ -5,7 +5,7 @@ A tensor keeps its identity: its storage is resized to zero and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.ops.disk import Disk, DiskError
 from slipstream.zero.shared import free_pages
-from slipstream.zero.storage.store import Space, Store, range_nbytes
+from slipstream.zero.storage.store import Space, Store, pieces, range_nbytes
 
 
 class Asleep:
@@ -55,7 +55,7 @@ class Asleep:
                 tensor.untyped_storage().resize_(nbytes)
             if isinstance(saved, Store):
                 try:
-                    for start, stop in _pieces(saved.numel):
+                    for start, stop in pieces(saved.numel):
                         tensor[start:stop].copy_(saved.get(start, stop))
                 except DiskError as failed:
                     error = error or str(failed)
@@ -77,11 +77,6 @@ class Asleep:
         if self._space is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
         store = self._space.store(tensor.numel(), tensor.dtype)
-        for start, stop in _pieces(tensor.numel()):
+        for start, stop in pieces(tensor.numel()):
             store.put(start, tensor[start:stop].cpu())
         return store
-
-
-def _pieces(numel: int, most: int = 1 << 22) -> Iterator[tuple[int, int]]:
-    for start in range(0, numel, most):
-        yield start, min(start + most, numel)

@@ -75,11 +75,6 @@ class Slots:
         return (buffer for ring in self._rings.values() for buffer in ring)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's buffers."""
-        return sum(buffer.tensor.nbytes for buffer in self.buffers())
-
-    @property
     def numels(self) -> dict[RingKey, int]:
         """Elements of each ring's buffers."""
         return {key: ring[0].tensor.numel() for key, ring in self._rings.items()}

@@ -42,7 +42,7 @@ from slipstream.zero.storage.store import (
     disk_nbytes,
     range_nbytes,
 )
-from slipstream.zero.storage.stream import StateChunk
+from slipstream.zero.storage.stream import StateChunk, StateUse
 from slipstream.zero.unit import Dtypes
 
 META = torch.device("meta")
@@ -190,6 +190,11 @@ class PredictedStates(NamedTuple):
             yield "gradients", "gradients", self.grads
         for name, store in self.optim.items():
             yield "optimizer", "masters" if name == "master" else "moments", store
+
+    @property
+    def uses(self) -> Iterator[tuple[StateChunk, StateUse]]:
+        """Each chunk with each state that a step uses."""
+        return ((chunk, use) for chunk in self.chunks for use in chunk.uses.values())
 
 
 class Counted(NamedTuple):
@@ -444,15 +449,13 @@ def _update(stored: PredictedStates, counted: Counted) -> Flow:
     if place.optim and not place.weights:  # publish
         moved, bits = _ring(part.numel, part.ranks, setting), part.dtypes.published_bits
         flow = flow.plus(Flow(wire=moved * part.dtypes.weights.itemsize if bits is None else wire_codes.nbytes(moved, bits)))
-    if counted.homes.steps_on_host:
-        grads = part.dtypes.local.itemsize * (type(stored.grads) is MemoryStore)
-        weights = part.dtypes.weights.itemsize * (type(stored.weights) is MemoryStore)
-        flow = flow.plus(Flow(to_host=setting.owned(part) * grads, to_device=setting.owned(part) * weights))
-    for chunk in stored.chunks:
-        for use in chunk.uses.values():
-            if use.store.is_away(chunk.start, chunk.stop):
-                nbytes = range_nbytes(chunk.stop - chunk.start, use.store.dtype.itemsize)
-                flow = flow.plus(Flow(disk_read=nbytes * use.read, disk_written=nbytes * use.write))
+    for chunk, use in stored.uses:
+        numel, itemsize = chunk.stop - chunk.start, use.store.dtype.itemsize
+        if use.store.is_away(chunk.start, chunk.stop):
+            nbytes = range_nbytes(numel, itemsize)
+            flow = flow.plus(Flow(disk_read=nbytes * use.read, disk_written=nbytes * use.write))
+        elif use.lane is not None:
+            flow = flow.plus(Flow(to_host=numel * itemsize * use.read, to_device=numel * itemsize * use.write))
     return flow
 
 
@@ -542,9 +545,5 @@ def times(counted: Counted, profile: Profile, rates: Rates) -> Times:
 
 def _update_nbytes(counted: Counted) -> int:
     """Bytes that the optimizer reads and writes: gradients in, masters and moments in and out, weights out."""
-    setting, total = counted.setting, 0
-    moments = setting.num_moments * setting.plan.precision.state_dtype.itemsize
-    for part in (stored.part for stored in counted.parts if stored.part.trainable):
-        out = part.dtypes.weights.itemsize if part.has_master else 0
-        total += setting.owned(part) * (part.dtypes.grads.itemsize + 2 * part.dtypes.master.itemsize + 2 * moments + out)
-    return total
+    uses = (each for stored in counted.parts for each in stored.uses)
+    return sum((chunk.stop - chunk.start) * use.store.dtype.itemsize * (use.read + use.write) for chunk, use in uses)

@@ -222,6 +222,11 @@ class DiskStore(Store):
 _PIECE = 1 << 21  # elements of one transfer of `get`, `put` and the functions below
 
 
+def pieces(numel: int) -> Iterator[tuple[int, int]]:
+    """The bounds of the pieces in which so many elements are processed, to bound the memory beside them."""
+    return ((start, min(start + _PIECE, numel)) for start in range(0, numel, _PIECE))
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """Elements [start, start + length) of a store, for checkpoints of states on disk."""
@@ -265,15 +270,13 @@ def write(part: Tensor | Section, values: Tensor) -> None:
 
 def copy_store(to: Store, source: Store) -> None:
     """to = source, cast, a bounded piece at a time."""
-    for start in range(0, source.numel, _PIECE):
-        stop = min(start + _PIECE, source.numel)
+    for start, stop in pieces(source.numel):
         to.put(start, source.get(start, stop))
 
 
 def fill_zero(store: Store) -> None:
     """store = 0, a bounded piece at a time."""
-    for start in range(0, store.numel, _PIECE):
-        stop = min(start + _PIECE, store.numel)
+    for start, stop in pieces(store.numel):
         view = store.view(start, stop)
         if view is None:
             store.put(start, torch.zeros(stop - start, dtype=store.dtype))
