@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import slipstream
+from slipstream.compat import inference as compat_inference
 from slipstream.compat import mii
 from slipstream.compat.inference import init_inference as compat_init_inference
 from slipstream.compat.ragged import InferenceEngineV2, RaggedInferenceEngineConfig, SchedulingError
@@ -338,6 +340,52 @@ class _Hidden(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x + 0)
+
+
+class _Copied:
+    """A block's argument that counts its copies."""
+
+    alive: ClassVar["weakref.WeakSet[_Copied]"] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Copied":
+        self.alive.add(copied := _Copied())
+        return copied
+
+
+class _Deep(nn.Module):
+    class Block(_Block):
+        def forward(self, x: Tensor, given: _Copied) -> Tensor:  # type: ignore[override]
+            return super().forward(x)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.most = nn.ModuleList(self.Block() for _ in range(6)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, _Copied())
+            self.most = max(self.most, len(_Copied.alive))
+        return x
+
+
+@distributed(world_size=2)
+def test_a_trial_keeps_the_inputs_of_one_block() -> None:
+    """And its forwards are not among those that the engine times."""
+    network, x = _Deep().eval(), torch.randn(2, 7, 48)
+    with torch.no_grad():
+        expected = network(x)
+    engine = compat_init_inference(network, mp_size=2)
+    engine.profile_model_time()
+    torch.testing.assert_close(engine(x), expected, rtol=1e-4, atol=1e-4)
+    assert len(engine.model_times()) == 1
+    assert network.most == 1
+    assert network.blocks[5].mix.num_heads == 2 - dist.get_rank()
+    time_first = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 64) for _ in range(2))).eval()
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat_inference.logger, "warning", lambda text, *values: told.append(text % values))
+        compat_init_inference(time_first, mp_size=2)(torch.randn(6, 1, 32))
+    assert len(told) == 1 and "one token, as in [6, 1, 32] if sequences come first; if time does, show it two sequences" in told[0]
 
 
 @distributed(world_size=2)

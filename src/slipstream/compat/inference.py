@@ -226,7 +226,9 @@ class InferenceEngine(nn.Module):
         """The module's outputs, as it returns them, without a graph."""
         self._check_ready()
         if self._is_whole:
+            counted = len(self._model_times)
             self._is_whole = not self._cut(inputs, kwargs)
+            del self._model_times[counted:]  # of the forwards that found the plan
         return self.module(*inputs, **kwargs)
 
     @torch.no_grad()

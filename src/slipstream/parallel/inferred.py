@@ -16,7 +16,6 @@ import json
 import logging
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,12 +50,21 @@ class CutRegion(NamedTuple):
     rows: tuple[str, ...]
 
 
-class _Block(NamedTuple):
-    module: nn.Module
+class _Kind(NamedTuple):
+    """What blocks with one plan have in common."""
+
+    block: type[nn.Module]
     regions: tuple[CutRegion, ...]
+    shapes: tuple[Any, ...]
+
+
+class _Block(NamedTuple):
+    """The first of a kind."""
+
+    module: nn.Module
     inputs: tuple[Any, ...]  # positional, of its first call; the first tensor has the hidden states
     options: Mapping[str, Any]
-    num_tokens: int
+    names: list[str]  # of the blocks of this kind
 
 
 class ForwardError(Exception):
@@ -118,8 +126,9 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
             outputs = model(*own[0], **own[1])
     except Exception as error:
         raise ForwardError(f"{type(error).__name__}: {error}") from error
-    if any(block.num_tokens == 1 for block in trace.found.values()):
-        raise OneTokenError("any split of heads fits one token")
+    if trace.one_token:
+        shape = f"{trace.one_token} if sequences come first; if time does, show it two sequences"
+        raise OneTokenError(f"any split of heads fits one token, as in {shape}")
     if not _floats(outputs):
         raise ValueError(f"{type(model).__name__} returns no tensors by which a plan of tensor parallelism could be checked")
     specs = _specs(model, trace, named, axis)
@@ -135,13 +144,10 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
 
 def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], axis: Axis) -> list[dict[str, Any]]:
     """The entries of `partition_config` that fit, of all blocks."""
-    kinds: dict[Any, list[str]] = defaultdict(list)
-    for name, block in trace.found.items():
-        kinds[type(block.module), block.regions, _shapes(block.module)].append(name)
     specs: list[dict[str, Any]] = []
     config = getattr(model, "config", None)
-    for (kind, regions, _), names in kinds.items():
-        block, ends = trace.found[names[0]], named.get(names[0], ())
+    for (kind, regions, _), block in trace.found.items():
+        ends = named.get(block.names[0], ())
         rows = {row for region in regions for row in region.rows}
         if idle := [end for end in ends if not any(_is_named(row, (end,)) for row in rows)]:
             raise ValueError(f"injection_policy: {kind.__name__}: the input of {', '.join(idle)} depends on no other linear layer")
@@ -155,7 +161,7 @@ def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], 
             if found is None:
                 logger.warning("%s: %s of %s stay whole", type(model).__name__, ", ".join(region.columns), kind.__name__)
                 continue
-            specs += [spec | {"patterns": [_pattern(names, trace.blocks, name)]} for name, spec in found.items()]
+            specs += [spec | {"patterns": [_pattern(block.names, trace.blocks, name)]} for name, spec in found.items()]
     return specs
 
 
@@ -195,7 +201,8 @@ class _Trace(TorchDispatchMode):
         """named: the row layers of a block, by the ends of their names. batch: sequences in the inputs."""
         super().__init__()
         self.blocks, self.named, self.batch = blocks, named, batch
-        self.found: dict[str, _Block] = {}
+        self.found: dict[_Kind, _Block] = {}
+        self.one_token: list[int] = []  # the shape of hidden states of sequences of one token
         self._depends: dict[int, frozenset[str]] = {}
         self._handles: list[Any] = []
 
@@ -240,12 +247,17 @@ class _Trace(TorchDispatchMode):
         first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
         if steps.inputs is None and first is not None and first.dim() > 1:
             steps.inputs, steps.options = copy.deepcopy((args, kwargs))  # a block may add to its input in place
-            steps.width, steps.num_tokens = first.shape[-1], first.shape[:-1].numel() // max(1, self.batch)
+            steps.width = first.shape[-1]
+            if first.shape[:-1].numel() // max(1, self.batch) == 1:
+                self.one_token = list(first.shape)
 
     def _end(self, name: str, steps: _BlockSteps, block: nn.Module, args: Any, output: Any) -> None:
         self._depends.clear()
-        if name not in self.found and steps.inputs is not None:
-            self.found[name] = _Block(block, tuple(steps.regions()), steps.inputs, steps.options, steps.num_tokens)
+        if not steps.inputs and not steps.options:
+            return
+        kind = _Kind(type(block), tuple(steps.regions()), _shapes(block))
+        self.found.setdefault(kind, _Block(block, steps.inputs or (), steps.options, [])).names.append(name)
+        steps.inputs, steps.options = (), {}  # further calls show nothing, and of a kind one block's inputs suffice
 
 
 class _BlockSteps:
@@ -256,7 +268,7 @@ class _BlockSteps:
         self.trace, self.named = trace, named
         self.inputs: tuple[Any, ...] | None = None
         self.options: Mapping[str, Any] = {}
-        self.width = self.num_tokens = 0
+        self.width = 0
         self.columns: set[str] = set()
         self.rows: dict[str, frozenset[str]] = {}
         self.seen: set[str] = set()
