@@ -46,6 +46,7 @@ PROOFS = {
         "test_experts_that_stay_whole_are_named": "expert_parallel.moe_layer_pattern expert_parallel.expert_pattern",
         "test_router_settings_of_the_config": " ".join(f"expert_parallel.{name}" for name in _ROUTER.split()),
         "test_the_config_balances_the_experts_of_an_unmodified_model": "expert_parallel.load_balance_coeff",
+        "test_the_disk_moves_the_states_of_used_experts": "slipstream.rest_unused_experts",
         "test_parts_of_a_sequence": "sequence_parallel_size slipstream.mesh.sp",
         "test_the_stages_of_the_config": "pipeline.stages",
         "test_the_partition_of_the_config": "pipeline.partition",

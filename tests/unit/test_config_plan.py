@@ -787,6 +787,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "expert_parallel.expert_activation": st.just("silu") | st.none(),
     "expert_parallel.moe_layer_pattern": st.just("mlp") | st.none(),
     "expert_parallel.expert_pattern": st.just("experts") | st.none(),
+    "slipstream.rest_unused_experts": flags,
     "expert_parallel.load_balance_coeff": st.just(1e-3) | st.none(),
     "slipstream.activations": st.sampled_from(["keep", "recompute", "Offload"]),
     "slipstream.seed": st.integers(0, 2**63),

@@ -99,7 +99,7 @@ class MOELayer(nn.Module):
         loss = self.experts.mean_loss(routes.loss)
         self.meter.keep(loss)
         self.exp_counts = routes.counts
-        if self.training and torch.is_grad_enabled():
+        if self.meter.counts(training=self.training):
             self.meter.record(routes.counts, tokens, routes.weights, routes.kept, loss)
         out: Tensor = self.experts(tokens, routes, meanwhile)
         return out.view_as(hidden_states), loss

@@ -130,8 +130,9 @@ def _unless_auto(value: Any) -> Any:
 class ExpertPlan:
     """How layers of experts are split over ranks, and what their routers do."""
 
-    enabled: bool = key("expert_parallel.enabled")  # else `size` is 1 and all else None
+    enabled: bool = key("expert_parallel.enabled")  # else `size` is 1 and all below it of this block None
     size: int = key("expert_parallel.autoep_size")
+    rest_unused: bool = key("slipstream.rest_unused_experts")
     layer_pattern: str | None = key("expert_parallel.moe_layer_pattern")
     expert_pattern: str | None = key("expert_parallel.expert_pattern")
     # settings of routers; None: the model's own

@@ -384,6 +384,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "ranks share; make that 1, or drop it",
     ),
     Refusal(
+        lambda c: c.plan.experts.rest_unused and not c.plan.experts.enabled,
+        "slipstream.rest_unused_experts needs the experts that expert_parallel finds: set expert_parallel.enabled to true",
+    ),
+    Refusal(
+        lambda c: c.plan.local_steps.every and c.plan.experts.rest_unused,
+        "slipstream.local_steps is not built with slipstream.rest_unused_experts: replicas that train on their own use other "
+        "experts, and would have to agree in every step; drop one of the two",
+    ),
+    Refusal(
         lambda c: c.plan.local_steps.every and c.shards % c.joined,
         "zero_optimization.mics_shard_size ({c.shards}) is the part of a stage that slipstream.local_steps lets train on its own, "
         "and a model needs a multiple of {c.joined} ranks (sp {c.plan.mesh.sp} x tp {c.plan.mesh.tp}); use one, or drop it",

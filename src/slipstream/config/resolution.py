@@ -284,7 +284,7 @@ class Values:
 def _experts(values: Values) -> ExpertPlan:
     if not values["expert_parallel.enabled"]:
         off: dict[str, Any] = {field.name: None for field in fields(ExpertPlan)} | {"enabled": False, "size": 1}
-        return ExpertPlan(**off)
+        return ExpertPlan(**off | {"rest_unused": values["slipstream.rest_unused_experts"]})
     scale, model_scale = values["expert_parallel.route_scale"], values["expert_parallel.routed_scaling_factor"]
     return values.section(ExpertPlan, route_scale=(None if scale == 1 else scale) if model_scale == "auto" else model_scale)
 

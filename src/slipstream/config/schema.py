@@ -352,6 +352,11 @@ class Slipstream(Block):
     poison_released: bool = honored(False, "For debugging: fill released weights with NaN.")
     optimizer_states: Word[Literal["default", "int8"]] = honored("default", "Keep the moments in their default dtype or in 8 bits.")
     stochastic_rounding: bool = honored(False, "Update bf16 weights by stochastic rounding, without master weights.")
+    rest_unused_experts: bool = honored(
+        False,
+        "With `expert_parallel.enabled`: leave the weights and the optimizer's states of experts that got no token of any rank as "
+        "they are, and neither read nor write those that are offloaded; false: moments and weight decay move them.",
+    )
     check_grad_overflow: bool = honored(True, "In fp32, skip steps whose gradients are not finite.")
     seed: Seed = honored(0, "Seed of the data loader's shuffle.")
     mesh: MeshSizes = MeshSizes()

@@ -144,7 +144,7 @@ class ForeignExperts(nn.Module):
     bias: RouterBias | None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if self.training and torch.is_grad_enabled() and not without_values(top_k_index):
+        if self.meter.counts(training=self.training) and not without_values(top_k_index):
             counts = torch.bincount(top_k_index.reshape(-1), minlength=self.num_experts)[: self.num_experts]
             self.meter.record(counts, hidden_states, top_k_weights)
         meanwhile: Meanwhile = ()

@@ -189,7 +189,7 @@ class MoE(nn.Module):
         )
         loss = routes.loss + self.z_loss * gate.z_loss(logits) if self.z_loss else routes.loss
         loss = self.experts.mean_loss(loss)
-        if self.training and torch.is_grad_enabled():
+        if self.meter.counts(training=self.training):
             self.meter.record(routes.counts, tokens, routes.weights, routes.kept, loss)
         dense = [Branch(module, x) for module in (self.shared, self.residual) if module is not None]
         out = self.experts(tokens, routes, on_the_way(dense)).view_as(x)

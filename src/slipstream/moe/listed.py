@@ -223,7 +223,7 @@ def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, 
 
 def _metered(experts: ListedExperts, inputs: Sequence[Tensor], forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer; in training, the meter counts the rows of each expert, and lost rows ([Note: Lost rows])."""
-    if not (experts.training and torch.is_grad_enabled()):
+    if not experts.meter.counts(training=experts.training):
         return forward(*args, **kwargs)
     with torch.no_grad():
         before = [x.sum(-1, dtype=torch.float32).reshape(-1, 1) for x in inputs if x.dim()]  # the layer may change them

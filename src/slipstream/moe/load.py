@@ -55,11 +55,19 @@ class LoadMeter:
     def __init__(self, num_experts: int, or_else: str = "") -> None:
         self.num_experts, self.or_else = num_experts, or_else
         self.now, self.last, self.since = torch.zeros(3, num_experts + 4, dtype=torch.float64)
+        self.is_partial = False  # the step so far has forwards with gradients that do not count
         self.kept_loss: Tensor | None = None
 
     def __reduce__(self) -> Any:
         """A copied layer, also one for a dry run or in a file, has routed nothing."""
         return LoadMeter, (self.num_experts, self.or_else)
+
+    def counts(self, *, training: bool) -> bool:
+        """Whether the layer records its present forward."""
+        has_gradients = torch.is_grad_enabled()
+        if has_gradients and not training:
+            self.is_partial = True
+        return has_gradients and training
 
     @eager
     @torch.no_grad()
@@ -116,6 +124,7 @@ class LoadMeter:
         self.last.copy_(self.now)
         self.since += self.now
         self.now.zero_()
+        self.is_partial = False
 
     def load(self, vector: Tensor) -> ExpertLoad:
         *routes, dropped, lost, loss, forwards = vector.tolist()

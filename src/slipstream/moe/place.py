@@ -135,7 +135,7 @@ def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequenc
     or else in a warning."""
     known = {layer.name.rpartition(".")[0] for layer in layers}
     whole = next((name for name in _described(model, plan) if name.rpartition(".")[0] not in known), None)
-    keys = keys_of_routers(plan)
+    keys = _keys_of_experts(plan)
     given = (
         f"expert_parallel.autoep_size is {plan.size}" if plan.size > 1 else f"the config sets {keys or 'expert_parallel.enabled'}"
     )
@@ -154,11 +154,16 @@ def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequenc
             logger.warning("%s: the block has no effect", text)
 
 
+def _keys_of_experts(plan: ExpertPlan) -> str:
+    """The keys of the config that mean experts on any number of ranks; "" for none."""
+    return ", ".join(filter(None, (keys_of_routers(plan), "slipstream.rest_unused_experts" if plan.rest_unused else "")))
+
+
 def _tell_whole(model: nn.Module, mesh: Mesh, plan: ExpertPlan, name: str, given: str) -> None:
     """Warn of a list of experts that is not adopted; raise ValueError if the config means it, which is `given`."""
     layer = name.rpartition(".")[0]
     text = f"the experts of {layer!r} ({type(model.get_submodule(layer)).__name__}) {why_whole(model, name)}"
-    outcome, remedy = "their load is not counted", "drop the keys, which do not reach their router"
+    outcome, remedy = "their load is not counted", "drop the keys, which do not reach them"
     if plan.size > 1:
         text += ", and cannot be split"
         outcome = "each rank has all of them, beside its part of other layers' experts"

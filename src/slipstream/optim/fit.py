@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from slipstream.config.plan import Plan
 from slipstream.config.refusals import Refusal, matching
+from slipstream.optim.native import Form
 from slipstream.optim.onebit import all_rounds, rounds_of
 from slipstream.optim.resolve import is_elementwise
 from slipstream.optim.rules import Rule
@@ -13,18 +18,22 @@ from slipstream.zero.leaves import cuts_of_tensors, is_stack
 
 
 class OptimizerCase:
-    """A plan and the optimizer that updates its states, for the rows below. rule: its native kernel, if it has one."""
+    """A plan and the optimizer that updates its states, for the rows below. rule: its native kernel, if it has one. added: what a
+    surgery adds to its parameters."""
 
-    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
+    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor]) -> None:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
         self.differing = sorted({str(rounds) for rounds in all_rounds(optimizer)}) if self.is_late else []
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [*(param for group in optimizer.param_groups for param in group["params"]), *added]
         self.keeps_ratios = self.is_late and rule is not None and rule.is_whole
         self.has_stacks, self.has_parts = any(map(is_stack, params)), any(map(cuts_of_tensors, params))
         self.is_whole = rule.is_whole if rule is not None else not is_elementwise(optimizer)
         self.has_rounds, self.measures_noise = plan.local_steps.every > 0, plan.noise_every > 0
+        self.rests, self.grain = plan.experts.rest_unused, Form.of(plan).grain
+        lengths = (math.prod(param.shape[1:]) for param in params if is_stack(param))
+        self.uneven = next((length for length in lengths if length % self.grain), 0)
         on_cpu = not any(param.is_cuda for param in params)
         self.is_offloaded = any(
             tier == "nvme" or (tier == "cpu" and not on_cpu) for tier in (plan.offload.optimizer, plan.offload.param)
@@ -107,6 +116,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "them, or use AdamW",
     ),
     Refusal(
+        lambda c: c.rule is None and c.rests and c.has_stacks,
+        "slipstream.rest_unused_experts needs a native kernel for stacks of experts, and {c.name} with these options has none: it "
+        "would step a whole stack; use AdamW, Adam, Lion, LAMB, Adagrad or SGD, or drop the key",
+    ),
+    Refusal(
+        lambda c: c.rests and c.uneven,
+        "slipstream.rest_unused_experts: some experts have tensors of {c.uneven} elements, and the states are rounded by {c.grain} "
+        "elements: drop slipstream.optimizer_states, slipstream.stochastic_rounding or rest_unused_experts",
+    ),
+    Refusal(
+        lambda c: c.is_late and c.rests,
+        "{c.name} exchanges what it makes of the gradients of all experts in every step, so none rests: use AdamW, or drop "
+        "slipstream.rest_unused_experts",
+    ),
+    Refusal(
         lambda c: c.rule is None and c.precision.stochastic_rounding,
         '"slipstream": {{"stochastic_rounding": true}} needs an optimizer with a native kernel (AdamW, Adam, Lion, Adagrad, SGD), '
         "and {c.name} with these options has none",
@@ -114,7 +138,7 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse(plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
-    """Raise ValueError if the optimizer does not support a setting of the plan."""
-    for text in matching(REFUSALS, OptimizerCase(plan, optimizer, rule)):
+def refuse(plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor] = ()) -> None:
+    """Raise ValueError if the optimizer does not support a setting of the plan. added: further parameters of it."""
+    for text in matching(REFUSALS, OptimizerCase(plan, optimizer, rule, added)):
         raise ValueError(text)

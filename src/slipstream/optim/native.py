@@ -15,21 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.config.plan import Plan
 from slipstream.ops import Blocks, Stochastic
 from slipstream.optim import rules
 from slipstream.optim.rules import Rule
 from slipstream.optim.sharded import ShardedSteps, UpdatePiece
 from slipstream.optim.wholes import axes_of
 from slipstream.world.mesh import Axis
-from slipstream.zero.layout import ALIGN
+from slipstream.zero.layout import ALIGN, Span
 from slipstream.zero.leaves import is_stack
 from slipstream.zero.placement import Tier
 from slipstream.zero.storage.homes import Homes
 from slipstream.zero.storage.store import Section, Store, section, write
-from slipstream.zero.storage.stream import StateChunk, StateUse, chunks
+from slipstream.zero.storage.stream import StateChunk, StateUse, chunks, narrowed
 from slipstream.zero.unit import Unit
 
 _CODED = 256  # elements that share a scale if states are in 8 bits (ops.Blocks)
+_HASHED = 16  # elements that share random bits (ops.Stochastic)
 
 
 class Run(NamedTuple):
@@ -47,6 +49,10 @@ class Form:
     dtype: torch.dtype = torch.float32  # of states; int8: codes with one scale per 256
     stochastic_seed: int | None = None  # None: round to nearest; else stochastic rounding of bf16 and codes
 
+    @classmethod
+    def of(cls, plan: Plan) -> Form:
+        return cls(dtype=plan.precision.state_dtype, stochastic_seed=plan.seed if plan.precision.stochastic_rounding else None)
+
     @property
     def coded(self) -> bool:
         return self.dtype is torch.int8
@@ -55,6 +61,11 @@ class Form:
     def align(self) -> int:
         """Parameters and shards start at multiples of so many elements, so that no block of codes is cut."""
         return _CODED if self.coded else ALIGN
+
+    @property
+    def grain(self) -> int:
+        """Elements of which a step updates all or none."""
+        return _CODED if self.coded else 1 if self.stochastic_seed is None else _HASHED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +76,7 @@ class Moments:
     chunks: list[StateChunk]
     slot_nbytes: int  # of a ring's buffer that the largest chunk needs
     runs: list[Run]  # of the current step
+    due: Sequence[StateChunk] = ()  # of the current step
 
 
 class NativeSteps(ShardedSteps):
@@ -121,18 +133,21 @@ class NativeSteps(ShardedSteps):
         self._options = [rules.plain_numbers(group) for group in self.inner.param_groups]
         nbytes = max((self.moments(unit).slot_nbytes for unit in units), default=0)
         for unit in units:  # only after `moments` has made the states: those may set step counts
-            self.moments(unit).runs = list(self._runs_of(unit))
+            moments = self.moments(unit)
+            moments.runs, moments.due = list(self._runs_of(unit)), moments.chunks
+            if self.rest is not None:
+                moments.due = narrowed(moments.chunks, [(run.start, run.stop) for run in moments.runs])
         if nbytes > (self.ring.slots[0].memory.numel() if self.ring else 0):
             self.ring = self.homes.ring(self.num_buffers, nbytes)
         if self.ring is not None:
             self.ring.since = self.homes.now()
         for piece in self.pieces(units):
-            if piece.param.requires_grad:
+            if self.due(piece) or (is_stack(piece.param) and piece.param.requires_grad):  # the tensors of a stack share a count
                 piece.step += 1
         self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check that the optimizer stepped first
 
     def chunks(self, unit: Unit) -> Sequence[StateChunk]:
-        return self.moments(unit).chunks
+        return self.moments(unit).due
 
     def _runs_of(self, unit: Unit) -> Iterator[Run]:
         """Maximal runs of adjacent trainable pieces for their next step, or one per tensor if the rule needs whole tensors.
@@ -142,30 +157,33 @@ class NativeSteps(ShardedSteps):
         """
         run: Run | None = None
         for piece in self.pieces([unit]):
-            if not piece.param.requires_grad:
-                continue
-            align, step = self.form.align, piece.step + 1
-            stop = min(-(-piece.stop // align) * align, unit.master.numel)
-            if run is not None:
-                extends = (run.group, run.step) == (piece.group, step) and piece.start <= run.stop
-                if extends and not self.rule.is_whole:
-                    run = run._replace(stop=stop)
-                    continue
-                yield run
             axes = tuple(axis for _, axis in axes_of(unit, piece.i)) if self.rule.is_whole else ()
-            run = Run(piece.start, stop, piece.group, step, axes)
-            if self.rule.is_whole and is_stack(piece.param):
-                length = (piece.stop - piece.start) // piece.shape[0]
-                if length % align:
-                    raise ValueError(
-                        f"parameter {piece.name!r} is a stack of experts of {length} elements, whose norms need states in fp32, "
-                        f'or a multiple of {align} elements: drop "slipstream": {{"optimizer_states": ...}}'
-                    )
-                for start in range(piece.start, piece.stop - length, length):
-                    yield run._replace(start=start, stop=start + length)
-                run = run._replace(start=piece.stop - length)
+            for start, stop in self._parts(piece):
+                following = Run(start, stop, piece.group, piece.step + 1, axes)
+                if run is None:
+                    run = following
+                elif (run.group, run.step) == (piece.group, following.step) and start <= run.stop and not self.rule.is_whole:
+                    run = run._replace(stop=stop)
+                else:
+                    yield run
+                    run = following
         if run is not None:
             yield run
+
+    def _parts(self, piece: UpdatePiece) -> Iterator[Span]:
+        """What a step updates of a piece, with the padding after it; each tensor of a stack if the rule needs whole tensors."""
+        align = self.form.align
+        for start, stop in self.due(piece):
+            if not (self.rule.is_whole and is_stack(piece.param)):
+                yield start, min(-(-stop // align) * align, piece.unit.master.numel) if stop == piece.stop else stop
+                continue
+            length = (piece.stop - piece.start) // piece.shape[0]
+            if length % align:
+                raise ValueError(
+                    f"parameter {piece.name!r} is a stack of experts of {length} elements, whose norms need states in fp32, "
+                    f'or a multiple of {align} elements: drop "slipstream": {{"optimizer_states": ...}}'
+                )
+            yield from ((at, at + length) for at in range(start, stop, length))
 
     def step(self, unit: Unit, chunk: StateChunk, scale: float) -> None:
         master, grads, weights = chunk.tensors["master"], chunk.tensors["grads"], chunk.tensors.get("out")

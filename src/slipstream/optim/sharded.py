@@ -10,11 +10,13 @@ TorchSteps   any torch optimizer, in memory: elementwise ones on 1D pieces, shap
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
@@ -23,6 +25,7 @@ from torch import Tensor
 from slipstream.optim.rules import Rule, unsupported_option
 from slipstream.optim.wholes import Joint, cuts_over
 from slipstream.zero.comm import gather_objects
+from slipstream.zero.layout import Span
 from slipstream.zero.leaves import cuts_of
 from slipstream.zero.storage.store import Section, Store, read
 from slipstream.zero.storage.stream import Ring, StateChunk
@@ -80,6 +83,16 @@ def membership(unit: Unit, group_of: Mapping[int, int]) -> Membership:
     return Membership(sorted(pieces, key=lambda piece: piece.start), groups)
 
 
+class Rest(Protocol):
+    """Which tensors of stacks, and which whole parameters, a step leaves as they are: weights, masters and states."""
+
+    def decide(self) -> None:
+        """Called before each step. Collective over the ranks of a stage."""
+
+    def used(self, param: nn.Parameter) -> Sequence[bool] | None:
+        """Whether the step updates each of the equal consecutive parts of this rank's `param`; None: it updates all."""
+
+
 class NoOptimizer(torch.optim.Optimizer):
     """The optimizer of an engine without one: no groups, no state."""
 
@@ -98,6 +111,7 @@ class ShardedSteps(ABC):
     ring: Ring | None = None  # the buffers for chunks that are not stored where the optimizer steps
     steps_on_host = False  # steps on the host, while the device computes
     streams = False  # states or weights of some rank are on disk and pass through its ring
+    rest: Rest | None = None  # what steps leave as it is; None: nothing
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], rule: Rule | None) -> None:
         self.inner, self.rule = inner, rule
@@ -129,6 +143,21 @@ class ShardedSteps(ABC):
     def piece(self, unit: Unit, i: int) -> UpdatePiece | None:
         """This rank's piece of the unit's parameter i, if it owns one."""
         return next((piece for piece in self.pieces([unit]) if piece.i == i), None)
+
+    def due(self, piece: UpdatePiece) -> list[Span]:
+        """What the step updates of a piece, as spans of the optimizer's span: all of it, or the parts that do not rest."""
+        if not piece.param.requires_grad:
+            return []
+        used = None if self.rest is None else self.rest.used(piece.param)
+        if used is None:
+            return [(piece.start, piece.stop)]
+        length, first = math.prod(piece.shape) // len(used), piece.start - piece.offset
+        spans, at = [], first
+        for is_used, same in itertools.groupby(used):
+            start, at = at, at + len(list(same)) * length
+            if is_used and max(start, piece.start) < min(at, piece.stop):
+                spans.append((max(start, piece.start), min(at, piece.stop)))
+        return spans
 
     def known_states(self, unit: Unit) -> dict[str, KnownStates]:
         """What optimizer state the unit's parameters have on any rank, by name. Collective."""
@@ -301,22 +330,21 @@ class TorchSteps(ShardedSteps):
         for group, values in zip(groups, self._before, strict=True):
             _set_values(group, values)
             group["params"] = []
-        pieces = self.members[unit].pieces
+        pieces = [piece for piece in self.members[unit].pieces if self.due(piece)]
         leaves = [self._leaf(piece) for piece in pieces]
         self._cast_states(leaves, None)
         stepped: list[Tensor] = []  # what the optimizer steps: leaves, or the wholes of which they are parts
         for piece, leaf in zip(pieces, leaves, strict=True):
-            if piece.param.requires_grad:
-                stepped.append(self._joined(piece, leaf))
-                grad = _through(self._cuts(piece), grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape))
-                stepped[-1].grad = grad.to_sparse(1) if self.lazy else grad
-                groups[piece.group]["params"].append(stepped[-1])
+            stepped.append(self._joined(piece, leaf))
+            grad = _through(self._cuts(piece), grads[piece.start : piece.stop].to(leaf).mul(scale).view(leaf.shape))
+            stepped[-1].grad = grad.to_sparse(1) if self.lazy else grad
+            groups[piece.group]["params"].append(stepped[-1])
         self._stepping = True
         try:
             self.inner.step()
         finally:
             self._stepping = False
-            for piece, whole in zip((piece for piece in pieces if piece.param.requires_grad), stepped, strict=True):
+            for piece, whole in zip(pieces, stepped, strict=True):
                 self._keep_part(piece, whole)
             self._cast_states(leaves, self.state_dtype)
             for i, (group, params) in enumerate(zip(groups, users_params, strict=True)):

@@ -1,4 +1,5 @@
-"""The layers of experts of an engine: their load, the bias that balances them, their auxiliary losses, routers that lose tokens.
+"""The layers of experts of an engine: their load, the bias that balances them, their auxiliary losses, routers that lose tokens,
+and which experts rest.
 
 Connected at the start, and anew after each surgery, which may have added layers.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from slipstream.moe.balance import balancing
 from slipstream.moe.layer import MoE
 from slipstream.moe.load import KeptLosses, LoadMeter, lost_tokens, meters
+from slipstream.moe.rest import RestingExperts
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -34,6 +36,8 @@ def connect_experts(engine: Engine) -> None:
         by_name.update(meters(states.model))
         for meter in by_name.values():
             meter.to(device)
+        if states.plan.experts.rest_unused:
+            states.steps.rest = RestingExperts(states.model, lambda: states.exchange(mesh.stage).sum)
         states.resources["auxiliary losses"] = KeptLosses(states.model)
         ends[:] = balancing(states.model, lambda: states.exchange(mesh.stage).sum, due, logs=logs)
 

@@ -403,7 +403,7 @@ def _engine(
     values: FirstValues,
 ) -> Engine:
     precision, recipe = plan.precision, recipe_of(plan, inner, rule)
-    form = Form(dtype=precision.state_dtype, stochastic_seed=plan.seed if precision.stochastic_rounding else None)
+    form = Form.of(plan)
     if inner is not None:
         fit.refuse(plan, inner, rule)
     transport, watch = _transport(plan, device), Watch(plan.debug.timeout_s)

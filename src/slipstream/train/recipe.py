@@ -31,7 +31,7 @@ CODE_BITS: dict[torch.dtype | None, int] = {torch.int8: 8, INT4: 4}  # of gradie
 
 def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None) -> Recipe:
     """The recipe of a plan's units for this optimizer (None: no optimizer) and its native rule (None: it has none)."""
-    precision, states = plan.precision, Form(dtype=plan.precision.state_dtype)
+    precision, states = plan.precision, Form.of(plan)
     placement = stage_placement(plan.zero.stage)
     coded = plan.zero.coded_weights or plan.zero.coded_frozen or precision.comm_dtype in CODE_BITS
     is_late = rule is not None and rule.late

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from slipstream.config.refusals import SURGERY, matching
 from slipstream.moe.place import adopt_added
-from slipstream.optim import muon_groups
+from slipstream.optim import fit, muon_groups
 from slipstream.parallel.adapters import slice_adapters, whole_features
 from slipstream.train import schedules
 from slipstream.train.agreement import options
@@ -181,8 +181,8 @@ class Surgery:
         return lines + [f"parameter group {i} of {options(group)}" for i, group in enumerate(groups) if i >= self.num_groups]
 
     def _refusal(self) -> str:
-        """Why ranks that hold parts cannot have the changed model, or routers that are new its settings; "" if they can. Slices new
-        adapters: collective over tp."""
+        """Why ranks that hold parts, or the optimizer, cannot have the changed model, or routers that are new its settings; "" if
+        they can. Slices new adapters: collective over tp."""
         states = self.states
         if states.mesh.pp.size > 1 and states.model is not self.model:
             wrong, states.model = states.model, self.model
@@ -193,6 +193,8 @@ class Surgery:
         try:
             slice_adapters(states.model)
             adopt_added(states.model, states.plan.experts, states.known)
+            if states.steps.has_optimizer:
+                fit.refuse(states.plan, states.steps.inner, states.steps.rule, states.model.parameters())
         except ValueError as error:
             return str(error)
         return _lost_parts(states)

@@ -58,6 +58,8 @@ class Updater:
         """Update all trainable units; returns once the update is done, or runs on the update thread."""
         trainable = [unit for unit in self.units if unit.trainable]
         self.steps.exchange(trainable, scale)
+        if self.steps.rest is not None:
+            self.steps.rest.decide()
         self.steps.begin(trainable)
         for unit in trainable:
             unit.shown.expire_graphs()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
 from slipstream.ops.disk import Disk, Transfer, aligned
+from slipstream.zero.layout import Span
 from slipstream.zero.storage.lane import Event, Lane
 from slipstream.zero.storage.store import GRAIN, DiskStore, MemoryStore, Store, range_nbytes, round_up
 
@@ -178,6 +179,23 @@ def chunks(numel: int, uses: Mapping[str, StateUse], most: int) -> list[StateChu
             result.append(StateChunk(start, stop, uses))
             start = stop
     return result
+
+
+def narrowed(whole: Sequence[StateChunk], spans: Sequence[Span]) -> list[StateChunk]:
+    """The chunks of a span, in order, without what lies outside of `spans`, in whole grains. What passes through no ring stays."""
+    result = []
+    for chunk in whole:
+        start = stop = chunk.start
+        for first, last in spans if chunk.moved else [(chunk.start, chunk.stop)]:
+            first, last = max(first // GRAIN * GRAIN, chunk.start), min(round_up(last, GRAIN), chunk.stop)
+            if first >= last:
+                continue
+            if first > stop:
+                result.append((start, stop, chunk.uses))
+                start = first
+            stop = max(stop, last)
+        result.append((start, stop, chunk.uses))
+    return [StateChunk(*each) for each in result if each[0] < each[1]]
 
 
 def stream(upcoming: Iterator[StateChunk], ring: Ring | None) -> Generator[StateChunk, None, None]:

@@ -1,0 +1,58 @@
+"""Experts that rest: those that got no route of any rank since the last step (slipstream.rest_unused_experts).
+
+A step leaves their weights, masters and moments as they are, as torch's optimizers do with a parameter without a gradient, and what
+of it is on the host or on disk does not move. A layer is known by its meter, whose counts of all ranks are added: one exchange for
+each step. Forwards with gradients that a meter does not count (of a module in eval mode) use all experts of their layer.
+
+Gradients that reach an expert otherwise than by a token (of a penalty on its weights) are not seen: they end with the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from slipstream.moe.listed import ListedExperts
+from slipstream.moe.load import LoadMeter, Sum, meters
+from slipstream.zero.leaves import cuts_of, is_stack
+
+
+class RestingExperts:
+    """`optim.sharded.Rest` of a model's layers of experts. connect: collective, called at the first step."""
+
+    def __init__(self, model: nn.Module, connect: Callable[[], Sum]) -> None:
+        self._total = functools.cache(connect)
+        by_name = meters(model)
+        self._meters = list(by_name.values())
+        self._experts: dict[int, list[tuple[LoadMeter, range]]] = {}  # of each parameter, by id; some are of several layers
+        for name, meter in by_name.items():
+            for param, experts in _experts_of(model.get_submodule(name)):
+                self._experts.setdefault(id(param), []).append((meter, experts))
+        self._used: dict[LoadMeter, list[bool]] = {}
+
+    def decide(self) -> None:
+        if self._meters:
+            counts = torch.cat([meter.now[: meter.num_experts] + meter.is_partial for meter in self._meters])
+            parts = self._total()(counts).split([meter.num_experts for meter in self._meters])
+            self._used = {meter: (part > 0).tolist() for meter, part in zip(self._meters, parts, strict=True)}
+
+    def used(self, param: nn.Parameter) -> Sequence[bool] | None:
+        layers = self._experts.get(id(param))
+        if layers is None:
+            return None
+        of_layers = (self._used[meter][experts.start : experts.stop] for meter, experts in layers)
+        return [any(each) for each in zip(*of_layers, strict=True)]
+
+
+def _experts_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
+    """The parameters of a layer with a meter, and the experts whose tensors this rank's part of each has, one after the other."""
+    if isinstance(module, ListedExperts):
+        for place, expert in enumerate(module.children()):
+            yield from ((param, range(place, place + 1)) for param in expert.parameters())
+    else:
+        for param in filter(is_stack, module.parameters()):
+            own = next((part.ranges for part in cuts_of(param) if part.split.axis == "ep"), None) or ((0, len(param)),)
+            yield param, range(*own[0])
