@@ -107,7 +107,7 @@ def test_panels(kind: str, columns: int, features: int, parts: int) -> None:
     padded = [torch.nn.functional.pad(words(m), (0, 0, 0, 0, 0, -columns % (32 if parts == 1 else 16))) for m in matrices]
     panels = torch.stack([rows.unflatten(0, (-1, 16)).transpose(1, 2) for rows in padded], 1)
     before = len(runner._tensors)
-    record = runner._packed(matrices)
+    record = runner._packed({str(part): (matrix, None) for part, matrix in enumerate(matrices)})
     assert (record.num_columns, record.num_features) == (columns * parts, features)
     assert torch.equal(runner._tensors[before], panels.flatten())
     runner.close()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -37,6 +38,9 @@ from slipstream.ops.matrices import CODES, PANEL, TYPES, MatrixRecord, Table, bi
 from slipstream.ops.pages import Pool
 from slipstream.ops.team import MAX_THREADS, Team
 
+# Fields of the C structs that have the name, and the value, of one of `TransformerConfig` and of `RoutedExperts`.
+_OF_CONFIG = (*("hidden_size", "intermediate_size", "head_dim", "value_dim"), *("norm_eps", "attn_softcap", "logit_softcap"))
+_OF_EXPERTS = ("num", "top_k", "normalize", "num_groups", "top_groups", "scale", "shared_size")
 # As in csrc/decoder.h.
 _MAX_EXPERTS = 512  # including the shared one
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -65,6 +69,7 @@ class _Norm(ctypes.Structure):
 
 _HEAD_NORMS = ("q_norm", "k_norm")
 _LATENTS = ("latent", "q_latent")
+_LATENT_NORMS = ("latent_norm", "q_latent_norm")
 
 
 class _LayerRecord(ctypes.Structure):
@@ -72,7 +77,7 @@ class _LayerRecord(ctypes.Structure):
         *((name, _Norm) for name in NORMS),
         *((name, _Norm) for name in _HEAD_NORMS),
         *((name, MatrixRecord) for name in _LATENTS),
-        *((f"{name}_norm", _pointer) for name in _LATENTS),
+        *((name, _pointer) for name in _LATENT_NORMS),
         *((f"{name}_heads", ctypes.POINTER(MatrixRecord)) for name in "kv"),
         *((name, MatrixRecord) for name in ("q", "k", "v", "out", "gate_up", "down")),
         ("experts", ctypes.POINTER(_Experts)),
@@ -203,10 +208,28 @@ def _mlp_nbytes(mlp: Mlp) -> int:
     return _packed_nbytes([m for m in (mlp.gate, mlp.up) if m is not None]) + _packed_nbytes([mlp.down])
 
 
-def _write(address: int, values: Tensor) -> None:
-    """Copy `values` to `address` as fp32."""
-    flat = values.detach().float().contiguous()
-    ctypes.memmove(address, flat.data_ptr(), flat.nbytes)
+def _fill_matrix(record: MatrixRecord, part: int, num_parts: int, weight: Matrix) -> None:
+    for name, table in tables_of(weight).items():
+        fill(getattr(record, name), table, part, num_parts)
+
+
+def _fill_bias(record: MatrixRecord, part: int, num_parts: int, weight: Matrix) -> None:
+    fill(record.bias, bias_table(dequantize(weight)), part, num_parts)
+
+
+def _heads(matrix: Matrix, num: int) -> list[Matrix]:
+    """The rows of each of `num` heads."""
+    if isinstance(matrix, Tensor):
+        return list(matrix.chunk(num))
+    return [type(matrix)(*parts) for parts in zip(*(part.chunk(num) for part in matrix), strict=True)]
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _put_vector(kept: Tensor, stored: Callable[[Tensor], Tensor], weight: Matrix) -> None:
+    kept.copy_(stored(dequantize(weight).detach().float()).flatten())
 
 
 def _numbers(batch: Batch, turn: Callable[[int], int]) -> tuple[array[int], ...]:
@@ -261,6 +284,8 @@ class NativeDecoder:
         self.keys = untouched_zeros(shape, cache_dtype)
         self.values = untouched_zeros((*shape[:3], PANEL, config.head_dim), cache_dtype)
         self._tensors: list[Tensor] = []  # memory that the C structs point to
+        # By role: writes a weight where the structs have it. None refers to the decoder: its end frees its memory at once.
+        self._puts: dict[str, Callable[[Matrix], object]] = {}
         self._pool = Pool()  # of the matrices among them
         self._into: Callable[[int], Tensor] | None = None  # memory for the matrices of a layer that is packed; None: of the pool
         self.layer_store: LayerStore | None = None
@@ -325,31 +350,40 @@ class NativeDecoder:
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def _vector(self, tensor: Tensor | None, offset: float = 0.0) -> int | None:
-        return None if tensor is None else self._keep((tensor.detach().float() + offset).contiguous())
+    def _vector(self, role: str, tensor: Tensor | None, stored: Callable[[Tensor], Tensor] = _whole) -> int | None:
+        """The address of a copy in fp32. `stored`: the weight -> what is kept of it."""
+        return None if tensor is None else self._vectors({role: tensor}, stored)
 
-    def _norm(self, weights: DecoderWeights | LayerWeights, name: str) -> _Norm:
-        return _Norm(self._vector(getattr(weights, name), self.config.norm_offset), self._vector(getattr(weights, f"{name}_bias")))
+    def _vectors(self, by_role: Mapping[str, Tensor], stored: Callable[[Tensor], Tensor]) -> int:
+        """The address of copies in fp32, one after the other."""
+        copies = [stored(tensor.detach().float()).flatten() for tensor in by_role.values()]
+        kept = torch.cat(copies)
+        for role, part in zip(by_role, kept.split([len(one) for one in copies]), strict=True):
+            self._puts[role] = partial(_put_vector, part, stored)
+        return self._keep(kept)
 
-    def _head_norm(self, weights: LayerWeights, role: str) -> _Norm:
+    def _norm(self, weights: DecoderWeights | LayerWeights, name: str, at: str = "", times: int = 1) -> _Norm:
+        """`times`: how often it is in memory."""
+        offset, bias = self.config.norm_offset, getattr(weights, f"{name}_bias")
+        weight = self._vector(at + name, getattr(weights, name), lambda weight: (weight + offset).repeat(times))
+        return _Norm(weight, self._vector(f"{at}{name}_bias", bias, lambda bias: bias.repeat(times)))
+
+    def _head_norm(self, weights: LayerWeights, name: str, at: str) -> _Norm:
         """The weights of every head of this process."""
-        own, weight, bias = getattr(weights, f"{role}s"), getattr(weights, role), getattr(weights, f"{role}_bias")
-        weight = torch.cat(own) if own else weight if weight is None else weight.repeat(self._times(role))
-        bias = None if bias is None else bias.repeat(self._times(role))
-        return _Norm(self._vector(weight, self.config.norm_offset), self._vector(bias))
+        times = 1 if self.config.qk_norm == "whole" else self._num_heads if name[0] == "q" else self._num_kv_heads
+        norm, offset = self._norm(weights, name, at, times), self.config.norm_offset
+        if own := {f"{at}{name}s.{head}": weight for head, weight in enumerate(getattr(weights, f"{name}s"))}:
+            norm.weight = self._vectors(own, lambda weight: weight + offset)
+        return norm
 
-    def _times(self, role: str) -> int:
-        """How often a head norm's weights are in memory, if not each head has its own."""
-        return 1 if self.config.qk_norm == "whole" else self._num_heads if role[0] == "q" else self._num_kv_heads
-
-    def _matrix(self, matrix: Matrix, bias: Tensor | None = None) -> MatrixRecord:
-        return self._packed([matrix], None if bias is None else [bias])
+    def _matrix(self, role: str, matrix: Matrix | None, bias: Tensor | None = None) -> MatrixRecord:
+        return MatrixRecord() if matrix is None else self._packed({role: (matrix, bias)})
 
     def _head(self, weights: DecoderWeights) -> MatrixRecord:
         """Empty without a head, and in processes that compute no logits."""
         if not (self.config.part.has_head and self.config.has_head):
             return MatrixRecord()
-        return self._matrix(weights.embed if weights.head is None else weights.head, weights.head_bias)
+        return self._matrix("head", weights.embed if weights.head is None else weights.head, weights.head_bias)
 
     def _pack(self, weights: DecoderWeights) -> tuple[list[_LayerRecord], MatrixRecord]:
         with ThreadPoolExecutor(self.threads) as pool:  # a layer per task: packing releases the GIL
@@ -379,8 +413,8 @@ class NativeDecoder:
 
     def _layer_nbytes(self, layer: LayerWeights) -> int:
         """The most that a layer's matrices need when they are packed."""
-        heads = (lambda matrix: [matrix]) if self.config.latent is None else self._heads
-        parts = (layer.q, layer.out, layer.latent, layer.q_latent, *heads(layer.k), *heads(layer.v))
+        num = 1 if self.config.latent is None else self._num_heads
+        parts = (layer.q, layer.out, layer.latent, layer.q_latent, *_heads(layer.k, num), *_heads(layer.v, num))
         mlps = (layer.mlp, layer.shared, *layer.experts)
         return sum(_packed_nbytes([m]) for m in parts if m is not None) + sum(_mlp_nbytes(mlp) for mlp in mlps if mlp is not None)
 
@@ -396,12 +430,11 @@ class NativeDecoder:
         )
 
     def _packed(
-        self,
-        parts: Sequence[Matrix],
-        biases: Sequence[Tensor | None] | None = None,
-        allocate: Callable[[int], Tensor] | None = None,
+        self, by_role: Mapping[str, tuple[Matrix, Tensor | None]], allocate: Callable[[int], Tensor] | None = None
     ) -> MatrixRecord:
-        """Pack one matrix, or two of one shape and type with alternating panels (gate and up). `allocate`: default: kept memory."""
+        """Pack one matrix with its bias, or two of one shape and type with alternating panels (gate and up). `allocate`: default:
+        kept memory, in which `put` writes."""
+        parts, biases = zip(*by_role.values(), strict=True)
         assert len(set(map(_form, parts))) == 1, "matrices that are packed together have one shape and type"
         packed, columns = record_of(parts[0], len(parts)), shape_of(parts[0])[0]
         tables = [tables_of(part) for part in parts]
@@ -409,9 +442,12 @@ class NativeDecoder:
             if name == "low" and all(is_centred(part) for part in parts):
                 continue
             setattr(packed, name, self._panels([table[name] for table in tables], allocate or self._into))
-        if biases is not None and any(bias is not None for bias in biases):
+        if any(bias is not None for bias in biases):
             filled = [torch.zeros(columns) if bias is None else bias for bias in biases]
             packed.bias = self._panels([bias_table(bias) for bias in filled])
+        for part, role in enumerate(by_role if allocate is None else ()):
+            self._puts[role] = partial(_fill_matrix, packed, part, len(parts))
+            self._puts[f"{role}_bias"] = partial(_fill_bias, packed, part, len(parts))
         return packed
 
     def _panels(self, tables: Sequence[Table], allocate: Callable[[int], Tensor] | None = None) -> int:
@@ -431,7 +467,7 @@ class NativeDecoder:
             tables.append(torch.empty(nbytes, dtype=torch.uint8))
             return tables[-1]
 
-        records = self._gate_up(mlp, allocate), self._packed([mlp.down], allocate=allocate)
+        records = self._gate_up("", mlp, allocate), self._packed({"down": (mlp.down, None)}, allocate)
         offsets = dict(zip((table.data_ptr() for table in tables), store.write(number, tables), strict=True))
         for record in records:
             for name in ("data", "scale", "low"):
@@ -440,49 +476,51 @@ class NativeDecoder:
                     setattr(record, name, offsets[address])
         return records
 
-    def _gate_up(self, mlp: Mlp, allocate: Callable[[int], Tensor] | None = None) -> MatrixRecord:
-        gate, up = mlp.gate, mlp.up
-        if gate is None:
-            return self._packed([up], [mlp.up_bias], allocate)
-        if _form(gate) != _form(up):
+    def _mlp(self, at: str, mlp: Mlp) -> tuple[MatrixRecord, MatrixRecord]:
+        """Gate and up, and down."""
+        return self._gate_up(at, mlp), self._matrix(f"{at}down", mlp.down, mlp.down_bias)
+
+    def _gate_up(self, at: str, mlp: Mlp, allocate: Callable[[int], Tensor] | None = None) -> MatrixRecord:
+        up = {f"{at}up": (mlp.up, mlp.up_bias)}
+        if mlp.gate is None:
+            return self._packed(up, allocate)
+        if _form(mlp.gate) != _form(mlp.up):
             raise ValueError("the native forward needs gate and up matrices of the same type; load them in one dtype")
-        return self._packed([gate, up], [mlp.gate_bias, mlp.up_bias], allocate)
+        return self._packed({f"{at}gate": (mlp.gate, mlp.gate_bias), **up}, allocate)
 
     def _layer(self, index: int, weights: LayerWeights) -> _LayerRecord:
-        layer = self.config.layers[index]
-        products = ("q", "k", "v", "out") if self.config.latent is None else ("q", "out")
+        layer, at = self.config.layers[index], f"layers.{index}."
+        products = ("q", "k", "v", "out") if self.config.latent is None else ("q", "out", *_LATENTS)
         record = _LayerRecord(
-            **{name: self._norm(weights, name) for name in NORMS},
-            **{name: self._head_norm(weights, name) for name in _HEAD_NORMS},
-            **{name: self._matrix(getattr(weights, name), getattr(weights, f"{name}_bias")) for name in products},
-            **{f"{name}_norm": self._vector(getattr(weights, f"{name}_norm")) for name in _LATENTS},
+            **{name: self._norm(weights, name, at) for name in NORMS},
+            **{name: self._head_norm(weights, name, at) for name in _HEAD_NORMS},
+            **{name: self._matrix(at + name, getattr(weights, name), getattr(weights, f"{name}_bias")) for name in products},
+            **{name: self._vector(at + name, getattr(weights, name)) for name in _LATENT_NORMS},
             keys=self.keys[min(index, len(self.keys) - 1)].data_ptr(),
             values=self.values[min(index, len(self.keys) - 1)].data_ptr(),
             window=layer.window,
         )
-        for name in _LATENTS:
-            if (matrix := getattr(weights, name)) is not None:
-                setattr(record, name, self._matrix(matrix, getattr(weights, f"{name}_bias")))
         if self.config.latent is not None:
-            record.k_heads, record.v_heads = (
-                (MatrixRecord * self._num_heads)(*map(self._matrix, self._heads(matrix))) for matrix in (weights.k, weights.v)
-            )
+            record.k_heads, record.v_heads = self._of_heads(f"{at}k", weights.k), self._of_heads(f"{at}v", weights.v)
         if layer.experts is not None:
             record.experts = ctypes.pointer(self._experts(index, layer.experts, weights))
         else:
-            mlp = weights.dense_mlp
-            record.gate_up, record.down = self._gate_up(mlp), self._matrix(mlp.down, mlp.down_bias)
+            record.gate_up, record.down = self._mlp(f"{at}mlp.", weights.dense_mlp)
         if layer.rope is not None:
             cosine, sine = self._rope_tables[layer.rope]
             record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
             record.rotary_dim = 2 * len(layer.rope.inv_freq)
         return record
 
-    def _heads(self, matrix: Matrix) -> list[Matrix]:
-        """The rows of each head of this process."""
-        if isinstance(matrix, Tensor):
-            return list(matrix.chunk(self._num_heads))
-        return [type(matrix)(*parts) for parts in zip(*(part.chunk(self._num_heads) for part in matrix), strict=True)]
+    def _of_heads(self, role: str, matrix: Matrix) -> ctypes.Array[MatrixRecord]:
+        records = [self._matrix(f"{role}.{head}", rows) for head, rows in enumerate(_heads(matrix, self._num_heads))]
+
+        def put(weight: Matrix) -> None:
+            for record, rows in zip(records, _heads(weight, len(records)), strict=True):
+                _fill_matrix(record, 0, 1, rows)
+
+        self._puts[role] = put
+        return (MatrixRecord * len(records))(*records)
 
     def _experts(self, index: int, experts: RoutedExperts, weights: LayerWeights) -> _Experts:
         if not 1 <= experts.top_k <= experts.num:
@@ -495,32 +533,29 @@ class NativeDecoder:
         if weights.shared is not None:
             lists[-1] = weights.shared
             inner[-1], out[-1] = (part.expert_columns(size, shared=True).start for size in (experts.shared_size, hidden))
-        first, store = self._first_stored[index] - mine.start, self.store
+        first, store, at = self._first_stored[index] - mine.start, self.store, f"layers.{index}."
         pairs = [
             (MatrixRecord(), MatrixRecord())
             if mlp is None
-            else (self._gate_up(mlp), self._matrix(mlp.down, mlp.down_bias))
-            if store is None or mlp is weights.shared
+            else self._mlp(f"{at}shared.", mlp)
+            if mlp is weights.shared
+            else self._mlp(f"{at}experts.{e - mine.start}.", mlp)
+            if store is None
             else self._stored(store, first + e, mlp)
             for e, mlp in enumerate(lists)
         ]
         record = _Experts(
-            num=experts.num,
-            top_k=experts.top_k,
-            normalize=experts.normalize,
+            **{name: getattr(experts, name) for name in _OF_EXPERTS},
             has_shared=weights.shared is not None,
             by_sigmoid=experts.score == "sigmoid",
-            num_groups=experts.num_groups,
-            top_groups=experts.top_groups,
-            scale=experts.scale,
-            bias=self._vector(weights.router_bias),
+            bias=self._vector(f"{at}router_bias", weights.router_bias),
             is_cut=part.moe_tp_size > 1 or (weights.shared is not None and part.size > 1),
             inner_size=experts.intermediate_size,
-            shared_size=experts.shared_size,
             widest=max(experts.intermediate_size, experts.shared_size),
             first_inner=(_int * num)(*inner),
             first_out=(_int * num)(*out),
-            router=self._vector(weights.routing),
+            router=self._vector(f"{at}router", weights.routing),
+            shared_gate=self._vector(f"{at}shared_gate", weights.shared_gate),
             gate_up=(MatrixRecord * num)(*(gate_up for gate_up, _ in pairs)),
             down=(MatrixRecord * num)(*(down for _, down in pairs)),
             first_stored=first,
@@ -528,8 +563,6 @@ class NativeDecoder:
         if store is not None:
             record.store = ctypes.addressof(store.record)
             record.stored = (MatrixRecord * (2 * num))(*(matrix for pair in pairs for matrix in pair))
-        if weights.shared_gate is not None:
-            record.shared_gate = self._vector(weights.shared_gate.flatten())
         return record
 
     def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -555,12 +588,11 @@ class NativeDecoder:
             self._embed = embed = embed.detach().contiguous()
             placed: dict[str, Any] = {"embed": embed.data_ptr(), "embed_type": TYPES[embed.dtype], "num_tokens": len(embed)}
         else:  # a tied head's panels are the embedding's
-            own = head if weights.head is None and head.data else self._matrix(embed)
+            own = head if weights.head is None and head.data else self._matrix("embed", embed)
             placed = {"embed_codes": ctypes.pointer(own), "num_tokens": len(embed.q)}
         heads, keys = config.own_heads
         return _Decoder(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            **{name: getattr(config, name) for name in _OF_CONFIG},
             vocab_size=self.vocab_size,
             embed_size=config.embed_size or config.hidden_size,
             attended_size=config.num_heads * config.value_dim,
@@ -573,11 +605,9 @@ class NativeDecoder:
             num_layers=len(config.layers),
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
-            head_dim=config.head_dim,
             latent_rank=latent.rank,
             q_latent_rank=latent.q_rank,
             plain_dim=latent.plain_dim,
-            value_dim=config.value_dim,
             latent_eps=latent.eps,
             qk_norm_whole=config.qk_norm == "whole",
             cache_type=TYPES[self.keys.dtype],
@@ -590,19 +620,16 @@ class NativeDecoder:
             own_codes=self._own_codes,
             residual_scale=0.0 if config.residual_scale == 1.0 else config.residual_scale,
             logit_scale=0.0 if config.logit_scale == 1.0 else config.logit_scale,
-            norm_eps=config.norm_eps,
             embed_scale=float(torch.tensor(config.embed_scale, dtype=embed.dtype if isinstance(embed, Tensor) else torch.bfloat16)),
             attn_scale=config.attn_scale or config.head_dim**-0.5,
-            attn_softcap=config.attn_softcap,
-            logit_softcap=config.logit_softcap,
             **placed,
-            positions=None if weights.positions is None else self._vector(weights.positions[config.position_offset :]),
-            token_types=self._vector(weights.token_types),
-            slopes=self._vector(torch.tensor(config.alibi[heads])) if config.alibi else None,
+            positions=self._vector("positions", weights.positions, lambda weight: weight[config.position_offset :]),
+            token_types=self._vector("token_types", weights.token_types),
+            slopes=self._keep(torch.tensor(config.alibi[heads], dtype=torch.float32)) if config.alibi else None,
             embed_norm=self._norm(weights, "embed_norm"),
             final_norm=self._norm(weights, "final_norm"),
-            embed_in=MatrixRecord() if weights.embed_in is None else self._matrix(weights.embed_in, weights.embed_in_bias),
-            embed_out=MatrixRecord() if weights.embed_out is None else self._matrix(weights.embed_out),
+            embed_in=self._matrix("embed_in", weights.embed_in, weights.embed_in_bias),
+            embed_out=self._matrix("embed_out", weights.embed_out),
             head=head,
             layers=self._layers,
             ranks=None if self.ranks is None else ctypes.addressof(self.ranks.record),
@@ -611,50 +638,13 @@ class NativeDecoder:
     # -- new weights --
 
     def put(self, role: str, weight: Matrix) -> None:
-        """Overwrite one weight in place, while no forward runs. `role`: its path in `DecoderWeights`. The panels of gate and up
-        alternate in one matrix; each call writes only its own."""
-        path, _, name = role.rpartition(".")
+        """Overwrite one weight in place, while no forward runs. `role`: its path in `DecoderWeights`."""
         if role == "embed":
             self._put_embedding(dequantize(weight))
-        elif role == "positions":
-            _write(self._model.positions, dequantize(weight)[self.config.position_offset :])
-        elif role == "token_types":
-            _write(self._model.token_types, dequantize(weight))
-        elif role.removesuffix("_bias") in ("final_norm", "embed_norm"):
-            self._put_norm(self._model, role, weight)
-        elif role in ("head", "embed_in", "embed_out"):
-            self._put_matrix(getattr(self._model, role), weight)
-        elif role in ("head_bias", "embed_in_bias"):
-            self._put_bias(getattr(self._model, role.removesuffix("_bias")), weight)
+        elif self.store is not None and role not in self._puts:
+            raise ValueError("experts on disk have no new weights in place; open the engine without expert_cache_bytes")
         else:
-            _, number, *inside = path.split(".")
-            self._put_in_layer(self._layers[int(number)], inside, name, weight)
-
-    def _put_in_layer(self, layer: _LayerRecord, inside: list[str], name: str, weight: Matrix) -> None:
-        if name in ("k", "v") and self.config.latent is not None:
-            records = getattr(layer, f"{name}_heads")
-            for head, rows in enumerate(self._heads(weight)):
-                self._put_matrix(records[head], rows)
-        elif name in ("q", "k", "v", "out", *_LATENTS):
-            self._put_matrix(getattr(layer, name), weight)
-        elif name.removesuffix("_bias") in ("q", "k", "v", "out", *_LATENTS):
-            self._put_bias(getattr(layer, name.removesuffix("_bias")), weight)
-        elif name.removesuffix("_norm") in _LATENTS:
-            _write(getattr(layer, name), dequantize(weight))
-        elif name == "router_bias":
-            _write(layer.experts.contents.bias, dequantize(weight))
-        elif name in ("router", "shared_gate"):
-            _write(getattr(layer.experts.contents, name), dequantize(weight))
-        elif name.removesuffix("_bias") in _HEAD_NORMS:
-            record, is_bias = getattr(layer, name.removesuffix("_bias")), name.endswith("_bias")
-            values = dequantize(weight).float() + (0.0 if is_bias else self.config.norm_offset)
-            _write(record.bias if is_bias else record.weight, values.repeat(self._times(name)))
-        elif inside in (["q_norms"], ["k_norms"]):  # name: the number of the head
-            _write(getattr(layer, inside[0][:-1]).weight + int(name) * 4 * self.config.head_dim, dequantize(weight))
-        elif not inside:
-            self._put_norm(layer, name, weight)
-        else:
-            self._put_mlp(layer, inside, name, weight)
+            self._puts[role](weight)
 
     def free_memory(self) -> None:
         """Free the memory of weights and cache. Every weight must be `put` again before the next forward."""
@@ -667,38 +657,6 @@ class NativeDecoder:
             self._embed, self._embed_is_own = torch.empty_like(self._embed), True
             self._model.embed = self._embed.data_ptr()
         self._embed.copy_(weight)
-
-    def _put_matrix(self, record: MatrixRecord, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
-        for name, table in tables_of(weight).items():
-            fill(getattr(record, name), table, part, num_parts)
-
-    def _put_bias(self, record: MatrixRecord, weight: Matrix, part: int = 0, num_parts: int = 1) -> None:
-        fill(record.bias, bias_table(dequantize(weight)), part, num_parts)
-
-    def _put_norm(self, record: Any, role: str, weight: Matrix) -> None:
-        """`record`: the one that has the norm of `role`, or of its bias."""
-        name = role.removesuffix("_bias")
-        norm, is_bias = getattr(record, name), name != role
-        _write(norm.bias if is_bias else norm.weight, dequantize(weight).float() + (0.0 if is_bias else self.config.norm_offset))
-
-    def _put_mlp(self, layer: _LayerRecord, inside: list[str], name: str, weight: Matrix) -> None:
-        """`inside`: ["mlp"], ["shared"], or ["experts", number]."""
-        if inside == ["mlp"]:
-            gate_up, down = layer.gate_up, layer.down
-        else:
-            if inside != ["shared"] and self.store is not None:
-                raise ValueError("experts on disk have no new weights in place; open the engine without expert_cache_bytes")
-            experts = layer.experts.contents
-            index = experts.num if inside == ["shared"] else int(inside[1])
-            gate_up, down = experts.gate_up[index], experts.down[index]
-        matrix = name.removesuffix("_bias")
-        put = self._put_bias if name != matrix else self._put_matrix
-        if matrix == "down":
-            put(down, weight)
-        elif self.config.gated:
-            put(gate_up, weight, ("gate", "up").index(matrix), 2)
-        else:
-            put(gate_up, weight)
 
     # -- running --
 
