@@ -31,9 +31,8 @@ from slipstream.inference.config import NORMS, Layer, Rope, RoutedExperts, Trans
 from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder, head_shapes
 from slipstream.inference.kv_cache import KVCache
-from slipstream.inference.load import _map_weights
 from slipstream.inference.quantize import dequantize, quantize, to_int4, to_int8
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, LayerWeights, Mlp, leaves, mapped
 from slipstream.ops import optim, products
 from slipstream.ops.triton import attention, flat, rows
 from slipstream.ops.triton.linear import linear, num_slices
@@ -409,7 +408,7 @@ def test_new_weights_take_the_place_of_old_ones(model: str, kind: str) -> None:
     config = config_of(**MODELS[model])
 
     def scaled(scale: float) -> DecoderWeights:
-        weights = _map_weights(weights_of(config, torch.float32), lambda m: m * scale)
+        weights = mapped(weights_of(config, torch.float32), lambda role, m: m * scale)
         return quantize(weights, kind, 32) if kind else weights
 
     old, new = (runner_of(CudaDecoder, config, scaled(scale), torch.float32, max_batch=4) for scale in (0.5, 1.0))
@@ -430,7 +429,7 @@ def test_forward_in_few_bits(kind: str, dtype: torch.dtype) -> None:
     if kind == "mixed":  # as in GGUF files: q, k and v of different types
         weights.layers[0].k = to_int4(dequantize(weights.layers[0].k))
         weights.layers[1].v = dequantize(weights.layers[1].v).to(dtype)
-    wide = _map_weights(weights, lambda m: dequantize(m).float())  # the twin in fp32, of the very same weights
+    wide = mapped(weights, lambda role, m: dequantize(m).float())  # the twin in fp32, of the very same weights
     tokens = [i * i % 113 for i in range(12)]
     actual, reference = (
         side.run([(side.request(tokens), 0, 12)])[0]

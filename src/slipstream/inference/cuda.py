@@ -44,15 +44,10 @@ def why_not(weights: DecoderWeights, device: torch.device) -> str | None:
         return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
     if any(layer.q_norm is not None and len(layer.q_norm) == shape_of(layer.q)[0] for layer in weights.layers):
         return "norms over all heads of queries and keys together"
-    groups = {shape_of(m)[1] // m.scale.shape[1] for layer in weights.layers for m in _matrices(layer) if isinstance(m, Int4)}
+    groups = {shape_of(m)[1] // m.scale.shape[1] for _, m in leaves(weights.layers) if isinstance(m, Int4)}
     if others := groups.difference(GROUPS):
         return f"int4 in groups of {min(others)}; the kernels support groups of {', '.join(map(str, GROUPS))}"
     return None
-
-
-def _matrices(w: LayerWeights) -> list[Matrix]:
-    mlps = [mlp for mlp in (w.mlp, w.shared, *w.experts) if mlp is not None]
-    return [w.q, w.k, w.v, w.out, *(m for mlp in mlps for m in (mlp.gate, mlp.up, mlp.down) if m is not None)]
 
 
 class _Product:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, p
 from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.quantized_files import restored
 from slipstream.inference.trained import find
-from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, LayerWeights, Matrix, Mlp
+from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, Matrix, mapped
 from slipstream.ops.matrices import blank_of
 
 
@@ -62,14 +62,14 @@ def load(
     kind, has_head = loaded.opening.kind, loaded.config.has_head
     weights = quantize(loaded.weights, kind, group_size, has_head=has_head) if kind in QUANTIZED else loaded.weights
 
-    def place(m: Matrix) -> Matrix:
+    def place(role: str, m: Matrix) -> Matrix:
         if isinstance(m, Tensor):
             return m if m.is_meta else m.to(loaded.dtype).to(device)
         return type(m)(*(part if part.is_meta else part.to(device) for part in m))
 
-    weights = _map_weights(weights, place)
+    weights = mapped(weights, place)
     if (read := weights.read_layer) is not None:
-        weights.read_layer = lambda index: _map_weights(read(index), place)
+        weights.read_layer = lambda index: mapped(read(index), place)
     return replace(loaded, weights=weights)
 
 
@@ -129,19 +129,6 @@ class _LazyState(Mapping[str, Matrix]):
         return len(self._readers)
 
 
-def _map_weights(part: Any, change: Callable[[Matrix], Matrix]) -> Any:
-    """The same weights with `change` applied to each tensor and quantized matrix."""
-    match part:
-        case Tensor() | Int8() | Int4() | KQuant():
-            return change(part)
-        case list():
-            return [_map_weights(one, change) for one in part]
-        case DecoderWeights() | LayerWeights() | Mlp():
-            return replace(part, **{f.name: _map_weights(getattr(part, f.name), change) for f in fields(part)})
-        case _:
-            return part
-
-
 def _live(model: Any, opening: Opening, group: int) -> LoadedModel:
     """A PreTrainedModel, or any model with `.config.to_dict()` and `.state_dict()`. Its storage is shared.
 
@@ -172,7 +159,7 @@ def _blank(source: Any, opening: Opening) -> LoadedModel:
     kind = opening.kind
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind) or FLOATS.get(stored, torch.float32)
     zero = torch.zeros((), dtype=dtype)
-    weights = _map_weights(outline(config), lambda blank: zero.expand(blank.shape))  # type: ignore[union-attr]
+    weights = mapped(outline(config), lambda role, blank: zero.expand(blank.shape))  # type: ignore[union-attr]
     return LoadedModel(config=config, weights=weights, dtype=dtype, opening=opening)
 
 

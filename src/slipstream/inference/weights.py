@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from slipstream.ops.matrices import Codes, Int4, Int8, KQuant, Matrix
 
-__all__ = ["Codes", "DecoderWeights", "Int4", "Int8", "KQuant", "LayerWeights", "Matrix", "Mlp", "leaves", "put"]
+__all__ = ["Codes", "DecoderWeights", "Int4", "Int8", "KQuant", "LayerWeights", "Matrix", "Mlp", "leaves", "mapped", "put"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,6 +109,20 @@ def leaves(part: Any, path: str = "") -> Iterator[tuple[str, Matrix]]:
         case DecoderWeights() | LayerWeights() | Mlp():
             for one in fields(part):
                 yield from leaves(getattr(part, one.name), f"{path}.{one.name}" if path else one.name)
+
+
+def mapped(part: Any, change: Callable[[str, Matrix], Matrix], path: str = "") -> Any:
+    """The same weights with `change(role, weight)` in place of each, in the order of `leaves`."""
+    match part:
+        case Tensor() | Int8() | Int4() | KQuant():
+            return change(path, part)
+        case list():
+            return [mapped(child, change, f"{path}.{i}") for i, child in enumerate(part)]
+        case DecoderWeights() | LayerWeights() | Mlp():
+            below = f"{path}." if path else ""
+            return replace(part, **{one.name: mapped(getattr(part, one.name), change, below + one.name) for one in fields(part)})
+        case _:
+            return part
 
 
 def put(weights: DecoderWeights, role: str, weight: Matrix) -> None:
