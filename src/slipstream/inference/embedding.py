@@ -244,7 +244,6 @@ class EmbeddingEngine:
         raise AssertionError("nothing is submitted")
 
     def stats(self) -> Stats:
-        unused = Meters().first_token.snapshot()
-        values: dict[str, Any] = {one.name: unused if one.type == "Histogram" else 0 for one in fields(Stats)}
-        values |= {"healthy": self.healthy, "blocks": self.runner.num_blocks, "block_size": BLOCK, "finished": {}}
+        values: dict[str, Any] = dict.fromkeys((one.name for one in fields(Stats)), 0) | Meters().snapshot()
+        values |= {"healthy": self.healthy, "blocks": self.runner.num_blocks, "block_size": BLOCK}
         return Stats(**values | {"prompt_tokens": self._tokens, "forwards": self._forwards})

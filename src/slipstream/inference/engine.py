@@ -384,26 +384,15 @@ class Engine:
                 blocks=scheduler.pool.num_blocks,
                 blocks_used=scheduler.pool.num_blocks - scheduler.pool.num_free,
                 block_size=scheduler.pool.block_size,
-                prompt_tokens=meters.prompt_tokens,
-                cached_tokens=meters.cached_tokens,
-                generated_tokens=meters.generated_tokens,
                 draft_tokens=scheduler.counters.proposed,
                 accepted_tokens=scheduler.counters.accepted,
                 preemptions=scheduler.counters.preemptions,
                 forwards=scheduler.counters.forwards,
                 expert_hits=expert_hits,
                 expert_misses=expert_misses,
-                finished=dict(meters.finished),
                 tokens_per_second=generated,
                 prompt_tokens_per_second=computed,
-                time_to_first_token=meters.first_token.snapshot(),
-                between_tokens=meters.between_tokens.snapshot(),
-                queue=meters.queue.snapshot(),
-                prefill=meters.prefill.snapshot(),
-                decode=meters.decode.snapshot(),
-                whole=meters.whole.snapshot(),
-                prompt_lengths=meters.prompt_lengths.snapshot(),
-                output_lengths=meters.output_lengths.snapshot(),
+                **meters.snapshot(),
             )
 
     def check(self) -> None:
@@ -757,7 +746,7 @@ class Engine:
             self._meters.between_tokens.add((now - sequence.last_token) / num, num)
         elif num:
             sequence.first_token = now
-            self._meters.first_token.add(now - sequence.submitted)
+            self._meters.time_to_first_token.add(now - sequence.submitted)
             if sequence.started:
                 self._meters.prefill.add(now - sequence.started)
             if sequence.index == 0:

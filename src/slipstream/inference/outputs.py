@@ -54,20 +54,10 @@ class OutputsEngine:
     def close(self) -> None:
         """Nothing is held."""
 
-    def encode(self, prompt: Any) -> NoReturn:
-        self._refuse()
-
-    def submit(self, *args: Any, **more: Any) -> NoReturn:
-        self._refuse()
-
-    def load_adapter(self, *args: Any, **more: Any) -> NoReturn:
-        self._refuse()
-
-    def unload_adapter(self, name: str) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *args: Any, **more: Any) -> NoReturn:
         raise ValueError(
             f"{self.model_name} is not a decoder that is served: engine(...) computes its outputs of tensors, and engine.module "
             f"has its other methods"
         )
+
+    encode = submit = load_adapter = unload_adapter = _refuse

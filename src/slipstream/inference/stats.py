@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ class Meters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Counter[Finish] = field(default_factory=Counter)
-    first_token: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
+    time_to_first_token: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
     between_tokens: _Buckets = field(default_factory=lambda: _Buckets(_BETWEEN_TOKENS))
     queue: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
     prefill: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
@@ -128,6 +129,11 @@ class Meters:
     prompt_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))
     output_lengths: _Buckets = field(default_factory=lambda: _Buckets(_TOKENS))
     _recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, generated tokens, computed prompt tokens)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `Stats` has under the same names."""
+        counted = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_recent"}
+        return {name: value.snapshot() if isinstance(value, _Buckets) else copy(value) for name, value in counted.items()}
 
     def step(self, now: float, generated: int, computed: int) -> None:
         """Record a forward: the tokens it generated and the prompt tokens it computed."""

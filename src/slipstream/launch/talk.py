@@ -40,6 +40,10 @@ _LOADING = (
     *("weights_folder", "max_context"),
     *("max_running", "max_waiting", "token_budget", "token_interval", "num_draft", "draft", "model_name", "tp_size"),
 )
+_SERVING = (
+    *("strict_fields", "access_log", "otlp_traces", "share_prefixes", "lora_root"),
+    *("max_body_bytes", "max_output_tokens"),
+)
 
 
 def generate(options: argparse.Namespace) -> int:
@@ -139,15 +143,9 @@ def serve(options: argparse.Namespace) -> int:
                 sockets=sockets,
                 api_keys=keys,
                 priority_keys=priority_keys,
-                strict_fields=options.strict_fields,
+                **{name: getattr(options, name) for name in _SERVING},
                 cors_origins=options.cors_origin,
                 tls=None if options.tls_cert is None else (options.tls_cert, options.tls_key),
-                access_log=options.access_log,
-                otlp_traces=options.otlp_traces,
-                share_prefixes=options.share_prefixes,
-                lora_root=options.lora_root,
-                max_body_bytes=options.max_body_bytes,
-                max_output_tokens=options.max_output_tokens,
                 request_timeout_s=options.request_timeout,
                 drain_timeout_s=options.drain_timeout,
             )

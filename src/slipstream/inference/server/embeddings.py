@@ -9,6 +9,7 @@ import base64
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -72,23 +73,11 @@ class ScoreRequest(Embedding):
         return self
 
 
-async def embeddings(front: Front, request: Request) -> Response:
-    return await _answer(front, request, EmbeddingRequest, _embeddings)
-
-
-async def rerank(front: Front, request: Request) -> Response:
-    return await _answer(front, request, RerankRequest, _rerank)
-
-
-async def score(front: Front, request: Request) -> Response:
-    return await _answer(front, request, ScoreRequest, _score)
-
-
 Kind = TypeVar("Kind", bound=Embedding)
 Embedder = EmbeddingEngine | Router
 
 
-async def _answer(front: Front, request: Request, kind: type[Kind], compute: Callable[[Embedder, Kind, bool], object]) -> Response:
+async def _answer(kind: type[Kind], compute: Callable[[Embedder, Kind, bool], object], front: Front, request: Request) -> Response:
     """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the request."""
 
     def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
@@ -161,3 +150,8 @@ def _usage(num_tokens: int) -> InputUsage:
 
 def _new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
+
+
+embeddings = partial(_answer, EmbeddingRequest, _embeddings)
+rerank = partial(_answer, RerankRequest, _rerank)
+score = partial(_answer, ScoreRequest, _score)
