@@ -38,16 +38,10 @@ class DeepSpeedAccelerator:
     def current_device_name(self) -> str:
         return f"cuda:{torch.cuda.current_device()}" if self.on_cuda else "cpu"
 
-    def is_available(self) -> bool:
-        return True
-
     def is_synchronized_device(self) -> bool:
         return not self.on_cuda
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def random(self) -> Any:
-        return torch.random
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -59,12 +53,6 @@ class DeepSpeedAccelerator:
 
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if self.on_cuda else True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
 
     def total_memory(self, device_index: Any = None) -> int:
         if self.on_cuda:
@@ -90,11 +78,8 @@ class DeepSpeedAccelerator:
         if self.on_cuda:
             torch.cuda.nvtx.range_pop()
 
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"]
-
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        current_env.update(dict.fromkeys(self.visible_devices_envs(), ",".join(map(str, local_accelerator_ids))))
+        current_env[_VISIBLE] = ",".join(map(str, local_accelerator_ids))
 
     def get_compile_backend(self) -> str:
         return self._compile_backend
@@ -105,9 +90,6 @@ class DeepSpeedAccelerator:
             raise ValueError(f"set_compile_backend({backend!r}): torch.compile knows {', '.join(backends)}")
         self._compile_backend = backend
 
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder"
-
     def get_op_builder(self, class_name: str) -> Any:
         """Return the builder's class, or NotImplementedBuilder if the name is unknown."""
         builders = importlib.import_module("slipstream.compat.op_builders").BUILDERS
@@ -117,6 +99,8 @@ class DeepSpeedAccelerator:
         return self.get_op_builder(class_name)()
 
     def __getattr__(self, name: str) -> Any:
+        if name in _EVERYWHERE:
+            return _EVERYWHERE[name]
         if self.on_cuda and hasattr(torch.cuda, _CUDA_NAMES.get(name, name)):
             return getattr(torch.cuda, _CUDA_NAMES.get(name, name))
         if not self.on_cuda and name in _ON_CPU:
@@ -134,6 +118,15 @@ def _no_op(*args: Any) -> None:
     """A CPU has no devices, streams or cached memory to act on."""
 
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_EVERYWHERE: Mapping[str, Any] = {  # what does not depend on the device
+    "is_available": lambda: True,
+    "is_fp16_supported": lambda: True,
+    "random": lambda: torch.random,
+    "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
+    "visible_devices_envs": lambda: [_VISIBLE],
+    "op_builder_dir": lambda: "deepspeed.ops.op_builder",
+}
 _peak = partial(_resident, key="VmHWM")
 _CUDA_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
 _TENSORS = "BFloat16Tensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor"

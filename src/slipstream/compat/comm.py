@@ -29,18 +29,7 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """Call `slipstream.init_distributed`; `dist_backend=None` selects gloo on the CPU."""
-    _init_distributed(
-        dist_backend,
-        timeout=timeout,
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        auto_mpi_discovery=auto_mpi_discovery,
-        distributed_port=distributed_port,
-        verbose=verbose,
-        dist_init_required=dist_init_required,
-        config=config,
-    )
+    _init_distributed(**locals())  # of the same names, in another order
     _tell_accelerate()
 
 

@@ -484,6 +484,7 @@ def initialize(
     config   a path, a dictionary or base64 of JSON. A top-level key "zero_optimization.x" sets x in the block if it is unset there.
              Unknown top-level keys are logged and ignored, as in DeepSpeed. One that resembles a known key raises ValueError.
     """
+    given = {name: value for name, value in locals().items() if name not in ("args", "config", "config_params")}
     loaded = read_together(
         lambda: arguments.read_config(config=_decode(config), config_params=_decode(config_params), args=args),
         distributed_port,
@@ -493,22 +494,11 @@ def initialize(
     raw = _unfold(loaded.raw)
     used = ({"comms_logger": configured} if configured else {}) | tolerant(with_known_warmup(raw))
     if optimizer is None and "optimizer" not in raw:  # as DeepSpeed, create no schedule; Trainer evaluates this way
-        used, lr_scheduler = {name: value for name, value in used.items() if name != "scheduler"}, None
+        used = {name: value for name, value in used.items() if name != "scheduler"}
+        given["lr_scheduler"] = lr_scheduler = None
     try:
         with zero.held_values(model):
-            engine, handle, loader, scheduler = slipstream.initialize(
-                model=model,
-                optimizer=optimizer,
-                model_parameters=model_parameters,
-                training_data=training_data,
-                lr_scheduler=lr_scheduler,
-                distributed_port=distributed_port,
-                mpu=mpu,
-                dist_init_required=dist_init_required,
-                collate_fn=collate_fn,
-                config=used,
-                mesh_param=mesh_param,
-            )
+            engine, handle, loader, scheduler = slipstream.initialize(config=used, **given)
     except arguments.ConfigError as error:
         raise loaded.refusal(error) from None
     # DeepSpeedEngine adds only methods, so changing the class is enough.

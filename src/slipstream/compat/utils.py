@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,20 +95,28 @@ class OnDevice:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True, *, flag: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of these classes (types or names) and return them.
 
     Raises ValueError if there is none and `raise_if_not_found` is set.
     """
-    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
+    targets = list(leaf_module_classes)
+    types = tuple(target for target in targets if isinstance(target, type))
+
+    def is_chosen(module: nn.Module) -> bool:
+        kind = type(module)
+        return isinstance(module, types) or kind.__name__ in targets or f"{kind.__module__}.{kind.__qualname__}" in targets
+
+    chosen = [module for module in model.modules() if is_chosen(module)]
+    if not chosen and raise_if_not_found:
+        raise ValueError(f"no module of {type(model).__name__} is of class {targets}")
+    for module in chosen:
+        set_z3_leaf_module(module, flag)
+    return chosen
 
 
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Remove the marks of `set_z3_leaf_modules`; same arguments and result."""
-    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
+unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)  # removes the marks
 
 
 def set_z3_leaf_modules_by_name(
@@ -142,22 +151,6 @@ def z3_leaf_module(model: nn.Module) -> bool:
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Whether a parameter of a stage 3 engine is inside a marked module."""
     return hasattr(model, "ds_z3_leaf_module")
-
-
-def _mark_classes(model: nn.Module, classes: Iterable[type | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
-    targets = list(classes)
-    types = tuple(target for target in targets if isinstance(target, type))
-
-    def is_chosen(module: nn.Module) -> bool:
-        kind = type(module)
-        return isinstance(module, types) or kind.__name__ in targets or f"{kind.__module__}.{kind.__qualname__}" in targets
-
-    chosen = [module for module in model.modules() if is_chosen(module)]
-    if not chosen and raise_if_not_found:
-        raise ValueError(f"no module of {type(model).__name__} is of class {targets}")
-    for module in chosen:
-        set_z3_leaf_module(module, flag)
-    return chosen
 
 
 def _mark_names(
