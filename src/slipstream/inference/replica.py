@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLOW_CALLS = 4  # threads for what may take long: schemas, adapters, vectors
+SLOW_CALLS = 32  # threads for what may take long: schemas, adapters, vectors, whose texts share forwards
 SWITCH_INTERVAL = 0.001  # seconds, as `server.run`'s
 LOOK = 0.1  # seconds between looks at the engine's health
 
@@ -104,7 +104,8 @@ class Session:
                         slow.submit(submit) if constrained else submit()
                     case "call":
                         name, arguments = rest
-                        slow.submit(self._answer, number, _CALLS[name], self.engine, *arguments)
+                        call = partial(self._answer, number, _CALLS[name], self.engine, *arguments)
+                        call() if name == "stats" else slow.submit(call)
             for handle in list(self._handles.values()):
                 self.engine.cancel(handle)
 

@@ -1,7 +1,4 @@
-"""/v1/embeddings as OpenAI has it, /v1/rerank as Cohere and Jina do, /v1/score as vLLM does; over an `EmbeddingEngine`.
-
-Vectors are computed outside the event loop, by the thread that parses the body.
-"""
+"""/v1/embeddings as OpenAI has it, /v1/rerank as Cohere and Jina do, /v1/score as vLLM does; over an `EmbeddingEngine`."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, model_validator
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +20,7 @@ from slipstream.inference.engine import ClosedError
 from slipstream.inference.server.bodies import EmbeddingsBody, InputUsage, OneEmbedding, OneRank, OneScore, RerankBody, ScoreBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.requests import LABELS, Fields, TokenId, parse, without_effect, wrong
+from slipstream.inference.server.requests import LABELS, Fields, TokenId, explained, parse, without_effect, wrong
 from slipstream.inference.server.router import Router
 from slipstream.inference.server.state import Front, Serving
 
@@ -30,6 +28,7 @@ MAX_TEXTS = 2048  # per request, as OpenAI's
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
+OneOrMore = Annotated[str | Texts, explained("texts", f"must be a string or a list of 1 to {MAX_TEXTS:,} strings")]
 
 
 class Embedding(Fields):
@@ -43,7 +42,10 @@ class Embedding(Fields):
 
 
 class EmbeddingRequest(Embedding):
-    input: str | Texts | Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_TEXTS)]
+    input: Annotated[
+        str | Texts | Tokens | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_TEXTS)],
+        explained("input", f"must be a string, 1 to {MAX_TEXTS:,} strings, a list of token ids, or 1 to {MAX_TEXTS:,} such lists"),
+    ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None  # the first of them, and normalized again if the model's are
 
@@ -54,14 +56,17 @@ class Text(Fields):
 
 class RerankRequest(Embedding):
     query: str
-    documents: Annotated[list[str | Text], Field(min_length=1, max_length=MAX_TEXTS)]
+    documents: Annotated[
+        list[Annotated[str | Text, explained("document", "must be a string, or an object whose text is one")]],
+        Field(min_length=1, max_length=MAX_TEXTS),
+    ]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
 
 
 class ScoreRequest(Embedding):
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: OneOrMore
+    text_2: OneOrMore
 
     @model_validator(mode="after")
     def _fit(self) -> ScoreRequest:
@@ -77,10 +82,13 @@ Kind = TypeVar("Kind", bound=Embedding)
 Embedder = EmbeddingEngine | Router
 
 
-async def _answer(kind: type[Kind], compute: Callable[[Embedder, Kind, bool], object], front: Front, request: Request) -> Response:
-    """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the request."""
+async def _answer(
+    kind: type[Kind], compute: Callable[[Embedder, Kind, bool], Response], params: tuple[str, ...], front: Front, request: Request
+) -> Response:
+    """`compute(engine, the request, whether texts are cut)`, with its ValueErrors as those of the fields `params`: of all texts, or
+    of the first and the second of a pair."""
 
-    def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
+    def checked(server: Serving, body: bytes) -> tuple[Embedder, Kind, bool]:
         given, engine = parse(kind, body), server.engine
         server.check_model(given.model or engine.model_name)
         if not isinstance(engine, Embedder) or not engine.embeds:
@@ -89,17 +97,22 @@ async def _answer(kind: type[Kind], compute: Callable[[Embedder, Kind, bool], ob
         if cut is not None and cut not in (-1, engine.max_context):
             message = f"truncate_prompt_tokens is {cut}; texts are cut to the model's {engine.max_context} tokens (or -1) only"
             raise RequestError(message, param="truncate_prompt_tokens")
+        return engine, given, cut is not None
+
+    async with front.received(request, checked) as (engine, given, cut):
+        ignored = without_effect(given)
+        front.refuse(ignored, ignored)
         try:
-            return JSON(compute(engine, given, cut is not None)), without_effect(given)
+            response = await front.bodies.compute(lambda: compute(engine, given, cut))
         except ValueError as error:
-            raise RequestError(str(error), param="input") from None
+            raise RequestError(str(error), param=params[str(error).startswith("text 2 of")]) from None
         except ClosedError as error:
             raise RequestError(str(error), status=503, code="unavailable", retry_after=5) from None
+    response.raw_headers += front.headers(ignored)
+    return response
 
-    return await front.respond(request, make)
 
-
-def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> EmbeddingsBody:
+def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> Response:
     single = isinstance(given.input, str) or isinstance(given.input[0], int)
     texts: Any = [given.input] if single else given.input
     found = engine.embed(texts, truncate=cut)
@@ -109,16 +122,19 @@ def _embeddings(engine: Embedder, given: EmbeddingRequest, cut: bool) -> Embeddi
             raise RequestError(f"dimensions is {given.dimensions}; the model has {vectors.shape[1]}", param="dimensions")
         vectors = vectors[:, : given.dimensions]
         vectors = torch.nn.functional.normalize(vectors, dim=1) if engine.pooling.normalize else vectors
-    rows = (
-        [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode() for row in vectors]
-        if given.encoding_format == "base64"
-        else vectors.tolist()
-    )
-    data: list[OneEmbedding] = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]
-    return {"object": "list", "model": engine.model_name, "data": data, "usage": _usage(found.num_tokens)}
+    body: EmbeddingsBody = {"object": "list", "model": engine.model_name, "data": [], "usage": _usage(found.num_tokens)}
+    begin, _, end = bytes(JSON(body).body).rpartition(b"[]")
+    packed = given.encoding_format == "base64"
+    rows = b",".join(to_json(_row(i, row, packed)) for i, row in enumerate(vectors))  # each holds the GIL for a moment
+    return Response(b"%b[%b]%b" % (begin, rows, end), media_type=JSON.media_type)
 
 
-def _rerank(engine: Embedder, given: RerankRequest, cut: bool) -> RerankBody:
+def _row(index: int, row: torch.Tensor, packed: bool) -> OneEmbedding:
+    values = base64.b64encode(row.numpy().astype("<f4").tobytes()).decode() if packed else row.tolist()
+    return {"object": "embedding", "index": index, "embedding": values}
+
+
+def _rerank(engine: Embedder, given: RerankRequest, cut: bool) -> Response:
     texts = [one if isinstance(one, str) else one.text for one in given.documents]
     found = engine.score([(given.query, text) for text in texts], truncate=cut)
     order = sorted(range(len(texts)), key=lambda i: -found.scores[i])[: given.top_n]
@@ -126,15 +142,16 @@ def _rerank(engine: Embedder, given: RerankRequest, cut: bool) -> RerankBody:
     results: list[OneRank] = [
         {"index": i, "relevance_score": found.scores[i], "document": {"text": texts[i]} if shown else None} for i in order
     ]
-    return {"id": _new_id("rerank"), "model": engine.model_name, "results": results, "usage": _usage(found.num_tokens)}
+    body: RerankBody = {"id": _new_id("rerank"), "model": engine.model_name, "results": results, "usage": _usage(found.num_tokens)}
+    return JSON(body)
 
 
-def _score(engine: Embedder, given: ScoreRequest, cut: bool) -> ScoreBody:
+def _score(engine: Embedder, given: ScoreRequest, cut: bool) -> Response:
     first, second = ([one] if isinstance(one, str) else one for one in (given.text_1, given.text_2))
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     found = engine.score(pairs, truncate=cut)
     data: list[OneScore] = [{"object": "score", "index": i, "score": one} for i, one in enumerate(found.scores)]
-    return {
+    body: ScoreBody = {
         "id": _new_id("score"),
         "object": "list",
         "created": int(time.time()),
@@ -142,6 +159,7 @@ def _score(engine: Embedder, given: ScoreRequest, cut: bool) -> ScoreBody:
         "data": data,
         "usage": _usage(found.num_tokens),
     }
+    return JSON(body)
 
 
 def _usage(num_tokens: int) -> InputUsage:
@@ -152,6 +170,6 @@ def _new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(12)}"
 
 
-embeddings = partial(_answer, EmbeddingRequest, _embeddings)
-rerank = partial(_answer, RerankRequest, _rerank)
-score = partial(_answer, ScoreRequest, _score)
+embeddings = partial(_answer, EmbeddingRequest, _embeddings, ("input",))
+rerank = partial(_answer, RerankRequest, _rerank, ("query", "documents"))
+score = partial(_answer, ScoreRequest, _score, ("text_1", "text_2"))

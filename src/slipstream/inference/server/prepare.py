@@ -3,7 +3,8 @@
 [Note: Requests do not stall streams] No request may stall the streams of other clients. Sizes are therefore checked before any
 processing: bytes of a body and of all bodies, messages of a chat, characters of a text. Expensive work that holds the GIL (parsing,
 templates) runs in a few threads, and one long body at a time, so that the event loop and the engine's thread compete with a few
-threads at most; tokenization releases the GIL. The exception is one call of the JSON parser, which holds the GIL for up to 0.03 s
+threads at most; tokenization releases the GIL. What then waits for a model's vectors has threads of its own, many of them, for
+their texts share forwards. The exception is one call of the JSON parser, which holds the GIL for up to 0.03 s
 per MB.
 """
 
@@ -19,6 +20,7 @@ from slipstream.inference.server.errors import RequestError
 
 SHORT = 64 << 10  # bytes; a body up to this size is always accepted
 THREADS = 2  # for short bodies
+VECTORS = 32  # threads for requests that wait for vectors
 BODIES = 16  # bodies of maximum size that may be in flight
 
 Result = TypeVar("Result")
@@ -72,6 +74,7 @@ class Bodies:
         self._long = ThreadPoolExecutor(1, "slipstream-prepare-long")
 
     @contextmanager
+        self._vectors = ThreadPoolExecutor(VECTORS, "slipstream-vectors")
     def arriving(self) -> Iterator[Body]:
         body = Body(self)
         try:
@@ -85,3 +88,7 @@ class Bodies:
             raise body.refused
         threads = self._long if body.size > SHORT else self._short
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: make(body.whole()))
+
+    async def compute(self, make: Callable[[], Result]) -> Result:
+        """Run `make()`, which may take long, in a thread that no body needs."""
+        return await asyncio.get_running_loop().run_in_executor(self._vectors, make)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,7 +134,14 @@ class Front:
         return response
 
     async def receive(self, request: Request, make: Callable[[Serving, bytes], Result]) -> Result:
-        """Receive the body and return `make(its model, body)`, which runs in a worker thread. Raises RequestError."""
+        """As `received`, of which the body counts no longer."""
+        async with self.received(request, make) as result:
+            return result
+
+    @asynccontextmanager
+    async def received(self, request: Request, make: Callable[[Serving, bytes], Result]) -> AsyncIterator[Result]:
+        """Receive the body and yield `make(its model, body)`, which runs in a worker thread; the body counts among those in flight
+        until the end. Raises RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(f"content-type is {kind[:100]!r}; it must be application/json", status=415)
@@ -142,7 +150,7 @@ class Front:
         with self.bodies.arriving() as body:
             async with self.deadlines.within(self.limits.body_timeout_s, late):
                 await self._read(request, body)
-            return await self.bodies.prepare(partial(make, await self.models.pick(self, request, body)), body)
+            yield await self.bodies.prepare(partial(make, await self.models.pick(self, request, body)), body)
 
     async def _read(self, request: Request, body: Body) -> None:
         async for part in request.stream():
