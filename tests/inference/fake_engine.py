@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -259,4 +260,4 @@ class FakeEngine:
 if __name__ == "__main__":
     from slipstream.inference.server import serve
 
-    serve(FakeEngine(tick=0.2), port=0)
+    serve(FakeEngine(tick=0.2), sockets=[socket.create_server(("127.0.0.1", 0))])

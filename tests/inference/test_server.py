@@ -729,6 +729,19 @@ def test_bodies_that_are_no_http(address: str, engine: FakeEngine, head: str, bo
     assert post(address).status == 200
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("Content-Length: 5000000\r\nExpect: 100-continue", b"413"),  # by curl; without a body, which it has not been told to send
+        ("Content-Length: 99999999999", b"413"),
+        ("Content-Length: 2\r\nContent-Encoding: gzip", b"415"),
+    ],
+)
+def test_bodies_that_are_refused_by_their_headers(address: str, head: str, status: bytes) -> None:
+    with opening(address, head) as raw:
+        assert raw.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
 def test_two_hundred_clients_some_of_which_vanish(address: str, engine: FakeEngine) -> None:
     async def one(ai: Any, number: int) -> str | None:
         ask = {"model": "fake/model", "prompt": f"client {number}", "max_tokens": 50, "seed": number}
@@ -882,15 +895,41 @@ def test_what_nobody_expected_is_an_error_without_details(
 
 
 @contextmanager
-def serving_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving_process(max_files: int | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "tests.inference.fake_engine"]
+    limit = [] if max_files is None else ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash"]
+    command = [*limit, sys.executable, "-m", "tests.inference.fake_engine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             yield process, re.search(r"http://([\d.]+:\d+)", process.stdout.readline())[1]  # type: ignore[index]
         finally:
             process.kill()
+
+
+def test_a_burst_of_connections_leaves_files_for_the_rest() -> None:
+    """The event loop accepts all that wait in one go; without a file left, it would log each failure, and accept nobody for 1 s."""
+    with serving_process(max_files=80) as (process, address):
+        place = ("127.0.0.1", int(address.split(":")[1]))
+        process.send_signal(signal.SIGSTOP)
+        burst = [socket.create_connection(place, timeout=10) for _ in range(300)]
+        process.send_signal(signal.SIGCONT)
+        burst[0].sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert burst[0].recv(1000).startswith(b"HTTP/1.1 200"), "it came first"
+        replies = [raw.makefile("rb").read() for raw in burst[-50:]]
+        assert all(reply.startswith(b"HTTP/1.1 503") and b"retry-after: 5" in reply for reply in replies)
+        for raw in burst:
+            raw.close()
+        until(lambda: call(address, "GET", "/health").status == 200)
+        assert post(address).status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30)[1] == ""
+
+
+def test_too_few_files_for_a_server() -> None:
+    code = "import resource; from slipstream.inference.server import check; resource.setrlimit(7, (50, 50)); check([], None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "src"})
+    assert "ValueError: the limit of open files is 50, and a server needs at least 64: ulimit -n 4160" in done.stderr
 
 
 DRAINING = "draining: waiting at most 60 s for {}; signal again to stop now\n"
@@ -952,8 +991,9 @@ def test_nobody_takes_the_port_while_a_model_is_loaded() -> None:
 def test_the_end_of_a_drain_answers_everybody(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
+        address = "{}:{}".format(*listener.getsockname())
         ended = threads.submit(serve, engine, sockets=[listener], drain_timeout_s=0.3)
-        future = threads.submit(post, "{}:{}".format(*listener.getsockname()), COMPLETIONS, prompt="forever")
+        future = threads.submit(post, address, COMPLETIONS, prompt="forever")
         until(lambda: bool(engine.running))
         engine.healthy = False  # and yet it says more
         reply = future.result()
@@ -966,12 +1006,12 @@ def test_the_end_of_a_drain_answers_everybody(caplog: pytest.LogCaptureFixture) 
 def test_a_dead_engine_ends_its_server() -> None:
     """When everybody has been told. Who supervises the process can start another, which no 503 would bring about."""
     engine, ends = FakeEngine(), list[str]()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
 
     def run() -> None:
         try:
-            serve(engine, port=port)
+            serve(engine, sockets=[listener])
         except DeadEngineError as error:
             ends.append(str(error))
 
@@ -1020,9 +1060,10 @@ def test_https(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(CERTIFICATE)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         mortal = FakeEngine()
+        address = listener.getsockname()
         ended = threads.submit(serve, mortal, sockets=[listener], tls=(str(file), None))
         context = ssl.create_default_context(cafile=str(file))
-        connection = http.client.HTTPSConnection(*listener.getsockname(), timeout=10, context=context)
+        connection = http.client.HTTPSConnection(*address, timeout=10, context=context)
         connection.request("GET", "/v1/models")
         assert connection.getresponse().status == 200
         connection.close()
@@ -1070,8 +1111,8 @@ def test_a_collector_gets_spans() -> None:
     ):
         threads.submit(collector.serve_forever)
         mortal, url = FakeEngine(), f"http://127.0.0.1:{collector.server_port}/v1/traces"
-        ended = threads.submit(serve, mortal, sockets=[listener], otlp_traces=url)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
+        ended = threads.submit(serve, mortal, sockets=[listener], otlp_traces=url)
         ids = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "x-request-id": "mine"}
         assert post(address, headers={"Content-Type": "application/json", **ids}, stream=True).status == 200
         assert call(address, "GET", "/nowhere").status == 404

@@ -161,7 +161,7 @@ def test_a_server_prepares_its_engine_first() -> None:
             raise InterruptedError("prepared")
 
     with pytest.raises(InterruptedError, match="prepared"):
-        serve(Prepared(), port=1)
+        serve(Prepared(), sockets=[])
 
 
 PROMPT = "a prompt that somebody guesses " * 3

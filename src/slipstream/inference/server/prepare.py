@@ -39,8 +39,7 @@ class Body:
     def add(self, part: bytes) -> None:
         self.size += len(part)
         if self.refused is None and self.size > self._bodies.max_bytes:
-            message = f"the body is larger than {self._bodies.max_bytes} bytes"
-            self.refused = RequestError(message, status=413, code="body_too_large")
+            self.refused = self.too_large()
         elif self.refused is None and self.size > SHORT and self._bodies.nbytes + len(part) > self._bodies.limit:
             message = f"the server is preparing {self._bodies.nbytes} bytes of other requests; try again later"
             self.refused = RequestError(message, status=503, code="busy", retry_after=1)
@@ -50,6 +49,9 @@ class Body:
         else:
             self._parts.clear()
             self._hold(0)
+
+    def too_large(self) -> RequestError:
+        return RequestError(f"the body is larger than {self._bodies.max_bytes} bytes", status=413, code="body_too_large")
 
     def whole(self) -> bytes:
         """All that has arrived. Raises RequestError if the body was rejected."""
@@ -72,9 +74,9 @@ class Bodies:
         self.nbytes = 0  # of all stored bodies
         self._short = ThreadPoolExecutor(THREADS, "slipstream-prepare")
         self._long = ThreadPoolExecutor(1, "slipstream-prepare-long")
+        self._vectors = ThreadPoolExecutor(VECTORS, "slipstream-vectors")
 
     @contextmanager
-        self._vectors = ThreadPoolExecutor(VECTORS, "slipstream-vectors")
     def arriving(self) -> Iterator[Body]:
         body = Body(self)
         try:

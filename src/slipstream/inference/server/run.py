@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,7 @@ HEADER_TIMEOUT = 30.0  # seconds from opening a connection, or from its last res
 MAX_CONNECTIONS = 4096
 READING_TIME = 2.0  # seconds at shutdown for clients to read the end of their responses
 OTHER_FILES = 64  # file descriptors not used for connections
+KEPT_FILES = 16  # of these, not even for connections that are being refused or are at a TLS handshake
 SWITCH_INTERVAL = 0.001  # seconds (Python's default: 0.005) for which a preparing thread may keep the GIL from streaming threads
 
 
@@ -97,9 +99,7 @@ class _Server(uvicorn.Server):
 
 def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits on connections and on the time to send a header or read a response."""
-    error = refusal(RequestError(f"too many connections ({max_connections} are open)", status=503, retry_after=5))
-    full = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
-    full += b"".join(b"%b: %b\r\n" % header for header in error.raw_headers) + b"\r\n" + bytes(error.body)
+    full = _full(f"too many connections ({max_connections} are open)")
 
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -134,32 +134,69 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
     return Guarded
 
 
+def _full(why: str) -> bytes:
+    error = refusal(RequestError(why, status=503, retry_after=5))
+    head = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n"
+    return head + b"".join(b"%b: %b\r\n" % header for header in error.raw_headers) + b"\r\n" + bytes(error.body)
+
+
+class Listening(socket.socket):
+    """Closes connections at once that come while too many files are open. The event loop accepts all that wait in one go, before
+    `guarded` counts any; without a file descriptor left it would log each failure and accept none for a second."""
+
+    def __init__(self, bound: socket.socket, max_files: int, plain: bool) -> None:
+        """Takes the descriptor of `bound`. `plain`: without TLS, so that clients get a 503."""
+        super().__init__(fileno=bound.detach())
+        self.max_files = max_files
+        self.says = _full("the server has too many open files") if plain else b""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        if connection.fileno() < self.max_files:  # it is the lowest number that is free
+            return connection, address
+        with connection, suppress(OSError):
+            connection.setblocking(False)
+            connection.send(self.says)
+            connection.shutdown(socket.SHUT_WR)
+        raise BlockingIOError  # the loop does what else there is to do before it accepts another
+
+
+def max_files() -> int:
+    """How many files this process may have open. Raises ValueError if they are too few for a server."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return sys.maxsize
+    if files < OTHER_FILES:
+        enough = OTHER_FILES + MAX_CONNECTIONS
+        raise ValueError(f"the limit of open files is {files}, and a server needs at least {OTHER_FILES}: ulimit -n {enough}")
+    return files
+
+
 def check(cors_origins: Sequence[str], otlp_traces: str | None) -> None:
-    """Raise ValueError for options that `serve` would refuse, before a model is loaded."""
+    """Raise ValueError for options and limits of the system that `serve` would refuse, before a model is loaded."""
     try:
         check_origins(cors_origins)
     except ValueError as error:
         raise ValueError(f"--cors-origin: {error}") from None
     if otlp_traces is not None:
         check_collector(otlp_traces)
+    max_files()
 
 
 def serve(
     engine: Served | Models,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    sockets: Sequence[socket.socket] | None = None,
+    sockets: Sequence[socket.socket],
     drain_timeout_s: float = 60.0,
     tls: tuple[str, str | None] | None = None,
     access_log: bool = False,
     otlp_traces: str | None = None,
     **options: Any,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. Port 0 picks a free port and prints it.
-    `sockets` are bound sockets to use instead of host and port; `tls` the files of a certificate and its key (None: in the same
-    file); `access_log` writes a line for each response to stderr; `otlp_traces` is the URL of a collector of spans; `options` are
-    those of `create_app`. Raises DeadEngineError, after all clients have received an error, if the engine dies."""
+    """Serve until SIGTERM or SIGINT, then drain and return; the caller closes the engine. `sockets` are bound; their
+    descriptors are taken over. `tls`: the files of a certificate and its key (None: in the same file); `access_log` writes a line
+    for each response to stderr; `otlp_traces` is the URL of a collector of spans; `options` are those of `create_app`. Raises
+    DeadEngineError, after all clients have received an error, if the engine dies."""
     engine.prepare()
     sys.setswitchinterval(SWITCH_INTERVAL)
     app = create_app(engine, **options)
@@ -170,13 +207,10 @@ def serve(
         access.setLevel(logging.INFO)
         access.propagate = False
     traces = None if otlp_traces is None else Traces(app, otlp_traces)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    capacity = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(files - OTHER_FILES, 1)
+    files = max_files()
     config = uvicorn.Config(
         traces or app,
-        http=guarded(max_connections=min(MAX_CONNECTIONS, capacity), header_timeout_s=HEADER_TIMEOUT),
-        host=host,
-        port=port,
+        http=guarded(max_connections=min(MAX_CONNECTIONS, max(files - OTHER_FILES, 1)), header_timeout_s=HEADER_TIMEOUT),
         lifespan="off",
         ws="none",
         log_config=None,
@@ -189,7 +223,7 @@ def serve(
         timeout_graceful_shutdown=math.ceil(READING_TIME) + 1,
     )
     server = _Server(config, engine, app.state.traffic, app.state.deadlines, drain_timeout_s)
-    server.run(None if sockets is None else list(sockets))
+    server.run([Listening(one, files - KEPT_FILES, plain=tls is None) for one in sockets])
     if traces is not None:
         traces.close()
     if not engine.healthy:

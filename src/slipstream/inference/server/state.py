@@ -145,6 +145,8 @@ class Front:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(f"content-type is {kind[:100]!r}; it must be application/json", status=415)
+        if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+            raise RequestError(f"content-encoding is {coding[:100]!r}; send the body as it is", status=415)
         late = RequestError(f"the body did not arrive within {self.limits.body_timeout_s:g} s", status=408)
         late.headers["Connection"] = "close"  # else the client could send the remaining bytes forever
         with self.bodies.arriving() as body:
@@ -153,10 +155,15 @@ class Front:
             yield await self.bodies.prepare(partial(make, await self.models.pick(self, request, body)), body)
 
     async def _read(self, request: Request, body: Body) -> None:
+        # Rejected bodies are drained up to this size: many clients read no response before they have sent all. Who waits to be told
+        # to go on has sent nothing.
+        drained = (1 if "100-continue" in request.headers.get("expect", "").lower() else 8) * self.limits.max_body_bytes
+        if (announced := request.headers.get("content-length", "")).isdecimal() and int(announced) > drained:
+            raise body.too_large()
         async for part in request.stream():
             body.add(part)
-            if body.size > 8 * self.limits.max_body_bytes:
-                break  # rejected bodies are drained up to this size: many clients read no response before they have sent all
+            if body.size > drained:
+                break
 
     def refuse(self, names: Sequence[str], unknown: Sequence[str]) -> None:
         """With `strict_fields`, raise RequestError for a field without effect, unknown if it is in `unknown` and no label."""
