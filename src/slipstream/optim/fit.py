@@ -21,7 +21,7 @@ class OptimizerCase:
     """A plan and the optimizer that updates its states, for the rows below. rule: its native kernel, if it has one. added: what a
     surgery adds to its parameters."""
 
-    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor]) -> None:
+    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, rule: Rule | None, added: Iterable[Tensor] = ()) -> None:
         self.offload, self.precision, self.rule, self.name = plan.offload, plan.precision, rule, type(optimizer).__name__
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
