@@ -1043,6 +1043,21 @@ def test_a_router_that_cannot_do_what_the_config_says_is_refused() -> None:
 
 
 @distributed(world_size=2)
+def test_a_preset_must_be_that_of_the_model() -> None:
+    for kind, preset in (("Mixtral", "mixtral"), ("Qwen2Moe", "qwen3_moe"), ("DeepseekV3", "deepseek_v3")):
+        placed(kind, preset_model=preset).destroy()
+    with pytest.raises(ValueError, match=r"'qwen3_moe' is for models of type qwen3_moe or qwen2_moe, .* of type mixtral"):
+        placed("Mixtral", preset_model="qwen3_moe")
+    with pytest.raises(ValueError, match=r"preset_model must be 'mixtral', .* got 'glm'"):
+        placed("Mixtral", preset_model="glm")
+    ours = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    with pytest.raises(ValueError, match=r"named layers\.N\.mlp\.experts, and this Model, .* has 'blocks\.0\.moe\.experts'"):
+        make(build("top-2, gated"), 1, expert_parallel=ours)
+    with pytest.raises(ValueError, match=r"the config sets expert_parallel\.preset_model, and Net has no layers of experts"):
+        make(toy.Net(), 1, expert_parallel=ours | {"autoep_size": 1})
+
+
+@distributed(world_size=2)
 @pytest.mark.parametrize("half", [False, True])
 def test_the_config_balances_the_experts_of_an_unmodified_model(half: bool) -> None:
     model = foreign("DeepseekV3")

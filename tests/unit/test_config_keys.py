@@ -44,6 +44,7 @@ PROOFS = {
         "test_a_loss_over_shares_of_the_vocabulary": "tensor_parallel.vocab_parallel_lm_head",
         "test_an_unmodified_model_of_experts": "expert_parallel.enabled expert_parallel.autoep_size",
         "test_experts_that_stay_whole_are_named": "expert_parallel.moe_layer_pattern expert_parallel.expert_pattern",
+        "test_a_preset_must_be_that_of_the_model": "expert_parallel.preset_model",
         "test_router_settings_of_the_config": " ".join(f"expert_parallel.{name}" for name in _ROUTER.split()),
         "test_the_config_balances_the_experts_of_an_unmodified_model": "expert_parallel.load_balance_coeff",
         "test_the_disk_moves_the_states_of_used_experts": "slipstream.rest_unused_experts",

@@ -776,6 +776,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "slipstream.tensor.sequence_parallel": flags,
     "expert_parallel.enabled": flags,
     "expert_parallel.autoep_size": st.sampled_from([1, 2]),
+    "expert_parallel.preset_model": st.sampled_from(["mixtral", None]),
     "expert_parallel.top_k": st.sampled_from(["auto", 1, 2]),
     "expert_parallel.route_norm": flags | st.none(),
     "expert_parallel.route_scale": st.sampled_from([1.0, 2.5]),

@@ -60,7 +60,11 @@ class ExpertParallel(Block):
     expert_tensor_parallel_size: Count = no_effect(1, "tensor_parallel.autotp_size slices experts, too")
     validate_folding_routing: bool = no_effect(False, "the numbers of rows are compared in every exchange")
     async_split_plan: bool = no_effect(False, _BY_EXCHANGE)
-    preset_model: str | None = no_effect(None, _BY_MODEL)
+    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None = honored(
+        None,
+        "Must be what the model is: by its type, or for a model of your own by the names of its layers (`layers.N.mlp.experts`, or "
+        "what `moe_layer_pattern` says).",
+    )
     moe_layer_pattern: str | None = honored(
         None,
         "Regular expression of the names of layers whose lists of experts are split. One whose experts cannot be split is refused; "

@@ -133,6 +133,7 @@ class ExpertPlan:
     enabled: bool = key("expert_parallel.enabled")  # else `size` is 1 and all below it of this block None
     size: int = key("expert_parallel.autoep_size")
     rest_unused: bool = key("slipstream.rest_unused_experts")
+    preset: str | None = key("expert_parallel.preset_model")
     layer_pattern: str | None = key("expert_parallel.moe_layer_pattern")
     expert_pattern: str | None = key("expert_parallel.expert_pattern")
     # settings of routers; None: the model's own

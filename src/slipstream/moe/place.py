@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,17 @@ from slipstream.zero.recording import keep_source
 from slipstream.zero.wrap import expert_lists
 
 logger = logging.getLogger("slipstream.train")
+
+# What AutoEP's presets of DeepSpeed 0.19.8 are for: types of transformers' configs, or the names of layers
+_PRESETS: Mapping[str, Sequence[str]] = {
+    "mixtral": ("mixtral",),
+    "qwen3_moe": ("qwen3_moe", "qwen2_moe"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe"),
+    "deepseek_v2": ("deepseek_v2",),
+    "deepseek_v3": ("deepseek_v3",),
+    "minimax_m3": ("minimax_m3_vl_text", "minimax_m3_vl"),
+}
+_OF_PRESETS = re.compile(r"(^|\.)layers\.\d+\.mlp\.experts$")
 
 Connect = Callable[[str | Axis], Exchange]  # the exchange over an axis; collective at its first call
 
@@ -102,6 +113,7 @@ def split_experts(model: nn.Module, mesh: Mesh, plan: ExpertPlan, *, token_share
     every = list(_layers(model, plan))
     if plan.enabled:
         _check_found(model, mesh, plan, every)
+        _check_preset(model, plan, every)
     set_routers(model, [(layer.name, layer.module) for layer in every], plan)
     for layer in every:
         mark_experts(layer.module, layer.size)
@@ -156,7 +168,24 @@ def _check_found(model: nn.Module, mesh: Mesh, plan: ExpertPlan, layers: Sequenc
 
 def _keys_of_experts(plan: ExpertPlan) -> str:
     """The keys of the config that mean experts on any number of ranks; "" for none."""
-    return ", ".join(filter(None, (keys_of_routers(plan), "slipstream.rest_unused_experts" if plan.rest_unused else "")))
+    others = {"slipstream.rest_unused_experts": plan.rest_unused, "expert_parallel.preset_model": plan.preset}
+    return ", ".join(filter(None, (keys_of_routers(plan), *(key for key, value in others.items() if value))))
+
+
+def _check_preset(model: nn.Module, plan: ExpertPlan, layers: Sequence[_RoutedLayer]) -> None:
+    """Raise ValueError if the model is not what the config's preset is for."""
+    if plan.preset is None:
+        return
+    types, config = _PRESETS[plan.preset], getattr(model, "config", None)
+    found = [kind for each in (config, getattr(config, "text_config", None)) if (kind := getattr(each, "model_type", None))]
+    other = next((layer.name for layer in layers if not _OF_PRESETS.search(layer.name)), None)
+    text = ""
+    if found and not set(types) & set(found):
+        text = f"is for models of type {' or '.join(types)}, and this {type(model).__name__} is of type {found[0]}"
+    elif not found and other is not None and plan.layer_pattern is None:
+        text = f"is for experts named layers.N.mlp.experts, and this {type(model).__name__}, which has no type, has {other!r}"
+    if text:
+        raise ValueError(f"expert_parallel.preset_model {plan.preset!r} {text}: drop the key, and experts are found by their class")
 
 
 def _tell_whole(model: nn.Module, mesh: Mesh, plan: ExpertPlan, name: str, given: str) -> None:
