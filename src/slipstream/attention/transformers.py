@@ -164,7 +164,9 @@ def _attention(
     """transformers' interface: query [b, h, s, d], key and value [b, key heads, s, d]; returns [b, s, h, d]."""
     if softcap is not None or kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} caps its scores or has sinks, which block-sparse attention does not serve")
-    length = query.shape[2]
+    length, device = query.shape[2], query.device.type
+    if torch.is_autocast_enabled(device):  # as torch's attention does: rotary positions may have left queries and keys in fp32
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if attention_mask is not None and attention_mask.dtype == torch.int8:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -136,7 +136,7 @@ def settle(states: States, alpha: float) -> None:
         if states.steps.keeps_local(unit, alpha):
             continue
         through = unit.memory.local is not None and unit.dtypes.wire != unit.dtypes.local
-        if through and len(in_flight) >= len(slots) - 1:
+        while through and len(in_flight) >= len(slots) - 1:  # units of a family without codes may lie between
             in_flight.pop(0).wait()
         in_flight.append(unit.settle(alpha, slots.next(unit) if through else None))
     for pending in in_flight:
