@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import slipstream
 from slipstream import checkpoint, optim
+from slipstream.checkpoint import CheckpointError
 from slipstream.compat import groups
 from slipstream.compat import moe as deepspeed_moe
 from slipstream.compat.engine import initialize
@@ -635,6 +636,71 @@ def test_slices_of_experts_are_read_from_files(kind: str, is_stacked: bool, tmp_
         with safe_open(tmp_path / "model.safetensors", "pt") as file:
             assert any(".experts.0." in name for name in file.keys())  # noqa: SIM118 (no mapping)
     run(4, read_slices, kind, tmp_path)
+
+
+def load_converted(path: Path, layout: dict[str, int]) -> None:
+    model, engine = foreign("Mixtral"), mixtral_on(layout, 2, 3, seed=1)
+    assert engine.load_checkpoint(str(path))[0]
+    for name, value in engine.state_dict().items():
+        assert torch.equal(value, model.get_parameter(name)), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_a_converted_folder_with_a_tensor_per_expert_loads(layout: dict[str, int], tmp_path: Path) -> None:
+    foreign("Mixtral").save_pretrained(tmp_path / "hf")
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in file.keys()  # noqa: SIM118 (no dictionary)
+    checkpoint.convert(tmp_path / "hf", tmp_path / "converted", "slipstream")
+    run(4, load_converted, tmp_path / "converted", layout)
+
+
+class ListOrStack(nn.Module):
+    """Experts as transformers 4 and 5 have them."""
+
+    def __init__(self, is_stack: bool, num: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 16)
+        self.experts: Any = nn.ModuleList() if not is_stack else nn.Module()
+        for _ in range(num if not is_stack else 0):
+            names = {"w1": nn.Linear(16, 6, bias=False), "w3": nn.Linear(16, 6, bias=False), "w2": nn.Linear(6, 16, bias=False)}
+            self.experts.append(nn.ModuleDict(names))
+        if is_stack:
+            self.experts.gate_up_proj = nn.Parameter(torch.randn(num, 12, 16))
+            self.experts.down_proj = nn.Parameter(torch.randn(num, 16, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, experts = self.inp(x), self.experts
+        if isinstance(experts, nn.ModuleList):
+            return sum((each["w2"](each["w1"](h) * each["w3"](h).tanh()) for each in experts), h).square().mean()
+        gates, values = torch.einsum("td,efd->etf", h, experts.gate_up_proj).chunk(2, -1)
+        return (h + torch.einsum("etf,edf->td", gates * values.tanh(), experts.down_proj)).square().mean()
+
+
+@distributed(world_size=2)
+def test_a_run_of_a_list_of_experts_goes_on_with_a_stack(tmp_path: Path) -> None:
+    """Weights and optimizer states, which other ranks have cut elsewhere."""
+
+    def steps(engine: Any, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            losses.append(toy.step(engine, toy.floats(engine.rank, step)).item())
+        return losses
+
+    engine = make(toy.seeded(lambda: ListOrStack(is_stack=False)), 3)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(str(tmp_path), tag="list")
+    expected = steps(engine, 2, 4)
+    engine.destroy()
+    for stage in (0, 3):
+        engine = make(ListOrStack(is_stack=True), stage)
+        engine.load_checkpoint(str(tmp_path), tag="list")
+        assert steps(engine, 2, 4) == pytest.approx(expected, rel=1e-5)
+        engine.destroy()
+    engine = make(ListOrStack(is_stack=True, num=4), 1)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj' has 4 experts, and the files lack 'model\.experts\.3\.w1\.weight'"):
+        engine.load_checkpoint(str(tmp_path), tag="list")
+    engine.destroy()
 
 
 @distributed(world_size=4)

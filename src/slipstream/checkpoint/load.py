@@ -16,7 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,6 +54,10 @@ class Metadata:
     tensors: Mapping[str, TensorInfo]
     shared: dict[str, Any]  # its tensors and arrays are stand-ins on the meta device: shape and dtype only
     document: Document = field(repr=False)
+
+    def of(self, document: Document) -> Metadata:
+        """The same with the tensors of another document."""
+        return replace(self, tensors=_infos(document), document=document)
 
 
 class Loaded(NamedTuple):
@@ -136,12 +140,14 @@ def _metadata(path: Path, document: Document) -> Metadata:
         path=path,
         save_id=document.save_id,
         world_size=document.world_size,
-        tensors={
-            name: TensorInfo(entry.shape, entry.dtype) for name, entry in document.tensors.items() if not name.startswith("$")
-        },
+        tensors=_infos(document),
         shared=_values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared"),
         document=document,
     )
+
+
+def _infos(document: Document) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(entry.shape, entry.dtype) for name, entry in document.tensors.items() if not name.startswith("$")}
 
 
 def load(

@@ -8,7 +8,6 @@ tensor for each matrix of each expert: a stack of experts is made of these.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from torch import Tensor
 from slipstream.checkpoint.box_reader import BoxReader
 from slipstream.checkpoint.document import SIZE_LIMIT, Document, Entry, Piece
 from slipstream.checkpoint.flat_slice import Box, Shape, whole_box
+from slipstream.checkpoint.stacks import names_in_files, parts_of_stack
 from slipstream.config.huggingface import read_index
 from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.zero.leaves import whole_shape
@@ -41,8 +41,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype -> safetensors' name
-# transformers' stacks of experts: the matrices of an expert that are below each other in them, by their names in files
-_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -151,8 +149,10 @@ def open_weights(
     misfits: list[str] = []
     used: set[str] = set()
     for names, tensor in tensors:
-        known = [name for each in names for name in _names_in_files(each)]
-        source = next((stored[name] for name in known if name in stored), None) or _stacked(known, tensor, stored, misfits)
+        known = [name for each in names for name in names_in_files(each)]
+        source: Source | None = next((stored[name] for name in known if name in stored), None)
+        if source is None and (parts := parts_of_stack(known, whole_shape(tensor), stored, misfits)):
+            source = StackedWeights(whole_shape(tensor), tuple((box, stored[name]) for box, name in parts))
         if source is None:
             missing.append(names[0])
             continue
@@ -232,40 +232,6 @@ def _names(model: nn.Module) -> list[tuple[list[str], Tensor]]:
             if tensor is not None:
                 names_of.setdefault(id(tensor), ([], tensor))[0].append(f"{prefix}.{leaf}" if prefix else leaf)
     return list(names_of.values())
-
-
-def _names_in_files(name: str) -> Iterator[str]:
-    """The names that a model's tensor may have in files: Mixtral's and PhiMoE's layers of experts had another one."""
-    yield name
-    older = name.replace(".mlp.", ".block_sparse_moe.")
-    yield older
-    yield older.replace(".router.", ".gate.")
-
-
-def _stacked(names: Iterable[str], tensor: Tensor, stored: Mapping[str, Any], misfits: list[str]) -> StackedWeights | None:
-    """transformers' stack of experts' matrices from one tensor per expert and matrix; what does not fit is added to `misfits`."""
-    shape = whole_shape(tensor)
-    for name in names:
-        layer, _, leaf = name.rpartition(".")
-        matrices = next((each for each in _MATRICES.get(leaf, ()) if f"{layer}.0.{each[0]}.weight" in stored), ())
-        if not matrices or len(shape) != 3 or shape[1] % len(matrices):
-            continue
-        rows = shape[1] // len(matrices)
-        parts: list[tuple[Box, StoredWeights]] = []
-        for expert, (i, matrix) in itertools.product(range(shape[0]), enumerate(matrices)):
-            part = stored.get(f"{layer}.{expert}.{matrix}.weight")
-            if part is None:
-                misfits.append(f"{name!r} has {shape[0]} experts, and the files lack '{layer}.{expert}.{matrix}.weight'")
-            elif part.shape != (rows, shape[2]) or (parts and part.dtype != parts[0][1].dtype):
-                found, wanted = part.dtype, parts[0][1].dtype if parts else part.dtype
-                misfits.append(
-                    f"'{layer}.{expert}.{matrix}.weight' is {found} of shape {part.shape} in the files, and not {wanted} of shape "
-                    f"{(rows, shape[2])}"
-                )
-            else:
-                parts.append((Box((expert, i * rows, 0), (1, rows, shape[2])), part))
-        return StackedWeights(shape, tuple(parts)) if parts else None
-    return None
 
 
 def _misfit(name: str, tensor: Tensor, stored: Source) -> list[str]:

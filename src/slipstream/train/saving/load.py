@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch import Tensor
 from slipstream import checkpoint
 from slipstream.activations.random_states import tracked
 from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.checkpoint.stacks import restack
 from slipstream.data.sampler import OtherDataError
 from slipstream.train.saving import entries
 from slipstream.train.saving.save import agree
@@ -66,6 +68,8 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
     if tag is None:
         return None, {}
     metadata = checkpoint.load_metadata(directory, tag, group=group)
+    step = f"checkpoint {metadata.path} was not loaded"
+    metadata, parts = _restacked(states, metadata, step)
     contents = metadata.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
     optimizer = optimizer and not module_only and states.steps.has_optimizer
@@ -81,6 +85,7 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
         if not module_only:
             try:
                 lacking = request.lacking if optimizer else None
+                _join_scalars(loaded.shared, parts)
                 _take_values(states, loop, loaded, metadata.world_size, undo, lacking, exclude, scheduler=scheduler)
             except CheckpointError:
                 raise
@@ -88,7 +93,7 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
                 raise CheckpointError(f"its values are damaged or of another version: {type(error).__name__}: {error}") from error
 
     try:
-        _check_shapes(f"checkpoint {metadata.path} was not loaded", metadata, request.tensors)
+        _check_shapes(step, metadata, request.tensors)
         loaded = checkpoint.load(
             directory,
             tag,
@@ -106,6 +111,33 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
     entries.spread_weights(states)
     _restart_averages(states, metadata, request.tensors.keys(), exclude)
     return str(metadata.path), loaded.shared["client"]
+
+
+def _restacked(states: States, metadata: checkpoint.Metadata, step: str) -> tuple[checkpoint.Metadata, dict[str, list[str]]]:
+    """The metadata under this model's names, and of what it has in parts, or under an older name, the names in the checkpoint.
+    Collective over the stages."""
+    own = {name: tuple(tensor.shape) for name, tensor in (entries.weights(states) | entries.averages(states)).items()}
+    wanted = {name: shape for of_stage in gather_objects(own, states.mesh.pp) for name, shape in of_stage.items()}
+    kept = {name.split(".")[1] for name in metadata.tensors if name.startswith("optim.")}
+    wanted |= {f"optim.{state}.{name[6:]}": wanted[name] for name in list(wanted) if name.startswith("model.") for state in kept}
+    try:
+        tensors, parts = restack(metadata.document.tensors, wanted)
+    except CheckpointError as error:
+        raise CheckpointError(f"{step}: {error}") from None
+    return metadata.of(replace(metadata.document, tensors=tensors)) if parts else metadata, parts
+
+
+def _join_scalars(shared: dict[str, Any], parts: Mapping[str, Sequence[str]]) -> None:
+    """Give a stack the optimizer's counts of its parts."""
+    saved = (shared.get("optimizer") or {}).get("params", {})
+    for name, of_parts in parts.items():
+        found = [saved[part[6:]] for part in of_parts if part[6:] in saved] if name.startswith("model.") else []
+        if any(each != found[0] for each in found):
+            raise CheckpointError(
+                f"the experts of {name[6:]!r} have taken different numbers of steps, and a stack has one; {_OWN_OPTIMIZER}"
+            )
+        if found:
+            saved[name[6:]] = found[0]
 
 
 def _latest_tag(states: States, directory: str) -> str | None:

@@ -1,0 +1,103 @@
+"""The stacks of experts of transformers 5, made of what others have: a tensor for each matrix of each expert.
+
+Such are files from before transformers 5, those that it writes, and checkpoints of models whose experts are modules of a list.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from slipstream.checkpoint.document import Entry, Piece
+from slipstream.checkpoint.errors import CheckpointError
+from slipstream.checkpoint.flat_slice import Box, Shape
+
+# The matrices of an expert that are below each other in a stack, by their names in files
+_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+
+
+class _Stored(Protocol):
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+class StackPart(NamedTuple):
+    """One expert's matrix in a stack."""
+
+    box: Box
+    name: str  # in the files
+
+
+def names_in_files(name: str) -> Iterator[str]:
+    """The names that a model's tensor may have in files: Mixtral's and PhiMoE's layers of experts had another one."""
+    yield name
+    older = name.replace(".mlp.", ".block_sparse_moe.")
+    yield older
+    yield older.replace(".router.", ".gate.")
+
+
+def parts_of_stack(names: Iterable[str], shape: Shape, stored: Mapping[str, _Stored], misfits: list[str]) -> list[StackPart]:
+    """The parts of a stack of `shape` with one of these names; [] if there are none. What does not fit is added to `misfits`."""
+    for name in names:
+        layer, _, leaf = name.rpartition(".")
+        matrices = next((each for each in _MATRICES.get(leaf, ()) if f"{layer}.0.{each[0]}.weight" in stored), ())
+        if not matrices or len(shape) != 3 or shape[1] % len(matrices):
+            continue
+        rows = shape[1] // len(matrices)
+        parts: list[StackPart] = []
+        for expert, (i, matrix) in itertools.product(range(shape[0]), enumerate(matrices)):
+            full = f"{layer}.{expert}.{matrix}.weight"
+            part = stored.get(full)
+            wanted = stored[parts[0].name].dtype if parts else None
+            if part is None:
+                misfits.append(f"{name!r} has {shape[0]} experts, and the files lack {full!r}")
+            elif part.shape != (rows, shape[2]) or part.dtype != (wanted or part.dtype):
+                misfits.append(
+                    f"{full!r} is {part.dtype} of shape {part.shape} in the files, and not {wanted or part.dtype} of shape "
+                    f"{(rows, shape[2])}"
+                )
+            else:
+                parts.append(StackPart(Box((expert, i * rows, 0), (1, rows, shape[2])), full))
+        return parts
+    return []
+
+
+class Restacked(NamedTuple):
+    """The tensors of a checkpoint under a model's names."""
+
+    tensors: dict[str, Entry]
+    parts: dict[str, list[str]]  # of those that the checkpoint has in parts or under another name, the names there
+
+
+def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape]) -> Restacked:
+    """Put what `wanted` names, and the checkpoint has in parts or under an older name, in the place of these. Raises
+    CheckpointError for parts that do not fit."""
+    result, parts, misfits = dict(tensors), dict[str, list[str]](), list[str]()
+    for name, shape in wanted.items():
+        if name in tensors:
+            continue
+        known = list(names_in_files(name))
+        older = next((each for each in known if each in tensors), None)
+        if older is not None:
+            result[name], parts[name] = tensors[older], [older]
+        elif found := parts_of_stack(known, shape, tensors, misfits):
+            pieces = tuple(_moved(piece, box) for box, part in found for piece in tensors[part].pieces)
+            result[name], parts[name] = replace(tensors[found[0].name], shape=shape, pieces=pieces), [part for _, part in found]
+    if misfits:
+        raise CheckpointError("; ".join(misfits[:5]))
+    for each in parts.values():
+        for name in each:
+            result.pop(name, None)
+    return Restacked(result, parts)
+
+
+def _moved(piece: Piece, to: Box) -> Piece:
+    """A piece of an expert's matrix, whose place in the stack is `to`, as one of the stack."""
+    expert, first, _ = to.offsets
+    row, column = piece.box.offsets
+    return replace(piece, box=Box((expert, first + row, column), (1, *piece.box.sizes)))
