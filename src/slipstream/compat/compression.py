@@ -8,6 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -214,6 +215,7 @@ def _sliced_kind(module: nn.Module, mpu: Any) -> type[_Parallel] | None:
 # -- deepspeed.runtime.quantize --
 
 
+@dataclass(eq=False)
 class Quantizer:
     """MoQ's steps over parameters of a script's own, which have `start_bits`, `target_bits` and `q_period` as attributes.
 
@@ -222,21 +224,17 @@ class Quantizer:
     the exact values fade out by `q_change_ratio` a step. use_quantizer_kernel: the formulas are the same, of 3 bits and more.
     """
 
-    def __init__(
-        self,
-        q_groups: int = 1,
-        q_mixed_fp16: bool = False,
-        q_change_ratio: float = 0.01,
-        q_type: str | int = 0,
-        q_rounding: str | int = 0,
-        q_verbose: bool = False,
-        q_eigenvalue: bool = False,
-        use_quantizer_kernel: bool = False,
-        layer_num: int = 0,
-    ) -> None:
-        self.q_groups, self.q_mixed_fp16, self.q_change_ratio = q_groups, q_mixed_fp16, q_change_ratio
-        self.q_type, self.q_rounding, self.q_verbose, self.q_eigenvalue = q_type, q_rounding, q_verbose, q_eigenvalue
-        self.use_quantizer_kernel, self.layer_num = use_quantizer_kernel, layer_num
+    q_groups: int = 1
+    q_mixed_fp16: bool = False
+    q_change_ratio: float = 0.01
+    q_type: str | int = 0
+    q_rounding: str | int = 0
+    q_verbose: bool = False
+    q_eigenvalue: bool = False
+    use_quantizer_kernel: bool = False
+    layer_num: int = 0
+
+    def __post_init__(self) -> None:
         self.qsteps, self.quantize_real_ratio = 0, 1.0
         self._seen: list[Any] = []
 

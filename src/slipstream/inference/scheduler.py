@@ -42,10 +42,11 @@ with a prompt of the tenant with the least has no others' prompts: with those it
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from slipstream.inference.blocks import BlockPool
@@ -109,46 +110,31 @@ def budget_of(token_budget: int | None, max_running: int) -> int:
     return token_budget
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Holds all unfinished requests. `waiting` and `running` are sorted by rank, the most important first."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        *,
-        token_budget: int,
-        max_running: int,
-        max_waiting: int,
-        max_context: int,
-        short_context: int | None = None,
-        split: bool = True,
-        num_draft: int = 0,
-        token_interval: float | None = None,
-        patience: float = 10.0,
-        most_steps: int = 1,
-    ) -> None:
-        """
-        max_context     is lowered to the capacity of the pool; a request that reaches it ends (LENGTH)
-        short_context   a request that gets more tokens is preempted: it is computed anew, as another (`core.Runner`)
-        split           False: plain continuous batching, for comparison: whole prompts, which go before generations
-        token_interval  seconds that a forward may take while a request generates; limits its prompt tokens below token_budget
-        patience        seconds of waiting that one step of priority is worth
-        most_steps      of a batch, where nothing waits
-        """
-        for name, value in (("token_budget", token_budget), ("max_running", max_running), ("max_waiting", max_waiting)):
-            if value < 1:
+    pool: BlockPool
+    _: KW_ONLY
+    token_budget: int
+    max_running: int
+    max_waiting: int
+    max_context: int  # is lowered to the capacity of the pool; a request that reaches it ends (LENGTH)
+    short_context: int = (
+        sys.maxsize
+    )  # a request that gets more tokens is preempted: it is computed anew, as another (`core.Runner`)
+    split: bool = True  # False: plain continuous batching, for comparison: whole prompts, which go before generations
+    num_draft: int = 0
+    # Seconds that a forward may take while a request generates; limits its prompt tokens below token_budget.
+    token_interval: float | None = None
+    patience: float = 10.0  # seconds of waiting that one step of priority is worth
+    most_steps: int = 1  # of a batch, where nothing waits
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_running", "max_waiting"):
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.pool = pool
-        self.token_budget = token_budget
-        self.max_running = max_running
-        self.max_waiting = max_waiting
-        self.max_context = min(max_context, pool.num_blocks * pool.block_size)
-        self.short_context = self.max_context if short_context is None else short_context
-        self.split = split
-        self.num_draft = num_draft
-        self.token_interval = token_interval
-        self.patience = patience
-        self.most_steps = most_steps
+        self.max_context = min(self.max_context, self.pool.num_blocks * self.pool.block_size)
         self.pace = Pace()  # durations of past forwards, for token_interval
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -158,13 +144,13 @@ class Scheduler:
         self._num_added = 0
         self._served: dict[str, int] = {}  # tenant -> its virtual token counter
         self._active: Counter[str] = Counter()  # tenant -> its unfinished requests
-        if token_interval is not None and not token_interval > 0:
-            raise ValueError(f"token_interval is {token_interval}; it must be more than 0 seconds")
-        if not split and token_interval is not None:
+        if self.token_interval is not None and not self.token_interval > 0:
+            raise ValueError(f"token_interval is {self.token_interval}; it must be more than 0 seconds")
+        if not self.split and self.token_interval is not None:
             raise ValueError("token_interval needs chunked prefill, which split=False disables; drop one of the two")
-        if not split and token_budget < self.max_context:
+        if not self.split and self.token_budget < self.max_context:
             raise ValueError(
-                f"split=False computes whole prompts, so token_budget ({token_budget}) must be at least the "
+                f"split=False computes whole prompts, so token_budget ({self.token_budget}) must be at least the "
                 f"context of {self.max_context} tokens; raise token_budget, lower max_context, or leave split on"
             )
 
