@@ -12,8 +12,8 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Logprob, Output, Usage
@@ -57,11 +57,11 @@ def event(body: Any, name: str = "") -> bytes:
     return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + JSON(body).body + b"\n\n"
 
 
+@dataclass(eq=False, kw_only=True)
 class Format(ABC):
     """The response format of one request; it keeps state per choice, so requests never share one."""
 
-    def __init__(self, *, width: int) -> None:
-        self.width = width  # choices of each prompt
+    width: int = 1  # choices of each prompt
 
     @abstractmethod
     def begin(self, include_usage: bool) -> bytes:
@@ -84,34 +84,25 @@ class Format(ABC):
         """A whole response."""
 
 
+@dataclass(eq=False)
 class ChoicesFormat(Format):
     """OpenAI's formats with `choices`."""
 
-    prefix: str  # of response ids
-    response_object: str  # the `object` field of a non-streaming response
-    chunk_object: str  # the `object` field of a stream's chunks
+    prefix: ClassVar[str]  # of response ids
+    response_object: ClassVar[str]  # the `object` field of a non-streaming response
+    chunk_object: ClassVar[str]  # the `object` field of a stream's chunks
 
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        width: int = 1,
-        logprobs: bool,
-        prompts: Sequence[Sequence[int]] = (),
-        scored: bool = False,
-        silent: bool = False,
-    ) -> None:
-        """`prompts`: their tokens. `scored`: the response has the log-probabilities of the prompts' tokens, in vLLM's form.
-        `silent`: the engine's token is not part of it."""
-        super().__init__(width=width)
-        self.tokenizer = tokenizer
-        self.logprobs = logprobs
-        self.prompts = prompts
-        self.scored = scored
-        self.silent = silent
+    model: str
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    logprobs: bool
+    prompts: Sequence[Sequence[int]] = ()  # their tokens
+    scored: bool = False  # the response has the log-probabilities of the prompts' tokens, in vLLM's form
+    silent: bool = False  # the engine's token is not part of it
+
+    def __post_init__(self) -> None:
         self.include_usage = False
-        self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
 
     @abstractmethod
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
@@ -179,14 +170,16 @@ class Echo(NamedTuple):
     prompts: Sequence[str | Sequence[int]]
 
 
+@dataclass(eq=False, kw_only=True)
 class CompletionFormat(ChoicesFormat):
     prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, echo: Echo | None = None, kept: int = 0, **shared: Any) -> None:
-        """`kept`: choices of each prompt that a response has, the likeliest (0: all)."""
-        super().__init__(model, tokenizer, **shared)
-        self.echo = echo
-        self.kept = kept or self.width
+    echo: Echo | None = None
+    kept: int = 0  # choices of each prompt that a response has, the likeliest; 0: all
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kept = self.kept or self.width
         self._started: set[int] = set()
         self._offsets: dict[int, int] = {}  # choice -> offset of its next token in its text
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # choice -> decoder; counts a character once it is complete
@@ -258,32 +251,22 @@ class Thinking(NamedTuple):
     begun: bool
 
 
+@dataclass(eq=False, kw_only=True)
 class ChatFormat(ChoicesFormat):
     """The chat format. With `forced` functions the output is one function's arguments, or {"name", "arguments"} if there are
     several. With `allowed` functions the output is free text, in which `CallFinder` finds at most `max_calls` calls."""
 
     prefix, response_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        *,
-        forced: Sequence[str],
-        named: bool,
-        allowed: Functions,
-        max_calls: int | None = None,
-        calls: CallForm | None = None,
-        thinking: Thinking | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(model, tokenizer, **shared)
-        self.forced = forced
-        self.named = named  # tool_choice names the function
-        self.allowed = allowed
-        self.max_calls = max_calls
-        self.calls = calls
-        self.thinking = thinking
+    forced: Sequence[str]
+    named: bool  # tool_choice names the function
+    allowed: Functions
+    max_calls: int | None = None
+    calls: CallForm | None = None
+    thinking: Thinking | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._thoughts: dict[int, Thoughts] = {}
         self._finders: dict[int, CallFinder] = {}
         self._started: set[int] = set()

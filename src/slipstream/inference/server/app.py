@@ -45,21 +45,27 @@ from slipstream.inference.server.models import Models
 from slipstream.inference.server.prepare import Bodies
 from slipstream.inference.server.requests import Fields
 from slipstream.inference.server.router import Served
-from slipstream.inference.server.state import Front, Limits
+from slipstream.inference.server.state import Front, Limits, Prepared
 
 Route = Callable[[Front, Request], Awaitable[Response]]
-# Of the routes with a body: path, function, its request and its response.
-_POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
-    ("/v1/completions", completions.answer, completions.CompletionRequest, CompletionBody),
-    ("/v1/chat/completions", chat.answer, chat.ChatRequest, ChatBody),
-    ("/v1/responses", responses.answer, responses.ResponsesRequest, ResponsesBody),
-    ("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, EmbeddingsBody),
-    ("/v1/rerank", embeddings.rerank, embeddings.RerankRequest, RerankBody),
-    ("/v1/score", embeddings.score, embeddings.ScoreRequest, ScoreBody),
+# Routes with a body: path, function, its request and its response. A generation is prepared (`Front.answer`) ...
+_ANSWERED: tuple[tuple[str, Callable[..., Prepared], type[Fields], Any], ...] = (
+    ("/v1/completions", completions.prepare, completions.CompletionRequest, CompletionBody),
+    ("/v1/chat/completions", chat.prepare, chat.ChatRequest, ChatBody),
+    ("/v1/responses", responses.prepare, responses.ResponsesRequest, ResponsesBody),
+)
+_COMPUTED: tuple[tuple[str, Callable[..., Any], type[Fields], Any], ...] = (  # ... and a short response computed (`Front.respond`)
     ("/v1/load_lora_adapter", adapters.load, adapters.LoadAdapterRequest, ModelBody),
     ("/v1/unload_lora_adapter", adapters.unload, adapters.UnloadAdapterRequest, DeletedBody),
     ("/tokenize", tokens.tokenize, tokens.TokenizeRequest, TokensBody),
     ("/detokenize", tokens.detokenize, tokens.DetokenizeRequest, TextBody),
+)
+_POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
+    *((path, partial(Front.answer, kind=kind, prepare=prepare), kind, body) for path, prepare, kind, body in _ANSWERED),
+    ("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, EmbeddingsBody),
+    ("/v1/rerank", embeddings.rerank, embeddings.RerankRequest, RerankBody),
+    ("/v1/score", embeddings.score, embeddings.ScoreRequest, ScoreBody),
+    *((path, partial(Front.respond, kind=kind, compute=compute), kind, body) for path, compute, kind, body in _COMPUTED),
 )
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST"),

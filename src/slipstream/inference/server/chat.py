@@ -8,31 +8,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
-from starlette.requests import Request
-from starlette.responses import Response
 
 from slipstream.inference.server.answers import ChatFormat, Thinking
 from slipstream.inference.server.calls import CallForm, form_of
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import Constraints, Lark, dumps, structured
-from slipstream.inference.server.requests import (
-    MAX_MESSAGES,
-    NOT_SERVED,
-    Empty,
-    Fields,
-    Never,
-    SampledFields,
-    check_messages,
-    explained,
-    parse,
-    wrong,
-)
-from slipstream.inference.server.state import Caller, Front, Prepared, Serving
+from slipstream.inference.server.requests import MAX_MESSAGES, NOT_SERVED, Empty, Fields, Never, SampledFields, explained, wrong
+from slipstream.inference.server.state import Caller, Prepared, Serving
 from slipstream.inference.text import MARKS, Tokenizer
-
-
-async def answer(front: Front, request: Request) -> Response:
-    return await front.answer(request, prepare)
 
 
 class TextPart(Fields):
@@ -138,6 +121,8 @@ class ResponseFormat(Fields):
 
 
 class ChatRequest(SampledFields):
+    has_messages = True
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool | None = None
@@ -264,16 +249,8 @@ def _moved(schema: Any, to: str) -> Any:
             return schema
 
 
-def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
-    """Raises RequestError."""
-    check_messages(body)
-    request = parse(ChatRequest, body)
-    server.check_model(request.model)
-    return prepare_chat(server, request, caller)
-
-
-def prepare_chat(server: Serving, request: ChatRequest, caller: Caller, ignored: Sequence[str] = ()) -> Prepared:
-    """`ignored`: fields without effect that were left out of `request`."""
+def prepare(server: Serving, request: ChatRequest, caller: Caller, ignored: Sequence[str] = ()) -> Prepared:
+    """`ignored`: fields without effect that were left out of `request`. Raises RequestError."""
     server.check_number(1, request.n or 1)
     text, unread = _render(server, request)
     prompt = server.encode(text, "messages", special=False)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
-from starlette.requests import Request
-from starlette.responses import Response
 
 from slipstream.inference.server.answers import CompletionFormat, Echo
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import structured
-from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, SampledFields, TokenId, explained, parse, wrong
-from slipstream.inference.server.state import Caller, Front, Prepared, Serving
-
-
-async def answer(front: Front, request: Request) -> Response:
-    return await front.answer(request, prepare)
+from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, SampledFields, TokenId, explained, wrong
+from slipstream.inference.server.state import Caller, Prepared, Serving
 
 
 class CompletionRequest(SampledFields):
@@ -48,10 +42,8 @@ class CompletionRequest(SampledFields):
         return self.prompt
 
 
-def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
+def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    request = parse(CompletionRequest, body)
-    server.check_model(request.model)
     width = max(request.n or 1, request.best_of or 1)
     server.check_number(len(request.prompts()), width)
     prompts = [server.encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in request.prompts()]

@@ -20,7 +20,7 @@ from slipstream.inference.engine import ClosedError
 from slipstream.inference.server.bodies import EmbeddingsBody, InputUsage, OneEmbedding, OneRank, OneScore, RerankBody, ScoreBody
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.requests import LABELS, Fields, TokenId, explained, parse, without_effect, wrong
+from slipstream.inference.server.requests import LABELS, Fields, TokenId, explained, without_effect, wrong
 from slipstream.inference.server.router import Router
 from slipstream.inference.server.state import Front, Serving
 
@@ -89,8 +89,7 @@ async def _answer(
     of the first and the second of a pair."""
 
     def checked(server: Serving, body: bytes) -> tuple[Embedder, Kind, bool]:
-        given, engine = parse(kind, body), server.engine
-        server.check_model(given.model or engine.model_name)
+        given, engine = server.parsed(kind, body), server.engine
         if not isinstance(engine, Embedder) or not engine.embeds:
             raise RequestError(f"{engine.model_name} generates text; serve an encoder for vectors", code="unsupported_model")
         cut = given.truncate_prompt_tokens

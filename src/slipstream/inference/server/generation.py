@@ -14,18 +14,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import Finish, QueueFullError, SamplingParams
 from slipstream.inference.engine import Output, Usage
-from slipstream.inference.server.answers import Format, Joined, join
+from slipstream.inference.server.answers import Joined, join
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.router import Served
+
+if TYPE_CHECKING:
+    from slipstream.inference.server.state import Front, Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -318,33 +320,13 @@ async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
 class Answer(Response):
     """The response. It runs the work itself, so that an error before the first byte still sets the status."""
 
-    def __init__(
-        self,
-        engine: Served,
-        work: Work,
-        form: Format,
-        *,
-        traffic: Traffic,
-        compiling: Compiling,
-        deadlines: Deadlines,
-        unread: Unread,
-        stream: bool,
-        include_usage: bool,
-        timeout_s: float,
-        headers: list[tuple[bytes, bytes]],
-    ) -> None:
+    def __init__(self, front: Front, engine: Served, prepared: Prepared) -> None:
         super().__init__()
-        self.headers_sent = headers
-        self.engine = engine
-        self.work = work
-        self.form = form
-        self.traffic = traffic
-        self.compiling = compiling
-        self.deadlines = deadlines
-        self.unread = unread
-        self.write = self._stream if stream else self._respond
-        self.include_usage = include_usage
-        self.timeout_s = timeout_s
+        self.front, self.engine, self.work, self.form = front, engine, prepared.work, prepared.form
+        options = prepared.request.stream_options
+        self.include_usage = options is not None and bool(options.include_usage)
+        self.write = self._stream if prepared.request.stream else self._respond
+        self.headers_sent = front.headers(prepared.ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -354,20 +336,21 @@ class Answer(Response):
             started = True
             await send(message)
 
-        mailbox = Mailbox(self.unread, self.work.n * len(self.work.prompts))
+        front, timeout_s = self.front, self.front.limits.request_timeout_s
+        mailbox = Mailbox(front.unread, self.work.n * len(self.work.prompts))
         try:
-            late = RequestError(f"the request did not finish within {self.timeout_s:g} s", status=504, code="timeout")
+            late = RequestError(f"the request did not finish within {timeout_s:g} s", status=504, code="timeout")
             async with (
-                self.deadlines.within(self.timeout_s, late),
-                running(self.engine, self.work, receive, self.compiling, mailbox) as batches,
+                front.deadlines.within(timeout_s, late),
+                running(self.engine, self.work, receive, front.compiling, mailbox) as batches,
             ):
                 await self.write(batches, mailbox, tracked)
         except ClientLeftError:
-            self.traffic.abandoned += 1
+            front.traffic.abandoned += 1
         except SlowClientError as error:
-            self.traffic.abandoned += 1
+            front.traffic.abandoned += 1
             logger.warning("%s", error)
-            await self._send_error(error, send, self.unread.time_s)
+            await self._send_error(error, send, front.unread.time_s)
         except RequestError as error:
             if not started:
                 raise

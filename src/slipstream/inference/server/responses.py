@@ -12,16 +12,15 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError
-from starlette.requests import Request
-from starlette.responses import Response
 
 from slipstream.inference.core import Finish
 from slipstream.inference.engine import Usage
 from slipstream.inference.server.answers import ChatFormat, Format, Joined, event
-from slipstream.inference.server.chat import ChatRequest, prepare_chat
+from slipstream.inference.server.chat import ChatRequest
+from slipstream.inference.server.chat import prepare as prepare_chat
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, parse, refused, without_effect
-from slipstream.inference.server.state import Caller, Front, Prepared, Serving
+from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, refused, without_effect
+from slipstream.inference.server.state import Caller, Prepared, Serving
 
 _CHAT = {  # fields of chats, and here
     "messages": "input",
@@ -29,10 +28,6 @@ _CHAT = {  # fields of chats, and here
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-
-
-async def answer(front: Front, request: Request) -> Response:
-    return await front.answer(request, prepare)
 
 
 class TextOptions(Fields):
@@ -116,10 +111,8 @@ class ResponsesRequest(Fields):
         return {f"{name}.{kind}" for name, kind in kinds if kind != "function"}
 
 
-def prepare(server: Serving, body: bytes, caller: Caller) -> Prepared:
+def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
-    request = parse(ResponsesRequest, body)
-    server.check_model(request.model)
     try:
         chat = ChatRequest.model_validate(request.chat())
     except ValidationError as error:

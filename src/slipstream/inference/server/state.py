@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,10 +17,11 @@ from slipstream.inference.core import SamplingParams
 from slipstream.inference.server.answers import Format
 from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.errors import RequestError
+from slipstream.inference.server.gate import JSON
 from slipstream.inference.server.generation import Answer, Compiling, Deadlines, Unread, Work
 from slipstream.inference.server.metrics import ModelFigures, Traffic
 from slipstream.inference.server.prepare import Bodies, Body, Result
-from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, SampledFields, shown, without_effect
+from slipstream.inference.server.requests import LABELS, MAX_SEQUENCES, RequestT, SampledFields, parse, shown, without_effect
 from slipstream.inference.server.router import Served
 from slipstream.inference.text import Tokenizer, TooLongError
 
@@ -105,33 +106,39 @@ class Front:
             raise ValueError(f"{engine.model_name} has no tokenizer, which the server needs; add --tokenizer FOLDER")
         return Serving(engine=engine, tokenizer=engine.tokenizer, front=self)
 
-    async def answer(self, request: Request, prepare: Callable[[Serving, bytes, Caller], Prepared]) -> Response:
+    async def answer(
+        self, request: Request, kind: type[RequestT], prepare: Callable[[Serving, RequestT, Caller], Prepared]
+    ) -> Response:
         """Receive the body, prepare it outside the event loop, and return the response that runs it."""
         tenant, prioritizes = request.state.tenant, request.state.prioritizes
         caller = Caller(tenant, "" if self.share_prefixes else tenant, prioritizes)
-        engine, prepared = await self.receive(request, lambda server, body: (server.engine, prepare(server, body, caller)))
-        options = prepared.request.stream_options
-        return Answer(
-            engine,
-            prepared.work,
-            prepared.form,
-            traffic=self.traffic,
-            compiling=self.compiling,
-            deadlines=self.deadlines,
-            unread=self.unread,
-            stream=bool(prepared.request.stream),
-            include_usage=options is not None and bool(options.include_usage),
-            timeout_s=self.limits.request_timeout_s,
-            headers=self.headers(prepared.ignored),
-        )
 
-    async def respond(self, request: Request, make: Callable[[Serving, bytes], tuple[Response, Sequence[str]]]) -> Response:
-        """Receive the body and return `make`'s response. Its fields without effect, the second value, are all unknown ones or
-        labels. Raises RequestError as `refuse` does."""
+        def make(server: Serving, body: bytes) -> tuple[Served, Prepared]:
+            return server.engine, prepare(server, server.parsed(kind, body), caller)
+
+        engine, prepared = await self.receive(request, make)
+        return Answer(self, engine, prepared)
+
+    async def respond(self, request: Request, kind: type[RequestT], compute: Callable[[Serving, RequestT], Any]) -> Response:
+        """Receive the body and return what `compute` makes of it. Its fields without effect are all unknown ones or labels. Raises
+        RequestError as `refuse` does."""
+        if kind.changes_adapters:
+            self.adapter_root()
+
+        def make(server: Serving, body: bytes) -> tuple[Response, list[str]]:
+            given = server.parsed(kind, body)
+            return JSON(compute(server, given)), without_effect(given)
+
         response, ignored = await self.receive(request, make)
         self.refuse(ignored, ignored)
         response.raw_headers += self.headers(ignored)
         return response
+
+    def adapter_root(self) -> Path:
+        """The folder of adapters that clients may load. Raises RequestError if they may not."""
+        if self.lora_root is None:
+            raise RequestError("adapters are loaded at run time only if the server was started with --lora-root FOLDER", status=403)
+        return self.lora_root
 
     async def receive(self, request: Request, make: Callable[[Serving, bytes], Result]) -> Result:
         """As `received`, of which the body counts no longer."""
@@ -218,6 +225,13 @@ class Serving:
             constraint=constraint,
         )
         return Prepared(request, work, form, names)
+
+    def parsed(self, kind: type[RequestT], body: bytes) -> RequestT:
+        """The request of a body. Raises RequestError, also for another model."""
+        given: Any = parse(kind, body)
+        if "model" in kind.model_fields:
+            self.check_model(given.model or self.engine.model_name)
+        return given
 
     def check_model(self, name: str) -> None:
         if name not in (served := (self.engine.model_name, *self.engine.adapters)):
