@@ -6,7 +6,6 @@ file STOP into the folder.
 
 from __future__ import annotations
 
-import copy
 import json
 import resource
 import time
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from slipstream.config.plan import Plan
 from slipstream.config.trial import PROGRESS, STOP, SURVEY, Trial, current, write_json
 from slipstream.world.join import local_world_size
-from slipstream.zero.leaves import named_leaves
 from slipstream.zero.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -38,18 +36,12 @@ def follow_trial(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | Non
     trial = current()
     if trial is None or not trial.steps:
         return None
-    lean = None if trial.survey is None else _without_memory(model)
+    lean = None
+    if trial.survey is not None:
+        from slipstream.train.planning.dry_run import without_memory  # torch's fake tensors are slow to import
+
+        lean = without_memory(model, device="meta")
     return lambda engine: _Follower(engine, trial, lean).connect()
-
-
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy of the model on the meta device."""
-    memo: dict[int, Any] = {}
-    for leaf in named_leaves(model):
-        for param in (leaf.tensor, leaf.whole):
-            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
 
 
 class _Follower:

@@ -163,8 +163,10 @@ def _like(tensor: Tensor, size: int, to: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def without_memory(model: nn.Module, half: torch.dtype | None = None, buffer_dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of the model with fake parameters and buffers and without hooks. Called under FakeTensorMode.
+def without_memory(
+    model: nn.Module, half: torch.dtype | None = None, buffer_dtype: torch.dtype | None = None, device: str = "cpu"
+) -> nn.Module:
+    """A copy of the model, without hooks, with parameters and buffers on a device: "cpu" under FakeTensorMode, or "meta".
 
     half, buffer_dtype: an engine's dtypes, of parameters and buffers that have others now
     """
@@ -172,12 +174,12 @@ def without_memory(model: nn.Module, half: torch.dtype | None = None, buffer_dty
     for leaf in named_leaves(model):
         for param in {id(each): each for each in (leaf.tensor, leaf.whole)}.values():
             with torch._C.DisableTorchFunctionSubclass():  # released parameters have shapes
-                fake = torch.empty(tuple(param.shape), dtype=param.dtype if leaf.exact else half or param.dtype, device="cpu")
+                fake = torch.empty(tuple(param.shape), dtype=param.dtype if leaf.exact else half or param.dtype, device=device)
                 memo.setdefault(id(param), nn.Parameter(fake, requires_grad=param.requires_grad))
     for _, _, buffer, dtype in buffer_dtypes(model, half, buffer_dtype):
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device="cpu")
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device=device)
     for value in (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)):
-        memo.setdefault(id(value), torch.empty(value.shape, dtype=value.dtype, device="cpu"))
+        memo.setdefault(id(value), torch.empty(value.shape, dtype=value.dtype, device=device))
     ghost = copy.deepcopy(model, memo)
     for module in ghost.modules():
         vars(module).pop("forward", None)  # an instance's forward belongs to the original
