@@ -26,10 +26,11 @@ pytest.importorskip("uvicorn")
 import slipstream
 from slipstream.inference import wire
 from slipstream.inference.core import Batch, Finish, QueueFullError, SamplingParams
-from slipstream.inference.engine import ClosedError, Engine
+from slipstream.inference.engine import ClosedError, Engine, Output
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.server import ReplicaError, Router
 from slipstream.inference.server.process import ATTEMPTS, Connected, EngineProcess, Spare
+from slipstream.inference.server.remote import ReplicaState
 from slipstream.inference.server.router import Backlog, backlog, prefix_keys, ranked
 from slipstream.inference.stats import settled, total
 from slipstream.launch.cli import main
@@ -432,7 +433,7 @@ def test_what_is_not_forked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_all_replicas_have_one_queue(folder: Path) -> None:
     """max_waiting is of all together, for each tenant: each engine has a part, and what one refuses goes to another."""
     sources = Router.local(str(folder), {"max_waiting": 5}, [[], []], Spare())._sources
-    assert [source.options["max_waiting"] for source in sources if isinstance(source, EngineProcess)] == [3, 3]
+    assert [source.options["max_waiting"] for source in sources if isinstance(source, EngineProcess)] == [2, 2]
     go = threading.Event()
     with routed(*(Local(name, lambda _: go.wait(30), max_running=1, max_waiting=2) for name in "ab")) as router:  # type: ignore[arg-type, return-value]
         first = [submit(router, f"{name} {number}", tenant="x") for number in range(2) for name in "ab"]
@@ -444,6 +445,30 @@ def test_all_replicas_have_one_queue(folder: Path) -> None:
         more.append(submit(router, "the same prompt", tenant="y"))
         go.set()
         assert all(wait(one).last().finish is not Finish.ERROR for one in (*first, *more))
+
+
+def test_what_a_key_has_had_of_another_engine_counts() -> None:
+    """Of two keys with requests at one engine, the next to run is of the key that all engines have given less."""
+    go, order = threading.Event(), list[str]()
+    with routed(Local("a"), Local("b", lambda _: go.wait(30), max_running=1)) as router:  # type: ignore[arg-type, return-value]
+
+        def serves(engine: int) -> None:
+            for number, one in enumerate(router.engines):
+                one.state = ReplicaState.READY if number == engine else ReplicaState.DRAINING
+
+        def end(name: str) -> Callable[[Output], None]:
+            return lambda output: order.append(name) if output.finish is not None else None
+
+        serves(1)
+        submit(router, "x runs", tenant="x")
+        serves(0)
+        wait(submit(router, "y has 150 tokens of the other engine", LONG, tenant="y"))
+        serves(1)
+        for tenant in "yxx":
+            router.submit(list(f"{tenant} waits {len(order)}".encode()), GREEDY, sink=end(tenant), tenant=tenant)
+        go.set()
+        until(lambda: len(order) == 3)
+        assert order == ["x", "x", "y"]
 
 
 @pytest.mark.slow

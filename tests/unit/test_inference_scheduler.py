@@ -440,6 +440,20 @@ def test_tenants_have_fair_shares() -> None:
     assert scheduler._head() is urgent
 
 
+def test_a_tenant_that_is_ahead_of_others_elsewhere_waits_until_they_have_had_as_much() -> None:
+    """Once for each request, however much it is served elsewhere meanwhile."""
+    scheduler = Scheduler(BlockPool(100, 4), token_budget=32, max_running=1, max_waiting=30, max_context=64)
+    model = Model(scheduler.pool)
+    flood = [make([1, 2, i], f"a{i}", tenant="a", max_tokens=6, end_ids=frozenset()) for i in range(30)]
+    for request in flood:
+        scheduler.add(request)
+    step(scheduler, model)
+    scheduler.add(ahead := make([3, 4], "ahead", tenant="b", max_tokens=6, end_ids=frozenset(), lead=100))
+    while ahead.finish is None:
+        step(scheduler, model)
+    assert sum(one.finish is not None for one in flood) == -(-100 // (4 + 2 * 5))  # 4 by its prompt, and 5 more answers
+
+
 @pytest.mark.parametrize("num_blocks", [100, 16])
 def test_nobody_waits_for_another_tenants_answers(num_blocks: int) -> None:
     """With all places taken, or nearly all blocks, by a flood, another's first token comes with the next forward."""

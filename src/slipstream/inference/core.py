@@ -111,6 +111,7 @@ class Request:
     priority: int = 0  # lower goes first
     salt: str = ""  # prefixes are shared only between requests of one salt
     tenant: str = ""  # whose share of the engine it uses: an API key
+    lead: int = 0  # tokens that its tenant has had of all engines beyond what another one here has; 0: none, or it is not known
     adapter: Any = None  # what the runner adds to the model for it (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock
     seed: int = 0  # params.seed, or a random one

@@ -260,10 +260,10 @@ class Engine:
         salt: str = "",
         tenant: str = "",
         adapter: str = "",
+        lead: int = 0,
     ) -> Handle:
         """Queue a prompt for `n` answers of the model, or of one of `adapters`, and return at once. Lower `priority` goes first.
         Only requests of the same `salt` and `adapter` share the prefix cache; those of different `tenant` share the engine evenly.
-
         Raises ValueError if the request can never be served, QueueFullError if the queue is full, ClosedError if none is."""
         ids = self.encode(prompt)
         self._check(ids, params, n)
@@ -275,8 +275,7 @@ class Engine:
         if not params.ignore_eos or params.constrained:  # after complete JSON the grammar allows only an end token
             ends |= self.end_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        handle = Handle(f"request-{next(self._ids)}", sink)
-        now = time.perf_counter()
+        handle, now = Handle(f"request-{next(self._ids)}", sink), time.perf_counter()
         for index in range(n):
             request = Request(
                 id=f"{handle.id}.{index}",
@@ -286,6 +285,7 @@ class Engine:
                 priority=priority,
                 salt=salt,
                 tenant=tenant,
+                lead=lead,
                 adapter=used,
                 arrival=now,
                 seed=seed + index,

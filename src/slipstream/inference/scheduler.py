@@ -34,6 +34,9 @@ important one of the tenant with the least; among tenants, a step of priority is
 not catch up on the time it was away: its counter is lifted to the least of those that have requests, less 1. Counters only grow, so
 the head of the queue stays the head until it is admitted, unless a tenant comes back with less. `max_waiting` is per tenant.
 
+Of several engines (`server.router`), a request says by how much its tenant is ahead of those that have requests here, counted over
+all engines, and its counter is lifted to that. A request waits for no more than that, as it is counted once.
+
 Nor does a tenant wait for another's answers to end. Each has a right to an equal part of `max_running`: a head whose tenant runs
 less preempts the least important requests of tenants that run more, which find most of their tokens in the prefix cache later. Each
 such preemption lessens a surplus, so they end. Prompts take their tokens of a forward in the order of the counters, and a forward
@@ -160,9 +163,9 @@ class Scheduler:
         assert request.phase is RequestPhase.WAITING and request not in self._entries, f"{request.id} was added before"
         assert all(sibling.tokens == request.tokens for sibling in request.siblings), f"{request.id}: siblings share the prompt"
         self.check(len(request.tokens), request.tenant)
-        if request.tenant not in self._active:
-            least = min((self._served[tenant] for tenant in self._active), default=0)
-            self._served[request.tenant] = max(self._served.get(request.tenant, 0), least - 1)
+        least = min((self._served[tenant] for tenant in self._active if tenant != request.tenant), default=0)
+        lifted = least + request.lead if request.lead else least - 1 if request.tenant not in self._active else 0
+        self._served[request.tenant] = max(self._served.get(request.tenant, 0), lifted)
         self._enter(request, request.arrival + self.patience * request.priority)
         insort(self.waiting, request, key=self._rank)
 

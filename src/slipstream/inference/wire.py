@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
 
-from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.core import Finish, QueueFullError, Request, SamplingParams
 from slipstream.inference.engine import ClosedError, Logprob, Output, Usage
 from slipstream.inference.stats import Histogram, Stats
 from slipstream.inference.tls import Connection
@@ -181,7 +181,7 @@ def params_of(packed: Mapping[str, Any]) -> SamplingParams:
 
 
 _DEFAULTS = SamplingParams()
-_FIELDS = ",".join(one.name for kind in (SamplingParams, Output, Stats) for one in fields(kind))
+_FIELDS = ",".join(one.name for kind in (SamplingParams, Request, Output, Stats) for one in fields(kind))
 # Of both ends: the package's (which no room may import), and what messages carry, which differs between two commits of it.
 VERSION = f"{sys.modules['slipstream'].__version__} (messages {hashlib.sha256(_FIELDS.encode()).hexdigest()[:8]})"
 

@@ -259,7 +259,7 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
         def sink(output: Output) -> None:
             mailbox.post(first + output.index, output)
 
-        whose = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter}
+        whose: dict[str, Any] = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter}
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, **whose)
 
     def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:

@@ -52,6 +52,7 @@ class Ticket:
     cancelled: bool = False
     moves: int = 0  # engines that have ended with it
     uncached: int = 0  # tokens of the prompt that its engine has to compute, as the router knows
+    lead: int = 0  # `Request.lead`
     generated: int = 0
     unfinished: set[int] = field(default_factory=set)  # sequences
 
@@ -67,6 +68,8 @@ class Ticket:
         return (0 if self.begun else self.uncached) + max(rest, len(self.unfinished))
 
     def deliver(self, output: Output) -> None:
+        if self.engine is not None:
+            self.engine.had[self.more["tenant"]] += 2 * len(output.token_ids) + (0 if self.begun else self.uncached)
         self.begun = True
         self.generated += len(output.token_ids)
         if output.finish is not None:
@@ -93,6 +96,7 @@ class RemoteEngine:
         self.starts = 0  # how often it began to serve
         self.why = ""  # the last start failed
         self.known: OrderedDict[int, None] = OrderedDict()  # keys of prefixes that its cache may have; the router's
+        self.had = Counter[str]()  # tokens that it has computed and generated for each tenant, about; an answer's count twice
         self.facts: Mapping[str, Any] = {}
         self._stats: Stats | None = None  # of this start of its process, the last known
         self._past: Stats | None = None  # of all before
@@ -140,7 +144,8 @@ class RemoteEngine:
         ticket.unfinished = set(range(ticket.more["n"]))
         self._tickets[ticket.number] = ticket
         try:
-            self._ask("submit", ticket.number, ticket.prompt, wire.packed_params(ticket.params), ticket.more)
+            more = {**ticket.more, "lead": ticket.lead}
+            self._ask("submit", ticket.number, ticket.prompt, wire.packed_params(ticket.params), more)
         except Exception:
             self._tickets.pop(ticket.number, None)
             raise

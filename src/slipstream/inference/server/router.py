@@ -131,6 +131,7 @@ class Router:
         self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
         self._removed: set[str] = set()  # adapters that were unloaded
+        self._lifts = Counter[str]()  # what a tenant counts as having had besides, because it was away
         self._homeless: list[Ticket] = []  # lost by one engine, and no other is ready
         self._closed = threading.Event()
         self._sources = sources
@@ -180,10 +181,7 @@ class Router:
         gpus = torch.cuda.device_count() if options.get("device") in (None, "cuda") else 0
         on_cpu = not gpus and options.get("device") in (None, "cpu")  # CUDA does not work in a fork
         if (waiting := options.get("max_waiting")) is not None and cores:
-            options = {
-                **options,
-                "max_waiting": -(-waiting // len(cores)),
-            }  # a full engine's requests go to others, so it is of all
+            options = {**options, "max_waiting": max(1, waiting // len(cores))}  # a full one's requests go to others
         forks = on_cpu and sys.platform == "linux" and not any(option in options for option in ON_DISK)
         zygote = Zygote(name, model, options, len(cores), cores[0], spare) if forks and cores else None
         sources = [
@@ -359,9 +357,11 @@ class Router:
                 return None
             matched = [next((n for n, key in enumerate(ticket.keys) if key not in one.known), len(ticket.keys)) for one in engines]
             tenant, size = ticket.more["tenant"], ticket.size
-            pairs = zip(engines, matched, strict=True)
-            loads = [backlog(one.outstanding_of(), tenant, size, self.block_size * num) for one, num in pairs]
+            outstanding = [one.outstanding_of() for one in engines]
+            pairs = zip(outstanding, matched, strict=True)
+            loads = [backlog(tokens, tenant, size, self.block_size * num) for tokens, num in pairs]
             best = ranked(loads)[0]
+            ticket.lead = self._lead(tenant, outstanding, outstanding[best])
             engine, ticket.uncached = engines[best], len(ticket.prompt) - loads[best].matched
             for key in reversed(ticket.keys):  # so that the shortest prefix is the last that is dropped
                 engine.known[key] = None
@@ -369,6 +369,17 @@ class Router:
             while len(engine.known) > engine.facts["num_blocks"]:
                 engine.known.popitem(last=False)
             return engine
+
+    def _lead(self, tenant: str, everywhere: Sequence[Counter[str]], there: Counter[str]) -> int:
+        """By how many tokens a tenant is ahead of those that have requests at an engine, `there`, counted over all engines. As in
+        [Note: Fair shares], who comes back does not catch up."""
+        active = {other for tokens in everywhere for other in tokens}
+        had = {one: self._lifts[one] + sum(engine.had[one] for engine in self.engines) for one in active | {tenant}}
+        if tenant not in active:
+            lift = max(0, min((had[other] for other in active), default=0) - 1 - had[tenant])
+            self._lifts[tenant] += lift
+            had[tenant] += lift
+        return max(0, had[tenant] - min((had[other] for other in there if other != tenant), default=had[tenant]))
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Of the engine with the fewest calls that wait; of another if it ends."""
