@@ -8,6 +8,7 @@ still run in transformers (`generic`).
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -110,23 +111,12 @@ def _build(
     return LoadedModel(config=config, weights=weights, dtype=dtype, opening=opening)
 
 
-class _LazyState(Mapping[str, Matrix]):
-    """Weights by name, each read at access and not kept."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Matrix]]) -> None:
-        self._readers = readers
+class _LazyState(UserDict[str, Any]):
+    """Weights by name, each read at access by its reader and not kept."""
 
     def __getitem__(self, name: str) -> Matrix:
-        return self._readers[name]()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._readers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
+        matrix: Matrix = self.data[name]()
+        return matrix
 
 
 def _live(model: Any, opening: Opening, group: int) -> LoadedModel:
