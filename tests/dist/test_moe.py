@@ -21,7 +21,7 @@ from slipstream.compat import groups
 from slipstream.compat import moe as deepspeed_moe
 from slipstream.compat.engine import initialize
 from slipstream.compat.utils import set_z3_leaf_module
-from slipstream.moe import Experts, MoE, dispatch, expert_loads
+from slipstream.moe import Experts, GatedMLP, MoE, dispatch, expert_loads
 from slipstream.parallel.exchange import Crossing, Exchange, swap
 from slipstream.world.watch import PeerError
 from slipstream.zero.comm import Pending
@@ -33,6 +33,7 @@ STEPS, CLIP, EXPERTS = 3, 0.05, 4
 KINDS: dict[str, dict[str, Any]] = {
     "top-2, gated": {"k": 2, "expert_size": 24},
     "top-1, sigmoid, shared, residual": {"k": 1, "score": "sigmoid", "expert_size": 24},
+    "top-1, gated branches": {"k": 1, "expert_size": 24},
     "top-2, dropping": {"k": 2, "expert_size": 24, "capacity_factor": 0.75, "min_capacity": 1},
     "one by one": {"k": 2},
     "with biases": {"k": 2},
@@ -48,8 +49,10 @@ def layer(kind: str, ep: int | None, dim: int = 16) -> MoE | deepspeed_moe.MoE:
         expert = lambda: nn.Sequential(nn.Linear(dim, 13), nn.ReLU(), nn.Linear(13, dim))  # noqa: E731
     if kind == "DeepSpeed's":
         return deepspeed_moe.MoE(dim, expert(), EXPERTS, ep or 1, **KINDS[kind])
-    shared = nn.Linear(dim, dim) if "shared" in kind else None
-    residual = nn.Sequential(nn.Linear(dim, dim), nn.Tanh()) if "residual" in kind else None
+    shared: nn.Module | None = nn.Linear(dim, dim) if "shared" in kind else None
+    residual: nn.Module | None = nn.Sequential(nn.Linear(dim, dim), nn.Tanh()) if "residual" in kind else None
+    if "branches" in kind:
+        shared, residual = GatedMLP(dim, 10), GatedMLP(dim, 6)
     return MoE(dim, expert, EXPERTS, ep_size=ep, shared=shared, residual=residual, **KINDS[kind])
 
 
@@ -262,7 +265,7 @@ class Region(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.moe = MoE(8, None, EXPERTS, k=2, expert_size=8)
+        self.moe = MoE(8, None, EXPERTS, k=2, expert_size=8, shared=GatedMLP(8, 4), residual=GatedMLP(8, 6))
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -466,7 +469,7 @@ SLICED_EXPERTS["tensor_parallel"]["partition_config"]["layer_specs"] += [
 @distributed(world_size=(2, 4), transports=("shared", "gloo"))
 @pytest.mark.parametrize(
     "kind",
-    ["top-2, gated", "DeepSpeed's"]
+    ["top-2, gated", "top-1, gated branches", "DeepSpeed's"]
     + [
         pytest.param(kind, marks=pytest.mark.slow)
         for kind in ("top-2, dropping", "top-1, sigmoid, shared, residual", "with biases")
@@ -481,6 +484,8 @@ def test_slices_of_our_experts_train_as_one_process(world_size: int, transport: 
         engine = make(build(kind, ep), stage, transport, **SLICED_EXPERTS)
         first = next(param for name, param in engine.module.blocks[0].named_parameters() if ".stack." in name)
         assert first.shape[0] == EXPERTS // ep and first.shape[1] in ((24,) if "gated" in kind or "top" in kind else (6, 7))
+        moe = engine.module.blocks[0].moe
+        assert "branches" not in kind or (moe.shared.gate_up.weight.shape, moe.residual.down.weight.shape) == ((10, 16), (16, 3))
         assert kind != "DeepSpeed's" or "peak" in engine.explain(batch(0, 0))
         result = train(engine)
         assert result == (pytest.approx(losses, abs=1e-5), pytest.approx(norms, rel=1e-4)), stage

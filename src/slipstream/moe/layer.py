@@ -7,7 +7,7 @@ those of all leading dimensions; the router computes in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
@@ -22,7 +22,7 @@ from slipstream.moe.grouped import without_autocast
 from slipstream.moe.load import LoadMeter
 from slipstream.moe.stack import ExpertStack
 from slipstream.parallel.exchange import Exchange, gather_from, leave, scatter_to
-from slipstream.parallel.tensor import Stacked
+from slipstream.parallel.tensor import OwnCuts, Planned, Stacked
 from slipstream.zero.hooks import eager
 
 
@@ -80,13 +80,11 @@ class Experts(Stacked):
         return out if self.tokens is None else gather_from(out, self.tokens, 0)
 
     @property
-    def own_cuts(self) -> Mapping[str, tuple[str, tuple[int, ...] | None]]:
-        if self.is_whole or not isinstance(self.stack.expert, GatedMLP):
-            return {}
-        return {"stack.expert.gate_up": ("column", (2, -1)), "stack.expert.down": ("row", None)}
+    def own_cuts(self) -> OwnCuts:
+        return {} if self.is_whole else _cuts_of("stack.expert", self.stack.expert)
 
 
-class MoE(nn.Module):
+class MoE(Planned):
     """A mixture of experts: exact counts, sorted rows, one product per expert; no route is dropped without a capacity.
 
     hidden_size     features of a token
@@ -202,6 +200,10 @@ class MoE(nn.Module):
         return out, loss, routes.counts
 
     @property
+    def own_cuts(self) -> OwnCuts:
+        return _cuts_of("shared", self.shared) | _cuts_of("residual", self.residual)
+
+    @property
     def draws(self) -> bool:
         """Whether routing in training draws random numbers: the ranks of a replica need the same ones."""
         return self.jitter > 0 or (self.capacity is not None and self.drop == "random")
@@ -308,7 +310,7 @@ def mix_residual(out: Tensor, dense: Any, coefficient: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one product. Stacks of it are sliced over tp ranks."""
+    """down(silu(gate(x)) * up(x)); gate and up are one product. Stacks of it, and dense branches, are sliced over tp ranks."""
 
     def __init__(self, hidden_size: int, size: int) -> None:
         super().__init__()
@@ -319,3 +321,8 @@ class GatedMLP(nn.Module):
         gates, values = self.gate_up(x).chunk(2, -1)
         out: Tensor = self.down(F.silu(gates) * values)
         return out
+
+
+def _cuts_of(name: str, module: nn.Module | None) -> dict[str, tuple[str, tuple[int, ...] | None]]:
+    """How a gated MLP is cut; another module stays whole."""
+    return {f"{name}.gate_up": ("column", (2, -1)), f"{name}.down": ("row", None)} if isinstance(module, GatedMLP) else {}

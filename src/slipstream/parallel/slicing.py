@@ -23,7 +23,7 @@ from slipstream.parallel.around import connect_before, connect_behind
 from slipstream.parallel.exchange import even_shares
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.sequence import Heads, deal_heads
-from slipstream.parallel.tensor import Column, Row, Sliced, Slices, Stacked, StackRegion, Vocab
+from slipstream.parallel.tensor import Column, Planned, Row, Sliced, Slices, Stacked, StackRegion, Vocab
 from slipstream.world.mesh import Axis, nearest_divisor
 from slipstream.zero.leaves import Ranges, is_quantized, is_stack, mark_part, parts_of, take, whole_shape
 from slipstream.zero.recording import keep_source
@@ -214,8 +214,8 @@ def has_plan(model: nn.Module, plan: TensorPlan) -> bool:
 
 
 def has_stacks(model: nn.Module) -> bool:
-    """Whether a model has stacks of experts' layers that are sliced without an entry of the config."""
-    return any(isinstance(module, Stacked) and module.own_cuts for module in model.modules())
+    """Whether a model has layers of experts that are sliced without an entry of the config."""
+    return any(isinstance(module, Planned) and module.own_cuts for module in model.modules())
 
 
 def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None:
@@ -252,7 +252,7 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
         if isinstance(module, cls)
     }
     for name, module in model.named_modules():
-        if isinstance(module, Stacked):
+        if isinstance(module, Planned):
             cuts = {f"{name}.{leaf}".lstrip("."): Cut(*cut) for leaf, cut in module.own_cuts.items()}
             own |= {path: cut for path, cut in cuts.items() if not any(match(path) for match in kept)}
     if not own and not rules:

@@ -180,17 +180,21 @@ class StackRegion:
         return leave(y, self.slices.exchange, 0 if sizes else None, list(sizes) or None)
 
 
-class Stacked(nn.Module):
-    """A module whose layers are stacks of experts'. Slices give it a region; it computes between `enter` and `leave` of it.
+OwnCuts = Mapping[str, tuple[str, tuple[int, ...] | None]]  # of layers in a module, by name: the kind, the parts of a fused weight
 
-    own_cuts  of its layers, by their names in it: the kind, and the parts of a fused weight
-    """
 
-    region: StackRegion | None = None
+class Planned(nn.Module):
+    """A module that says how layers in it are cut."""
 
     @property
-    def own_cuts(self) -> Mapping[str, tuple[str, tuple[int, ...] | None]]:
+    def own_cuts(self) -> OwnCuts:
         return {}
+
+
+class Stacked(Planned):
+    """A module whose layers are stacks of experts'. Slices give it a region; it computes between `enter` and `leave` of it."""
+
+    region: StackRegion | None = None
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
