@@ -1,6 +1,7 @@
 """slipstream.quantize(module, dtype): linear layers of any module by the native engine's kernels."""
 
 import copy
+import ctypes
 import io
 import logging
 import os
@@ -228,6 +229,26 @@ def test_threads_and_forks() -> None:
     if not child:
         os._exit(0 if ours(x).equal(expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@native
+@torch.no_grad()
+def test_inside_of_a_parallel_region() -> None:
+    """There OpenMP gives a product one thread, and threads of its own compute it."""
+    openmp = ctypes.CDLL(None)
+    if not hasattr(openmp, "GOMP_parallel"):
+        pytest.skip("torch's OpenMP is not GNU's")
+    ours, x, threads, found = packed(linear(768, 2048), "int8"), torch.randn(2, 768), torch.get_num_threads(), list[Tensor]()
+    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(products.linear(x, ours.matrix._record, None)))
+    torch.set_num_threads(2)
+    try:
+        expected = ours(x) - ours.bias
+        found.append(products.linear(x, ours.matrix._record, None))
+        openmp.GOMP_parallel(region, None, 2, 0)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 3 and all(y.equal(found[0]) for y in found)
+    torch.testing.assert_close(found[0], expected)
 
 
 @pytest.mark.slow

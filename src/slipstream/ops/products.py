@@ -27,13 +27,22 @@ _FEW = 128  # rows of one tile of Triton's kernel, which reads codes once; for m
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
+_PROCESS = os.getpid()  # a fork of it must not use its OpenMP
+
+
 class _Team:
-    """A team for products, one at a time."""
+    """A team for products, one at a time. Their tasks run on the threads of torch's OpenMP, if it is GNU's: between a model's
+    products these wait for its next operation, awake for a while, on the cores that other threads would need."""
 
     def __init__(self, threads: int) -> None:
         self.run = build.function("slipstream_linear", _int, *[_pointer] * 5, _long, _long)
         self.team = Team(threads)
         self.lock = threading.Lock()
+        openmp = ctypes.CDLL(None)
+        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+        if os.getpid() == _PROCESS and all(hasattr(openmp, name) for name in names):
+            at = [ctypes.cast(getattr(openmp, name), _pointer) for name in names]
+            build.function("slipstream_team_join", None, *[_pointer] * 4)(self.team.handle, *at)
 
 
 @functools.cache
@@ -47,15 +56,15 @@ def linear(x: Tensor, record: MatrixRecord, bias: Tensor | None) -> Tensor:
 
     `record`: with addresses of panels. `bias`: fp32, padded as columns are (`matrices.bias_table`).
     """
-    x = x.contiguous()
-    y = torch.empty(len(x), record.num_columns)
-    small = record.num_columns * x.numel() < _ALONE
+    x, (rows, features), columns = x.contiguous(), x.shape, record.num_columns
+    y = torch.empty(rows, columns)
+    small = columns * rows * features < _ALONE
     team = _team(1 if small else torch.get_num_threads(), os.getpid())
     bias_at = None if bias is None else bias.data_ptr()
     with team.lock:
-        failure = team.run(team.team.handle, ctypes.addressof(record), bias_at, x.data_ptr(), y.data_ptr(), *x.shape)
+        failure = team.run(team.team.handle, ctypes.addressof(record), bias_at, x.data_ptr(), y.data_ptr(), rows, features)
     if failure:
-        raise MemoryError(f"no memory for a product of {len(x)} rows with a matrix {[record.num_columns, x.shape[1]]}")
+        raise MemoryError(f"no memory for a product of {rows} rows with a matrix {[columns, features]}")
     return y
 
 

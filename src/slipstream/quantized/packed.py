@@ -77,9 +77,9 @@ class PackedMatrix(nn.Module):
     @eager
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [rows, in_features] to [rows, out_features], in fp32 by the native kernels, else in x's dtype. `bias`: fp32, padded."""
-        if self.is_native != bool(self._tables):
-            self._put(self.matrix)  # it came from another device, or from another machine's file
         if self._record is None or self._record.data != self.codes.data_ptr():
+            if self.is_native != bool(self._tables):
+                self._put(self.matrix)  # it came from another device, or from another machine's file
             self._record = self._described()
         if self.form is Int4 and (more := self._record.num_features - x.shape[1]):
             x = nn.functional.pad(x, (0, more))
@@ -161,7 +161,8 @@ class PackedLinear(nn.Module):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         y = self.matrix.multiply(x.reshape(-1, self.in_features), self._bias)
-        return y.view(*x.shape[:-1], self.out_features).to(dtype)
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if y.dtype is dtype else y.to(dtype)
 
     @property
     def bias(self) -> Tensor | None:

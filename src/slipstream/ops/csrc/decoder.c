@@ -20,8 +20,16 @@ const char *slipstream_isa(void);
 void slipstream_store_release_and_wake(_Atomic uint32_t *at, uint32_t value); /* words.c */
 int slipstream_wait_at_least(_Atomic uint32_t *at, uint32_t value, int64_t spin_ns, int64_t timeout_ns);
 
+/* OpenMP, as torch's library has it. */
+struct openmp {
+    void (*parallel)(void (*)(void *), void *, unsigned threads, unsigned flags); /* GOMP_parallel */
+    int (*thread)(void), (*threads)(void);                                        /* of the region that the caller is in */
+};
+
 struct team {
     int size, stop;
+    struct openmp openmp; /* whose threads run the tasks, if it gives as many; else there are own ones */
+    atomic_int lacks;     /* whether it has given fewer */
     pthread_t threads[MAX_THREADS];
     float *scratch[MAX_THREADS];
     size_t scratch_bytes;
@@ -255,6 +263,13 @@ SLIPSTREAM_API struct team *slipstream_team_new(int size)
     return team;
 }
 
+/* Run tasks on OpenMP's threads, which wait for torch's next operation: own ones would share their cores with them. */
+SLIPSTREAM_API void slipstream_team_join(struct team *team, void (*parallel)(void (*)(void *), void *, unsigned, unsigned),
+                                         int (*thread)(void), int (*threads)(void))
+{
+    team->openmp = (struct openmp){parallel, thread, threads};
+}
+
 /* Scratch memory of each thread, and counters of `stages`. */
 static int prepare(struct team *team, int64_t scratch_bytes, int stages)
 {
@@ -340,12 +355,29 @@ static const struct decoder_isa *isa_in_use(void)
     return decoder_portable;
 }
 
+static void run_in_region(void *argument)
+{
+    struct team *team = argument;
+    if (team->openmp.threads() == team->size)
+        team->task(team, team->openmp.thread());
+    else
+        atomic_store_explicit(&team->lacks, 1, memory_order_relaxed);
+}
+
 /* Run a task on all threads, and wait for it. */
 static void run_all(struct team *team, void (*task)(struct team *, int thread))
 {
     pthread_mutex_lock(&team->mutex);
     team->task = task;
     team->isa = isa_in_use();
+    if (team->openmp.parallel && team->size > 1) {
+        pthread_mutex_unlock(&team->mutex);
+        atomic_store_explicit(&team->lacks, 0, memory_order_relaxed);
+        team->openmp.parallel(run_in_region, team, (unsigned)team->size, 0);
+        if (!atomic_load_explicit(&team->lacks, memory_order_relaxed))
+            return;
+        pthread_mutex_lock(&team->mutex);
+    }
     atomic_store_explicit(&team->done, 1, memory_order_relaxed);
     ++team->posts;
     pthread_cond_broadcast(&team->posted);
