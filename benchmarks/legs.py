@@ -92,6 +92,7 @@ LEGS = (
         "deepspeed",
     ),
     Leg("experts-split", 2, 3, "a layer whose experts are split over two ranks, and DeepSpeed's", "experts:beside", "deepspeed"),
+    Leg("experts-products", 2, 0.5, "native grouped products over one of torch's for each expert", "expert_products:run"),
     Leg("experts-bytes", 2, 1, "bytes of split experts over the exact formula, and DeepSpeed's", "experts:bytes_sent", "deepspeed"),
     Leg("experts-link", 2, 1.5, "a shared expert that computes while rows travel over a link of 200 Mbit/s", "experts:link"),
     Leg("experts-resting", 2, 1, "bytes and seconds of an update that uses 2 of 32 experts", "resting:run"),

@@ -5,6 +5,7 @@ import functools
 import itertools
 import pickle
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from slipstream.compat import moe as deepspeed_moe
 from slipstream.moe import ExpertStack, MoE, gate
 from slipstream.moe.dispatch import _Combine, run_experts
 from slipstream.moe.grouped import grouped_linear
+from slipstream.ops import cpu, grouped
 
 
 def mixed(x: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None, matrices: Tensor) -> Tensor:
@@ -75,6 +77,64 @@ def test_grouped_products_are_those_of_each_expert(counts: list[int], biased: bo
     torch.testing.assert_close(out, torch.cat(each))
     for one, other in zip(grads, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.fixture(params=["best", "avx512", "avx2", "torch"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The native kernels of each instruction set, and torch's products."""
+    best = cpu.isa()
+    if request.param == "torch":
+        monkeypatch.setattr(grouped, "fits", lambda *_: False)
+    elif not best or (request.param != "best" and not cpu.use_isa(request.param)):
+        pytest.skip(f"this processor or build has no {request.param}")
+    yield request.param
+    if best:
+        cpu.use_isa(best)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "features"), [([3, 0, 70, 300, 1], (64, 96)), ([5, 37], (33, 50)), ([41], (1100, 7)), ([0, 0], (3, 5))]
+)
+def test_grouped_products_of_any_size(products: str, dtype: torch.dtype, rows: list[int], features: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    fan_in, fan_out = features
+    atol, rtol = (2e-5, 1e-5) if dtype is torch.float32 else (0.05, 0.02)
+    x = torch.randn(sum(rows), fan_in).to(dtype).requires_grad_()
+    weight = (torch.randn(len(rows), fan_out, fan_in) / fan_in**0.5).to(dtype).requires_grad_()
+    bias = torch.randn(len(rows), fan_out).to(dtype).requires_grad_()
+    upstream = torch.randn(sum(rows), fan_out).to(dtype)
+    results = []
+    for stored in (weight, weight.detach().mT.contiguous().mT.requires_grad_()):  # as [out, in], and as [in, out]
+        out = grouped_linear(x, stored, rows, bias)
+        results.append((out, *torch.autograd.grad(out, (x, stored, bias), upstream)))
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    parts = [F.linear(part, w, b) for part, w, b in zip(doubles[0].split(rows), doubles[1], doubles[2], strict=True)]
+    exact = torch.cat(parts)
+    exact = (exact, *torch.autograd.grad(exact, doubles, upstream.double()))
+    for found in results:
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(one.double(), other, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_row_do_not_depend_on_others_or_threads(dtype: torch.dtype) -> None:
+    if cpu.isa() in ("", "portable"):
+        pytest.skip("this processor or build has no native grouped products")
+    torch.manual_seed(0)
+    x, weight = torch.randn(700, 600).to(dtype), torch.randn(2, 200, 600).to(dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        whole = grouped_linear(x, weight, [300, 400])
+        gradient = grouped.grouped_outer(whole, x, [300, 400])
+        torch.set_num_threads(1)
+        assert torch.equal(grouped.grouped_outer(whole, x, [300, 400]), gradient)
+    finally:
+        torch.set_num_threads(threads)
+    for row in (0, 299, 300, 699):
+        alone = grouped_linear(x[row : row + 1], weight, [1, 0] if row < 300 else [0, 1])
+        assert torch.equal(alone[0], whole[row])
 
 
 # -- DeepSpeed's gates, by one-hot masks and capacity buffers --

@@ -1,7 +1,7 @@
 """Linear layers of several experts at once: rows that are sorted by expert, and stacked weights.
 
-On CPUs, one product per expert into its rows of one output: no copies, no padding, and an expert without rows costs nothing but its
-zero gradient. On CUDA, torch's grouped product for bf16.
+No copies, no padding, and an expert without rows costs nothing but its zero gradient. On CPUs, all experts are one call of native
+kernels for fp32 and bf16 (ops/grouped.py); on CUDA, of torch's grouped product for bf16. Else, each expert is a product of torch's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.ops import pages
+from slipstream.ops import grouped, pages
 
 
 class RowsError(ValueError):
@@ -86,6 +86,8 @@ class _Grouped(torch.autograd.Function):
 
 def _times(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """Rows of expert e times matrices[e] [in, out], plus bias[e]."""
+    if grouped.fits(x, matrices):
+        return grouped.grouped_rows(x, matrices, counts, bias)
     if _by_torch(x, matrices.shape[2]):
         product = torch.nn.functional.grouped_mm(x, matrices, offs=_ends(counts, x.device))
         return product if bias is None else product + bias.repeat_interleave(torch.tensor(counts, device=x.device), 0)
@@ -100,10 +102,12 @@ def _times(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | No
 
 def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """[experts, out, in], in the strides of the weight."""
-    out = pages.empty_like(weight)  # keeps the order of dense strides
+    transposed = weight.stride(2) > weight.stride(1)
+    if grouped.fits(grad, x):
+        return grouped.grouped_outer(x, grad, counts).mT if transposed else grouped.grouped_outer(grad, x, counts)
+    out = pages.huge(torch.empty_like(weight))  # keeps the order of dense strides
     if _by_torch(x, grad.shape[1]):
         return out.copy_(torch.nn.functional.grouped_mm(grad.t(), x, offs=_ends(counts, x.device)))
-    transposed = out.stride(2) > out.stride(1)
     for expert, start, stop in _ranges(counts):
         if transposed:
             torch.mm(x[start:stop].t(), grad[start:stop], out=out[expert].t())

@@ -36,7 +36,8 @@ DECODER = (
 QUANTIZE = ("quantize_avx512.c", "quantize_avx2.c", "quantize_portable.c", "quantize.c")
 SPARSE = ("sparse_avx512.c", "sparse_avx2.c", "sparse_portable.c", "sparse.c")
 FUSED = ("fused_avx512.c", "fused_avx2.c", "fused_portable.c", "fused.c")
-SOURCES = (*KERNELS, *DECODER, *QUANTIZE, *SPARSE, *FUSED)
+GROUPED = ("grouped_avx512bf16.c", "grouped_avx512.c", "grouped_avx2.c", "grouped.c")
+SOURCES = (*KERNELS, *DECODER, *QUANTIZE, *SPARSE, *FUSED, *GROUPED)
 CSRC = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: a fused multiply-add would round differently from one instruction set to the next.

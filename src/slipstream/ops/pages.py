@@ -46,9 +46,8 @@ def available_memory() -> int:
     return min(free, int(limit) - used)
 
 
-def empty_like(tensor: Tensor) -> Tensor:
-    """`torch.empty_like`, in huge pages if the tensor is on the CPU and large. (A gradient of 64 MB: 15 ms less on one core.)"""
-    out = torch.empty_like(tensor)
+def huge(out: Tensor) -> Tensor:
+    """`out`, not yet written, in huge pages if it is on the CPU and large. (A gradient of 64 MB: 15 ms less on one core.)"""
     if out.device.type == "cpu" and out.nbytes >= _LEAST_NBYTES:
         _advise(out)
     return out

@@ -77,6 +77,23 @@ INLINE vec load_f16(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((
 
 #include "vec_lanes.h"
 
+#define SIXTEEN_LINES 1 /* as transpose_8 */
+INLINE void transpose_16(const char *const *lines, int64_t at, uint32_t *to, int64_t width)
+{
+    vec x[4];
+    for (int i = 0; i < 4; ++i) {
+        x[i] = _mm512_castps128_ps512(_mm_loadu_ps((const float *)(lines[i] + at)));
+        x[i] = _mm512_insertf32x4(x[i], _mm_loadu_ps((const float *)(lines[i + 4] + at)), 1);
+        x[i] = _mm512_insertf32x4(x[i], _mm_loadu_ps((const float *)(lines[i + 8] + at)), 2);
+        x[i] = _mm512_insertf32x4(x[i], _mm_loadu_ps((const float *)(lines[i + 12] + at)), 3);
+    }
+    const vec low = _mm512_unpacklo_ps(x[0], x[1]), high = _mm512_unpackhi_ps(x[0], x[1]);
+    const vec low2 = _mm512_unpacklo_ps(x[2], x[3]), high2 = _mm512_unpackhi_ps(x[2], x[3]);
+    _mm512_storeu_ps(to, _mm512_shuffle_ps(low, low2, 0x44));
+    _mm512_storeu_ps(to + width, _mm512_shuffle_ps(low, low2, 0xee));
+    _mm512_storeu_ps(to + 2 * width, _mm512_shuffle_ps(high, high2, 0x44));
+    _mm512_storeu_ps(to + 3 * width, _mm512_shuffle_ps(high, high2, 0xee));
+}
 INLINE __m256 high_half(vec a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)); }
 INLINE float lanes_sum(vec a) { return halves_sum(_mm512_castps512_ps256(a), high_half(a)); }
 INLINE float lanes_max(vec a) { return halves_max(_mm512_castps512_ps256(a), high_half(a)); }

@@ -67,3 +67,18 @@ INLINE halves halves_of(uint32_t seed)
     return _mm256_xor_si256(x, _mm256_srli_epi32(x, 16));
 }
 INLINE halves halves_swapped(halves x) { return _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_srli_epi32(x, 16)); }
+
+/* to[j][i] = word j of lines[i], from byte `at`, for 8 lines and 4 words; rows of `to` are `width` words apart. */
+INLINE void transpose_8(const char *const *lines, int64_t at, uint32_t *to, int64_t width)
+{
+    __m256 x[4];
+    for (int i = 0; i < 4; ++i)
+        x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float *)(lines[i] + at))),
+                                    _mm_loadu_ps((const float *)(lines[i + 4] + at)), 1);
+    const __m256 low = _mm256_unpacklo_ps(x[0], x[1]), high = _mm256_unpackhi_ps(x[0], x[1]);
+    const __m256 low2 = _mm256_unpacklo_ps(x[2], x[3]), high2 = _mm256_unpackhi_ps(x[2], x[3]);
+    _mm256_storeu_ps((float *)to, _mm256_shuffle_ps(low, low2, 0x44));
+    _mm256_storeu_ps((float *)(to + width), _mm256_shuffle_ps(low, low2, 0xee));
+    _mm256_storeu_ps((float *)(to + 2 * width), _mm256_shuffle_ps(high, high2, 0x44));
+    _mm256_storeu_ps((float *)(to + 3 * width), _mm256_shuffle_ps(high, high2, 0xee));
+}

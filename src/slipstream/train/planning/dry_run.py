@@ -52,9 +52,9 @@ def formulas() -> Mapping[Any, Formula]:
     The CPU kernels of attention have the arguments of the CUDA kernels. Block-sparse attention computes scores and values of its
     tiles in the forward; in the backward the scores again, and four products more.
     """
-    from slipstream.ops import block_sparse
+    from slipstream.ops import block_sparse, grouped  # registers its operations
 
-    sparse: Any = torch.ops.slipstream
+    ours: Any = torch.ops.slipstream
 
     def forward(q: Tensor, *rest: Any, **_: Any) -> int:
         return block_sparse.product_flops(q, *rest[6:9]) * 2
@@ -69,8 +69,10 @@ def formulas() -> Mapping[Any, Formula]:
             _aten._scaled_dot_product_flash_attention_backward
         ],
         **({_aten._grouped_mm: _grouped_flops} if hasattr(_aten, "_grouped_mm") else {}),
-        sparse.block_sparse_forward: forward,
-        sparse.block_sparse_backward: backward,
+        ours.block_sparse_forward: forward,
+        ours.block_sparse_backward: backward,
+        grouped.grouped_rows._opoverload.overloadpacket: _grouped_flops,
+        grouped.grouped_outer._opoverload.overloadpacket: lambda a, b, *_, **__: 2 * a.numel() * b.shape[1],
     }
 
 

@@ -1,0 +1,36 @@
+/* Grouped matrix products: the arrays of a call, and the function table of an instruction set. */
+#ifndef SLIPSTREAM_GROUPED_H
+#define SLIPSTREAM_GROUPED_H
+
+#include "slipstream_ops.h"
+
+#include <stdatomic.h>
+
+/* Where element (i, j) of group g is: at + (start[g] * start + g * group + i * row + j * column), in elements. Of row and column, one
+ * is 1. */
+struct grouped_matrix {
+    char *at;
+    int64_t start, group, row, column;
+};
+
+/* c[g] = a[g] b[g] + bias[g] for each group g: a [m, k], b [k, n]. */
+struct grouped {
+    struct grouped_matrix a, b, c;
+    const char *bias;      /* [groups, n], or NULL */
+    const int64_t *starts; /* [groups + 1]: the first row of each group, and one behind the last */
+    int64_t groups, m, n, k; /* -1 for m or k: as many as the group has rows */
+    int64_t columns;       /* of c that an item computes at once, a multiple of 64 */
+    int32_t dtype;
+    _Atomic int64_t next; /* the next item that a thread takes */
+};
+
+struct grouped_isa {
+    const char *name;
+    int (*multiply)(struct grouped *s);
+};
+
+extern const struct grouped_isa *const grouped_avx512bf16;
+extern const struct grouped_isa *const grouped_avx512;
+extern const struct grouped_isa *const grouped_avx2;
+
+#endif

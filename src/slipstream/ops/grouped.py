@@ -1,0 +1,125 @@
+"""Products of groups of rows with a matrix each, forward and backward, by native kernels (csrc/grouped_body.h): fp32 and bf16 on
+processors with AVX2 or AVX-512. Their twin is a product of torch's for each group (moe/grouped.py).
+
+Matrices are read as they lie, so one that each update changes costs no packing; all groups are one call, whose threads take parts
+of any group. A row's bits depend neither on other rows nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from slipstream.ops import build, cpu, pages
+
+_LEAST = 1 << 20  # multiplications, below which another thread costs more than it saves
+_COLUMNS = 2048  # of an item; fewer, down to 64, where threads would have less than 4 items each
+_ROWS = 288  # of an item: at most, in csrc/grouped_body.h
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("start", "group", "row", "column")))
+
+
+class _GroupedProduct(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("a", "b", "c")),
+        *((name, ctypes.c_void_p) for name in ("bias", "starts")),
+        *((name, ctypes.c_int64) for name in ("groups", "m", "n", "k", "columns")),
+        ("dtype", ctypes.c_int32),
+        ("next", ctypes.c_int64),
+    )
+
+
+@functools.cache
+def _native() -> Callable[..., int] | None:
+    return build.function("slipstream_grouped", ctypes.c_int, ctypes.c_void_p)
+
+
+def fits(x: Tensor, other: Tensor) -> bool:
+    """Whether the kernels multiply these: fp32 or bf16, on a CPU. Fake tensors count as what they stand for."""
+    on_cpu = x.is_cpu and other.is_cpu and x.dtype == other.dtype
+    return on_cpu and x.dtype in (torch.float32, torch.bfloat16) and cpu.isa() not in ("", "portable")
+
+
+@torch.library.custom_op(
+    "slipstream::grouped_rows", mutates_args=()
+)  # one operation for compilers, fake tensors and counts of FLOP
+def grouped_rows(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """Rows of group g times matrices[g], plus bias[g].
+
+    x [rows, in], sorted by group; matrices [groups, in, out], of any strides; counts: rows of each group; bias [groups, out].
+    Returns [rows, out]. Raises MemoryError.
+    """
+    x, matrices = _dense(x), _dense(matrices)
+    out = x.new_empty(len(x), matrices.shape[2])
+    shape = -1, matrices.shape[2], matrices.shape[1]
+    arrays = _of_rows(x), _of_groups(matrices), _of_rows(out)
+    _run(arrays, shape, counts, x.numel() * matrices.shape[2], x.dtype, None if bias is None else bias.contiguous())
+    return out
+
+
+@torch.library.custom_op("slipstream::grouped_outer", mutates_args=())
+def grouped_outer(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
+    """a[rows of g].T times b[rows of g] for each group g, zeros for one without rows: the gradient of `grouped_rows`' matrices.
+
+    a [rows, m], b [rows, n], sorted by group. Returns [groups, m, n]. Raises MemoryError.
+    """
+    a, b = a.contiguous(), b.contiguous()
+    out = pages.huge(a.new_empty(len(counts), a.shape[1], b.shape[1]))
+    columns = _Matrix(a.data_ptr(), a.stride(0), 0, 1, a.stride(0))
+    _run((columns, _of_rows(b), _of_groups(out)), (a.shape[1], b.shape[1], -1), counts, a.numel() * b.shape[1], a.dtype)
+    return out
+
+
+@grouped_rows.register_fake
+def _(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    return x.new_empty(x.shape[0], matrices.shape[2])
+
+
+@grouped_outer.register_fake
+def _(a: Tensor, b: Tensor, counts: Sequence[int]) -> Tensor:
+    return a.new_empty(len(counts), a.shape[1], b.shape[1])
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With rows or columns without gaps inside."""
+    return x if 1 in x.stride()[-2:] else x.contiguous()
+
+
+def _of_rows(x: Tensor) -> _Matrix:
+    return _Matrix(x.data_ptr(), x.stride(0), 0, *x.stride())
+
+
+def _of_groups(x: Tensor) -> _Matrix:
+    return _Matrix(x.data_ptr(), 0, *x.stride())
+
+
+def _run(
+    arrays: tuple[_Matrix, _Matrix, _Matrix],
+    shape: tuple[int, int, int],
+    counts: Sequence[int],
+    multiplications: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> None:
+    """shape: m, n and k of each group's product, -1 for its rows."""
+    m, n, k = shape
+    threads = max(1, min(torch.get_num_threads(), multiplications // _LEAST))
+    columns, blocks = _COLUMNS, sum(-(-(count if m < 0 else m) // _ROWS) for count in counts)
+    while threads > 1 and columns > 64 and blocks * -(-n // columns) < 4 * threads:
+        columns //= 2
+    starts = (ctypes.c_int64 * (len(counts) + 1))(0, *accumulate(counts))
+    bias_at = None if bias is None else bias.data_ptr()
+    product = _GroupedProduct(*arrays, bias_at, ctypes.addressof(starts), len(counts), m, n, k, columns, cpu.DTYPES[dtype])
+    native, done = _native(), []
+    if native is None:
+        raise RuntimeError(f"there are no native kernels for grouped products: {build.load().reason}")
+    cpu.in_threads(lambda *_: done.append(native(ctypes.addressof(product))), threads, threads, least=1, multiple=1)
+    if min(done) < 1:
+        raise MemoryError(f"no memory for a grouped product: each of {threads} threads needs about 4 MB")
