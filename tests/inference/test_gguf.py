@@ -13,6 +13,7 @@ import slipstream
 from slipstream.extras import MissingPackageError
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.gguf_file import open_gguf
+from tests.inference.test_load import write_gguf
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
 
 TOKENS = ["<end>", "Ġ", *map(chr, range(33, 127)), *map(chr, range(174, 205)), "ab"]
@@ -155,3 +156,15 @@ def test_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         MissingPackageError, match=r"m\.gguf needs the package no_gguf, which is not installed: pip install '\.\[serve\]'"
     ):
         open_gguf(path, torch.float32)
+
+
+def test_what_transformers_cannot_make_is_named(tmp_path: Path) -> None:
+    """An architecture without heads, and sizes that do not fit: both raise errors of kinds of their own."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, tiny("Llama", **SIZES), "llama", {})
+    file = path.read_bytes()
+    place = file.index(b"llama.attention.head_count") + len(b"llama.attention.head_count") + 4
+    for changed in (file.replace(b"llama", b"mamba"), file[:place] + b"\x07\0\0\0" + file[place + 4 :]):
+        path.write_bytes(changed)
+        with pytest.raises(UnsupportedModel, match="transformers cannot make a causal language model of"):
+            open_gguf(path, torch.float32)

@@ -142,6 +142,49 @@ def test_groups_out_of_order_are_dequantized(form: str, tmp_path: Path) -> None:
     assert f"from {quantization['quant_method']}: groups out of order (act-order), dequantized" in load(tmp_path).opening.why
 
 
+def test_a_last_group_that_is_smaller_is_dequantized(tmp_path: Path) -> None:
+    quantization, write = FORMS["gptq"]
+
+    def quantized(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        q = Quantized(w, 32, symmetric=False, group_of=torch.arange(w.shape[1]) // 48)
+        return write(name, q), q.value
+
+    model = written(tmp_path, {**quantization, "group_size": 48}, quantized)
+    loaded = load(tmp_path, dtype="float32")
+    assert all(matrices(loaded)[role].equal(value) for role, value in expected(model).items())
+
+
+UP = "model.layers.1.mlp.up_proj"
+DAMAGED: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor] | None, str]] = [
+    ("gptq", "scales", None, rf"the weights lack {UP}.scales, of a quantized matrix"),
+    ("awq", "qzeros", None, rf"the weights lack {UP}.qzeros, of a quantized matrix"),
+    ("gptq", "scales", lambda t: t[:1], rf"{UP} has \[128, 1\] scales and \[128, 2\] zeros of \[128, 64\] codes, which do not fit"),
+    ("gptq", "qweight", lambda t: t.float(), "codes of quantized weights are torch.float32 in the file; read are words of int32"),
+    ("gptq", "g_idx", lambda t: t + 5, f"{UP} has .* which do not fit"),
+    ("gptq", "g_idx", lambda t: t - 1, f"{UP} has .* which do not fit"),
+    ("awq", "qweight", lambda t: t[:-1], f"{UP}: the parts of a quantized matrix do not fit"),
+]
+
+
+@pytest.mark.parametrize(("form", "part", "change", "message"), DAMAGED, ids=map(str, range(len(DAMAGED))))
+def test_damaged_parts_are_named(
+    form: str, part: str, change: Callable[[torch.Tensor], torch.Tensor] | None, message: str, tmp_path: Path
+) -> None:
+    quantization, write = FORMS[form]
+
+    def quantized(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        q = Quantized(w, 32, symmetric=False)
+        return write(name, q), q.value
+
+    written(tmp_path, {**quantization, "group_size": 32}, quantized)
+    tensors = load_file(tmp_path / "model.safetensors")
+    value = tensors.pop(f"{UP}.{part}")
+    tensors |= {} if change is None else {f"{UP}.{part}": change(value).contiguous()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("form", ["block", "channel", "tensor"])
 def test_fp8_is_read(form: str, tmp_path: Path) -> None:
     def quantized(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

@@ -281,6 +281,7 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Any:
     """The file as a live transformers model, dequantized. Raises UnsupportedModel."""
     with needs(str(path), extra="serve"):
         import gguf  # noqa: F401 (transformers needs it)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint  # from_pretrained would need accelerate
 
@@ -297,7 +298,10 @@ def open_gguf(path: Path, dtype: torch.dtype) -> Any:
         live, info = type(empty).from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"it lacks {', '.join(sorted(info['missing_keys'])[:5])} of {type(live).__name__}")
-    except (OSError, ValueError, LookupError, TypeError, AssertionError, NotImplementedError) as error:
+    except (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
+        *(NotImplementedError, StrictDataclassError),
+    ) as error:
         raise UnsupportedModel(f"transformers cannot make a causal language model of {path}: {error}") from error
     return live
 

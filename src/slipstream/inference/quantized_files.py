@@ -103,12 +103,19 @@ def _check(quantization: Mapping[str, Any]) -> None:
 def _in_order(group_of: Tensor) -> bool:
     """Whether groups are of one size, one after the other."""
     size = int((group_of == group_of[0]).sum())
-    return bool(group_of.equal(torch.arange(len(group_of), dtype=group_of.dtype) // size))
+    return len(group_of) % size == 0 and bool(group_of.equal(torch.arange(len(group_of), dtype=group_of.dtype) // size))
+
+
+def _bytes(words: Tensor) -> Tensor:
+    """int32 [..., words] -> uint8 [..., words * 4]. Raises ValueError for another dtype."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"codes of quantized weights are {words.dtype} in the file; read are words of int32")
+    return words.contiguous().view(torch.uint8)
 
 
 def _nibbles(words: Tensor) -> Tensor:
     """int32 [..., words] -> uint8 [..., words * 8]."""
-    return unpack(words.contiguous().view(torch.uint8).flatten(0, -2)).view(*words.shape[:-1], -1)
+    return unpack(_bytes(words).flatten(0, -2)).view(*words.shape[:-1], -1)
 
 
 def _zeros(words: Tensor | None, scale: Tensor) -> Tensor:
@@ -123,7 +130,7 @@ def _ordered(group_of: Tensor | None) -> Tensor | None:
 def _gptq(state: Mapping[str, Tensor], module: str, less: bool) -> _Codes:
     """qweight [in / 8, out], words along in; qzeros [groups, out / 8], each a zero, `less` 1 in the first format."""
     words, scale = state[f"{module}.qweight"], state[f"{module}.scales"].float().T
-    packed = words.view(torch.uint8).view(*words.shape, 4).transpose(0, 1).reshape(words.shape[1], -1)
+    packed = _bytes(words).view(*words.shape, 4).transpose(0, 1).reshape(words.shape[1], -1)
     zero = _zeros(state[f"{module}.qzeros"], scale) + less
     return _Codes(packed, scale, zero, _ordered(state.get(f"{module}.g_idx")))
 
@@ -147,20 +154,29 @@ def _compressed(state: Mapping[str, Tensor], module: str) -> _Codes:
         raise ValueError(f"{module}.weight_packed has {list(words.shape)} words of {[out, features]} codes; read are 4 bits")
     points = state.get(f"{module}.weight_zero_point")
     zero = _zeros(None if points is None else points.T, scale)[:out]
-    return _Codes(
-        words.contiguous().view(torch.uint8)[:, : features // 2], scale, zero, _ordered(state.get(f"{module}.weight_g_idx"))
-    )
+    return _Codes(_bytes(words)[:, : features // 2], scale, zero, _ordered(state.get(f"{module}.weight_g_idx")))
 
 
 def _matrix(
     read: Callable[[Mapping[str, Tensor], str], _Codes], state: Mapping[str, Tensor], module: str, keep: bool, dtype: torch.dtype
 ) -> Matrix:
-    packed, scale, zero, group_of = read(state, module)
-    features = 2 * packed.shape[1]
+    try:
+        packed, scale, zero, group_of = read(state, module)
+    except KeyError as error:
+        raise ValueError(f"the weights lack {error.args[0]}, of a quantized matrix") from None
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(f"{module}: the parts of a quantized matrix do not fit: {error}") from None
+    features, groups = 2 * packed.shape[1], scale.shape[1]
+    fits = features % groups == 0 if group_of is None else len(group_of) == features
+    if group_of is not None:
+        fits &= 0 <= int(group_of.min()) <= int(group_of.max()) < groups
+    if not fits or scale.shape != zero.shape or len(packed) != len(scale):
+        sizes = f"{list(scale.shape)} scales and {list(zero.shape)} zeros"
+        raise ValueError(f"{module} has {sizes} of [{len(packed)}, {features}] codes, which do not fit: the file is damaged")
     if group_of is not None:
         return ((unpack(packed) - zero[:, group_of]) * scale[:, group_of]).to(dtype)
     codes = Int4(*(part.contiguous() for part in (packed, scale, -zero * scale)))
-    whole = features % scale.shape[1] == 0 and (features // scale.shape[1]) % 32 == 0  # as the kernels need it
+    whole = (features // groups) % 32 == 0  # as the kernels need it
     return codes if keep and whole else dequantize(codes).to(dtype)
 
 
@@ -168,8 +184,10 @@ def _block(quantization: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale of fp8, where these are blocks."""
     groups = (group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values())
     sizes = [quantization.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
-    rows, columns = next((size for size in sizes if size), (128, 128))
-    return rows, columns
+    match size := next((size for size in sizes if size), (128, 128)):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    raise ValueError(f"weight_block_size is {size!r:.100}; it must be two numbers above 0")
 
 
 def _scaled(state: Mapping[str, Tensor], module: str, block: tuple[int, int], keep: bool, dtype: torch.dtype) -> Matrix:
