@@ -33,7 +33,7 @@ from slipstream.inference.source import weights_digest
 from slipstream.launch.cli import main
 from tests import tiny_chat
 from tests.inference.test_replicas import LONG, SAMPLED, Local, server, submit
-from tests.inference.test_server import CERTIFICATE, COMPLETIONS, call, serving, until
+from tests.inference.test_server import CERTIFICATE, COMPLETIONS, RENEWED, call, serving, until
 from tests.unit.test_inference_engine import HashRunner, byte_tokenizer, running, wait
 
 SECRET = b"of all of them, and nobody else"
@@ -42,7 +42,7 @@ SECRET = b"of all of them, and nobody else"
 class Host:
     """An engine that listens in this process, at the same port each time. `steps`: as many forwards as it may compute."""
 
-    def __init__(self, slow: bool = False, tls: ssl.SSLContext | None = None, **options: Any) -> None:
+    def __init__(self, slow: bool = False, tls: tls.Certificate | None = None, **options: Any) -> None:
         self.tls = tls
         self.options = {"token_budget": 16, "max_running": 16, **options}
         self.steps = threading.Semaphore(0)
@@ -93,7 +93,7 @@ def certificate(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def encrypted(certificate: Path) -> Iterator[Host]:
-    host = Host(tls=tls.engine_context(certificate, None))
+    host = Host(tls=tls.Certificate(tls.engine_context(certificate, None), certificate, None))
 
     def listens() -> bool:
         with socket.socket() as one:
@@ -305,6 +305,33 @@ def test_answers_over_tls(encrypted: Host, certificate: Path, monkeypatch: pytes
         with ThreadPoolExecutor(4) as threads:
             calls = [threads.submit(router.engines[0].call, "unload_adapter", str(i) * 300_000) for i in range(8)]
             assert all(isinstance(one.exception(30), ValueError) for one in calls)
+
+
+def test_an_engines_certificate_is_renewed(encrypted: Host, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that trusts the new one only reaches it, while the one before is still served."""
+    monkeypatch.setattr(tls, "LOOK", 0.05)
+    with routed(encrypted.address(tls=tls.server_context(certificate))) as before:
+        certificate.write_text(RENEWED)
+        trusted = tls.server_context(certificate)
+
+        def reached() -> bool:
+            try:
+                encrypted.address(tls=trusted).open().link.close()
+            except ValueError:
+                return False
+            return True
+
+        until(reached)
+        assert wait(submit(before, "a request")).last().finish is not Finish.ERROR
+
+
+def test_a_connection_keeps_its_descriptor_until_its_reader_ends(encrypted: Host, certificate: Path) -> None:
+    link = encrypted.address(tls=tls.server_context(certificate)).open().link
+    files = os.listdir("/proc/self/fd")
+    link.connection.close()
+    assert os.listdir("/proc/self/fd") == files
+    link.close()
+    until(lambda: len(os.listdir("/proc/self/fd")) == len(files) - 2)  # the engine's end, too
 
 
 def test_certificates_that_are_not_accepted(hosts: list[Host], encrypted: Host, certificate: Path) -> None:

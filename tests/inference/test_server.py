@@ -38,6 +38,7 @@ from openai.types import completion_create_params as openai_completion  # noqa: 
 from openai.types.chat import completion_create_params as openai_chat  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
+from slipstream.inference import tls  # noqa: E402
 from slipstream.inference.server import DeadEngineError, check, create_app, generation, serve  # noqa: E402
 from slipstream.inference.server.answers import CompletionFormat, join  # noqa: E402
 from slipstream.inference.server.chat import ChatRequest  # noqa: E402
@@ -1053,6 +1054,56 @@ IA2/E5Bh7mw6V0b4ycpn7eC9fl3ErWDL17dWHQYo6m4mAiEAwxfDs6kSZJO6qbVE
 t/NYuLJJ2syjRV1gSIDy7bl+kFQ=
 -----END CERTIFICATE-----
 """
+
+
+RENEWED = """-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgxbBcP5XmA4Qw+ZI+
+RV2wnZ2Svjefh0gR9BR013DeOV+hRANCAAQU3qI6Ar0A+kRieYZ/WZNbAIotsuuo
++3j3Q7r+V1n28nYcCkqB4KSgLDP3NHSeJwjmyv/ZjsLFK8FgqYgdThmb
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBjTCCATKgAwIBAgIUXpnnJ+0Hx30Ieiw7VFjFzezpMRYwCgYIKoZIzj0EAwIw
+EjEQMA4GA1UEAwwHcmVuZXdlZDAgFw0yNjExMjkxMjU0MzdaGA8yMTI2MTEwNTEy
+NTQzN1owEjEQMA4GA1UEAwwHcmVuZXdlZDBZMBMGByqGSM49AgEGCCqGSM49AwEH
+A0IABBTeojoCvQD6RGJ5hn9Zk1sAii2y66j7ePdDuv5XWfbydhwKSoHgpKAsM/c0
+dJ4nCObK/9mOwsUrwWCpiB1OGZujZDBiMB0GA1UdDgQWBBS/jwZjvGiNYArgZnLI
+nDVtCTdIZzAfBgNVHSMEGDAWgBS/jwZjvGiNYArgZnLInDVtCTdIZzAPBgNVHRMB
+Af8EBTADAQH/MA8GA1UdEQQIMAaHBH8AAAEwCgYIKoZIzj0EAwIDSQAwRgIhAIMp
+B70rl3/cORv52OnHlUQY5pD/xtnXnCs21KojjvfbAiEA83LYm4nkrcZhXpZD/Oyv
+fIZn8Wa9QxonLXpAAvO92gQ=
+-----END CERTIFICATE-----
+"""
+
+
+def shown(address: tuple[str, int]) -> str:
+    return ssl.get_server_certificate(address, timeout=10)
+
+
+def test_a_renewed_certificate_is_shown_to_new_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "LOOK", 0.05)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    (old_key, old), (new_key, new) = ((one[: (end := one.index("-----BEGIN CERT"))], one[end:]) for one in (CERTIFICATE, RENEWED))
+    cert.write_text(old)
+    key.write_text(old_key)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, mortal = listener.getsockname(), FakeEngine()
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(serve, mortal, sockets=[listener], tls=(str(cert), str(key)))
+        context = ssl.create_default_context(cafile=str(cert))
+        connection = http.client.HTTPSConnection(*address, timeout=10, context=context)
+        connection.connect()
+        cert.write_text(new)
+        until(lambda: "the certificate before it stays" in caplog.text)
+        assert shown(address) == old, "the key does not fit yet"
+        key.write_text(new_key)
+        until(lambda: shown(address) == new)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200, "who is connected stays so"
+        connection.close()
+        mortal.healthy = False
+        assert isinstance(ended.exception(10), DeadEngineError)
 
 
 def test_https(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

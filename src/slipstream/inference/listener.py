@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.handshake import admit
 from slipstream.inference.replica import Session, facts_of
 from slipstream.inference.source import weights_digest
-from slipstream.inference.tls import Connection, Encrypted
+from slipstream.inference.tls import Certificate, Connection, Encrypted
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +33,16 @@ class Listener:
     """`drain` and `stop` may be called by signal handlers, all else by the thread that runs it."""
 
     def __init__(
-        self, engine: Engine | EmbeddingEngine, facts: Mapping[str, Any], secret: bytes, tls: ssl.SSLContext | None = None
+        self, engine: Engine | EmbeddingEngine, facts: Mapping[str, Any], secret: bytes, tls: Certificate | None = None
     ) -> None:
-        """`facts`: `replica.facts_of`; `tls`: `tls.engine_context`, or None for plain connections."""
+        """`facts`: `replica.facts_of`; `tls`: of `tls.engine_context`, or None for plain connections."""
         self.engine, self.facts, self.secret, self.tls = engine, facts, secret, tls
         self._proving = threading.Semaphore(UNPROVEN)
         self._sessions: set[Session] = set()  # each thread adds and removes its own
         self._draining = self._stopped = False
 
     @classmethod
-    def of(cls, opened: InferenceEngine, model: str, secret: bytes, tls: ssl.SSLContext | None = None) -> Listener:
+    def of(cls, opened: InferenceEngine, model: str, secret: bytes, tls: Certificate | None = None) -> Listener:
         """Of the engine that was opened from the folder or file `model`."""
         opened.engine.prepare()
         facts = facts_of(opened.engine, opened.description, opened.dtype, weights_digest(model))
@@ -73,6 +72,8 @@ class Listener:
                 listening.setblocking(False)
                 selector.register(listening, selectors.EVENT_READ)
             while self.engine.healthy and not self._draining:
+                if self.tls is not None:
+                    self.tls.look()
                 for key, _ in selector.select(LOOK):
                     self._accept(key.fileobj)  # type: ignore[arg-type] # the sockets
             for listening in sockets:
@@ -103,7 +104,7 @@ class Listener:
         connection: Connection = accepted
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = accepted if self.tls is None else Encrypted(accepted, self.tls)
+            connection = accepted if self.tls is None else Encrypted(accepted, self.tls.context)
             known = admit(connection, self.secret)
         except OSError:
             known = None  # a port scanner, a health check, or a server that does not trust our certificate

@@ -9,6 +9,7 @@ moves the bytes itself, and OpenSSL only sees them, under a lock that nobody hol
 from __future__ import annotations
 
 import io
+import logging
 import os
 import socket
 import ssl
@@ -17,7 +18,10 @@ import time
 from contextlib import suppress
 from typing import TypeAlias
 
+logger = logging.getLogger(__name__)
+
 TIME = 5.0  # seconds for the TLS handshake
+LOOK = 1.0  # seconds between two looks at the files of a certificate
 PART = 1 << 16  # bytes that are received at once
 FLUSH = 1 << 18  # bytes that are encrypted at once
 
@@ -38,6 +42,44 @@ def server_context(authorities: str | os.PathLike[str]) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a certificate in the file is trusted, whoever has signed it
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13's default; authorities made by hand lack its extensions
     return context
+
+
+class Certificate:
+    """The files of a certificate and its key, which a context shows. When they change, new connections get the new one."""
+
+    def __init__(self, context: ssl.SSLContext, cert: str | os.PathLike[str], key: str | os.PathLike[str] | None) -> None:
+        """The context has loaded them."""
+        self.context, self._files = context, (cert, key)
+        self._seen = self._tried = self._stamp()
+        self._next = 0.0  # when to look again, by time.monotonic
+
+    def look(self) -> None:
+        """Load them again if they have changed before the last look: by then they are complete. Call it often, from one thread."""
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + LOOK
+        before, self._seen = self._seen, self._stamp()
+        if self._seen in (self._tried, None) or self._seen != before:
+            return
+        self._tried = self._seen
+        cert, key = self._files
+        try:
+            # First into another one: a key of another certificate would leave this one without a key. Nobody can be asked for a
+            # password.
+            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):
+                context.load_cert_chain(cert, key, password=lambda: "")
+        except OSError as error:
+            logger.warning("--tls-cert %s has changed: %s; the certificate before it stays", cert, error.strerror or error)
+        else:
+            logger.warning("--tls-cert %s has changed, and is shown to new connections", cert)
+
+    def _stamp(self) -> tuple[tuple[int, ...], ...] | None:
+        """None: a file is being replaced."""
+        try:
+            found = [os.stat(file) for file in self._files if file is not None]
+        except OSError:
+            return None
+        return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
 
 
 class Encrypted:
@@ -104,7 +146,8 @@ class Encrypted:
                 self._received.write(part) if part else self._received.write_eof()
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_Decrypted(self), PART)
+        """It keeps the descriptor, as a socket's does: `close` while another thread receives must not free its number."""
+        return io.BufferedReader(_Decrypted(self, self._connection.makefile("rb", 0)), PART)
 
     def shutdown(self, how: int) -> None:
         self._connection.shutdown(how)
@@ -117,8 +160,8 @@ class Encrypted:
 
 
 class _Decrypted(io.RawIOBase):
-    def __init__(self, connection: Encrypted) -> None:
-        self._connection = connection
+    def __init__(self, connection: Encrypted, held: io.RawIOBase) -> None:
+        self._connection, self._held = connection, held
 
     def readable(self) -> bool:
         return True
@@ -127,6 +170,10 @@ class _Decrypted(io.RawIOBase):
         part = self._connection.recv(len(buffer))
         buffer[: len(part)] = part
         return len(part)
+
+    def close(self) -> None:
+        self._held.close()
+        super().close()
 
 
 Connection: TypeAlias = socket.socket | Encrypted

@@ -157,13 +157,13 @@ def serve(options: argparse.Namespace) -> int:
 
 def engine(options: argparse.Namespace) -> int:
     """Run a model for servers on other hosts until SIGTERM, then let running requests finish. Returns 1 if the engine dies."""
-    secret, context = _secret(options, os.environ), _certificate(options.tls_cert, options.tls_key)
+    secret, certificate = _secret(options, os.environ), _certificate(options.tls_cert, options.tls_key)
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream.inference import Listener
 
         opened = stack.enter_context(_engine(options))
-        listener = Listener.of(opened, options.model, secret, context)
+        listener = Listener.of(opened, options.model, secret, certificate)
 
         def drain(number: int, frame: object) -> None:
             for again in (signal.SIGINT, signal.SIGTERM):
@@ -190,7 +190,7 @@ def _certificate(cert: str | None, key: str | None) -> Any:
     from slipstream.inference import tls
 
     try:
-        return tls.engine_context(cert, key)
+        return tls.Certificate(tls.engine_context(cert, key), cert, key)
     except OSError as error:
         files = f"--tls-cert {cert}" + ("" if key is None else f", --tls-key {key}")
         raise ValueError(f"{files}: {error.strerror}; they must be a certificate and its key, in PEM") from None

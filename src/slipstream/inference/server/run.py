@@ -26,6 +26,7 @@ from slipstream.inference.server.metrics import Traffic
 from slipstream.inference.server.models import Models
 from slipstream.inference.server.router import Served
 from slipstream.inference.server.traces import Traces, check_collector
+from slipstream.inference.tls import Certificate
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class _Server(uvicorn.Server):
         self.traffic = traffic
         self.deadlines = deadlines
         self.drain_timeout_s = drain_timeout_s
+        self.certificate: Certificate | None = None
         self.drain_start: float | None = None
         self.stop_now = False
 
@@ -71,6 +73,8 @@ class _Server(uvicorn.Server):
         self.traffic.draining = True
 
     async def on_tick(self, counter: int) -> bool:
+        if self.certificate is not None:
+            self.certificate.look()
         if self.traffic.draining or not self.engine.healthy:
             active, now = self.traffic.active, time.monotonic()
             requests = "1 request" if active == 1 else f"{active} requests"
@@ -223,6 +227,9 @@ def serve(
         timeout_graceful_shutdown=math.ceil(READING_TIME) + 1,
     )
     server = _Server(config, engine, app.state.traffic, app.state.deadlines, drain_timeout_s)
+    config.load()
+    if tls is not None and config.ssl is not None:
+        server.certificate = Certificate(config.ssl, *tls)
     server.run([Listening(one, files - KEPT_FILES, plain=tls is None) for one in sockets])
     if traces is not None:
         traces.close()
