@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.legs import Options
-from benchmarks.report import Spread, table, verdict, verdicts
+from benchmarks.report import Spread, table
 from slipstream.ops import grouped, matmul, pages
 
 FEATURES, SIZE, ROWS = 512, 2048, 2048  # of a token, of an expert, and of all experts together at most
@@ -20,11 +20,10 @@ Products = tuple[str, Callable[[], object], Callable[[], object]]  # ours and to
 
 def run(options: Options) -> str:
     torch.set_num_threads(1)
-    rows, judged, count = [], [], options.num_rounds(9)
+    rows, count = [], options.num_rounds(9)
     is_onednn = matmul.use(True)
     for dtype in (torch.float32, torch.bfloat16):
         for per in PER_EXPERT[: 2 if options.quick else None]:
-            gains = []
             for name, ours, torchs in products(dtype, per):
                 times: dict[str, list[float]] = {"ours": [], "torch": []}
                 for turn in range(count + 1):
@@ -35,18 +34,15 @@ def run(options: Options) -> str:
                 for values in times.values():
                     del values[0]
                 gain = Spread.ratio(times["torch"], times["ours"])
-                gains.append(gain.median)
                 flop = 2 * per * num_experts(per) * FEATURES * SIZE / 1e9
                 rates = [f"{flop / Spread.of(values).median:.0f}" for values in times.values()]
                 rows.append([str(dtype).removeprefix("torch."), str(per), name, *rates, gain.show(2)])
-            judged.append(verdict(f"{dtype}, {per} rows: torch's over ours, the least of three", min(gains), 1.0, at_least=True))
     matmul.use(False)
     return "\n\n".join(
         (
             f"Experts of {FEATURES} x {SIZE}, {ROWS:,} rows (or 64 experts), one thread; GFLOP/s by the median of {count} turns. "
             f"torch: a product for each expert into its rows{' (fp32 by oneDNN)' if is_onednn else ''}.",
             table(["dtype", "rows of an expert", "product", "ours", "torch", "torch's time over ours"], rows),
-            verdicts(judged),
         )
     )
 

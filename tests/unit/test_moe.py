@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.compat import moe as deepspeed_moe
 from slipstream.moe import ExpertStack, MoE, gate
 from slipstream.moe.dispatch import _Combine, run_experts
-from slipstream.moe.grouped import grouped_linear
+from slipstream.moe.grouped import GroupedLinear, grouped_linear
+from slipstream.observe.flops import FlopCounter
 from slipstream.ops import cpu, grouped
 
 
@@ -94,7 +95,8 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("rows", "features"), [([3, 0, 70, 300, 1], (64, 96)), ([5, 37], (33, 50)), ([41], (1100, 7)), ([0, 0], (3, 5))]
+    ("rows", "features"),
+    [([3, 0, 70, 300, 1], (64, 96)), ([5, 37], (33, 50)), ([41], (1101, 7)), ([0, 0], (3, 5)), ([2, 0], (0, 20))],
 )
 def test_grouped_products_of_any_size(products: str, dtype: torch.dtype, rows: list[int], features: tuple[int, int]) -> None:
     torch.manual_seed(0)
@@ -118,9 +120,9 @@ def test_grouped_products_of_any_size(products: str, dtype: torch.dtype, rows: l
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_row_do_not_depend_on_others_or_threads(dtype: torch.dtype) -> None:
-    if cpu.isa() in ("", "portable"):
-        pytest.skip("this processor or build has no native grouped products")
+def test_bits_of_a_row_do_not_depend_on_others_or_threads(products: str, dtype: torch.dtype) -> None:
+    if products == "torch":
+        pytest.skip("torch chooses its order of addition by the number of rows")
     torch.manual_seed(0)
     x, weight = torch.randn(700, 600).to(dtype), torch.randn(2, 200, 600).to(dtype)
     threads = torch.get_num_threads()
@@ -135,6 +137,15 @@ def test_bits_of_a_row_do_not_depend_on_others_or_threads(dtype: torch.dtype) ->
     for row in (0, 299, 300, 699):
         alone = grouped_linear(x[row : row + 1], weight, [1, 0] if row < 300 else [0, 1])
         assert torch.equal(alone[0], whole[row])
+
+
+def test_flop_of_grouped_products() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(2, 5, 8, requires_grad=True)
+    counter = FlopCounter({"": (linear := GroupedLinear(nn.Linear(8, 5, bias=False)))})
+    linear.weight, linear.counts = nn.Parameter(weight), [4, 2]
+    with counter:
+        linear(x).sum().backward()
+    assert (counter.counts[""].forward, counter.counts[""].backward) == (2 * 6 * 5 * 8, 4 * 6 * 5 * 8)
 
 
 # -- DeepSpeed's gates, by one-hot masks and capacity buffers --
@@ -478,6 +489,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "expert Sequential returns 6 features for 8",
     ),
     "rows": (lambda: grouped_linear(torch.randn(5, 8), torch.randn(2, 3, 8), [2, 2]), r"have 4 rows, .* is given \(5, 8\)"),
+    "counts": (lambda: grouped_linear(torch.randn(4, 8), torch.randn(2, 3, 8), [4]), r"2 experts are given the rows \[4\]"),
+    "negative counts": (lambda: grouped_linear(torch.randn(4, 8), torch.randn(2, 3, 8), [5, -1]), r"the rows \[5, -1\]"),
+    "features": (lambda: grouped_linear(torch.randn(4, 7), torch.randn(2, 3, 8), [2, 2]), "with 8 features is given rows of 7"),
+    "bias": (
+        lambda: grouped_linear(torch.randn(4, 8), torch.randn(2, 3, 8), [2, 2], torch.randn(2, 1)),
+        r"the bias of experts is \[2, 1\] of torch.float32 on cpu; it must be \[2, 3\]",
+    ),
+    "bias's dtype": (
+        lambda: grouped_linear(torch.randn(4, 8), torch.randn(2, 3, 8), [2, 2], torch.randn(2, 3).bfloat16()),
+        r"of torch.bfloat16 on cpu; it must be \[2, 3\] of torch.float32",
+    ),
     "deepspeed's k": (lambda: deepspeed_moe.MoE(8, expert(), 2, k=3), r"k \(3\) must lie"),
 }
 

@@ -29,13 +29,21 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], bias: Tenso
     counts  rows of each expert; they add up to all
     bias    [experts, out]
 
-    Under autocast, it computes in autocast's dtype as `torch.nn.functional.linear` does. Raises RowsError if x has other rows.
+    Under autocast, it computes in autocast's dtype as `torch.nn.functional.linear` does. Raises RowsError if x has other rows, and
+    ValueError if others do not fit each other.
     """
     if x.dim() != 2 or len(x) != sum(counts):
         raise RowsError(f"the experts have {sum(counts)} rows, and a linear layer of theirs is given {tuple(x.shape)}")
+    if len(counts) != len(weight) or min(counts, default=0) < 0:
+        raise ValueError(f"{len(weight)} experts are given the rows {list(counts)}: each must have one number, of at least 0")
+    if x.shape[1] != weight.shape[2]:
+        raise ValueError(f"a linear layer of experts with {weight.shape[2]} features is given rows of {x.shape[1]}")
     if is_autocast(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (weight.shape[:2], x.dtype, x.device):
+        found, wanted = f"{list(bias.shape)} of {bias.dtype}", f"{list(weight.shape[:2])} of {x.dtype}"
+        raise ValueError(f"the bias of experts is {found} on {bias.device}; it must be {wanted} on {x.device}, as their rows")
     out: Tensor = _Grouped.apply(x, weight, bias, tuple(counts))
     return out
 

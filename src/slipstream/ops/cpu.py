@@ -13,7 +13,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
@@ -285,7 +285,10 @@ def in_threads(
     share = -(-size // (shares * multiple)) * multiple
     pool = _pool(os.getpid())
     others = [pool.submit(run, begin, min(begin + share, size)) for begin in range(share, size, max(share, 1))]
-    run(0, min(share, size))
+    try:
+        run(0, min(share, size))
+    finally:
+        wait(others)  # their arrays live no longer than the caller, whom Ctrl-C may end here
     for other in others:
         other.result()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from slipstream.ops import build, cpu, pages
+from slipstream.ops.team import openmp
 
 _LEAST = 1 << 20  # multiplications, below which another thread costs more than it saves
 _COLUMNS = 2048  # of an item; fewer, down to 64, where threads would have less than 4 items each
-_ROWS = 288  # of an item: at most, in csrc/grouped_body.h
+_ROWS = 288  # of an item: at most, in csrc/grouped_body.h with AVX-512
 
 
 class _Matrix(ctypes.Structure):
@@ -32,29 +34,46 @@ class _GroupedProduct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "starts")),
         *((name, ctypes.c_int64) for name in ("groups", "m", "n", "k", "columns")),
         ("dtype", ctypes.c_int32),
+        ("failed", ctypes.c_int32),
         ("next", ctypes.c_int64),
     )
 
 
 @functools.cache
-def _native() -> Callable[..., int] | None:
-    return build.function("slipstream_grouped", ctypes.c_int, ctypes.c_void_p)
+def _native() -> int:
+    """The address of the kernel; 0 without a library."""
+    found = build.function("slipstream_grouped", None, ctypes.c_void_p)
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _parallel(process: int) -> Callable[[int, int, int, int], None] | None:
+    """OpenMP's call of a function with an argument on some threads (`team.openmp`), in process `process`."""
+    at = openmp("GOMP_parallel")
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return None if at is None else call(at[0])
+
+
+@torch.compiler.assume_constant_result
+def _is_wide() -> bool:
+    return cpu.isa() not in ("", "portable")
 
 
 def fits(x: Tensor, other: Tensor) -> bool:
     """Whether the kernels multiply these: fp32 or bf16, on a CPU. Fake tensors count as what they stand for."""
     on_cpu = x.is_cpu and other.is_cpu and x.dtype == other.dtype
-    return on_cpu and x.dtype in (torch.float32, torch.bfloat16) and cpu.isa() not in ("", "portable")
+    return on_cpu and x.dtype in (torch.float32, torch.bfloat16) and _is_wide()
 
 
-@torch.library.custom_op(
-    "slipstream::grouped_rows", mutates_args=()
-)  # one operation for compilers, fake tensors and counts of FLOP
+# Each is one operation for compilers, fake tensors and counts of FLOP.
+
+
+@torch.library.custom_op("slipstream::grouped_rows", mutates_args=())
 def grouped_rows(x: Tensor, matrices: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
     """Rows of group g times matrices[g], plus bias[g].
 
-    x [rows, in], sorted by group; matrices [groups, in, out], of any strides; counts: rows of each group; bias [groups, out].
-    Returns [rows, out]. Raises MemoryError.
+    x [rows, in], sorted by group; matrices [groups, in, out], of any strides; counts: rows of each group; bias [groups, out]. The
+    caller has checked that they fit each other. Returns [rows, out]. Raises MemoryError.
     """
     x, matrices = _dense(x), _dense(matrices)
     out = x.new_empty(len(x), matrices.shape[2])
@@ -116,10 +135,13 @@ def _run(
         columns //= 2
     starts = (ctypes.c_int64 * (len(counts) + 1))(0, *accumulate(counts))
     bias_at = None if bias is None else bias.data_ptr()
-    product = _GroupedProduct(*arrays, bias_at, ctypes.addressof(starts), len(counts), m, n, k, columns, cpu.DTYPES[dtype])
-    native, done = _native(), []
-    if native is None:
-        raise RuntimeError(f"there are no native kernels for grouped products: {build.load().reason}")
-    cpu.in_threads(lambda *_: done.append(native(ctypes.addressof(product))), threads, threads, least=1, multiple=1)
-    if min(done) < 1:
+    sizes = len(counts), m, n, k, columns
+    product = _GroupedProduct(*arrays, bias_at, ctypes.addressof(starts), *sizes, cpu.DTYPES[dtype])
+    kernel, argument, parallel = _native(), ctypes.addressof(product), _parallel(os.getpid())
+    if parallel is not None:
+        parallel(kernel, argument, threads, 0)
+    else:
+        run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel)
+        cpu.in_threads(lambda *_: run(argument), threads, threads, least=1, multiple=1)
+    if product.failed:
         raise MemoryError(f"no memory for a grouped product: each of {threads} threads needs about 4 MB")

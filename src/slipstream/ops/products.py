@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.ops import build
 from slipstream.ops.matrices import Codes, Matrix, MatrixRecord, dequantize, round_activations
-from slipstream.ops.team import MAX_THREADS, Team
+from slipstream.ops.team import MAX_THREADS, Team, openmp
 
 _ALONE = 1 << 20  # multiplications, below which waking another thread costs more than it saves
 _SLICE = {"cpu": 1 << 19, "cuda": 1 << 24}  # weights dequantized at once: as many as caches hold, or as fill a GPU
@@ -27,21 +27,14 @@ _FEW = 128  # rows of one tile of Triton's kernel, which reads codes once; for m
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
-_PROCESS = os.getpid()  # a fork of it must not use its OpenMP
-
-
 class _Team:
-    """A team for products, one at a time. Their tasks run on the threads of torch's OpenMP, if it is GNU's: between a model's
-    products these wait for its next operation, awake for a while, on the cores that other threads would need."""
+    """A team for products, one at a time, whose tasks run on torch's OpenMP threads where they can (`team.openmp`)."""
 
     def __init__(self, threads: int) -> None:
         self.run = build.function("slipstream_linear", _int, *[_pointer] * 5, _long, _long)
         self.team = Team(threads)
         self.lock = threading.Lock()
-        openmp = ctypes.CDLL(None)
-        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-        if os.getpid() == _PROCESS and all(hasattr(openmp, name) for name in names):
-            at = [ctypes.cast(getattr(openmp, name), _pointer) for name in names]
+        if at := openmp("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
             build.function("slipstream_team_join", None, *[_pointer] * 4)(self.team.handle, *at)
 
 

@@ -9,6 +9,17 @@ import weakref
 from slipstream.ops import build
 
 MAX_THREADS = 64  # as in csrc/decoder.h
+_PROCESS = os.getpid()
+
+
+def openmp(*names: str) -> list[int] | None:
+    """Addresses of functions of the OpenMP whose threads torch computes on, if it is GNU's; None in a fork, which must not use its
+    parent's. Between a model's products these threads wait for its next operation, awake for a while, on the cores that other
+    threads would need."""
+    loaded = ctypes.CDLL(None)
+    if os.getpid() != _PROCESS or not all(hasattr(loaded, name) for name in names):
+        return None
+    return [ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0 for name in names]
 
 
 class Team:

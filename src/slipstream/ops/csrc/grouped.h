@@ -6,8 +6,8 @@
 
 #include <stdatomic.h>
 
-/* Where element (i, j) of group g is: at + (start[g] * start + g * group + i * row + j * column), in elements. Of row and column, one
- * is 1. */
+/* Where element (i, j) of group g is: at + (start[g] * start + g * group + i * row + j * column), in elements. In a and
+ * b, row or column is 1 (or both dimensions have one element); in c, column is 1. */
 struct grouped_matrix {
     char *at;
     int64_t start, group, row, column;
@@ -20,13 +20,13 @@ struct grouped {
     const int64_t *starts; /* [groups + 1]: the first row of each group, and one behind the last */
     int64_t groups, m, n, k; /* -1 for m or k: as many as the group has rows */
     int64_t columns;       /* of c that an item computes at once, a multiple of 64 */
-    int32_t dtype;
+    int32_t dtype, failed; /* failed: a thread found no memory, and took no items */
     _Atomic int64_t next; /* the next item that a thread takes */
 };
 
 struct grouped_isa {
     const char *name;
-    int (*multiply)(struct grouped *s);
+    void (*multiply)(struct grouped *s);
 };
 
 extern const struct grouped_isa *const grouped_avx512bf16;

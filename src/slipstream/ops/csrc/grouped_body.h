@@ -1,11 +1,13 @@
 /* Grouped matrix products of fp32 and bf16, written once over 16 lanes: c = a b + bias for groups of any number of rows.
  *
- * An item is up to BLOCK_ROWS rows and s->columns columns of a group's c. Its part of a is packed once for each STEPS of k, as tiles
+ * An item is up to BLOCK_ROWS rows and s->columns columns of a group's c. Its part of a is packed once for each part of k, as tiles
  * of up to TALL rows; b, which lies as it is stored, is packed a panel of WIDE_PANEL columns at a time, which all tiles then read
- * from the cache. A step is an element of k in fp32 and a pair of neighbors in bf16.
+ * from the cache. A part of k is 512 elements (1,024 of bf16 with dot products). Packed words are elements of fp32, or pairs of
+ * neighbors of bf16 in the direction of k.
  *
- * An element of c adds its terms in the order of k, in fp32 (in bf16 with dot products: two terms, then the sum), so its bits depend
- * neither on the other rows of its group nor on the number of threads.
+ * An element of c starts with its bias and adds its terms in the order of k, in fp32, so its bits depend neither on the other rows of
+ * its group nor on the number of threads. With dot products of bf16 the second term of a pair comes before the first, each is
+ * rounded, and subnormal numbers count as zero: their bits are others than without.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +24,8 @@
 #define PADDED ((TALL + 3) / 4 * 4) /* of a row of a packed tile */
 #define TILES 24
 #define BLOCK_ROWS (TALL * TILES)
-#define STEPS 512
+#define STEPS 512 /* words of a line of a part, at most */
+typedef float __attribute__((may_alias)) lane; /* tiles are packed as words */
 #define WIDENS !DOTS_BF16 /* bf16 is multiplied in fp32: tiles of a are packed in fp32, two rows a step */
 
 /* to[j][i] = word j of lines[i], from byte `at`, for 4 lines and 4 words. */
@@ -125,7 +128,7 @@ struct ends {
 };
 
 /* A tile of a [height, k] times a panel of b. */
-INLINE void tile(const int bf16, const int height, const float *a, const char *b, int64_t steps, const struct ends *ends)
+INLINE void tile(const int bf16, const int height, const lane *a, const char *b, int64_t steps, const struct ends *ends)
 {
     vec s[TALL * PANELS];
 #pragma GCC unroll 16
@@ -170,7 +173,7 @@ INLINE void tile(const int bf16, const int height, const float *a, const char *b
                 store_f32(ends->to + i * ends->to_row + 64 * j, s[i * PANELS + j], 0);
 }
 
-TARGET static void tile_of(int bf16, int height, const float *a, const char *b, int64_t steps, const struct ends *ends)
+TARGET static void tile_of(int bf16, int height, const lane *a, const char *b, int64_t steps, const struct ends *ends)
 {
 #define OF_HEIGHT(bf16)                                                                                                 \
     if (height == TALL)                                                                                                 \
@@ -259,7 +262,7 @@ TARGET static void multiply_panel(const struct grouped *s, const struct item *x,
         struct ends ends = {.from = is_first ? start : sums, .from_row = is_first ? 0 : WIDE_PANEL, .rounds = is_last};
         ends.to = !is_last ? (char *)sums : fits ? c : edge;
         ends.to_row = is_last && fits ? s->c.row * size : WIDE_PANEL * (is_last ? size : 4);
-        tile_of(bf16, height, (const float *)memory.a + t * steps * PADDED * (1 + (bf16 && WIDENS)), (const char *)memory.b, steps, &ends);
+        tile_of(bf16, height, (const lane *)memory.a + t * steps * PADDED * (1 + (bf16 && WIDENS)), (const char *)memory.b, steps, &ends);
         for (int64_t i = 0; i < rows && is_last && !fits; ++i)
             memcpy(c + i * s->c.row * size, edge + i * WIDE_PANEL * size, (size_t)(columns * size));
     }
@@ -320,17 +323,21 @@ TARGET static void take_item(const struct grouped *s, int64_t g, int64_t at, int
     if (k)
         multiply_item(s, &x, memory);
     else
-        for (int64_t row = 0; row < x.m; ++row)
-            memset(x.c + row * s->c.row * size, 0, (size_t)(x.n * size));
+        for (int64_t row = 0; row < x.m; ++row) {
+            char *to = x.c + row * s->c.row * size;
+            x.bias ? memcpy(to, x.bias, (size_t)(x.n * size)) : memset(to, 0, (size_t)(x.n * size));
+        }
 }
 
-TARGET static int multiply(struct grouped *s)
+TARGET static void multiply(struct grouped *s)
 {
     const size_t a = TILES * PADDED * STEPS, b = STEPS * WIDE_PANEL;
     const size_t sums = BLOCK_ROWS * (size_t)((s->columns + WIDE_PANEL - 1) / WIDE_PANEL * WIDE_PANEL);
     uint32_t *all = aligned_alloc(64, ((a + b + sums) * 4 + 63) / 64 * 64);
-    if (!all)
-        return 0;
+    if (!all) {
+        s->failed = 1;
+        return;
+    }
     const struct memory memory = {.a = all, .b = all + a, .sums = (float *)(all + a + b)};
     int64_t first = 0, next = atomic_fetch_add(&s->next, 1);
     for (int64_t g = 0; g < s->groups; ++g) {
@@ -341,5 +348,4 @@ TARGET static int multiply(struct grouped *s)
         first += items;
     }
     free(all);
-    return 1;
 }

@@ -1,4 +1,4 @@
-/* AVX-512 with dot products of bf16 and of bytes (Zen 4, Cooper Lake, Sapphire Rapids): for the decoder only. */
+/* AVX-512 with dot products of bf16 and of bytes (Zen 4, Cooper Lake, Sapphire Rapids): for the decoder and grouped products. */
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")))
 #define DOTS_BF16 1
 #include "vec_avx512.h"
