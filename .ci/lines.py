@@ -1,4 +1,5 @@
-"""Lines of Python in src by kind, for each folder; exits with 1 when all are more than the budget: `python .ci/lines.py`."""
+"""Lines of Python in src by kind, for each folder: `python .ci/lines.py`. Exits with 1 when a folder has more than its budget, or
+so much less that it could grow back: what is taken away stays away, and a feature that needs room says so here."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGET = 86_220
+BUDGETS = {
+}
+SLACK = 0.01  # of a budget, or 20 lines
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
 KINDS = ("code", "docstring", "comment", "blank")
 _LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -46,10 +49,17 @@ def main() -> int:
     print(f"{'':12}{'lines':>8}" + "".join(f"{kind:>11}" for kind in KINDS))
     for name, lines in [*sorted(folders.items(), key=lambda item: -item[1].total()), ("all", total)]:
         print(f"{name:12}{lines.total():8,}" + "".join(f"{lines[kind]:11,}" for kind in KINDS))
-    if total.total() > BUDGET:
-        print(f"src has {total.total():,} lines of Python and its budget is {BUDGET:,}: take some away", file=sys.stderr)
-        return 1
-    return 0
+    faults = [fault(name, folders.get(name, Counter()).total(), BUDGETS.get(name, 0)) for name in sorted({*folders, *BUDGETS})]
+    print("".join(faults), end="", file=sys.stderr)
+    return int(any(faults))
+
+
+def fault(name: str, lines: int, budget: int) -> str:
+    if lines > budget:
+        return f"{name} has {lines:,} lines of Python and its budget is {budget:,}: take some away\n"
+    if lines < budget - max(20, SLACK * budget):
+        return f"{name} has {lines:,} lines of Python: lower its budget, {budget:,}\n"
+    return ""
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def _parallel(process: int) -> Callable[[int, int, int, int], None] | None:
     return None if at is None else call(at[0])
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_wide() -> bool:
     return cpu.isa() not in ("", "portable")
 
