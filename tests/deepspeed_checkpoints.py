@@ -71,6 +71,7 @@ CASES = [
     Case(2, 3, "bf16", kind="slices"),
     Case(2, 0, "fp32", kind="moe"),
     Case(4, 0, "fp32", kind="moe", ep=2),
+    Case(2, 0, "bf16", kind="moe", ep=2),
     Case(2, 1, "fp32", kind="moe"),
     Case(2, 1, "bf16", kind="moe", ep=2),
     Case(4, 2, "fp32", kind="moe", ep=2),

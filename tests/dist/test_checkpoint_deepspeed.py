@@ -194,6 +194,16 @@ def test_experts_whose_files_do_not_fit_are_refused(folder: Path, tmp_path: Path
     (tmp_path / "c" / "global_step3" / "expp_rank_0_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"optimizers of experts are of ranks \[1\]: some are missing"):
         engine.load_checkpoint(str(tmp_path / "c"))
+    state = tmp_path / "d" / "global_step3" / "expp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copytree(folder / "moe-ep2-z0-w2-bf16", tmp_path / "d")
+    infos = load_metadata(tmp_path / "d", "global_step3").tensors
+    masters_of = ("model.up.weight", "model.first.deepspeed_moe.experts.stack.expert.up.weight")
+    assert {infos[name].dtype for name in masters_of} == {torch.float32} and infos["model.second.mlp.scale"].dtype is torch.bfloat16
+    saved = torch.load(state, weights_only=False)
+    saved["optimizer"]["cur_scale"] = 4096
+    torch.save(saved, state)
+    with pytest.raises(CheckpointError, match=r"of fp16 and ZeRO stage 0, whose moments .* by the loss scale \(4096\)"):
+        engine.load_checkpoint(str(tmp_path / "d"))
     after = engine.state_dict()
     assert all(before[name].equal(after[name]) for name in before)
     engine.destroy()

@@ -8,7 +8,7 @@ ZeRO-1, 2  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt: rank R's part of ea
            16-bit weights (frozen ones only there), buffers, counters
 ZeRO-3     the same files, with ceil(numel / world) elements of every parameter of `param_shapes` in turn; frozen parameters as
            such fragments in zero_pp_rank_R_mp_rank_00_model_states.pt
-no ZeRO    mp_rank_00_model_states.pt: the weights, and an optimizer of numbered parameters
+no ZeRO    mp_rank_00_model_states.pt: the weights, and an optimizer of numbered parameters, in bf16 with its masters
 universal  zero/NAME/{fp32,exp_avg,...}.pt: whole parameters, flat or in their shape, alone or as "param" of a dictionary
 
 With pipelines and slices each model-parallel rank has such files of its own (deepspeed_parts.py), and so has each expert
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from slipstream.checkpoint.deepspeed_experts import ExpertFiles, ExpertSlot, numbered
+from slipstream.checkpoint.deepspeed_experts import ExpertFiles, ExpertSlot, numbered, unwrapped
 from slipstream.checkpoint.deepspeed_parts import Cuts, DeepSpeedPart, PartPlace, layers_of, parts_of
 from slipstream.checkpoint.document import SLACK, Document, Entry, Piece, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
@@ -248,18 +248,19 @@ class _Import:
             if isinstance(stored, Stored) and name not in buffers and not experts.is_alias(name, module)
         }
         files = experts.optimizers() if experts else []
-        for rank, state in enumerate([read(self.folder / file)["optimizer"] for file in files] or [self.model["optimizer"]]):
+        for rank, saved in enumerate([read(self.folder / file)["optimizer"] for file in files] or [self.model["optimizer"]]):
+            state, masters = unwrapped(saved)
             if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
                 raise CheckpointError(
                     "it is of ZeRO stage 0, and its optimizer has no states by parameter: load its weights alone (torch.load with "
                     "weights_only=True), or save it at stage 1"
                 )
             groups = state["param_groups"]
-            self._values(groups, state)
+            self._values(groups, {"loss_scaler": saved})
             own = experts.on_rank(rank) if files else {}
             shapes = experts.in_order(dense, state) if rank == 0 else []
-            for name, values in numbered(state, shapes, [(name, shape) for name, (shape, _) in own.items()]):
-                master = None if name in own else dense[name]
+            for number, name, values in numbered(state, shapes, [(name, shape) for name, (shape, _) in own.items()]):
+                master = masters.get(number, None if name in own else dense[name])
                 shape, slot = own.get(name) or (dense[name].shape, ExpertSlot(experts.known_as(name), PartPlace(dense[name].shape)))
                 self._parameter(slot, 0, master, values, groups, 0, math.prod(shape))
 

@@ -265,10 +265,27 @@ def _weights(state: Mapping[str, Any]) -> list[tuple[str, Stored]]:
     return [(name, stored) for name, stored in state.items() if isinstance(stored, Stored)]
 
 
+def unwrapped(optimizer: Any) -> tuple[Any, dict[int, Stored]]:
+    """An optimizer's own state, and its masters by their numbers if bf16's (FP16_UnfusedOptimizer) is around it.
+
+    In fp16 DeepSpeed 0.19.8 divides gradients by the loss scale there, and has not multiplied the loss: its moments are too small.
+    """
+    if not isinstance(optimizer, dict) or not optimizer.get("fp32_groups"):
+        return optimizer, {}
+    if (scale := optimizer.get("cur_scale", 1)) != 1:
+        raise CheckpointError(
+            f"it is of fp16 and ZeRO stage 0, whose moments DeepSpeed divides by the loss scale ({scale}): save it at stage 1, or "
+            "load its weights alone (torch.load with weights_only=True)"
+        )
+    inner = optimizer["optimizer_state_dict"]
+    groups = zip((group["params"] for group in inner["param_groups"]), optimizer["fp32_groups"], strict=True)
+    return inner, {number: master for group in groups for number, master in zip(*group, strict=True)}
+
+
 def numbered(
     optimizer: Mapping[str, Any], dense: Iterable[tuple[str, Shape]], experts: Sequence[tuple[str, Shape]]
-) -> Iterator[tuple[str, Any]]:
-    """The parameters of an optimizer that have states, and these states. No `dense` ones: only the experts'."""
+) -> Iterator[tuple[int, str, Any]]:
+    """The parameters of an optimizer that have states: number, name, states. No `dense` ones: only the experts'."""
     groups, states, dense = optimizer["param_groups"], optimizer["state"], list(dense)
     of_experts = [group for group in groups if group.get("moe")]
     if len({group["name"] for group in of_experts}) > 1:
@@ -277,7 +294,7 @@ def numbered(
     if dense:
         names |= _names_of([group for group in groups if not group.get("moe")], states, dense)
     for number, name in names.items():
-        yield name, states[number]
+        yield number, name, states[number]
 
 
 def _names_of(
