@@ -10,8 +10,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGETS = {
-}
+BUDGETS = {}
 SLACK = 0.01  # of a budget, or 20 lines
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "slipstream"
 KINDS = ("code", "docstring", "comment", "blank")

@@ -542,14 +542,16 @@ def mappings() -> list[str]:
     return [line for line in maps if "/memfd:slipstream" in line]
 
 
-def serve_ranks(folder: str, bad: int, how: str, split: dict[str, int], nth: int = 20) -> None:
+def serve_ranks(folder: str, bad: int, how: str, split: dict[str, int], nth: int = 20, in_table: bool = True) -> None:
     """Answer by several processes until the bad rank acts in a forward; `how` "interrupt": as Ctrl-C does."""
     import slipstream
+    from slipstream.inference.generic import GenericDecoder
     from slipstream.inference.native import NativeDecoder
 
-    run, calls = NativeDecoder._run, 0
+    kind, name = (NativeDecoder, "_run") if in_table else (GenericDecoder, "_compute")
+    run, calls = getattr(kind, name), 0
 
-    def running(self: Any, *numbers: Any, **types: Any) -> None:
+    def running(self: Any, *numbers: Any, **types: Any) -> Any:
         nonlocal calls
         calls += 1
         if _rank == bad and calls == nth:
@@ -561,9 +563,9 @@ def serve_ranks(folder: str, bad: int, how: str, split: dict[str, int], nth: int
                 threading.Timer(0.5, act, ["kill"]).start()
             else:
                 act(how)
-        run(self, *numbers, **types)
+        return run(self, *numbers, **types)
 
-    NativeDecoder._run = running  # type: ignore[method-assign]
+    setattr(kind, name, running)
     (Path(folder) / "pids").mkdir(exist_ok=True)
     (Path(folder) / "pids" / str(os.getpid())).touch()
     with noting_errors(), slipstream.init_inference(folder, **split, token_budget=64, max_running=4, device="cpu") as engine:

@@ -88,6 +88,23 @@ def test_two_processes_have_the_bits_of_one() -> None:
 
 
 @distributed(world_size=2)
+def test_models_outside_the_table() -> None:
+    """Transformers' code computes shares, by the model's own plan or one that is found: the answers of one process."""
+    for family, sizes in (("Nemotron", SIZES), ("GPTBigCode", {**_GPT, "multi_query": False})):
+        model = tiny(family, **sizes)
+        with slipstream.init_inference(model, dtype="fp32", **_OPTIONS) as whole:
+            assert "transformers' forward" in whole.description
+            expected = answers(whole)
+        with slipstream.init_inference(model, dtype="fp32", tp_size=2, **_OPTIONS) as engine:
+            assert "transformers' forward in 2 processes" in engine.description
+            if engine.leads:
+                for _ in range(2):
+                    assert [tokens for tokens, _ in answers(engine)] == [tokens for tokens, _ in expected], family
+            own = engine.engine.runner.model.base_model
+            assert sum(one.numel() for one in own.parameters()) < 0.9 * sum(one.numel() for one in model.base_model.parameters())
+
+
+@distributed(world_size=2)
 def test_latents() -> None:
     """Heads are cut, and each process has all latents."""
     check("deepseek-v2", "int8")
@@ -526,11 +543,9 @@ def test_refusals(tmp_path: Path) -> None:
         tp_size=2,
     )
     refused("do not split a model without experts", tp_size=2, ep_size=2)
-    refused(
-        "need the native kernels: model_type 'gpt_bigcode' is not supported",
-        source=tiny("GPTBigCode", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32),
-        tp_size=2,
-    )
+    foreign = tiny("GPTBigCode", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)  # one key for all heads
+    refused("GPTBigCodeForCausalLM has no plan for tensor parallelism, and none was found", source=foreign, tp_size=2)
+    refused("dtype is int8: a GPTBigCodeForCausalLM is cut over processes in float dtypes", source=foreign, tp_size=2, dtype="int8")
     refused("the ranks differ", tp_size=2, dtype="int8" if dist.get_rank() else "bf16")
 
 
@@ -548,6 +563,15 @@ def test_keys_of_deepspeed() -> None:
             slipstream.init_inference(model, **options, **_OPTIONS)
     with pytest.raises(TypeError, match="no argument 'tp_sizes'; did you mean tp_size"):
         slipstream.init_inference(model, tp={"tp_sizes": 2})
+
+
+@pytest.mark.slow
+def test_a_lost_process_of_a_model_outside_the_table(nursery: Nursery, tmp_path: Path) -> None:
+    tiny("Nemotron", **SIZES).save_pretrained(tmp_path)
+    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, how="kill", split={"tp_size": 2}, in_table=False)
+    outcome = nursery.end()["it"]
+    assert outcome.codes[0] == 1 and "is gone" in outcome.records[0]["text"], outcome
+    assert outcome.late(0, 1) < 10.0, outcome
 
 
 def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path) -> None:

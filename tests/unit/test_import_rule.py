@@ -31,7 +31,7 @@ SEES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("parallel", "moe", "checkpoint", "activations", "attention", "quantized", "compression", "fused"), FEATURES),
     "train": (*FEATURES, "observe"),
     "ema": (*FEATURES, "train"),
-    "inference": (*BASE, "checkpoint", "quantized"),
+    "inference": (*BASE, "checkpoint", "quantized", "parallel"),
     "launch": ROOMS,
     "observe": tuple(room for room in ROOMS if room != "launch"),
     "__init__": tuple(room for room in ROOMS if room != "launch"),

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.compat import kernels, slices
-from slipstream.config.plan import TensorPlan
 from slipstream.inference.generate import suggestion
 from slipstream.inference.precision import parse_dtype
-from slipstream.parallel.exchange import connect_activations
-from slipstream.parallel.inferred import ForwardError, OneTokenError, PlanTrial, Policy, compare, example_inputs, try_out
-from slipstream.parallel.slicing import has_plan, slice_model
+from slipstream.parallel.inferred import (
+    ForwardError,
+    OneTokenError,
+    PlanTrial,
+    Policy,
+    compare,
+    cut,
+    example_inputs,
+    needs_trial,
+    try_out,
+)
 from slipstream.world.join import init_distributed
 from slipstream.world.mesh import Axis
-from slipstream.world.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +68,6 @@ _NO_EFFECT = {
     "return_tuple": "outputs are the module's",
     "training_mp_size": "the checkpoint's files say it",
 }
-_PATIENCE_S = 1800.0  # for the other ranks, in a forward
 _SIZES = ("ep_size", "enabled", "stage")  # the keys of a block that hold the requested value
 
 
@@ -269,21 +274,15 @@ class InferenceEngine(nn.Module):
         Returns False, with nothing done, if the module has no plan, and there are no inputs that show one.
         Collective. Raises ValueError if the job has another size, or for a module that cannot be cut."""
         module, axis = self.module, _axis(self._config.cuts)
-        plan = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
         trial = None
-        if not has_plan(module, plan):
-            if (trial := self._found(axis, inputs, options or {})) is None:
-                return False
-            plan = replace(plan, partition=trial.partition)
-        if (cut := slice_model(module, axis, plan)) is not None:
-            device = next(module.parameters()).device
-            cut.exchange = connect_activations(axis, device, "auto", Watch(_PATIENCE_S))
-            if trial is not None:
-                try:
-                    compare(module, trial, cut.exchange)
-                except ValueError as error:  # a caller that goes on must not get these outputs
-                    self._spoiled = str(error)
-                    raise
+        if needs_trial(module) and (trial := self._found(axis, inputs, options or {})) is None:
+            return False
+        if (exchange := cut(module, axis, trial)) is not None and trial is not None:
+            try:
+                compare(module, trial, exchange)
+            except ValueError as error:  # a caller that goes on must not get these outputs
+                self._spoiled = str(error)
+                raise
         if self._config.kind == "int8":
             kernels.pack_slices(module)
         return True

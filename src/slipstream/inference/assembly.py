@@ -38,6 +38,7 @@ from slipstream.inference.update import Target
 from slipstream.inference.weights import Int4, KQuant, leaves
 from slipstream.ops.pages import give_back_freed
 from slipstream.ops.team import MAX_THREADS
+from slipstream.parallel.inferred import compare, cut, example_inputs, needs_trial, try_out
 from slipstream.quantized import PackedLinear
 from slipstream.world.watch import PeerLostError
 
@@ -170,7 +171,7 @@ def assemble(
     )
     sizes_text = f"cache of {runner.num_blocks * runner.block_size:,} tokens, context of {engine.max_context:,}"
     description = f"{name}: {served.weights}, {served.forward.forward}, {sizes_text}{drafted}"
-    if ranks is not None and isinstance(runner, NativeDecoder):  # the others are refused
+    if ranks is not None:
         ranks.start(runner.follow, engine.fail)
     module = _module(source, served.kind, place, group)
     return Assembled(engine, description, served.target, module, ranks, served.forward.close, served.dtype)
@@ -282,7 +283,7 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     try:
         loaded = ranks.together(read) if ranks else read()
     except UnsupportedModel as error:
-        if any((ranks, sizes.expert_nbytes, sizes.memory)):
+        if _needs_kernels(sizes, place):
             raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
         return _serve_by_transformers(source, kind, place, group, sizes)
     embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
@@ -327,14 +328,35 @@ def _opener(loaded: LoadedModel, forward: Opened, ranks: ServingRanks | None) ->
 def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
     live = _transformers_model(source, kind, place, group)
     generic.check_context(live, sizes.max_context)
+    if sizes.ranks is not None:
+        _cut(live, kind, sizes.ranks)
     return _Ready(
         forward=open_generic(live, sizes),
-        target=_ONCE if kind in precision.QUANTIZED else Target.module(live),
+        target=_SPLIT if sizes.ranks else _ONCE if kind in precision.QUANTIZED else Target.module(live),
         kind=kind,
         weights=_weights_text(kind, live.dtype),
         ends=_end_ids(live),
         metadata=read_gguf(source).metadata if isinstance(source, Path) and source.is_file() else {},
     )
+
+
+def _needs_kernels(sizes: Sizes, place: torch.device) -> bool:
+    """Whether options ask for what transformers' code does not do."""
+    ranks = sizes.ranks
+    is_split = ranks is not None and (ranks.part.ep_size * ranks.part.moe_tp_size > 1 or place.type != "cpu")
+    return any((is_split, sizes.expert_nbytes, sizes.memory))
+
+
+def _cut(live: Any, kind: str, ranks: ServingRanks) -> None:
+    """Cut a model of transformers in place, by its own plan or one that is found. Collective. Raises ValueError."""
+    if kind in precision.QUANTIZED:
+        raise ValueError(
+            f"dtype is {kind}: a {type(live).__name__} is cut over processes in float dtypes; give one, or one process"
+        )
+    inputs = example_inputs(live)
+    trial = try_out(live, ranks.axis, (), inputs, {}) if needs_trial(live) and inputs is not None else None
+    if (exchange := cut(live, ranks.axis, trial, ranks.watch)) is not None and trial is not None:
+        compare(live, trial, exchange)
 
 
 def _module(source: Any, kind: str, place: torch.device, group_size: int) -> Callable[[], torch.nn.Module] | str:

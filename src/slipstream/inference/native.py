@@ -232,7 +232,7 @@ def _put_vector(kept: Tensor, stored: Callable[[Tensor], Tensor], weight: Matrix
     kept.copy_(stored(dequantize(weight).detach().float()).flatten())
 
 
-def _numbers(batch: Batch, turn: Callable[[int], int]) -> tuple[array[int], ...]:
+def numbers_of(batch: Batch, turn: Callable[[int], int]) -> tuple[array[int], ...]:
     """The values of `_NUMBERS` of a batch's first step, with the blocks of all steps. `turn`: of a text of so many tokens."""
     ids, first_row, start, turns, tables, table_at, logit_rows = (array("i") for _ in range(7))
     first_row.append(0)
@@ -747,7 +747,7 @@ class NativeDecoder:
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""
         self.copy(batch.copies)
-        numbers = _numbers(batch, self._turn)
+        numbers = numbers_of(batch, self._turn)
         ids, *_, logit_rows = numbers
         if self.ranks is None:
             self._allocate(len(ids), len(logit_rows))
@@ -766,7 +766,7 @@ class NativeDecoder:
 
     def _generate(self, batch: Batch, draws: Draws, stop: ctypes.c_int32) -> list[list[int]]:
         self.copy(batch.copies)
-        ids, _, start, *_ = numbers = _numbers(batch, self._turn)
+        ids, _, start, *_ = numbers = numbers_of(batch, self._turn)
         self._allocate(len(ids), len(ids))
         adapters = self._adapters(batch)
         self._place(*numbers, adapters=adapters)

@@ -43,7 +43,7 @@ from slipstream.ops import cpu, words
 from slipstream.world.join import init_distributed
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import Peer, meet
-from slipstream.world.watch import PeerLostError
+from slipstream.world.watch import PeerLostError, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _Exchange = ctypes.CFUNCTYPE(_int, ctypes.POINTER(ctypes.c_float), _long)
 _LINE = 64  # bytes between counters
 _FORWARD = b"\x80"  # the first byte of a forward that is sent; texts have another
+_DAY_S = 86400.0
 _ARRAYS = 9  # of a forward: the blocks to copy, and what `native.follow` gets
 _LOOK_S = 0.1  # the longest that a thread does not see that this process closes
 _SPIN_US, _SPINS = 1000, 80_000  # of a wait before it sleeps: for the next forward, longer than rank 0 takes between two; in one
@@ -87,8 +88,10 @@ class ServingRanks:
         self.part = replace(part, index=self.index)
         self.record = RanksRecord(size=size, index=self.index)
         self.why = ""  # this engine cannot go on; "" if it can
+        self.watch = Watch(_DAY_S)  # of the sums of transformers' code, whose waits end with `why`
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
-        self._peers: list[Peer] = meet(Axis("experts", self._group, tuple(range(size)), self.index, size))
+        self.axis = Axis("tp", self._group, tuple(range(size)), self.index, size)
+        self._peers: list[Peer] = meet(self.axis)
         self.neighbors = sum(peer.host == self._peers[self.index].host for peer in self._peers)  # processes on this host
         self.on_one_host = self.neighbors == size
         self._callback = _Exchange(self._exchange)  # kept: C has its address
@@ -259,7 +262,7 @@ class ServingRanks:
         with self._losing:
             if self.why or (self.index == 0 and self._closing.is_set()):
                 return
-            self.why, self.record.lost = why, 1
+            self.why, self.record.lost, self.watch.failure = why, 1, why
         self._on_lost(why)
         if self.index == 0:
             self._send(why.encode())

@@ -149,10 +149,11 @@ def open_generic(model: Any, sizes: Sizes) -> Opened:
 
     shapes = cache_shapes(model)
     blocks = _blocks(shapes, model.dtype, sizes, sizes.max_context or _GENERIC_CONTEXT, model.device)
+    blocks = blocks if sizes.ranks is None else min(sizes.ranks.gather(blocks))
     cache = KVCache(shapes, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device)
-    runner = GenericDecoder(model, cache)
+    runner = GenericDecoder(model, cache, sizes.ranks)
     runner.max_context = _context(runner.max_context, sizes)
-    return Opened(runner, "transformers' forward")
+    return Opened(runner, f"transformers' forward{'' if sizes.ranks is None else f' in {sizes.ranks.size} processes'}")
 
 
 def _context(limit: int, sizes: Sizes) -> int:

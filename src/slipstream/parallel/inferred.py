@@ -27,15 +27,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.config.plan import TensorPlan
-from slipstream.parallel.exchange import Exchange
-from slipstream.parallel.slicing import is_transposed, slice_model
+from slipstream.parallel.exchange import Exchange, connect_activations
+from slipstream.parallel.slicing import has_plan, is_transposed, slice_model
 from slipstream.world.mesh import Axis
+from slipstream.world.watch import Watch
 from slipstream.zero.comm import Pending
 from slipstream.zero.leaves import is_quantized
 from slipstream.zero.wrap import repeated_blocks
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 1800.0  # for the other ranks, in a forward
+_OWN = TensorPlan(preset=None, partition=None, vocab_head=False, shares_tokens=False, overlaps=False)
 _NUM_TOKENS = 12
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest output
 _EXACT = 1e-4  # of a row layer's largest output, in fp32
@@ -140,6 +143,23 @@ def try_out(model: nn.Module, axis: Axis, inputs: Sequence[Any], options: Mappin
     partition = {"layer_specs": specs, "use_default_specs": False}
     logger.info("%s is cut by the plan that was found: partition_config %s", type(model).__name__, json.dumps(partition))
     return PlanTrial(kept[0], kept[1], outputs, partition)
+
+
+def needs_trial(model: nn.Module) -> bool:
+    """Whether a model has no plan of its own."""
+    return not has_plan(model, _OWN)
+
+
+def cut(model: nn.Module, axis: Axis, trial: PlanTrial | None, watch: Watch | None = None) -> Exchange | None:
+    """Cut a model in place for this rank, by its own plan or the one of a trial, with which it is then to be compared. Collective.
+
+    `watch`: a failure of it ends waits for other ranks. Returns the exchange of sums; None: nothing is cut. Raises ValueError as
+    `slice_model`, before any layer is cut."""
+    slices = slice_model(model, axis, _OWN if trial is None else replace(_OWN, partition=trial.partition))
+    if slices is None:
+        return None
+    slices.exchange = connect_activations(axis, next(model.parameters()).device, "auto", watch or Watch(_PATIENCE_S))
+    return slices.exchange
 
 
 def _specs(model: nn.Module, trace: _Trace, named: Mapping[str, Sequence[str]], axis: Axis) -> list[dict[str, Any]]:
@@ -355,9 +375,7 @@ def _fits(
 ) -> bool:
     """Whether the ranks' shares add up to the row layers' outputs."""
     partition = {"layer_specs": [spec | {"patterns": [rf"block\.{re.escape(name)}\.weight$"]} for name, spec in specs.items()]}
-    plan = TensorPlan(
-        preset=None, partition=partition | {"use_default_specs": False}, vocab_head=False, shares_tokens=False, overlaps=False
-    )
+    plan = replace(_OWN, partition=partition | {"use_default_specs": False})
     total: dict[str, Tensor] = {}
     for index in range(axis.size):
         own = replace(axis, index=index)
