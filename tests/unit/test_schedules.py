@@ -103,7 +103,7 @@ def test_one_cycle_momentum() -> None:
     assert [beta1 for beta1, _ in betas] == pytest.approx(expected)
 
 
-def test_one_cycle_leaves_momentum_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_cycle_leaves_momentum_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     target = optimizer()
     build_scheduler("OneCycle", {**ONE_CYCLE, "cycle_momentum": False}, target).step()
     assert target.param_groups[0]["betas"] == (0.9, 0.999)
@@ -113,6 +113,11 @@ def test_one_cycle_leaves_momentum_alone(caplog: pytest.LogCaptureFixture) -> No
         build_scheduler("OneCycle", ONE_CYCLE, optimizer()).step()
     assert ["no parameter group has betas" in r.message for r in caplog.records] == [True, False]
     assert "sets beta2 to 0.99" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    build_scheduler("OneCycle", ONE_CYCLE, optimizer()).step()
+    assert not caplog.records, "the first rank says it for all"
 
 
 def test_linear_warmup_equals_torch() -> None:

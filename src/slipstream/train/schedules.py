@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.optim.resolve import check_arguments, nearest
@@ -190,6 +191,8 @@ class OneCycle(RateSchedule):
 
     def _can_cycle_momentum(self) -> bool:
         betas = [group["betas"] for group in self.optimizer.param_groups if "betas" in group]
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+            return bool(betas)  # the first rank says it for all
         if not betas:
             log.warning("OneCycle: momentum is not cycled, because no parameter group has betas; set cycle_momentum=false")
         elif any(beta2 != self.BETA2 for _, beta2 in betas):
