@@ -293,6 +293,9 @@ def test_over_http(folders: dict[str, Any], engine: Any) -> None:
         assert post("/v1/completions", model="green", **ask)[1]["choices"] == answer["choices"]
         assert post("/v1/load_lora_adapter", lora_name="green", lora_path="red")[0] == 400
         assert post("/v1/load_lora_adapter", lora_name="green", lora_path="red", load_inplace=True)[0] == 200
+        for path, message in (("a\0b", "embedded null byte"), ("a" * 1000, "File name too long")):
+            status, answer = post("/v1/load_lora_adapter", lora_name="out", lora_path=path)
+            assert status == 400 and message in answer["error"]["message"] and answer["error"]["param"] == "lora_path"
         status, answer = post("/v1/load_lora_adapter", lora_name="out", lora_path="../..")
         assert status == 400 and "below the server's --lora-root" in answer["error"]["message"]
         assert post("/v1/unload_lora_adapter", lora_name="green")[0] == 200

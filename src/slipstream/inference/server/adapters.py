@@ -31,7 +31,11 @@ class UnloadAdapterRequest(Fields):
 
 def load(server: Serving, given: LoadAdapterRequest) -> ModelBody:
     root = server.front.adapter_root()
-    folder = (root / given.lora_path).resolve()
+    try:
+        folder = (root / given.lora_path).resolve()
+        folder.exists()
+    except (OSError, ValueError) as error:  # no path of this system: a name that is too long, or with a null byte
+        raise RequestError(f"lora_path: {error}", param="lora_path") from None
     if not folder.is_relative_to(root):
         raise RequestError("lora_path must be a folder below the server's --lora-root", param="lora_path")
     try:
