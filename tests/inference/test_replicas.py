@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -126,11 +127,15 @@ def test_a_sender_waits_for_the_other_end() -> None:
             sent.append(number)
 
     thread = threading.Thread(target=send)
+
+    def stands() -> bool:
+        before = len(sent)
+        thread.join(0.2)  # the writer may have more room in the socket than it has used so far
+        return len(left._unsent) == wire.MAX_AHEAD and len(sent) == before
+
     thread.start()
-    until(lambda: len(left._unsent) == wire.MAX_AHEAD)
-    before = len(sent)
-    thread.join(0.2)
-    assert len(sent) == before < 3 * wire.MAX_AHEAD
+    until(stands)
+    assert len(sent) < 3 * wire.MAX_AHEAD
     assert [next(right.messages)[1] for _ in range(5 * wire.MAX_AHEAD)] == list(range(5 * wire.MAX_AHEAD))
     thread.join()
     right.close()
@@ -445,6 +450,41 @@ def test_all_replicas_have_one_queue(folder: Path) -> None:
         more.append(submit(router, "the same prompt", tenant="y"))
         go.set()
         assert all(wait(one).last().finish is not Finish.ERROR for one in (*first, *more))
+
+
+def test_an_end_that_is_silent_is_lost() -> None:
+    """Two that live stay connected; one that has stopped ends the connection, and the writer that had nothing to say."""
+    left, right = (wire.Link(one) for one in socket.socketpair())
+    left.send("first", 0)
+    assert next(right.messages) == ["first", 0]
+    for link in (left, right):
+        link.live(0.1)
+    time.sleep(1.5)
+    left.send("later", 1)
+    assert next(right.messages) == ["later", 1]
+    for link in (left, right):
+        link.close()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = wire.Link(ours)
+        link.live(0.1)
+        began = time.monotonic()
+        assert list(link.messages) == [] and 0.4 < time.monotonic() - began < 5
+        link.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_is_replaced(folder: Path) -> None:
+    """It takes requests and does not end; those that it has not begun are answered by the other, which nobody waits for."""
+    cores = [[], []]
+    with Spare() as spare, closing(Router.local(str(folder), {"threads": 1}, cores, spare).open()) as router:
+        stopped = router._sources[0].pid  # type: ignore[attr-defined]
+        os.kill(stopped, signal.SIGSTOP)
+        with ThreadPoolExecutor(12) as clients:
+            answers = list(clients.map(lambda number: submit(router, f"prompt {number}"), range(12)))
+        assert all(wait(one).last().finish is not Finish.ERROR for one in answers)
+        until(lambda: router.engines[0].starts == 2 and router.engines[0].state is ReplicaState.READY)
+        assert router._sources[0].pid != stopped  # type: ignore[attr-defined]
 
 
 def test_what_a_key_has_had_of_another_engine_counts() -> None:

@@ -34,7 +34,7 @@ from slipstream.inference.tls import Connection
 
 MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
 FLUSH = 2.0  # seconds for the other end to take what was sent before the end
-BEAT = 2.0  # seconds after which an end with nothing to say says so, between hosts
+BEAT = 2.0  # seconds after which an end with nothing to say says so
 SILENCE = 5  # beats after which the other end, or the way to it, is taken for lost
 MAX_AHEAD = 1024  # unsent messages, after which an engine waits for the other end
 MAX_BATCH = 256  # messages of a frame: those that wait see after each that there is room
@@ -45,12 +45,15 @@ class Link:
     """One end of a connection. `send` returns at once, from any thread; one thread reads `messages`.
 
     A thread of its own, which the first `send` starts, writes what was sent since its last frame as the next one: a step of the
-    engine is one frame. With a `beat`, in seconds, it writes an empty frame when there was nothing for so long; both ends must have
-    one. What the other end does not take would be kept, so who sends without being asked calls `wait_for_room` first."""
+    engine is one frame. What the other end does not take would be kept, so who sends without being asked calls `wait_for_room`
+    first."""
 
     def __init__(self, connection: Connection, beat: float | None = None) -> None:
-        self.connection, self._beat = connection, beat
-        connection.settimeout(None if beat is None else beat * SILENCE)
+        """`beat`, between hosts: of `live`, and how long `wait_for_room` waits."""
+        self.connection, self._patience = connection, beat
+        self._beat: float | None = None
+        self._begins = False  # to beat, while the writer waits without one
+        connection.settimeout(None)
         self.messages = self._read()  # until the other end closes the connection
         self._unsent: list[Sequence[Any]] = []
         self._closed = False
@@ -58,7 +61,17 @@ class Link:
         self._changed, self._room = threading.Condition(lock), threading.Condition(lock)  # the writer's, and those of its senders
         self._writer = threading.Thread(target=self._write, name="slipstream-wire", daemon=True)
         if beat is not None:
-            self._writer.start()
+            self.live(beat)
+
+    def live(self, beat: float = BEAT) -> None:
+        """From now on write an empty frame when there was nothing for `beat` seconds, and end the connection if the other end,
+        which must do so too, is silent for SILENCE times as long: it has stopped, or cannot be reached."""
+        self.connection.settimeout(beat * SILENCE)
+        with self._changed:
+            self._beat, self._begins = beat, True
+            if self._writer.ident is None:
+                self._writer.start()
+            self._changed.notify()
 
     def send(self, *message: Any) -> None:
         """An `Output` is packed by the writer, so that it costs the engine's thread nothing."""
@@ -74,7 +87,7 @@ class Link:
         """Until less than MAX_AHEAD messages are unsent. Between hosts, where an engine has other servers too, at most a beat for
         each frame; then the connection ends."""
         with self._room:
-            if not self._room.wait_for(lambda: len(self._unsent) < MAX_AHEAD or self._closed, self._beat):
+            if not self._room.wait_for(lambda: len(self._unsent) < MAX_AHEAD or self._closed, self._patience):
                 self._lose()
 
     def close(self) -> None:
@@ -94,7 +107,8 @@ class Link:
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._unsent or self._closed, self._beat)
+                self._changed.wait_for(lambda: self._unsent or self._closed or self._begins, self._beat)
+                self._begins = False
                 batch, self._unsent = self._unsent[:MAX_BATCH], self._unsent[MAX_BATCH:]
                 self._room.notify_all()
                 if not batch and self._closed:

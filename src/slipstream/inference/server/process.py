@@ -289,6 +289,7 @@ class EngineProcess:
             process.kill()
         kind, *rest = next(process.link.messages, ("ended",))
         if kind == "ready":
+            process.link.live()  # a process that is stopped ends like one that was killed
             if self.zygote is None:
                 self.spare.fill()  # now that it does not delay this one
             return Connected(process.link, rest[0])

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -35,6 +36,7 @@ MAX_CONNECTIONS = 4096
 READING_TIME = 2.0  # seconds at shutdown for clients to read the end of their responses
 OTHER_FILES = 64  # file descriptors not used for connections
 KEPT_FILES = 16  # of these, not even for connections that are being refused or are at a TLS handshake
+SUBMITTING = 64  # threads
 SWITCH_INTERVAL = 0.001  # seconds (Python's default: 0.005) for which a preparing thread may keep the GIL from streaming threads
 
 
@@ -59,6 +61,8 @@ class _Server(uvicorn.Server):
         self.stop_now = False
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
+        # So that requests which wait for one engine to take them leave threads for those of others.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(SUBMITTING, "slipstream-submit"))
         await super().startup(sockets)
         for server in self.servers:
             for listener in server.sockets:
