@@ -336,7 +336,7 @@ def test_checkpoints_have_the_steps_of_experts(kind: str, tmp_path: Path) -> Non
 @distributed(world_size=2)
 @pytest.mark.parametrize("kind", ["list", "stack"])
 def test_experts_of_a_forward_that_is_not_counted_do_not_rest(kind: str) -> None:
-    """Of a model in eval mode, which has gradients all the same; a skipped step is no use."""
+    """Of a model in eval mode, which has gradients all the same."""
     engine = make(kind, 1, 2)
     before = {name: value.clone() for name, value in engine.state_dict().items()}
     for is_training in (False, True):
@@ -351,6 +351,53 @@ def test_experts_of_a_forward_that_is_not_counted_do_not_rest(kind: str) -> None
         ]
         assert same == [is_training] * len(same) and same
         before = after
+    engine.destroy()
+
+
+class Outside(nn.Module):
+    """A layer whose list is in a container without a forward, so that no layer calls the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"experts": nn.ModuleList(Mlp() for _ in range(EXPERTS))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        expert = int(x[0, :EXPERTS].argmax())
+        out: Tensor = self.parts["experts"][expert](x)  # type: ignore[index]
+        return out
+
+
+class Inside(nn.Module):
+    """A layer of two experts whose shared branch is a layer of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(DIM, None, 2, k=1, expert_size=24, shared=Stacked())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x)[0]
+
+
+@distributed(world_size=1)
+def test_no_expert_that_is_used_rests() -> None:
+    """Called from outside of its layer, and in a layer inside of another one."""
+    model = build("list")
+    model.layer = Outside()
+    engine = toy.make(model, 1, **resting(1))
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    toy.step(engine, batch(0, 0))
+    after = engine.state_dict()
+    used = [name for name in before if name.endswith(f"experts.{USED[0][0]}.up.weight")]
+    assert used and not any(torch.equal(after[name], before[name]) for name in used)
+    engine.destroy()
+    model = build("list")
+    model.layer = Inside()
+    engine = toy.make(model, 1, **resting(1))
+    name = "layer.moe.shared.experts.stack.expert.down.weight"
+    before = {name: engine.state_dict()[name].clone()}
+    toy.step(engine, batch(0, 0))
+    moved = [not torch.equal(*pair) for pair in zip(engine.state_dict()[name], before[name], strict=True)]
+    assert moved == [expert == USED[0][0] for expert in range(EXPERTS)]
     engine.destroy()
 
 

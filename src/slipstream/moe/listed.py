@@ -80,9 +80,9 @@ def adopt_list(model: nn.Module, name: str) -> Any:
         vars(module).update(among=experts, place=place)
         put_before(module, ListedExpert)
     others = len(list(_called(layer, experts)))
-    attributes = {"exchange": None, "tokens": None, "bias": None, "answer": None, "seen": None, "owned": range(len(modules))}
+    attributes = {"exchange": None, "tokens": None, "bias": None, "answer": None, "seen": None, "runs": False}
     meter = LoadMeter(len(modules), or_else=", or a module beside its experts such outputs" if others > 1 else "")
-    vars(experts).update(attributes, num_experts=len(modules), meter=meter)
+    vars(experts).update(attributes, owned=range(len(modules)), num_experts=len(modules), meter=meter)
     if layer is not experts:
         vars(layer).update(listed=experts)
         put_before(layer, ListedLayer)
@@ -122,6 +122,7 @@ class ListedExperts(nn.Module):
     exchange  over the ranks that have the others, and `tokens` over the ranks of a replica, which share its tokens
     answer    what a call of an expert returns; None: it computes
     seen      the calls of experts in a forward that counts, while it runs
+    runs      while a forward runs whose calls are counted, or known not to be
     """
 
     num_experts: int
@@ -132,6 +133,7 @@ class ListedExperts(nn.Module):
     bias: RouterBias | None
     answer: Answer | None
     seen: list[_Seen] | None
+    runs: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, self, super().forward, args, kwargs)
@@ -162,6 +164,8 @@ class ListedExperts(nn.Module):
             num_rows = next((_num_rows(x) for x in _floats_in(inputs)), 0)
             with torch.no_grad():
                 self.seen.append(_Seen(place, num_rows, [x.sum(dtype=torch.float32) for x in _floats_in(output)]))
+        elif not self.runs and torch.is_grad_enabled() and not any(map(without_values, _floats_in(inputs))):
+            self.meter.is_partial = True  # by the owner of a layer without a forward, say
         return output
 
     @contextmanager
@@ -189,9 +193,17 @@ def _run(layer: nn.Module, experts: ListedExperts, forward: Forward, args: Any, 
     inputs = _floats_in((args, kwargs))
     if not inputs or without_values(inputs[0]):
         return forward(*args, **kwargs)
-    metered = partial(_metered, experts, inputs, forward)
-    if not experts.is_apart:
-        return metered(*args, **kwargs)
+    experts.runs = True
+    try:
+        metered = partial(_metered, experts, inputs, forward)
+        return _run_apart(layer, experts, forward, metered, inputs, args, kwargs) if experts.is_apart else metered(*args, **kwargs)
+    finally:
+        experts.runs = False
+
+
+def _run_apart(
+    layer: nn.Module, experts: ListedExperts, forward: Forward, metered: Forward, inputs: Sequence[Tensor], args: Any, kwargs: Any
+) -> Any:
     versions, draws = [x._version for x in inputs], _Draws(inputs[0].device)
     calls: list[_Asked] = []
     others = _Others(layer, experts, draws)

@@ -2,7 +2,8 @@
 
 A step leaves their weights, masters and moments as they are, as torch's optimizers do with a parameter without a gradient, and what
 of it is on the host or on disk does not move. A layer is known by its meter, whose counts of all ranks are added: one exchange for
-each step. Forwards with gradients that a meter does not count (of a module in eval mode) use all experts of their layer.
+each step. Forwards with gradients that a meter does not count (of a module in eval mode, or of experts that are called from outside
+of their layer) use all experts of their layer.
 
 Gradients that reach an expert otherwise than by a token (of a penalty on its weights) are not seen: they end with the step.
 """
@@ -48,7 +49,15 @@ class RestingExperts:
 
 
 def _experts_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
-    """The parameters of a layer with a meter, and the experts whose tensors this rank's part of each has, one after the other."""
+    """The parameters of a layer with a meter, and the experts whose tensors this rank's part of each has, one after the other.
+    Parameters of a layer with a meter inside of it are that layer's."""
+    apart = {id(param) for inner in meters(module) if inner for param in module.get_submodule(inner).parameters()}
+    for param, experts in _stacked_in(module):
+        if id(param) not in apart:
+            yield param, experts
+
+
+def _stacked_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
     if isinstance(module, ListedExperts):
         for place, expert in enumerate(module.children()):
             yield from ((param, range(place, place + 1)) for param in expert.parameters())

@@ -26,7 +26,8 @@ class OptimizerCase:
         self.is_late, self.shard_size = rule is not None and rule.late, plan.zero.shard_size
         self.stage, self.steps_locally = plan.zero.stage, self.is_late and rounds_of(optimizer).longest > 1
         self.differing = sorted({str(rounds) for rounds in all_rounds(optimizer)}) if self.is_late else []
-        params = [*(param for group in optimizer.param_groups for param in group["params"]), *added]
+        given = (*(param for group in optimizer.param_groups for param in group["params"]), *added)
+        params = [param for param in given if param.requires_grad]
         self.keeps_ratios = self.is_late and rule is not None and rule.is_whole
         self.has_stacks, self.has_parts = any(map(is_stack, params)), any(map(cuts_of_tensors, params))
         self.is_whole = rule.is_whole if rule is not None else not is_elementwise(optimizer)
