@@ -94,12 +94,13 @@ class Own(nn.ModuleDict):
 
     def __init__(self) -> None:
         super().__init__({f"expert_{i}": Mlp() for i in range(EXPERTS)})
+        self.token_dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for i in chosen.unique().tolist():
             token = chosen[:, 0] == i
-            out[token] = self[f"expert_{i}"](x[token]) * weights[token]
+            out[token] = self.token_dropout(self[f"expert_{i}"](x[token]) * weights[token])
         return out
 
 

@@ -369,6 +369,21 @@ def test_gradients_are_refused() -> None:
         ours(torch.ones(2, 16))
 
 
+def test_routers_stay() -> None:
+    """Of our layer of experts and DeepSpeed's, and the weights that mix a residual branch."""
+    from slipstream.compat.moe import MoE as DeepSpeeds
+    from slipstream.moe import GatedMLP, MoE
+
+    ours = MoE(32, None, 4, expert_size=32, residual=GatedMLP(32, 32))
+    theirs = DeepSpeeds(32, GatedMLP(32, 32), 4, use_residual=True)
+    model = nn.ModuleList((ours, theirs))
+    slipstream.quantize(model, "int4")
+    stay = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert stay == {"0.router", "0.coefficient", "1.deepspeed_moe.gate.wg", "1.coefficient"}
+    assert isinstance(model.get_submodule("0.residual.down"), PackedLinear)
+
+
+@torch.no_grad()
 def test_layers_that_stay(caplog: pytest.LogCaptureFixture) -> None:
     class Mine(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from slipstream.moe import Experts, ExpertStack, Routes, gate, mix_residual
 from slipstream.moe.dispatch import Meanwhile
 from slipstream.moe.grouped import without_autocast
 from slipstream.moe.huggingface import is_foreign
-from slipstream.moe.layer import Branch, on_the_way
+from slipstream.moe.layer import Branch, keep_exact, on_the_way
 from slipstream.moe.listed import ListedExperts
 from slipstream.moe.load import LoadMeter
 
@@ -45,7 +45,7 @@ class TopKGate(nn.Module):
         super().__init__()
         if not 1 <= k <= num_experts:
             raise ValueError(f"k ({k}) must lie in 1 to num_experts ({num_experts})")
-        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.wg = keep_exact(nn.Linear(model_dim, num_experts, bias=False))
         self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
         self.min_capacity, self.noisy_gate_policy, self.drop_tokens = min_capacity, noisy_gate_policy, drop_tokens
         self.use_rts, self.top2_2nd_expert_sampling = use_rts, top2_2nd_expert_sampling
@@ -155,7 +155,7 @@ class MoE(nn.Module):
         self.deepspeed_moe = MOELayer(router, experts)
         if use_residual:
             self.mlp = expert
-            self.coefficient = nn.Linear(hidden_size, 2)
+            self.coefficient = keep_exact(nn.Linear(hidden_size, 2))
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Has no effect: `initialize` places the experts."""

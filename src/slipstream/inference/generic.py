@@ -453,7 +453,8 @@ def _matrices(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
     num_experts = [value for name, value in model.config.get_text_config().to_dict().items() if name.endswith("_experts")]
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, Conv1D) or (isinstance(child, nn.Linear) and child.out_features not in num_experts):
+            is_router = getattr(child, "stays_exact", False) or getattr(child, "out_features", None) in num_experts
+            if isinstance(child, Conv1D) or (isinstance(child, nn.Linear) and not is_router):
                 yield parent, name, child
 
 

@@ -95,7 +95,8 @@ def open_decoder(
             return Opened(runner, forward)
         return Opened(runner, f"{forward}, {runner.store.describe()}", runner.store.use)
     if any((sizes.ranks, sizes.expert_nbytes, sizes.memory)):
-        raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, and {reason or f'the model is on {device}'}")
+        why = reason or f"it is on {device}"
+        raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, which do not compute this model: {why}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
     if reason is None:
         from slipstream.inference.cuda import CudaDecoder

@@ -158,10 +158,10 @@ class MoE(Planned):
         self.hidden_size, self.num_experts, self.k, self.score, self.scale = hidden_size, num_experts, k, score, scale
         self.normalize = k > 1 if normalize is None else normalize
         self.num_groups, self.top_groups, self.jitter, self.z_loss = num_groups, top_groups, jitter, z_loss
-        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        self.router = keep_exact(nn.Linear(hidden_size, num_experts, bias=False))
         self.experts = Experts(ExpertStack(expert, num_experts), ep_size)
         self.shared, self.residual = shared, residual
-        self.coefficient = nn.Linear(hidden_size, 2) if residual is not None else None
+        self.coefficient = keep_exact(nn.Linear(hidden_size, 2)) if residual is not None else None
         self.balance_rate = balance_rate
         # The bias in units of the rate: integers keep their dtype in an engine, and bf16 would lose the steps of a bias.
         self.register_buffer("balance", None if balance_rate is None else torch.zeros(num_experts, dtype=torch.int64))
@@ -223,6 +223,12 @@ class MoE(Planned):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, k={self.k}"
+
+
+def keep_exact(linear: nn.Linear) -> nn.Linear:
+    """A layer that is never quantized: an error of a router's logits sends tokens to other experts."""
+    vars(linear).update(stays_exact=True)
+    return linear
 
 
 def check_choice(num_experts: int, k: int, num_groups: int, top_groups: int) -> None:

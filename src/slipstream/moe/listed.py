@@ -48,10 +48,10 @@ def why_whole(model: nn.Module, name: str) -> str:
     experts = model.get_submodule(name)
     if not isinstance(experts, nn.ModuleList | nn.ModuleDict):
         return f"are a {type(experts).__name__}, and no list of modules or stack of transformers' or slipstream.moe's"
-    modules = list(experts.children())
+    modules = list(experts_in(experts))
     forms = [{key: (param.shape, param.dtype) for key, param in module.named_parameters()} for module in modules]
     params = [id(param) for module in modules for param in module.parameters()]
-    if len(modules) < len(experts) or len(set(params)) < len(params):
+    if len(list(experts.children())) < len(experts) or len(set(params)) < len(params):
         return "share modules or parameters"
     if not params or any(form != forms[0] for form in forms):
         return "do not have parameters of the same names and shapes"
@@ -61,6 +61,11 @@ def why_whole(model: nn.Module, name: str) -> str:
     if layer is model:
         return "are called by the model itself, not by a layer of it"
     return "are the second list of their layer" if isinstance(layer, ListedLayer) and layer.listed is not experts else ""
+
+
+def experts_in(experts: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a list, but for dropout of all experts' outputs beside them (NLLB's)."""
+    return (module for module in experts.children() if not isinstance(module, nn.Dropout))
 
 
 def _layer_of(model: nn.Module, name: str) -> nn.Module:
@@ -75,7 +80,7 @@ def adopt_list(model: nn.Module, name: str) -> Any:
     if isinstance(experts, ListedExperts):
         return experts
     layer = _layer_of(model, name)
-    modules = list(experts.children())
+    modules = list(experts_in(experts))
     for place, module in enumerate(modules):
         vars(module).update(among=experts, place=place)
         put_before(module, ListedExpert)
@@ -144,7 +149,7 @@ class ListedExperts(nn.Module):
         return self.exchange is not None and self.exchange.size > 1
 
     def expert(self, place: int) -> nn.Module:
-        return next(itertools.islice(self.children(), place, None))
+        return next(itertools.islice(experts_in(self), place, None))
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """This rank's experts, each of its rows; those without rows too: their gradients are zeros."""

@@ -21,7 +21,7 @@ from torch import nn
 from slipstream.config.plan import ExpertPlan
 from slipstream.moe.huggingface import adopt, is_foreign, run_shared_ahead
 from slipstream.moe.layer import Experts, mark_experts
-from slipstream.moe.listed import ListedExperts, adopt_list, why_whole
+from slipstream.moe.listed import ListedExperts, adopt_list, experts_in, why_whole
 from slipstream.moe.routers import keys_of_routers, set_routers
 from slipstream.parallel.exchange import Exchange
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
@@ -261,8 +261,9 @@ def _check(layer: _RoutedLayer, mesh: Mesh) -> None:
     if num % layer.size or least % layer.size:
         fits = [size for size in range(1, layer.size + 1) if num % size == 0 and least % size == 0]
         raise ValueError(
-            f"{layer.name!r}: {num} experts cannot be split over {layer.size} of {least} ranks: expert_parallel.autoep_size "
-            f"must divide both; use {fits[-1]}"
+            f"{layer.name!r}: {num} experts cannot be split over {layer.size} ranks where {least} have other tokens"
+            f"{' (tp ranks, which slice the experts, have the same)' if layer.is_sliced and mesh.tp.size > 1 else ''}: "
+            f"expert_parallel.autoep_size must divide both; use {fits[-1]}"
         )
     for name, param in layer.module.named_parameters():
         if is_quantized(param):
@@ -302,7 +303,7 @@ def _deal_stack(stack: nn.Module, experts: range) -> _Dealt:
 
 def _deal_list(experts: nn.Module, own: range) -> _Dealt:
     """All of an expert's parameter, or nothing, along a dimension that slices leave whole; without one, each rank keeps it."""
-    for place, expert in enumerate(experts.children()):
+    for place, expert in enumerate(experts_in(experts)):
         for param in expert.parameters():
             sliced = {part.dim for part in cuts_of(param)}
             dim = next((dim for dim in range(param.dim()) if dim not in sliced), None)

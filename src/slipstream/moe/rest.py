@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from slipstream.moe.listed import ListedExperts
+from slipstream.moe.listed import ListedExperts, experts_in
 from slipstream.moe.load import LoadMeter, Sum, meters
 from slipstream.zero.leaves import cuts_of, is_stack
 
@@ -59,7 +59,7 @@ def _experts_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
 
 def _stacked_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, range]]:
     if isinstance(module, ListedExperts):
-        for place, expert in enumerate(module.children()):
+        for place, expert in enumerate(experts_in(module)):
             yield from ((param, range(place, place + 1)) for param in expert.parameters())
     else:
         for param in filter(is_stack, module.parameters()):

@@ -359,7 +359,8 @@ class SharedExchange(Exchange):
                 if length != len(target):
                     raise PeerError(
                         f"{operation} over {self.axis.name}: rank {self.axis.ranks[rank]} sends {length} bytes to rank "
-                        f"{self.axis.ranks[self.index]}, which expects {len(target)}; exchange the numbers with `counts` first"
+                        f"{self.axis.ranks[self.index]}, which expects {len(target)}: ranks have called the model, or the "
+                        "operation, unequally often"
                     )
                 low, high = max(first, start), min(first + length, start + self.piece)
                 if low < high:

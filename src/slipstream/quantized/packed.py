@@ -277,11 +277,11 @@ def _matrix(weight: Tensor, kind: str, block: int) -> Matrix:
 
 
 def named_layers(model: nn.Module, kind: Any, include: Sequence[str], skip: Sequence[str]) -> dict[Any, list[str]]:
-    """The modules of `kind` that the patterns name, and their names, several if a module is shared. Raises ValueError for a pattern
-    that names none."""
+    """The modules of `kind` that the patterns name, and their names, several if a module is shared; none that says that it stays
+    exact (`moe.layer.keep_exact`). Raises ValueError for a pattern that names none."""
     names: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, kind):
+        if isinstance(module, kind) and not getattr(module, "stays_exact", False):
             names.setdefault(module, []).append(name)
     for option, patterns in (("include", include), ("skip", skip)):
         unused = [one for one in patterns if one != "*" and not any(fnmatch.filter(of_layer, one) for of_layer in names.values())]
