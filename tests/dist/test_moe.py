@@ -708,6 +708,45 @@ def test_a_run_of_a_list_of_experts_goes_on_with_a_stack(tmp_path: Path) -> None
     engine.destroy()
 
 
+class Named(nn.Module):
+    """Equal linear layers with these names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.layer = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((layer(x) for layer in self.layer.values()), x).square().mean()
+
+
+@distributed(world_size=1)
+@pytest.mark.parametrize(("older", "newer"), [("gate", "router"), ("block_sparse_moe", "mlp")])
+def test_a_layer_is_not_read_as_the_older_name_of_another(older: str, newer: str, tmp_path: Path) -> None:
+    engine = make(Named(older), 0)
+    toy.step(engine, toy.floats(0, 0))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    value = engine.state_dict()[f"layer.{older}.weight"].clone()
+    engine.destroy()
+    save_file({f"layer.{older}.weight": value}, tmp_path / "model.safetensors")
+    model = Named(older, newer)
+    slipstream.zero.load(model, tmp_path)
+    with pytest.raises(ValueError, match=rf"they lack .*layer\.{newer}\.weight"):
+        make(model, 0)
+    model = Named(older, newer)
+    other = model.layer[newer].weight.detach().clone()
+    engine = make(model, 0)
+    with pytest.raises(CheckpointError, match=rf"does not hold \['model\.layer\.{newer}\.weight'\]"):
+        engine.load_checkpoint(str(tmp_path), tag="t")
+    engine.load_checkpoint(str(tmp_path), tag="t", load_module_strict=False)
+    after = engine.state_dict()
+    assert after[f"layer.{older}.weight"].equal(value) and after[f"layer.{newer}.weight"].equal(other)
+    engine.destroy()
+    engine = make(Named(newer), 0)  # where nothing else has the name, it is an older one
+    engine.load_checkpoint(str(tmp_path), tag="t")
+    assert engine.state_dict()[f"layer.{newer}.weight"].equal(value)
+    engine.destroy()
+
+
 @distributed(world_size=4)
 @pytest.mark.parametrize("kind", [kind for kind in FOREIGN if "auxiliary" in kind])
 @pytest.mark.parametrize("layout", [{"tp": 2, "tokens": True}, {"pp": 2}, {"pp": 2, "tp": 2, "tokens": True}], ids=str)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream import optim
+from slipstream.checkpoint import CheckpointError
 from slipstream.moe import MoE
 from slipstream.ops.disk import Disk
 from tests import cases, toy
@@ -44,12 +45,21 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = (nn.Linear(*size, bias=False) for size in ((DIM, 24), (DIM, 24), (24, DIM)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
 class Listed(nn.Module):
     """Each token goes to the expert that its first features name."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert: Callable[[], nn.Module] = Mlp) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(Mlp() for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(expert() for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
         chosen, out = x[:, :EXPERTS].argmax(1), torch.zeros_like(x)
@@ -68,8 +78,25 @@ class Stacked(MoE):
         return super().forward(x)[0]
 
 
+class Whole(nn.Module):
+    """`Gated` experts as transformers 5 has them, with all tokens for each."""
+
+    def __init__(self, num: int = EXPERTS) -> None:
+        super().__init__()
+        self.experts: Any = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(num, 48, DIM))
+        self.experts.down_proj = nn.Parameter(torch.randn(num, DIM, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, values = torch.einsum("td,efd->etf", x, self.experts.gate_up_proj).chunk(2, -1)
+        return torch.einsum("etf,edf->td", F.silu(gates) * values, self.experts.down_proj)
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "list": Listed,
+    "gated list": lambda: Listed(Gated),
+    "whole": Whole,
+    "whole, one more": lambda: Whole(EXPERTS + 1),
     "stack": Stacked,
     "one by one": lambda: Stacked(lambda: nn.Sequential(Mlp(), nn.LayerNorm(DIM))),
     "of 256": lambda: Stacked(size=DIM),
@@ -438,3 +465,47 @@ def test_what_a_surgery_adds_rests_or_is_refused() -> None:
     for name, rows in rows_of(engine).items():
         assert [torch.equal(*pair) for pair in zip(rows, before[name], strict=True)] == [False, False, True, True], name
     engine.destroy()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam"])
+def test_a_stack_takes_what_is_wanted_of_a_list_whose_experts_rested(optimizer: str, tmp_path: Path) -> None:
+    """Its experts have taken different numbers of steps; NAdam of torch has no state of the last one, which took none."""
+    blocks = {"optimizer": {"type": optimizer, "params": options(optimizer)}}
+    engine = make("gated list", 1, 1, optimizer)
+    train(engine)
+    engine.save_checkpoint(str(tmp_path), tag="list")
+    saved = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.destroy()
+
+    def of_expert(i: int, *names: str) -> Tensor:
+        return torch.cat([saved[f"layer.experts.{i}.{name}.weight"] for name in names])
+
+    expected = {name: value for name, value in saved.items() if expert_of(name) is None}
+    expected["layer.experts.gate_up_proj"] = torch.stack([of_expert(i, "w1", "w3") for i in range(EXPERTS)])
+    expected["layer.experts.down_proj"] = torch.stack([of_expert(i, "w2") for i in range(EXPERTS)])
+
+    def load(kind: str, **wanted: Any) -> None:
+        """What is excluded, or does not fit, keeps the model's values."""
+        engine = toy.make(build(kind), 3, **blocks)
+        before = {name: value.clone() for name, value in engine.state_dict().items() if ".experts." in name}
+        engine.load_checkpoint(str(tmp_path), tag="list", **wanted)
+        loads_experts = wanted.keys() == {"load_optimizer_states"}
+        assert_same(dict(engine.state_dict()), expected if loads_experts else expected | before)
+        toy.step(engine, batch(engine.rank, 0))
+        engine.destroy()
+
+    load("whole", load_optimizer_states=False)
+    load("whole", exclude=["layer.experts*"])
+    load("whole", exclude=["layer.experts.gate_up_proj", "layer.experts.down_proj"])
+    for wanted in ({"load_module_strict": False}, {"exclude": ["layer.experts*"]}):
+        load("whole, one more", **wanted)
+        load("whole, one more", load_optimizer_states=False, **wanted)
+    for kind, words in (
+        ("whole", r"experts.gate_up_proj' have taken different numbers of steps.*load_optimizer_states=False skips it"),
+        ("whole, one more", r"has 5 experts, and the files lack .*\.4\.w1\.weight'.*; load_module_strict=False, or exclude="),
+    ):
+        engine = toy.make(build(kind), 1, **blocks)
+        with pytest.raises(CheckpointError, match=words):
+            engine.load_checkpoint(str(tmp_path), tag="list")
+        engine.destroy()

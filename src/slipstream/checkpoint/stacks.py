@@ -6,7 +6,7 @@ Such are files from before transformers 5, those that it writes, and checkpoints
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -74,20 +74,22 @@ class Restacked(NamedTuple):
     parts: dict[str, list[str]]  # of those that the checkpoint has in parts or under another name, the names there
 
 
-def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape]) -> Restacked:
-    """Put what `wanted` names, and the checkpoint has in parts or under an older name, in the place of these. Raises
-    CheckpointError for parts that do not fit."""
+def restack(tensors: Mapping[str, Entry], wanted: Mapping[str, Shape], needed: Container[str]) -> Restacked:
+    """Put what `wanted` names, and the checkpoint has in parts or under an older name, in the place of these. Parts that do not
+    fit stay as they are; raises CheckpointError if they are of a stack in `needed`."""
     result, parts, misfits = dict(tensors), dict[str, list[str]](), list[str]()
+    free = {name: entry for name, entry in tensors.items() if name not in wanted}  # others are the model's own
     for name, shape in wanted.items():
         if name in tensors:
             continue
-        known = list(names_in_files(name))
-        older = next((each for each in known if each in tensors), None)
+        known, unfit = list(names_in_files(name)), list[str]()
+        older = next((each for each in known if each in free), None)
         if older is not None:
             result[name], parts[name] = tensors[older], [older]
-        elif found := parts_of_stack(known, shape, tensors, misfits):
+        elif (found := parts_of_stack(known, shape, free, unfit)) and not unfit:
             pieces = tuple(_moved(piece, box) for box, part in found for piece in tensors[part].pieces)
             result[name], parts[name] = replace(tensors[found[0].name], shape=shape, pieces=pieces), [part for _, part in found]
+        misfits += unfit if name in needed else []
     if misfits:
         raise CheckpointError("; ".join(misfits[:5]))
     for each in parts.values():

@@ -148,10 +148,13 @@ def open_weights(
     missing: list[str] = []
     misfits: list[str] = []
     used: set[str] = set()
+    model_names = {name for names, _ in tensors for name in names}
+    free = {name: each for name, each in stored.items() if name not in model_names}
     for names, tensor in tensors:
         known = [name for each in names for name in names_in_files(each)]
-        source: Source | None = next((stored[name] for name in known if name in stored), None)
-        if source is None and (parts := parts_of_stack(known, whole_shape(tensor), stored, misfits)):
+        own = next((stored[name] for name in names if name in stored), None)
+        source: Source | None = own or next((free[name] for name in known if name in free), None)
+        if source is None and (parts := parts_of_stack(known, whole_shape(tensor), free, misfits)):
             source = StackedWeights(whole_shape(tensor), tuple((box, stored[name]) for box, name in parts))
         if source is None:
             missing.append(names[0])
@@ -162,7 +165,6 @@ def open_weights(
         if form is not None and source.dtype != "U8":  # `read` quantizes it
             tensor = torch.empty(len(tensor), form.columns, device="meta")
         misfits += _misfit(names[0], tensor, source)
-    model_names = {name for names, _ in tensors for name in names}
     surplus = [name for name, each in stored.items() if name not in model_names and each.name not in used]
     differences = [f"they lack {_some(missing)}"] if missing else []
     differences += [f"they have {_some(surplus)}, which the model does not"] if surplus else []

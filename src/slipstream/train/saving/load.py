@@ -69,10 +69,10 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
         return None, {}
     metadata = checkpoint.load_metadata(directory, tag, group=group)
     step = f"checkpoint {metadata.path} was not loaded"
-    metadata, parts = _restacked(states, metadata, step)
     contents = metadata.shared.get("contents", "all")
     module_only = module_only or contents in ("weights", "adapters")
     optimizer = optimizer and not module_only and states.steps.has_optimizer
+    metadata, parts = _restacked(states, metadata, step, exclude if strict else ["*"], optimizer=optimizer)
     states.steps.synchronize(states.units)
     undo: list[Callable[[], None]] = _prepare_optimizer(states, metadata, exclude) if optimizer else []
     request = _request(states, metadata, contents, exclude, optimizer=optimizer, averages=not module_only)
@@ -85,7 +85,8 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
         if not module_only:
             try:
                 lacking = request.lacking if optimizer else None
-                _join_scalars(loaded.shared, parts)
+                if optimizer:
+                    _join_scalars(loaded.shared, {name: parts[name] for name in parts if not entries.is_excluded(name, exclude)})
                 _take_values(states, loop, loaded, metadata.world_size, undo, lacking, exclude, scheduler=scheduler)
             except CheckpointError:
                 raise
@@ -113,17 +114,24 @@ def _load(states: States, loop: entries.Loop, directory: str, tag: str | None, w
     return str(metadata.path), loaded.shared["client"]
 
 
-def _restacked(states: States, metadata: checkpoint.Metadata, step: str) -> tuple[checkpoint.Metadata, dict[str, list[str]]]:
+def _restacked(
+    states: States, metadata: checkpoint.Metadata, step: str, optional: Sequence[str], *, optimizer: bool
+) -> tuple[checkpoint.Metadata, dict[str, list[str]]]:
     """The metadata under this model's names, and of what it has in parts, or under an older name, the names in the checkpoint.
-    Collective over the stages."""
+
+    optional: patterns of what may be missing. Collective over the stages. Raises CheckpointError for parts of another parameter
+    that do not fit; optimizer states that do not are lacking.
+    """
     own = {name: tuple(tensor.shape) for name, tensor in (entries.weights(states) | entries.averages(states)).items()}
     wanted = {name: shape for of_stage in gather_objects(own, states.mesh.pp) for name, shape in of_stage.items()}
-    kept = {name.split(".")[1] for name in metadata.tensors if name.startswith("optim.")}
+    needed = [name for name in wanted if name.startswith("model.") and not entries.is_excluded(name, optional)]
+    kept = {name.split(".")[1] for name in metadata.tensors if optimizer and name.startswith("optim.")}
     wanted |= {f"optim.{state}.{name[6:]}": wanted[name] for name in list(wanted) if name.startswith("model.") for state in kept}
     try:
-        tensors, parts = restack(metadata.document.tensors, wanted)
+        tensors, parts = restack(metadata.document.tensors, wanted, set(needed))
     except CheckpointError as error:
-        raise CheckpointError(f"{step}: {error}") from None
+        remedy = "load_module_strict=False, or exclude=[...], keeps the model's values of these stacks"
+        raise CheckpointError(f"{step}: {error}; {remedy}") from None
     return metadata.of(replace(metadata.document, tensors=tensors)) if parts else metadata, parts
 
 
