@@ -200,10 +200,11 @@ def test_experts_whose_files_do_not_fit_are_refused(folder: Path, tmp_path: Path
     masters_of = ("model.up.weight", "model.first.deepspeed_moe.experts.stack.expert.up.weight")
     assert {infos[name].dtype for name in masters_of} == {torch.float32} and infos["model.second.mlp.scale"].dtype is torch.bfloat16
     saved = torch.load(state, weights_only=False)
-    saved["optimizer"]["cur_scale"] = 4096
-    torch.save(saved, state)
-    with pytest.raises(CheckpointError, match=r"of fp16 and ZeRO stage 0, whose moments .* by the loss scale \(4096\)"):
-        engine.load_checkpoint(str(tmp_path / "d"))
+    for dynamic, scale in ((False, 4096), (True, 1)):
+        saved["optimizer"] |= {"dynamic_loss_scale": dynamic, "cur_scale": scale}
+        torch.save(saved, state)
+        with pytest.raises(CheckpointError, match=rf"of fp16 and ZeRO stage 0, whose moments .* by the loss scale \({scale}\)"):
+            engine.load_checkpoint(str(tmp_path / "d"))
     after = engine.state_dict()
     assert all(before[name].equal(after[name]) for name in before)
     engine.destroy()

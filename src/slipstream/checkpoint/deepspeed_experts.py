@@ -272,7 +272,8 @@ def unwrapped(optimizer: Any) -> tuple[Any, dict[int, Stored]]:
     """
     if not isinstance(optimizer, dict) or not optimizer.get("fp32_groups"):
         return optimizer, {}
-    if (scale := optimizer.get("cur_scale", 1)) != 1:
+    scale = optimizer.get("cur_scale", 1)
+    if optimizer.get("dynamic_loss_scale") or scale != 1:  # a dynamic one was higher before
         raise CheckpointError(
             f"it is of fp16 and ZeRO stage 0, whose moments DeepSpeed divides by the loss scale ({scale}): save it at stage 1, or "
             "load its weights alone (torch.load with weights_only=True)"
