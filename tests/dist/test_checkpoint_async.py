@@ -148,6 +148,14 @@ def test_a_save_does_not_wait_for_a_rank_that_stopped_writing(tmp_path: Path) ->
     assert whole.tolist() == [0] * 4 + [1] * 4
 
 
+@pytest.mark.parametrize("unknown", ["hosts", "kept"])
+def test_keywords_that_an_asynchronous_save_does_not_have_are_refused(unknown: str, tmp_path: Path) -> None:
+    what: dict[str, Any] = {"tensors": {"w": torch.zeros(8)}, "shared": {}, "per_rank": {}, unknown: None}
+    with pytest.raises(TypeError, match=unknown):
+        save_async(tmp_path, "t", Staging(pinned=False), **what)
+    assert os.listdir(tmp_path) == []
+
+
 @distributed(world_size=2)
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress is visible for each part on disk, although the file has its full size from the start."""

@@ -12,11 +12,12 @@ from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import FlatSlice
 from slipstream.checkpoint.hosts import Hosts, complete_newest
 from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, retry_if_replaced
-from slipstream.checkpoint.save import save, save_async
+from slipstream.checkpoint.save import Content, save, save_async
 
 __all__ = [
     "AsyncSave",
     "CheckpointError",
+    "Content",
     "FlatSlice",
     "Hosts",
     "Loaded",

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 TagValidation = Literal["Warn", "Fail", "Ignore"]
 
 
-def save(
-    directory: str | os.PathLike[str],
-    tag: str,
-    *,
-    tensors: Mapping[str, FlatSlice | Tensor],
-    shared: Mapping[str, Any],
-    per_rank: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
-    mesh: Mapping[str, int] | None = None,
-    save_latest: bool = True,
-    tag_validation: TagValidation = "Warn",
-    keep: int | None = None,
-    hosts: Hosts | None = None,
-) -> Path:
+class Content(TypedDict):
+    """The keywords of both `save` and `save_async`; `_begin` has their defaults."""
+
+    tensors: Mapping[str, FlatSlice | Tensor]
+    shared: Mapping[str, Any]
+    per_rank: Mapping[str, Any]
+    group: NotRequired[dist.ProcessGroup | None]
+    mesh: NotRequired[Mapping[str, int] | None]
+    save_latest: NotRequired[bool]
+    tag_validation: NotRequired[TagValidation]
+    keep: NotRequired[int | None]
+
+
+def save(directory: str | os.PathLike[str], tag: str, *, hosts: Hosts | None = None, **content: Unpack[Content]) -> Path:
     """Write checkpoint `tag` of `directory` and return its folder, which is then on disk. Raises CheckpointError on every rank.
 
     Collective over `group` (None: this process alone). `tensors`: the slices of one name must cover the tensor exactly once over
@@ -60,7 +60,7 @@ def save(
     and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back. `hosts`: each host has a
     `directory` of its own, which gets the files of the host before it, too (hosts.py).
     """
-    pending = _begin(directory, tag, tensors, shared, per_rank, group, mesh, save_latest, tag_validation, keep, hosts)
+    pending = _begin(directory, tag, None, hosts, **content)
     try:
         if hosts is None:
             pending.ranks.decide(pending.step, lambda: pending.commit(pending.content()))
@@ -68,19 +68,16 @@ def save(
             pending.commit_on(hosts)
     finally:
         pending.discard()
-    if keep is not None:
+    if pending.keep is not None:
         pending.ranks.gather(f"checkpoint {pending.path} is saved, but older ones could not be removed", pending.tidy)
     return pending.path
 
 
 def save_async(
-    directory: str | os.PathLike[str], tag: str, staging: Staging, *, patience_s: float = PATIENCE_S, **content: Any
+    directory: str | os.PathLike[str], tag: str, staging: Staging, *, patience_s: float = PATIENCE_S, **content: Unpack[Content]
 ) -> AsyncSave:
-    """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time.
-
-    content: the keywords of `save`, without `hosts`
-    """
-    return AsyncSave(_begin(directory, tag, staging=staging, **content), patience_s)
+    """Asynchronous `save`: returns once the state is copied into `staging`, which serves one save at a time."""
+    return AsyncSave(_begin(directory, tag, staging, None, **content), patience_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,6 +135,9 @@ class PendingSave:
 def _begin(
     directory: str | os.PathLike[str],
     tag: str,
+    staging: Staging | None,
+    hosts: Hosts | None,
+    /,  # so that these are no keywords of `save_async`
     tensors: Mapping[str, FlatSlice | Tensor],
     shared: Mapping[str, Any],
     per_rank: Mapping[str, Any],
@@ -146,8 +146,6 @@ def _begin(
     save_latest: bool = True,
     tag_validation: TagValidation = "Warn",
     keep: int | None = None,
-    hosts: Hosts | None = None,
-    staging: Staging | None = None,
 ) -> PendingSave:
     ranks, parent, state = Ranks(group), Path(directory), dict(tensors)
     step = ranks.first(f"checkpoint {parent / str(tag)} was not saved")

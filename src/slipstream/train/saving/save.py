@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
@@ -79,14 +79,14 @@ class Saves:
 
         Ranks(world.group).gather(failed, collect)
         shared["optimizer"] = entries.optimizer_scalars(states) if contents == "all" else None
-        options: dict[str, Any] = {
+        options: checkpoint.Content = {
             "tensors": tensors,
             "shared": shared,
             "per_rank": per_rank,
             "group": world.group,
             "mesh": self.mesh.sizes,
             "save_latest": save_latest,
-            "tag_validation": self.plan.tag_validation.capitalize(),
+            "tag_validation": cast(Any, self.plan.tag_validation.capitalize()),
             "keep": 1 if in_memory else self.plan.keep,
         }
         if self.mesh.is_first and not in_memory:
