@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,8 +72,9 @@ class OneBitOptimizer(Optimizer):
     engine_steps: OneBitSteps | None = None  # of the engine that steps it
 
     @staticmethod
+    @abstractmethod
     def rounds(group: Mapping[str, Any]) -> Rounds:
-        return Rounds(freeze=group["freeze_step"])
+        """When ranks communicate, by the options of a group."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return step_each(self, closure, partial(step_alone, rounds=rounds_of(self)))
@@ -122,6 +124,10 @@ class OneBitAdam(OneBitOptimizer):
     ) -> None:
         common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
         super().__init__(params, defaults("OneBitAdam", common, {"freeze_step": freeze_step}))
+
+    @staticmethod
+    def rounds(group: Mapping[str, Any]) -> Rounds:
+        return Rounds(freeze=group["freeze_step"])
 
 
 class ZeroOneAdam(OneBitOptimizer):

@@ -81,6 +81,10 @@ class OneBitLamb(OneBitOptimizer):
         super().__init__(params, options | ratios | factors | {"eps_inside_sqrt": False})
         self.coefficients: dict[Any, float | Tensor] = {}  # trust ratios of the last step, by tensor
 
+    @staticmethod
+    def rounds(group: Mapping[str, Any]) -> Rounds:
+        return Rounds(freeze=group["freeze_step"])
+
     lamb_freeze_key = OneBitOptimizer.adam_freeze_key
 
     def get_lamb_coeffs(self) -> list[float]:

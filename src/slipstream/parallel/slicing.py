@@ -213,7 +213,7 @@ def has_plan(model: nn.Module, plan: TensorPlan) -> bool:
     return has_slices(model) or any(match(name) for name, _ in model.named_modules() for match in rules)
 
 
-def has_stacks(model: nn.Module) -> bool:
+def has_own_cuts(model: nn.Module) -> bool:
     """Whether a model has layers of experts that are sliced without an entry of the config."""
     return any(isinstance(module, Planned) and module.own_cuts for module in model.modules())
 

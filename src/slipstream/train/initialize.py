@@ -30,7 +30,7 @@ from slipstream.parallel.huggingface import PipelinedDecoder
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.mpu import layout_of, mark_marked, places_of
 from slipstream.parallel.same_inputs import check_first_inputs
-from slipstream.parallel.slicing import has_slices, has_stacks, slice_model, wanted_size
+from slipstream.parallel.slicing import has_own_cuts, has_slices, slice_model, wanted_size
 from slipstream.parallel.tensor import Slices
 from slipstream.parallel.topology import check_places
 from slipstream.parallel.transformers_sequence import Sequences, serve_sequences
@@ -204,7 +204,7 @@ def _cut(model: nn.Module, plan: Plan, mesh: Mesh, is_users: bool) -> tuple[Mesh
     if is_users or _has_model_axis(model):
         mark_marked(model, mesh.tp)
     choose_slices(model, mesh, plan.experts)
-    if isinstance(model, PipelineModule) and plan.tensor.partition is None and not (has_slices(model) or has_stacks(model)):
+    if isinstance(model, PipelineModule) and plan.tensor.partition is None and not (has_slices(model) or has_own_cuts(model)):
         is_users = True  # a stage may have other layers only
     slices = None if is_users else slice_model(model, mesh.tp, plan.tensor)
     if slices is not None:
