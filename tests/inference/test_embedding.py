@@ -19,6 +19,7 @@ from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.models import from_hf, from_state
 from slipstream.inference.native import NativeDecoder
+from slipstream.launch.cli import main
 from slipstream.ops import build
 from tests.inference.twins import SIZES, VOCAB, decoder_of
 from tests.unit.test_inference_engine import byte_tokenizer
@@ -155,6 +156,13 @@ def test_what_is_wrong_with_texts(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]')
     with pytest.raises(ValueError, match="has a module Dense; supported are Transformer, Pooling, Normalize"):
         slipstream.init_inference(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "--chat"]])
+def test_a_chat_with_an_encoder_is_refused(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(folder_of(tmp_path))
+    assert main([*command, folder, *(["Hello"] if command[0] == "generate" else []), "--device", "cpu"]) == 2
+    assert f"slipstream {command[0]}: {tmp_path.name} embeds texts and does not generate: call embed()" in capsys.readouterr().err
 
 
 def test_a_decoder_that_embeds(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def test_other_readers_see_it_too(folder: Path, tmp_path: Path) -> None:
         load_metadata(folder, "global_step3")
 
 
+def test_a_source_that_is_no_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, words in (("file", "is a file"), ("missing", "does not exist"), ("missing/deeper", "does not exist")):
+        with pytest.raises(CheckpointError, match=rf"{name} {words}; give the folder of a checkpoint, of several, or of"):
+            convert(tmp_path / name, tmp_path / "converted", "hf")
+
+
 def test_a_file_that_was_saved_without_checksums_loads(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(folder, tmp_path / "c")
     file = next((tmp_path / "c").rglob("*_model_states.pt"))

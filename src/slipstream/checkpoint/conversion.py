@@ -29,6 +29,7 @@ from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, entry_of, files
 from slipstream.config.huggingface import read_config
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
+_SOURCES = "give the folder of a checkpoint, of several, or of a Hugging Face model"
 _LIKE = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 
 
@@ -70,10 +71,19 @@ def convert(
 
 
 def _find(source: Path, tag: str | None) -> Path:
+    if source.is_file():
+        raise CheckpointError(f"{source} is a file; {_SOURCES}")
     tag = tag or read_latest(source)
     if tag is not None:
         return locate(source, tag)
-    return source if _is_hf(source) else locate(source.parent, source.name)
+    if _is_hf(source):
+        return source
+    try:
+        return locate(source.parent, source.name)
+    except CheckpointError:
+        if source.exists():
+            raise
+        raise CheckpointError(f"{source} does not exist; {_SOURCES}") from None
 
 
 def _is_hf(folder: Path) -> bool:

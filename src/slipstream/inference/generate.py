@@ -261,6 +261,9 @@ class InferenceEngine:
             raise ValueError("a conversation needs a tokenizer, and this engine has none")
         if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
             raise TypeError(f'messages is {messages!r:.200}; give a list of messages: [{{"role": "user", "content": "Hello"}}]')
+        loop: Any = self.engine
+        if isinstance(loop, EmbeddingEngine) and not self.tokenizer.templates:
+            raise ValueError(f"{loop.model_name} embeds texts and does not generate: call embed(), or POST /v1/embeddings")
         return self.tokenizer.encode(self.tokenizer.chat(messages, **variables), special=False)
 
     @property
