@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 import slipstream
 from slipstream.ops import build, cpu, products
+from slipstream.ops.grouped import fits, grouped_rows
 from slipstream.ops.matrices import CODES, Int4, Int8, dequantize, round_activations
 from slipstream.quantized import PackedLinear
 from slipstream.quantized.packed import KINDS
@@ -249,6 +250,27 @@ def test_inside_of_a_parallel_region() -> None:
         torch.set_num_threads(threads)
     assert len(found) == 3 and all(y.equal(found[0]) for y in found)
     torch.testing.assert_close(found[0], expected)
+
+
+@native
+@torch.no_grad()
+def test_products_end_no_thread() -> None:
+    """Where they have fewer than torch has: OpenMP would end the others and start them again for torch's next operation."""
+    ours, x, threads = packed(linear(768, 2048), "int8"), torch.randn(2, 768), torch.get_num_threads()
+    rows, matrices = torch.randn(12, 256), torch.randn(3, 256, 1024)  # for three threads
+    torch.set_num_threads(len(os.sched_getaffinity(0)) + 2)
+
+    def of_torch() -> set[str]:
+        torch.zeros(1 << 22).exp_()
+        return set(os.listdir("/proc/self/task"))
+
+    try:
+        for product in (lambda: ours(x), *[lambda: grouped_rows(rows, matrices, [4, 4, 4])] * fits(rows, matrices)):
+            before = of_torch()
+            product()
+            assert before <= of_torch()
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow

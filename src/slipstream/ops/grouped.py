@@ -138,7 +138,7 @@ def _run(
     sizes = len(counts), m, n, k, columns
     product = _GroupedProduct(*arrays, bias_at, ctypes.addressof(starts), *sizes, cpu.DTYPES[dtype])
     kernel, argument, parallel = _native(), ctypes.addressof(product), _parallel(os.getpid())
-    if parallel is not None:
+    if parallel is not None and threads == torch.get_num_threads() > 1:  # for fewer, OpenMP would end the others each time
         parallel(kernel, argument, threads, 0)
     else:
         run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel)

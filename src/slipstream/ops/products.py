@@ -30,18 +30,20 @@ _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 class _Team:
     """A team for products, one at a time, whose tasks run on torch's OpenMP threads where they can (`team.openmp`)."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, process: int) -> None:
+        """`threads`: as many as torch has. OpenMP would end its others at each product of a smaller team, and start them again."""
         self.run = build.function("slipstream_linear", _int, *[_pointer] * 5, _long, _long)
-        self.team = Team(threads)
+        self.team = Team(min(threads, len(os.sched_getaffinity(process)), MAX_THREADS))
         self.lock = threading.Lock()
-        if at := openmp("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+        at = openmp("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+        if at and self.team.threads == threads:
             build.function("slipstream_team_join", None, *[_pointer] * 4)(self.team.handle, *at)
 
 
 @functools.cache
 def _team(threads: int, process: int) -> _Team:
     """Of process `process`: a fork may have copied the lock while it was held."""
-    return _Team(min(threads, len(os.sched_getaffinity(process)), MAX_THREADS))
+    return _Team(threads, process)
 
 
 def linear(x: Tensor, record: MatrixRecord, bias: Tensor | None) -> Tensor:
