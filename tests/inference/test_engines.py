@@ -325,6 +325,19 @@ def test_an_engines_certificate_is_renewed(encrypted: Host, certificate: Path, m
         assert wait(submit(before, "a request")).last().finish is not Finish.ERROR
 
 
+def test_a_file_that_may_be_read_has_changed(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that could not be read may be readable now."""
+    monkeypatch.setattr(tls, "LOOK", 0.0)
+    looking = tls.Certificate(tls.engine_context(certificate, None), certificate, None)
+    time.sleep(0.02)  # a tick of the file system's clock
+    certificate.chmod(0o640)
+    for _ in range(2):
+        looking.look()
+    assert "is shown to new connections" in caplog.text
+
+
 def test_a_connection_keeps_its_descriptor_until_its_reader_ends(encrypted: Host, certificate: Path) -> None:
     link = encrypted.address(tls=tls.server_context(certificate)).open().link
     files = os.listdir("/proc/self/fd")

@@ -511,6 +511,39 @@ def test_what_a_key_has_had_of_another_engine_counts() -> None:
         assert order == ["x", "x", "y"]
 
 
+def test_a_key_is_charged_for_what_is_computed() -> None:
+    """Not for prompts that only waited."""
+    go = threading.Event()
+    with routed(Local("a", lambda _: go.wait(30), max_running=1)) as router:  # type: ignore[arg-type, return-value]
+        runs = submit(router, "z runs", tenant="z")
+        until(lambda: router.stats().running == 1)
+        waits = Answer()
+        ticket = router.submit(list(b"x waits with a prompt that nobody computes"), LONG, sink=waits, tenant="x")
+        router.cancel(ticket)
+        go.set()
+        assert wait(waits).last().finish is Finish.CANCELLED
+        assert router.engines[0].had["x"] == 0
+        wait(runs)
+        assert router.engines[0].had["z"] == len("z runs") + 2 * len(runs.ids())
+
+
+def test_a_key_with_requests_elsewhere_is_not_away() -> None:
+    """An engine that takes none has them: what the key has had less than others stays so."""
+    go = threading.Event()
+    with routed(*(Local(name, lambda _: go.wait(30), max_running=1) for name in "ab")) as router:  # type: ignore[arg-type, return-value]
+        a, b = router.engines
+        a.had["y"] = 1000
+        submit(router, "x runs at the first", tenant="x")
+        assert len(a._tickets) == 1
+        a.state = ReplicaState.DRAINING
+        for tenant in "yx":
+            submit(router, f"{tenant} waits", tenant=tenant)
+        assert len(b._tickets) == 2
+        ticket = router.submit(list(b"y waits again"), GREEDY, sink=Answer(), tenant="y")
+        assert ticket.lead == 1000
+        go.set()
+
+
 @pytest.mark.slow
 def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""

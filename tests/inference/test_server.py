@@ -291,6 +291,7 @@ def test_errors_of_the_client(address: str, ai: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="'other' does not exist") as caught:
         ai.completions.create(model="other", prompt="one")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert post(address, model="").status == 404
     with pytest.raises(openai.BadRequestError, match="temperature is 101") as caught:
         ai.completions.create(model="fake/model", prompt="one", temperature=101)
     assert (caught.value.type, caught.value.param) == ("invalid_request_error", "temperature")
@@ -740,7 +741,9 @@ def test_bodies_that_are_no_http(address: str, engine: FakeEngine, head: str, bo
 )
 def test_bodies_that_are_refused_by_their_headers(address: str, head: str, status: bytes) -> None:
     with opening(address, head) as raw:
-        assert raw.recv(1000).startswith(b"HTTP/1.1 " + status)
+        reply = raw.recv(1000)
+    assert reply.startswith(b"HTTP/1.1 " + status)
+    assert status != b"413" or b"\r\nconnection: close\r\n" in reply.lower()
 
 
 def test_two_hundred_clients_some_of_which_vanish(address: str, engine: FakeEngine) -> None:

@@ -79,7 +79,7 @@ class Certificate:
             found = [os.stat(file) for file in self._files if file is not None]
         except OSError:
             return None
-        return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+        return tuple((one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found)
 
 
 class Encrypted:

@@ -51,7 +51,9 @@ class Body:
             self._hold(0)
 
     def too_large(self) -> RequestError:
-        return RequestError(f"the body is larger than {self._bodies.max_bytes} bytes", status=413, code="body_too_large")
+        error = RequestError(f"the body is larger than {self._bodies.max_bytes} bytes", status=413, code="body_too_large")
+        error.headers["Connection"] = "close"  # the rest of it may not be read
+        return error
 
     def whole(self) -> bytes:
         """All that has arrived. Raises RequestError if the body was rejected."""

@@ -68,10 +68,11 @@ class Ticket:
         return (0 if self.begun else self.uncached) + max(rest, len(self.unfinished))
 
     def deliver(self, output: Output) -> None:
-        if self.engine is not None:
-            self.engine.had[self.more["tenant"]] += 2 * len(output.token_ids) + (0 if self.begun else self.uncached)
+        num = len(output.token_ids)
+        if self.engine is not None and num:  # without any, it may only have waited
+            self.engine.had[self.more["tenant"]] += 2 * num + (0 if self.generated else self.uncached)
         self.begun = True
-        self.generated += len(output.token_ids)
+        self.generated += num
         if output.finish is not None:
             self.unfinished.discard(output.index)
         self.sink(output)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -357,11 +357,12 @@ class Router:
                 return None
             matched = [next((n for n, key in enumerate(ticket.keys) if key not in one.known), len(ticket.keys)) for one in engines]
             tenant, size = ticket.more["tenant"], ticket.size
-            outstanding = [one.outstanding_of() for one in engines]
+            everywhere = {one: one.outstanding_of() for one in self.engines}
+            outstanding = [everywhere[one] for one in engines]
             pairs = zip(outstanding, matched, strict=True)
             loads = [backlog(tokens, tenant, size, self.block_size * num) for tokens, num in pairs]
             best = ranked(loads)[0]
-            ticket.lead = self._lead(tenant, outstanding, outstanding[best])
+            ticket.lead = self._lead(tenant, everywhere.values(), outstanding[best])
             engine, ticket.uncached = engines[best], len(ticket.prompt) - loads[best].matched
             for key in reversed(ticket.keys):  # so that the shortest prefix is the last that is dropped
                 engine.known[key] = None
@@ -370,7 +371,7 @@ class Router:
                 engine.known.popitem(last=False)
             return engine
 
-    def _lead(self, tenant: str, everywhere: Sequence[Counter[str]], there: Counter[str]) -> int:
+    def _lead(self, tenant: str, everywhere: Iterable[Counter[str]], there: Counter[str]) -> int:
         """By how many tokens a tenant is ahead of those that have requests at an engine, `there`, counted over all engines. As in
         [Note: Fair shares], who comes back does not catch up."""
         active = {other for tokens in everywhere for other in tokens}

@@ -219,6 +219,7 @@ def serve(
     config = uvicorn.Config(
         traces or app,
         http=guarded(max_connections=min(MAX_CONNECTIONS, max(files - OTHER_FILES, 1)), header_timeout_s=HEADER_TIMEOUT),
+        loop="asyncio",  # uvloop, where it is installed, would accept without `Listening`
         lifespan="off",
         ws="none",
         log_config=None,

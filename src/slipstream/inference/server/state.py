@@ -230,7 +230,7 @@ class Serving:
         """The request of a body. Raises RequestError, also for another model."""
         given: Any = parse(kind, body)
         if "model" in kind.model_fields:
-            self.check_model(given.model or self.engine.model_name)
+            self.check_model(self.engine.model_name if given.model is None else given.model)
         return given
 
     def check_model(self, name: str) -> None:
