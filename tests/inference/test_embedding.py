@@ -5,6 +5,7 @@ import importlib.util
 import json
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,13 @@ def test_a_decoder_that_embeds(tmp_path: Path) -> None:
         torch.testing.assert_close(engine.embed("hello"), expected, rtol=2e-4, atol=2e-4)
 
 
+def until_waiting(engine: EmbeddingEngine, num: int) -> None:
+    end = time.monotonic() + 20
+    while len(engine._waiting) < num:
+        assert time.monotonic() < end, f"{len(engine._waiting)} wait"
+        time.sleep(0.001)
+
+
 def test_calls_share_forwards() -> None:
     """Texts that arrive during a forward are computed in the next, together; each call has its own vectors."""
     begun, go, sizes = threading.Event(), threading.Event(), list[int]()
@@ -197,8 +205,7 @@ def test_calls_share_forwards() -> None:
     assert begun.wait(20)
     for thread in threads[1:]:
         thread.start()
-    while len(engine._waiting) < 7:
-        pass
+    until_waiting(engine, 7)
     go.set()
     for thread in threads:
         thread.join()
@@ -226,8 +233,7 @@ def test_no_call_waits_for_all_texts_of_another() -> None:
     assert begun.wait(20)
     few = threading.Thread(target=engine.embed, args=([[2]] * 2,))
     few.start()
-    while len(engine._waiting) < 2:
-        pass
+    until_waiting(engine, 2)
     go.set()
     for thread in (many, few):
         thread.join()

@@ -7,6 +7,7 @@ import torch
 
 import slipstream
 from slipstream.inference.core import Batch, Chunk
+from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.models import from_hf
 from slipstream.ops import build
 from tests.inference.test_native import Requests, native_of
@@ -98,4 +99,27 @@ def test_texts_that_cross_the_limit(options: dict[str, Any]) -> None:
 def test_below_the_limit_there_is_no_other_length() -> None:
     model = model_of("phi3")
     with slipstream.init_inference(model, device="cpu", dtype="fp32", max_context=LIMIT) as engine:
-        assert engine.generate(TEXTS[0], max_tokens=NEW, temperature=0).token_ids == greedy(model, TEXTS[0], NEW)
+        prompt = TEXTS[2][: LIMIT - 4]
+        answer = engine.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
+        assert answer.token_ids == greedy(model, prompt, 4), "it ends at the limit"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"long_factor": None}, "longrope's long_factor is None; it must be 8 numbers"),
+        ({"short_factor": [1.0] * 7}, r"longrope's short_factor is \[1.0, .*; it must be 8 numbers"),
+        ({"short_factor": 2.0}, "longrope's short_factor is 2.0; it must be 8 numbers"),
+        ({"long_factor": ["4"] * 8}, "longrope's long_factor is .*; it must be 8 numbers"),
+        ({"original_max_position_embeddings": 1}, "longrope's original_max_position_embeddings is 1; it must be more than 1"),
+    ],
+)
+def test_what_is_no_longrope(changes: dict[str, Any], message: str) -> None:
+    config = {
+        **model_of("llama").config.to_dict(),
+        "rope_parameters": {**ROPE, "original_max_position_embeddings": LIMIT, **changes},
+    }
+    with pytest.raises(UnsupportedModel, match=message):
+        from_hf(config)
+    with pytest.raises(UnsupportedModel, match="it must be 8 numbers"):
+        from_hf({**config, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}})

@@ -83,6 +83,11 @@ def test_configurations_of_transformers_4() -> None:
         assert from_hf(config) == from_hf(new), config["model_type"]
 
 
+def test_embeddings_of_opt_are_as_wide_as_its_layers_if_nothing_else_is_said() -> None:
+    config = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"} | {"model_type": "opt", "ffn_dim": 96}
+    assert from_hf(config) == from_hf({**config, "word_embed_proj_dim": None}) == from_hf({**config, "word_embed_proj_dim": 64})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -35,7 +35,7 @@ class Quantized:
     def __init__(self, w: torch.Tensor, group: int, *, symmetric: bool, group_of: torch.Tensor | None = None) -> None:
         out, features = w.shape
         self.group_of = torch.arange(features) // group if group_of is None else group_of
-        num = features // group
+        num = int(self.group_of.max()) + 1
         self.scale = (torch.rand(out, num) * 0.05 + 0.01).half().float()
         self.zero = torch.full((out, num), 8) if symmetric else torch.randint(1, 15, (out, num))
         scale, zero = self.scale[:, self.group_of], self.zero[:, self.group_of]
@@ -142,14 +142,20 @@ def test_groups_out_of_order_are_dequantized(form: str, tmp_path: Path) -> None:
     assert f"from {quantization['quant_method']}: groups out of order (act-order), dequantized" in load(tmp_path).opening.why
 
 
-def test_a_last_group_that_is_smaller_is_dequantized(tmp_path: Path) -> None:
-    quantization, write = FORMS["gptq"]
+@pytest.mark.parametrize(("form", "indexed"), [("gptq", True), ("gptq", False), ("awq", False), ("compressed-tensors", False)])
+@pytest.mark.parametrize("group", [48, 96])
+def test_a_last_group_that_is_smaller_is_dequantized(group: int, form: str, indexed: bool, tmp_path: Path) -> None:
+    """Also where as many groups of one size would fit: 128 = 96 + 32."""
+    quantization, write = FORMS[form]
 
     def quantized(name: str, w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        q = Quantized(w, 32, symmetric=False, group_of=torch.arange(w.shape[1]) // 48)
-        return write(name, q), q.value
+        q = Quantized(w, group, symmetric=False)
+        parts = write(name, q)
+        if not indexed:
+            parts.pop(f"{name}.g_idx", None)
+        return parts, q.value
 
-    model = written(tmp_path, {**quantization, "group_size": 48}, quantized)
+    model = written(tmp_path, {**quantization, "group_size": group}, quantized)
     loaded = load(tmp_path, dtype="float32")
     assert all(matrices(loaded)[role].equal(value) for role, value in expected(model).items())
 
@@ -159,9 +165,19 @@ DAMAGED: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor] | None, str
     ("gptq", "scales", None, rf"the weights lack {UP}.scales, of a quantized matrix"),
     ("awq", "qzeros", None, rf"the weights lack {UP}.qzeros, of a quantized matrix"),
     ("gptq", "scales", lambda t: t[:1], rf"{UP} has \[128, 1\] scales and \[128, 2\] zeros of \[128, 64\] codes, which do not fit"),
-    ("gptq", "qweight", lambda t: t.float(), "codes of quantized weights are torch.float32 in the file; read are words of int32"),
+    (
+        "gptq",
+        "qweight",
+        lambda t: t.float(),
+        f"{UP}: codes of quantized weights are torch.float32 in the file; read are words of int32",
+    ),
     ("gptq", "g_idx", lambda t: t + 5, f"{UP} has .* which do not fit"),
     ("gptq", "g_idx", lambda t: t - 1, f"{UP} has .* which do not fit"),
+    ("gptq", "g_idx", lambda t: t[:0], f"{UP} has .* which do not fit"),
+    ("gptq", "g_idx", lambda t: t * 0, f"{UP} has .* which do not fit"),
+    ("gptq", "g_idx", lambda t: t[:, None], f"{UP} has .* which do not fit"),
+    ("compressed-tensors", "weight_scale", lambda t: t[:, 0], f"{UP}: the parts of a quantized matrix do not fit"),
+    ("compressed-tensors", "weight_shape", lambda t: t[:1], rf"{UP}: weight_shape is \[128\]; it must be the numbers of rows"),
     ("awq", "qweight", lambda t: t[:-1], f"{UP}: the parts of a quantized matrix do not fit"),
 ]
 

@@ -208,7 +208,7 @@ def _if(key: str, value: str) -> Callable[[Keys], str]:
 
 def _resized(key: str) -> Callable[[Keys], int]:
     """The features of embeddings, if they are not those of a layer."""
-    return lambda c: 0 if c[key] == c["hidden_size"] else c[key]
+    return lambda c: size if (size := c.get(key) or 0) != c["hidden_size"] else 0
 
 
 # -- The table -------------------------------------------------------------------------------------------------------------
@@ -659,7 +659,6 @@ FAMILIES: dict[str, FamilyRow] = {
             "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
             "do_layer_norm_before": True,
-            "word_embed_proj_dim": 768,
         },
         keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
         fields={

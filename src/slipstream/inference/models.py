@@ -130,7 +130,9 @@ def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int 
             factor = p.get("factor") or max_positions / original
             return _new_rope(_yarn(powers, p, head_dim, factor, original), _yarn_scale(p, factor))
         case "longrope" | "su":
-            short, long = (1.0 / (torch.tensor(p[f"{name}_factor"], dtype=torch.float32) * powers) for name in ("short", "long"))
+            if not original > 1:
+                raise UnsupportedModel(f"longrope's original_max_position_embeddings is {original}; it must be more than 1")
+            short, long = (1.0 / (_longrope_factors(p, f"{name}_factor", len(powers)) * powers) for name in ("short", "long"))
             one = _new_rope(short, _longrope_scale(p, p.get("factor") or max_positions / original, original))
             return replace(one, long_inv_freq=tuple(long.tolist()), short_context=original)
         case _:
@@ -140,6 +142,13 @@ def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int 
 
 def _new_rope(inv_freq: Tensor, scale: float = 1.0) -> Rope:
     return Rope(inv_freq=tuple(inv_freq.tolist()), scale=scale)
+
+
+def _longrope_factors(p: Mapping[str, Any], name: str, num: int) -> Tensor:
+    factors = p.get(name)
+    if not isinstance(factors, list | tuple) or len(factors) != num or not all(isinstance(one, int | float) for one in factors):
+        raise UnsupportedModel(f"longrope's {name} is {factors!r:.100}; it must be {num} numbers, one for each pair of features")
+    return torch.tensor(factors, dtype=torch.float32)
 
 
 def _longrope_scale(p: Mapping[str, Any], factor: float, original: int) -> float:

@@ -42,7 +42,7 @@ class _Codes(NamedTuple):
     packed: Tensor  # as `Int4.q`
     scale: Tensor  # [out, groups]
     zero: Tensor  # likewise, whole numbers
-    group_of: Tensor | None  # [in]; None: in order
+    group_of: Tensor | None  # [in]; None: the file's configuration says how many follow each other
 
 
 def restored(state: Mapping[str, Tensor], quantization: Mapping[str, Any], *, keep: bool, dtype: torch.dtype) -> Restored:
@@ -63,7 +63,7 @@ def restored(state: Mapping[str, Tensor], quantization: Mapping[str, Any], *, ke
         if part in ("qweight", "weight_packed"):
             order = next((state[key] for key in (f"{module}.g_idx", f"{module}.weight_g_idx") if key in state), None)
             turned |= order is not None and not _in_order(order)
-            readers[f"{module}.weight"] = partial(_matrix, read, state, module, keep, dtype)
+            readers[f"{module}.weight"] = partial(_matrix, read, state, module, _group_sizes(quantization), keep, dtype)
         elif part == "weight" and any(f"{module}.{scale}" in state for scale in ("weight_scale", "weight_scale_inv")):
             fp8 = fp8 or state[name].dtype in _FP8
             readers[name] = partial(_scaled, state, module, _block(quantization), keep, dtype)
@@ -102,6 +102,8 @@ def _check(quantization: Mapping[str, Any]) -> None:
 
 def _in_order(group_of: Tensor) -> bool:
     """Whether groups are of one size, one after the other."""
+    if group_of.dim() != 1 or not len(group_of):
+        return False
     size = int((group_of == group_of[0]).sum())
     return len(group_of) % size == 0 and bool(group_of.equal(torch.arange(len(group_of), dtype=group_of.dtype) // size))
 
@@ -123,8 +125,20 @@ def _zeros(words: Tensor | None, scale: Tensor) -> Tensor:
     return torch.full_like(scale, 8.0) if words is None else _nibbles(words).T.float()
 
 
-def _ordered(group_of: Tensor | None) -> Tensor | None:
-    return None if group_of is None or _in_order(group_of) else group_of.long()
+def _group_sizes(quantization: Mapping[str, Any]) -> list[int]:
+    """Features that share a scale, one after the other, as the configuration says; below 1: all of a row. compressed-tensors may
+    have several sizes."""
+    weights = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+    sizes = [-1 if one.get("strategy") in ("channel", "tensor") else one.get("group_size") for one in weights]
+    sizes += [quantization.get("group_size"), quantization.get("q_group_size")]
+    return [size for size in sizes if isinstance(size, int)]
+
+
+def _in_sequence(features: int, groups: int, sizes: list[int]) -> Tensor | None:
+    """The group of each feature; the last group may be smaller. None: no size makes so many groups, or several do."""
+    found = {size if size > 0 else features for size in sizes} or {features // max(groups, 1)}
+    found = {size for size in found if size and -(-features // size) == groups}
+    return torch.arange(features) // found.pop() if len(found) == 1 else None
 
 
 def _gptq(state: Mapping[str, Tensor], module: str, less: bool) -> _Codes:
@@ -132,7 +146,7 @@ def _gptq(state: Mapping[str, Tensor], module: str, less: bool) -> _Codes:
     words, scale = state[f"{module}.qweight"], state[f"{module}.scales"].float().T
     packed = _bytes(words).view(*words.shape, 4).transpose(0, 1).reshape(words.shape[1], -1)
     zero = _zeros(state[f"{module}.qzeros"], scale) + less
-    return _Codes(packed, scale, zero, _ordered(state.get(f"{module}.g_idx")))
+    return _Codes(packed, scale, zero, state.get(f"{module}.g_idx"))
 
 
 def _awq(state: Mapping[str, Tensor], module: str) -> _Codes:
@@ -148,32 +162,40 @@ def _awq(state: Mapping[str, Tensor], module: str) -> _Codes:
 
 def _compressed(state: Mapping[str, Tensor], module: str) -> _Codes:
     """weight_packed [out, in / 8], words along in; weight_zero_point [out / 8, groups], words along out."""
-    out, features = state[f"{module}.weight_shape"].tolist()
+    if (shape := state[f"{module}.weight_shape"]).shape != (2,):
+        raise ValueError(f"weight_shape is {shape.tolist()!r:.100}; it must be the numbers of rows and columns")
+    out, features = shape.tolist()
     words, scale = state[f"{module}.weight_packed"], state[f"{module}.weight_scale"].float()
     if words.shape[1] * 8 < features or words.shape[1] * 4 >= features:
-        raise ValueError(f"{module}.weight_packed has {list(words.shape)} words of {[out, features]} codes; read are 4 bits")
+        raise ValueError(f"weight_packed has {list(words.shape)} words of {[out, features]} codes; read are 4 bits")
     points = state.get(f"{module}.weight_zero_point")
     zero = _zeros(None if points is None else points.T, scale)[:out]
-    return _Codes(_bytes(words)[:, : features // 2], scale, zero, _ordered(state.get(f"{module}.weight_g_idx")))
+    return _Codes(_bytes(words)[:, : features // 2], scale, zero, state.get(f"{module}.weight_g_idx"))
 
 
 def _matrix(
-    read: Callable[[Mapping[str, Tensor], str], _Codes], state: Mapping[str, Tensor], module: str, keep: bool, dtype: torch.dtype
+    read: Callable[[Mapping[str, Tensor], str], _Codes],
+    state: Mapping[str, Tensor],
+    module: str,
+    sizes: list[int],
+    keep: bool,
+    dtype: torch.dtype,
 ) -> Matrix:
     try:
         packed, scale, zero, group_of = read(state, module)
+        features, groups = 2 * packed.shape[1], scale.shape[1]
     except KeyError as error:
         raise ValueError(f"the weights lack {error.args[0]}, of a quantized matrix") from None
     except (RuntimeError, IndexError) as error:
         raise ValueError(f"{module}: the parts of a quantized matrix do not fit: {error}") from None
-    features, groups = 2 * packed.shape[1], scale.shape[1]
-    fits = features % groups == 0 if group_of is None else len(group_of) == features
-    if group_of is not None:
-        fits &= 0 <= int(group_of.min()) <= int(group_of.max()) < groups
-    if not fits or scale.shape != zero.shape or len(packed) != len(scale):
-        sizes = f"{list(scale.shape)} scales and {list(zero.shape)} zeros"
-        raise ValueError(f"{module} has {sizes} of [{len(packed)}, {features}] codes, which do not fit: the file is damaged")
-    if group_of is not None:
+    except ValueError as error:
+        raise ValueError(f"{module}: {error}") from None
+    group_of = _in_sequence(features, groups, sizes) if group_of is None else group_of.long()
+    fits = group_of is not None and group_of.shape == (features,) and 0 <= int(group_of.min()) <= int(group_of.max()) == groups - 1
+    if group_of is None or not fits or scale.shape != zero.shape or len(packed) != len(scale):
+        parts = f"{list(scale.shape)} scales and {list(zero.shape)} zeros"
+        raise ValueError(f"{module} has {parts} of [{len(packed)}, {features}] codes, which do not fit: the file is damaged")
+    if not _in_order(group_of):
         return ((unpack(packed) - zero[:, group_of]) * scale[:, group_of]).to(dtype)
     codes = Int4(*(part.contiguous() for part in (packed, scale, -zero * scale)))
     whole = (features // groups) % 32 == 0  # as the kernels need it
