@@ -1630,7 +1630,7 @@ def test_what_an_engine_left_is_not_split_again() -> None:
     with pytest.raises(ValueError, match=r"'blocks\.0\.moe\.experts' has only the experts that an earlier engine left"):
         make(model, 1)
     odd = build("top-2, gated")
-    with pytest.raises(ValueError, match=r"4 experts cannot be split over 3 ranks where 2 have other tokens: .*autoep_size must divide both; use 2"):
+    with pytest.raises(ValueError, match=r"4 experts cannot be split over 3 ranks where 2 .* must divide both; use 2"):
         make(odd, 1, expert_parallel={"enabled": True, "autoep_size": 3})
     with pytest.raises(ValueError, match=r"autoep_size is 2, and Net has no layers of experts"):
         make(toy.Net(), 1, expert_parallel={"enabled": True, "autoep_size": 2})
