@@ -120,9 +120,9 @@ def test_grouped_products_of_any_size(products: str, dtype: torch.dtype, rows: l
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_row_do_not_depend_on_others_or_threads(products: str, dtype: torch.dtype) -> None:
-    if products == "torch":
-        pytest.skip("torch chooses its order of addition by the number of rows")
+@pytest.mark.parametrize("products", ["best", "avx512", "avx2"], indirect=True)
+@pytest.mark.usefixtures("products")
+def test_bits_of_a_row_do_not_depend_on_others_or_threads(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(700, 600).to(dtype), torch.randn(2, 200, 600).to(dtype)
     threads = torch.get_num_threads()
