@@ -185,6 +185,8 @@ LEGS = (
     _serve("mixture", 2, 3, "tokens per second of one stream from a random Mixtral: llama.cpp and transformers", needs=""),
     _serve("k_quants", 2, 3, "tokens per second of one stream from a Q4_K_M file, and memory over the file: llama.cpp", needs=""),
     _serve("long", 2, 3, "a token of one stream after 8,192 positions over its bytes, and two threads over one", needs=""),
+    _serve("adapters", 2, 6, "tokens per second of requests with 8 LoRA adapters, over the base alone: vLLM"),
+    _serve("draft", 2, 2, "tokens per second of one stream with a draft model of an eighth of the size, over without", needs=""),
     _serve("gpt2", 2, 5, "tokens per second of a random GPT-2, one stream and 16: vLLM", needs=""),
     Leg("serve-ranks", 2, 18, "tokens per second of models over two processes", "serve_ranks:run", "deepspeed", "serve, ranks"),
     _serve("load", 2, 5, "seconds from the start of a process to its first token, and of `slipstream serve` to its first answer"),

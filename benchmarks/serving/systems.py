@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,15 @@ def cores() -> list[int]:
 def resident() -> int:
     """Bytes of this process in memory, mapped files included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def adapter_folder(models: Path, form: str, number: int) -> Path:
+    return models / f"adapters-{form}" / str(number)
+
+
+def adapter_folders(models: Path, form: str | None) -> list[Path]:
+    """Of a form's adapters; a request's is that of its number, in turn."""
+    return [] if form is None else sorted((models / f"adapters-{form}").iterdir())
 
 
 class System(ABC):
@@ -61,13 +70,19 @@ class Ours(System):
         split: bool = True,
         prefix_caching: bool = True,
         token_interval: float | None = None,
+        target: Sequence[float] | None = None,
         expert_cache_bytes: str | None = None,
+        adapters: str | None = None,
+        draft: str | None = None,
     ) -> None:
         import slipstream
         from slipstream.inference.engine import Engine
         from slipstream.inference.native import NativeDecoder
 
-        more: dict[str, Any] = {} if expert_cache_bytes is None else {"expert_cache_bytes": expert_cache_bytes}
+        folders = {folder.name: folder for folder in adapter_folders(models, adapters)}
+        self._adapters = [*folders] or [""]
+        options = {"expert_cache_bytes": expert_cache_bytes, "adapters": folders or None, "draft": draft and models / draft}
+        more: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         self.imported, as_stored = resident(), precision.startswith("q")
         opened = slipstream.init_inference(
             models / (f"{precision}.gguf" if as_stored else "hf"),
@@ -91,6 +106,8 @@ class Ours(System):
             self._engine.start()
         setting = f"budget {budget}" + ("" if split else ", SplitFuse off") + ("" if prefix_caching else ", prefix cache off")
         setting += "" if token_interval is None else f", {token_interval * 1000:.0f} ms between tokens"
+        setting += "" if target is None else ", requests carry the target"
+        self._target = target  # prompt tokens per second, and seconds between tokens, that requests want
         self.facts = {"threads": runner.threads, "precision": precision, "kernels": opened.description, "setting": setting}
 
     def expert_use(self) -> list[int]:
@@ -115,7 +132,11 @@ class Ours(System):
             for index in feed.due():
                 ask = feed.trace[index]
                 params = SamplingParams(max_tokens=ask.outputs, temperature=0.0, ignore_eos=True)
-                self._engine.submit(ask.prompt, params, sink=partial(sink, index))
+                more: dict[str, Any] = {"adapter": self._adapters[index % len(self._adapters)]}
+                if self._target is not None:
+                    rate, gap = self._target
+                    more |= {"first_within": len(ask.prompt) / rate, "wait_within": gap}
+                self._engine.submit(ask.prompt, params, sink=partial(sink, index), **more)
             if not feed.over:  # else the last sink has been called, and nothing would wake this thread
                 ended.wait(min(feed.pause(), 10.0))
         if wrong:
@@ -220,12 +241,15 @@ def _vllm_settings() -> dict[str, str]:
 class Vllm(System):
     """The engine in this process, stepped by hand, without the cost of a second process. Compiled, as by default."""
 
-    def __init__(self, models: Path, precision: str, budget: int) -> None:
+    def __init__(self, models: Path, precision: str, budget: int, adapters: str | None = None) -> None:
         os.environ |= _vllm_settings()
         import torch
         import vllm
+        from vllm.lora.request import LoRARequest
 
-        self._vllm = vllm
+        self._vllm, folders = vllm, adapter_folders(models, adapters)
+        self._adapters = [LoRARequest(one.name, number, str(one)) for number, one in enumerate(folders, 1)] or [None]
+        more: dict[str, Any] = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": 16} if folders else {}
         self._engine = vllm.LLM(
             model=str(models / "hf"),
             dtype={"bf16": "bfloat16", "fp32": "float32"}[precision],
@@ -236,6 +260,7 @@ class Vllm(System):
             enable_prefix_caching=True,
             skip_tokenizer_init=True,
             disable_log_stats=True,
+            **more,
         ).llm_engine
         self._number = 0
         self.facts = {
@@ -254,7 +279,8 @@ class Vllm(System):
                 self._number += 1
                 names[name] = index
                 params = self._vllm.SamplingParams(temperature=0.0, max_tokens=ask.outputs, ignore_eos=True, detokenize=False)
-                self._engine.add_request(name, {"prompt_token_ids": list(ask.prompt)}, params)
+                adapter = self._adapters[index % len(self._adapters)]
+                self._engine.add_request(name, {"prompt_token_ids": list(ask.prompt)}, params, lora_request=adapter)
             if not self._engine.has_unfinished_requests():
                 feed.wait()
                 continue

@@ -161,7 +161,11 @@ class Outcome:
     @property
     def gaps(self) -> list[float]:
         """Seconds between a request's tokens, of all requests."""
-        return [gap for times in self.times for gap in _gaps(times)]
+        return [gap for gaps in self.gaps_of_requests for gap in gaps]
+
+    @property
+    def gaps_of_requests(self) -> list[list[float]]:
+        return [_gaps(times) for times in self.times]
 
 
 class Latency(NamedTuple):

@@ -133,6 +133,7 @@ class FakeEngine:
         self.compiled.set()
         self.healthy = True
         self.submitted: list[tuple[SamplingParams, int, int]] = []
+        self.targets: list[tuple[float | None, float | None]] = []
         self.cancelled: list[Handle] = []
         self.asked: set[str] = set()
         self.generated = 0
@@ -153,6 +154,8 @@ class FakeEngine:
         salt: str,
         tenant: str,
         adapter: str,
+        first_within: float | None,
+        wait_within: float | None,
         sink: Callable[[Any], None],
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
@@ -171,6 +174,7 @@ class FakeEngine:
             raise RuntimeError("the engine is closed")
         with self.lock:
             self.submitted.append((params, n, priority))
+            self.targets.append((first_within, wait_within))
             self.running.append(handle)
         return handle
 
@@ -192,7 +196,18 @@ class FakeEngine:
         histogram = Histogram((0.1, 1.0), (2, 1, 1), 3.5)
         return Stats(
             **dict.fromkeys(
-                ("waiting", "draft_tokens", "accepted_tokens", "preemptions", "forwards", "expert_hits", "expert_misses"), 0
+                (
+                    "waiting",
+                    "draft_tokens",
+                    "accepted_tokens",
+                    "preemptions",
+                    "forwards",
+                    "expert_hits",
+                    "expert_misses",
+                    "targets_met",
+                    "targets_missed",
+                ),
+                0,
             ),
             healthy=self.healthy,
             running=len(self.running),

@@ -544,6 +544,18 @@ def test_a_key_with_requests_elsewhere_is_not_away() -> None:
         go.set()
 
 
+def test_targets_go_to_the_engine() -> None:
+    with routed(Local("a"), Local("b")) as router:
+        targets = ({"first_within": 1e-9}, {"wait_within": 1e-9}, {"first_within": 900.0, "wait_within": 900.0}, {})
+        for target in targets:
+            wait(submit(router, "a prompt", replace(GREEDY, ignore_eos=True), **target))
+        stats = router.stats()
+        assert (stats.targets_met, stats.targets_missed) == (1, 2)
+        for wrong in (0, -1.0, float("nan"), float("inf"), "1"):
+            with pytest.raises(ValueError, match=f"first_within is {wrong!r}; it must be a number of seconds above 0"):
+                submit(router, "a prompt", first_within=wrong)
+
+
 @pytest.mark.slow
 def test_a_process(folder: Path) -> None:
     """It has the model's answers, also after a kill; what had not begun waits for its return."""

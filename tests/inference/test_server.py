@@ -832,6 +832,25 @@ def test_api_keys_and_token_limit(engine: FakeEngine) -> None:
                 ai.chat.completions.create(**ask, max_tokens=61)
 
 
+def test_targets_reach_the_engine_and_are_numbers_of_seconds(engine: FakeEngine, address: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    asks: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": messages},
+        COMPLETIONS: {"prompt": "hi"},
+        "/v1/responses": {"input": "hi"},
+    }
+    for path, ask in asks.items():
+        body = {"model": "fake/model", **ask}
+        for target in ({}, {"first_within": 0.5}, {"wait_within": 0.04}, {"first_within": 2, "wait_within": 1e-3}):
+            reply = call(address, "POST", path, json.dumps(body | target))
+            assert (reply.status, engine.targets[-1]) == (200, (target.get("first_within"), target.get("wait_within")))
+            assert "x-slipstream-ignored" not in reply.headers
+        for name in ("first_within", "wait_within"):
+            for wrong in (0, -1, "soon", [1], {}):
+                reply = call(address, "POST", path, json.dumps(body | {name: wrong}))
+                assert (reply.status, json.loads(reply.body)["error"]["param"]) == (400, name), (path, wrong)
+
+
 def test_priority_is_for_keys_that_may(engine: FakeEngine) -> None:
     with serving(engine, api_keys=["low"], priority_keys=["high"]) as address:
         for key, priority in (("high", -5), ("low", 0)):

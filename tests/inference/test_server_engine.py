@@ -171,6 +171,7 @@ NUMBERS = [
 FIELDS = [
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("top_k", "n", "max_tokens", "min_tokens", "seed", "priority", "logprobs", "top_logprobs", "stop_token_ids"),
+    *("first_within", "wait_within"),
 ]
 
 
@@ -187,6 +188,17 @@ def test_no_number_is_a_500() -> None:
                 assert reply.status in (200, 400), (name, number, reply.body)
         finished = engine.stats().finished
         assert {*finished} <= {Finish.STOP, Finish.LENGTH} and sum(finished.values()) > 300
+
+
+def test_targets_are_counted() -> None:
+    """Those that no machine meets, and those that any meets; the text is the same."""
+    with served() as (_, address):
+        ask = {"model": "model", "max_tokens": 8, "seed": 1, "prompt": "hello", "n": 2}
+        targets = ({}, {"first_within": 1e-9}, {"first_within": 900, "wait_within": 900}, {"wait_within": 1e-9})
+        texts = [json.loads(call(address, "POST", "/v1/completions", json.dumps(ask | one)).body)["choices"] for one in targets]
+        assert texts == [texts[0]] * 4
+        metrics = call(address, "GET", "/metrics").body.decode().splitlines()
+        assert "slipstream_targets_met_total 2" in metrics and "slipstream_targets_missed_total 4" in metrics
 
 
 def test_an_engine_that_dies_tells_everybody() -> None:

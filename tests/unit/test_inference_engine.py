@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.inference.core import Batch, Chunk, Finish, Generate, QueueFullError, SamplingParams
+from slipstream.inference.core import Batch, Chunk, Finish, ForwardSize, Generate, QueueFullError, SamplingParams
 from slipstream.inference.engine import MAX_FAILURES, ClosedError, Engine, Handle, Output
 from slipstream.inference.generate import Delta, GenerationError, InferenceEngine, _as_list, _sampling
 from slipstream.inference.initialize import _translated, init_inference
@@ -189,7 +189,7 @@ def test_the_wait_for_a_reader_is_no_time_of_a_forward() -> None:
     with running(token_interval=10.0) as engine:
         engine.submit("x", SamplingParams(max_tokens=20, ignore_eos=True), sink=lambda output: time.sleep(0.02))
         idle(engine)
-        assert engine.stats().generated_tokens == 20 and engine._scheduler.pace.seconds(1) < 0.01
+        assert engine.stats().generated_tokens == 20 and engine._scheduler.pace.seconds(ForwardSize(1)) < 0.01
 
 
 def test_no_seed_means_another_text_each_time() -> None:

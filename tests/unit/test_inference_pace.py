@@ -4,35 +4,81 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
 from slipstream.inference.blocks import BlockPool
-from slipstream.inference.core import Request, SamplingParams
+from slipstream.inference.core import ForwardSize, Request, SamplingParams, Target, attended
 from slipstream.inference.pace import RECENT, Pace
-from slipstream.inference.scheduler import LEAST_PROMPT, Scheduler, receivers
+from slipstream.inference.scheduler import LEAST_PROMPT, MISSED, SHARE, Scheduler, receivers
+
+NOTHING = ForwardSize(0)
 
 
 def test_nothing_is_known_at_first_and_lines_lie_between_what_is() -> None:
     pace = Pace()
-    assert pace.max_tokens(1.0) == 0
-    pace.add(10, 0.125)
-    assert (pace.max_tokens(0.0625), pace.max_tokens(0.125), pace.max_tokens(0.375)) == (5, 10, 30)
-    pace.add(110, 0.625)
-    assert (pace.max_tokens(0.0625), pace.max_tokens(0.375), pace.max_tokens(1.25)) == (5, 60, 220)
+
+    def most(seconds: float, limit: int = 1000) -> int:
+        return pace.max_tokens(seconds, NOTHING, 0, limit)
+
+    assert most(1.0) == 0 and pace.per_token() == 0 and pace.seconds(ForwardSize(3)) == 0
+    pace.add(ForwardSize(10), 0.125)
+    assert (most(0.0625), most(0.125), most(0.375)) == (5, 10, 30)
+    pace.add(ForwardSize(110), 0.625)
+    assert (most(0.0625), most(0.375), most(1.25), most(1.25, 100)) == (5, 60, 220, 100)
+    assert pace.per_token() == 0.625 / 110
 
 
 def test_the_second_longest_of_the_last_few_counts() -> None:
-    pace = Pace()
+    pace, ten = Pace(), ForwardSize(10)
     for _ in range(RECENT):
-        pace.add(10, 0.1)
-    pace.add(10, 5.0)  # the system's doing
-    assert pace.max_tokens(0.1) == 10
-    pace.add(10, 0.2)
-    assert pace.max_tokens(0.1) == 5
+        pace.add(ten, 0.1)
+    pace.add(ten, 5.0)  # the system's doing
+    assert pace.max_tokens(0.1, NOTHING, 0, 100) == 10
+    pace.add(ten, 0.2)
+    assert pace.max_tokens(0.1, NOTHING, 0, 100) == 5
     for _ in range(RECENT):
-        pace.add(10, 0.05)  # what was is forgotten
-    assert pace.max_tokens(0.1) == 20
+        pace.add(ten, 0.05)  # what was is forgotten
+    assert pace.max_tokens(0.1, NOTHING, 0, 100) == 20
+
+
+@pytest.mark.parametrize("of_row, of_position", [(0.0, 0.0), (3e-4, 0.0), (0.0, 3e-7), (2e-4, 1e-7)])
+def test_rows_and_contexts_are_learnt(of_row: float, of_position: float) -> None:
+    """Forwards of random answers and prompts, with noise: what is predicted holds, also for contexts longer than any before."""
+    rng, pace = random.Random(1), Pace()
+
+    def seconds(size: ForwardSize) -> float:
+        return 0.004 + 4e-4 * size.tokens + of_row * size.rows + of_position * size.positions
+
+    def draw(longest: int) -> tuple[ForwardSize, int]:
+        rows, context = rng.randint(1, 16), rng.randint(10, longest)
+        return ForwardSize(rows, rows, rows * context), rng.randint(0, longest)
+
+    for _ in range(300):
+        answers, context = draw(2000)
+        prompt = rng.choice((0, rng.randint(8, 200)))
+        more = ForwardSize(prompt, prompt > 0, attended(context, context + prompt))
+        size = ForwardSize(*map(sum, zip(answers, more, strict=True)))
+        pace.add(size, seconds(size) * rng.uniform(0.97, 1.03))
+    late, early = 0, 0
+    for _ in range(200):
+        answers, context = draw(4000)
+        tokens = pace.max_tokens(0.06, answers, context, 1000)
+        took = seconds(
+            answers._replace(tokens=tokens, positions=answers.positions + attended(context, context + tokens - answers.tokens))
+        )
+        late, early = late + (took > 0.066), early + (took < 0.048)
+    assert late <= 5 and early <= 20, (late, early)
+
+
+def test_where_only_answers_are_known_prompts_are_not_cheap() -> None:
+    """Rows and tokens are then as many, and their contexts grow: the time must count as that of tokens."""
+    rng, pace = random.Random(2), Pace()
+    for turn in range(200):
+        rows = rng.randint(1, 8)
+        pace.add(ForwardSize(rows, rows, rows * (100 + turn)), (0.004 + 1e-3 * rows) * rng.uniform(0.95, 1.05))
+    assert 0 < pace.max_tokens(0.064, ForwardSize(4, 4, 400), 0, 1000) <= 66
 
 
 def longest_wait(seconds: Callable[[int], float], interval: float | None, *, times: int = 60) -> tuple[float, list[int]]:
@@ -48,12 +94,12 @@ def longest_wait(seconds: Callable[[int], float], interval: float | None, *, tim
             scheduler.add(Request(id=str(turn), tokens=[turn, *range(600)], params=SamplingParams(max_tokens=1)))
         batch = scheduler.schedule()
         assert batch is not None
-        took = seconds(batch.num_tokens)
+        took, size = seconds(batch.num_tokens), batch.size
         tokens.append(batch.num_tokens)
         if turn > 60 and batch.num_tokens > 1:
             waits.append(took)
         scheduler.commit(batch, {request: [1] for chunk in batch.chunks for request in receivers(chunk)})
-        scheduler.pace.add(batch.num_tokens, took)
+        scheduler.pace.add(size, took)
     assert scheduler.counters.tokens > 600 * 20, "the prompts were computed"
     return max(waits), tokens
 
@@ -86,6 +132,127 @@ def test_prompts_go_on_where_the_interval_cannot_be_kept_and_have_everything_whe
     scheduler.add(Request(id="alone", tokens=list(range(700)), params=SamplingParams(max_tokens=2)))
     batch = scheduler.schedule()
     assert batch is not None and batch.num_tokens == 512
+
+
+class Machine:
+    """Runs a scheduler on a clock of its own: a forward takes `base` and `per_token`, with noise."""
+
+    def __init__(self, seed: int = 0, *, noise: float = 0.0, **options: object) -> None:
+        settings: dict[str, object] = {"token_budget": 256, "max_running": 16, "max_waiting": 4096, "max_context": 2000}
+        self.scheduler = Scheduler(BlockPool(4000, 16), **(settings | options))  # type: ignore[arg-type]
+        self.rng, self.noise, self.now = random.Random(seed), noise, 0.0
+        self.times: dict[Request, list[float]] = {}
+
+    def run(self, requests: list[Request], limit: float = 1e9) -> None:
+        """Until all have ended; they arrive at their times."""
+        coming = sorted(requests, key=lambda one: one.arrival)
+        while (coming or self.scheduler.running or self.scheduler.waiting) and self.now < limit:
+            while coming and coming[0].arrival <= self.now:
+                self.scheduler.add(coming.pop(0))
+            batch = self.scheduler.schedule(self.now)
+            if batch is None:
+                self.now = coming[0].arrival
+                continue
+            size, took = batch.size, (0.01 + 0.002 * batch.num_tokens) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+            self.now += took
+            sampled = {request: [1] for chunk in batch.chunks for request in receivers(chunk)}
+            for request in sampled:
+                self.times.setdefault(request, []).append(self.now)
+            self.scheduler.commit(batch, sampled, self.now)
+            self.scheduler.pace.add(size, took)
+
+    def met(self, request: Request, target: Target) -> bool:
+        times = self.times.get(request, [])
+        gaps = [after - before for before, after in pairwise(times)]
+        within = target.first_within is None or (bool(times) and times[0] - request.arrival <= target.first_within)
+        return within and all(target.wait_within is None or gap <= target.wait_within for gap in gaps)
+
+
+def asked(number: int, arrival: float, prompt: int, outputs: int, target: Target = Target()) -> Request:  # noqa: B008
+    tokens = [number % 997, *range(prompt - 1)]
+    return Request(id=str(number), tokens=tokens, params=SamplingParams(max_tokens=outputs), arrival=arrival, target=target)
+
+
+def load(rate: float, target: Target, seed: int = 3, number: int = 150) -> list[Request]:
+    rng, at, requests = random.Random(seed), 0.0, []
+    for index in range(number):
+        at += rng.expovariate(rate)
+        requests.append(asked(index, at, rng.randint(100, 400), rng.randint(16, 48), target))
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_time_between_tokens_is_kept_and_missed_is_what_the_clock_says(seed: int) -> None:
+    target = Target(5.0, 0.08)
+    machine = Machine(seed, noise=0.1)
+    requests = load(1.0, target, seed)
+    machine.run(requests)
+    assert all(request.missed == (not machine.met(request, target)) for request in requests)
+    assert sum(request.missed for request in requests) <= 15
+    plain = Machine(seed, noise=0.1)
+    without = load(1.0, Target(), seed)
+    plain.run(without)
+    assert sum(not plain.met(request, target) for request in without) > 75, "whole budgets for prompts are too long"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_above_capacity_those_who_still_can_go_first(seed: int) -> None:
+    """At three times the capacity, most would be late if each waited for those before it."""
+    target, rate = Target(2.0, 0.2), 5.0
+    machine = Machine(seed, noise=0.05)
+    requests = load(rate, target, seed)
+    machine.run(requests)
+    plain = Machine(seed, noise=0.05, token_interval=SHARE * 0.2)
+    without = load(rate, Target(), seed)
+    plain.run(without)
+    met, had = (sum(one.met(request, target) for request in all_) for one, all_ in ((machine, requests), (plain, without)))
+    assert met >= 1.5 * had, (met, had)
+    assert all(len(machine.times[request]) == request.params.max_tokens for request in requests), "all are answered"
+
+
+def test_the_earliest_deadline_goes_first_and_no_target_is_one_of_ten_seconds() -> None:
+    machine = Machine()
+    loose, none, tight = asked(1, 0.0, 1500, 1, Target(60.0)), asked(2, 0.0, 1500, 1), asked(3, 0.0, 1500, 1, Target(5.0))
+    machine.run([loose, none, tight])
+    first = {one.id: times[0] for one, times in machine.times.items()}
+    assert first["3"] < first["1"] and first["3"] < first["2"]
+    assert first["1"] < first["2"], "the loose one counts as one of 10 seconds, and came before"
+
+
+def test_a_request_that_is_late_waits_for_a_bounded_time() -> None:
+    """More come without end than can be served in time; it is served before those that come later by MISSED steps of priority."""
+    target = Target(1.0, 10.0)
+    machine = Machine(max_running=1)
+    late = asked(0, 0.0, 1900, 4, Target(0.001))
+    others = [asked(number, 0.2 * number, 100, 4, target) for number in range(1, 500)]
+    machine.run([late, *others])
+    begun = machine.times[late][0]
+    steps = MISSED * machine.scheduler.patience
+    assert steps - 1 <= begun <= steps + 20, begun
+    assert late.missed and 100 < sum(one.missed for one in others) < 400
+
+
+def test_a_late_one_gives_up_its_place_and_its_answer_is_whole() -> None:
+    machine = Machine(max_running=2)
+    late = [asked(number, 0.0, 100, 400, Target(0.001)) for number in range(2)]
+    timely = asked(9, 2.0, 100, 4, Target(1.0))
+    machine.run([*late, timely])
+    assert not timely.missed and machine.times[timely][0] < 3.0
+    assert machine.scheduler.counters.preemptions == 1
+    assert [len(machine.times[one]) for one in late] == [400, 400]
+    machine.scheduler.pool.check([])
+
+
+def test_siblings_have_the_target_of_their_prompt() -> None:
+    machine, target = Machine(), Target(1.0, 1.0)
+    first, other = asked(0, 0.0, 64, 8, target), asked(0, 0.0, 64, 8, target)
+    first.siblings = [other]
+    machine.run([first])
+    assert not first.missed and not other.missed and len(machine.times[other]) == 8
+    first, other = asked(1, 0.0, 64, 8, Target(1e-6)), asked(1, 0.0, 64, 8, Target(1e-6))
+    first.siblings = [other]
+    machine.run([first])
+    assert first.missed and other.missed
 
 
 def test_refusals() -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.inference.blocks import BlockPool
-from slipstream.inference.core import Batch, Finish, QueueFullError, Request, RequestPhase, SamplingParams
+from slipstream.inference.core import Batch, Finish, ForwardSize, QueueFullError, Request, RequestPhase, SamplingParams, Target
 from slipstream.inference.drafts import Lookup, accept
 from slipstream.inference.scheduler import RequestOutput, Scheduler, receivers
 
@@ -134,6 +135,7 @@ class Arrival(NamedTuple):
     tenant: str
     max_tokens: int
     json: bool
+    target: Target
     cancel: tuple[int, int, bool] | None  # so many steps after arrival, which sibling, while a forward runs
 
 
@@ -161,6 +163,7 @@ arrivals = st.builds(
     tenant=st.sampled_from(["", "", "other"]),
     max_tokens=st.integers(1, 20),
     json=st.sampled_from([False, False, False, True]),
+    target=st.builds(Target, st.sampled_from([None, None, 0.5, 3.0, 9.0]), st.sampled_from([None, None, 1.5, 4.0])),
     cancel=st.none() | st.tuples(st.integers(0, 12), st.integers(0, 2), st.booleans()),
 )
 traffic = st.builds(
@@ -195,10 +198,11 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         patience=5,
         most_steps=case.most_steps,
     )
-    scheduler.pace.add(1, 1e-3)
+    scheduler.pace.add(ForwardSize(1), 1e-3)
     model, log = Model(pool), []
     families: list[tuple[Arrival, Request]] = []
     streamed: dict[Request, list[int]] = {}
+    times: dict[Request, list[float]] = {}
     last = max(arrival.when for arrival in case.arrivals)
     for now in range(3000):
         for arrival in (arrival for arrival in case.arrivals if arrival.when == now):
@@ -209,6 +213,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
                 params=SamplingParams(max_tokens=arrival.max_tokens, json_schema="{}" if arrival.json else None),
                 priority=arrival.priority,
                 tenant=arrival.tenant,
+                target=arrival.target,
                 arrival=float(now),
             )
             try:
@@ -226,7 +231,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
 
         cancel(during=False)
         generating = [request for request in scheduler.running if len(request.tokens) == request.num_computed + 1]
-        batch = scheduler.schedule()
+        batch = scheduler.schedule(float(now))
         pool.check(request.blocks for request in scheduler.running)
         if batch is None:
             assert not scheduler.running and not scheduler.waiting, "something is to do, and nothing is done"
@@ -247,8 +252,9 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         batch, sampled = model.generate(batch, case.made)
         cancel(during=True)
         pool.check(request.blocks for request in scheduler.running)
-        for request, tokens in scheduler.commit(batch, sampled):
+        for request, tokens in scheduler.commit(batch, sampled, now + 1.0):
             assert tokens
+            times.setdefault(request, [request.arrival]).append(now + 1.0)
             streamed.setdefault(request, []).extend(tokens)
         pool.check(request.blocks for request in scheduler.running)
         assert len(scheduler.running) <= case.max_running
@@ -260,7 +266,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
     else:
         raise AssertionError("it does not come to an end")
 
-    assert pool.num_free == case.num_blocks and not scheduler._entries
+    assert pool.num_free == case.num_blocks and not scheduler._entries and not scheduler._targeted
     pool.check([])
     for _, first in families:
         for request in (first, *first.siblings):
@@ -271,7 +277,16 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
                 assert request.tokens == tokens[: len(request.tokens)]
             else:
                 assert (request.tokens, request.finish) == (tokens, finish)
+                assert request.missed == late(times[request], request.target)
+    log.append("missed" if any(request.missed for _, request in families) else "met")
     return scheduler, log
+
+
+def late(times: list[float], target: Target) -> bool:
+    """`times`: of its arrival and of its tokens."""
+    first, *others = (after - before for before, after in pairwise(times))
+    limits = [(first, target.first_within), *((wait, target.wait_within) for wait in others)]
+    return any(limit is not None and wait > limit for wait, limit in limits)
 
 
 def test_random_traffic() -> None:
@@ -281,8 +296,9 @@ def test_random_traffic() -> None:
     @given(traffic)
     def run(case: Traffic) -> None:
         scheduler, log = play(case)
-        happened.update(dataclasses.asdict(scheduler.counters), further_steps=scheduler.counters.forwards - len(log))
+        happened.update(dataclasses.asdict(scheduler.counters), further_steps=scheduler.counters.forwards - len(log) + 1)
         happened.update(evictions=scheduler.pool.num_evictions, copies=scheduler.pool.num_copies)
+        happened.update(log[-1:])
 
     run()
     assert all(happened.values()), happened
@@ -379,7 +395,7 @@ def _steps(params: list[dict[str, Any]], seconds: float = 1e-3, *, num_blocks: i
     for _ in range(2):
         step(scheduler, model)
     for tokens in (1, 2) if seconds else ():
-        scheduler.pace.add(tokens, seconds)
+        scheduler.pace.add(ForwardSize(tokens), seconds)
     batch = scheduler.schedule()
     assert batch is not None
     return batch.steps

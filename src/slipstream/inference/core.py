@@ -7,6 +7,7 @@ request: many positions of a prompt, or the one token that was sampled last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -95,6 +96,23 @@ class SamplingParams:
         return penalized or bool(self.logit_bias)
 
 
+class Target(NamedTuple):
+    """The latency that a request wants; None: any."""
+
+    first_within: float | None = None  # seconds from its arrival to its first token
+    wait_within: float | None = None  # seconds between two of its tokens
+
+
+NO_TARGET = Target()
+
+
+def check_target(target: Target) -> None:
+    """Raise ValueError, which names the value, unless both are positive numbers."""
+    for name, value in target._asdict().items():
+        if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
+            raise ValueError(f"{name} is {value!r:.100}; it must be a number of seconds above 0")
+
+
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _OPTIONAL = ("logprobs", "prompt_logprobs", "seed")
@@ -111,6 +129,8 @@ class Request:
     priority: int = 0  # lower goes first
     salt: str = ""  # prefixes are shared only between requests of one salt
     tenant: str = ""  # whose share of the engine it uses: an API key
+    target: Target = NO_TARGET
+    missed: bool = False  # the target, already or for certain; only the scheduler changes it
     lead: int = 0  # tokens that its tenant has had of all engines beyond what another one here has; 0: none, or it is not known
     adapter: Any = None  # what the runner adds to the model for it (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock
@@ -168,6 +188,19 @@ class Chunk(NamedTuple):
         return self.num_tokens if scored else self.num_sampled
 
 
+class ForwardSize(NamedTuple):
+    """What a forward computes."""
+
+    tokens: int
+    rows: int = 0  # of logits
+    positions: int = 0  # that its tokens attend to, all together
+
+
+def attended(start: int, stop: int) -> int:
+    """The positions that the tokens from `start` to `stop` of a request attend to."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2
+
+
 class Batch(NamedTuple):
     """The input of one forward, or of several `steps` of one token per request: each step's tokens are the input of the next."""
 
@@ -179,6 +212,12 @@ class Batch(NamedTuple):
     def num_tokens(self) -> int:
         """Of a step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def size(self) -> ForwardSize:
+        """Of the first step."""
+        spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in self.chunks]
+        return ForwardSize(self.num_tokens, sum(chunk.num_rows for chunk in self.chunks), sum(attended(*span) for span in spans))
 
 
 class QueueFullError(RuntimeError):

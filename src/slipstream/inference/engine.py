@@ -26,7 +26,20 @@ from typing import Any, NamedTuple
 
 from slipstream.inference.blocks import BlockPool
 from slipstream.inference.constrain import Constraint, Grammars
-from slipstream.inference.core import Batch, Chunk, Finish, Generate, Request, RequestPhase, Runner, SamplingParams
+from slipstream.inference.core import (
+    NO_TARGET,
+    Batch,
+    Chunk,
+    Finish,
+    ForwardSize,
+    Generate,
+    Request,
+    RequestPhase,
+    Runner,
+    SamplingParams,
+    Target,
+    check_target,
+)
 from slipstream.inference.draft_model import FEW, DraftModel
 from slipstream.inference.drafts import accept
 from slipstream.inference.sampler import LogitsRow, Sampled, Sampler, SamplingError
@@ -261,12 +274,16 @@ class Engine:
         tenant: str = "",
         adapter: str = "",
         lead: int = 0,
+        first_within: float | None = None,
+        wait_within: float | None = None,
     ) -> Handle:
         """Queue a prompt for `n` answers of the model, or of one of `adapters`, and return at once. Lower `priority` goes first.
         Only requests of the same `salt` and `adapter` share the prefix cache; those of different `tenant` share the engine evenly.
+        `first_within` and `wait_within`: the request's target, seconds to the first token and between tokens (`core.Target`).
         Raises ValueError if the request can never be served, QueueFullError if the queue is full, ClosedError if none is."""
-        ids = self.encode(prompt)
+        ids, target = self.encode(prompt), Target(first_within, wait_within)
         self._check(ids, params, n)
+        check_target(target)
         with self._lock:
             self._check_open()
             used, salt = self._adapter(adapter, salt)
@@ -286,6 +303,7 @@ class Engine:
                 salt=salt,
                 tenant=tenant,
                 lead=lead,
+                target=target,
                 adapter=used,
                 arrival=now,
                 seed=seed + index,
@@ -491,10 +509,11 @@ class Engine:
         if self._drafter is not None:
             batch = self._speculate(batch, self._drafter)
             start, waited = time.perf_counter(), 0.0
+        size = batch.size  # before it is committed
         if self._compute(batch) is not None:
             self._compute_in_parts(batch)
         waited += self._send_outputs()
-        self._scheduler.pace.add(batch.num_tokens, (time.perf_counter() - start - waited) / max(1, counters.forwards - forwards))
+        self._scheduler.pace.add(size, (time.perf_counter() - start - waited) / max(1, counters.forwards - forwards))
         return True
 
     def _run(self) -> None:
@@ -527,7 +546,7 @@ class Engine:
             self._cancelled.clear()
             if self._unavailable and not self._scheduler.pausing:
                 self._end(list(self._sequences.values()), Finish.ERROR, self._unavailable)
-            batch = self._scheduler.schedule()
+            batch = self._scheduler.schedule(time.perf_counter())
             for chunk in () if batch is None else batch.chunks:
                 if not (sequence := self._sequences[chunk.request]).started and not chunk.request.num_generated:
                     sequence.started = time.perf_counter()
@@ -542,13 +561,18 @@ class Engine:
         if not wanted:
             return batch
         try:
-            drafts = drafter.guess(wanted, self._scheduler.pace.seconds)
+            drafts = drafter.guess(wanted, self._seconds_of(batch.size))
         except Exception as error:  # any error of the model or device; the requests do not need it
             logger.error("the draft model failed, and is not used any more: %s", _text(error), exc_info=True)
             self._drafter = None
             return batch
         with self._lock:
             return self._scheduler.add_drafts(batch, drafts)
+
+    def _seconds_of(self, size: ForwardSize) -> Callable[[int], float]:
+        """What a forward of so many tokens takes, which are all of answers, with the contexts that those of `size` have."""
+        context = size.positions / size.tokens
+        return lambda tokens: self._scheduler.pace.seconds(ForwardSize(tokens, tokens, int(context * tokens)))
 
     def _compute(self, batch: Batch) -> str | None:
         """Run the forwards, sample and commit. Return None, or the error text; then no request has changed.
@@ -695,7 +719,7 @@ class Engine:
                 if isinstance(why, str) and request in self._sequences:  # it may have ended together with its siblings
                     self._end([self._sequences[request]], Finish.ERROR, why)
             ones = {request: ones for request, ones in drawn.items() if not isinstance(ones, str)}
-            results = self._scheduler.commit(batch, {request: [one.token for one in ones[request]] for request in ones})
+            results = self._scheduler.commit(batch, {request: [one.token for one in ones[request]] for request in ones}, now)
             for request, new in results:
                 sequence = self._sequences[request]
                 try:
@@ -734,6 +758,9 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(sequence.request)
         self._meters.finished[finish] += 1
+        if sequence.request.target != NO_TARGET and finish in (Finish.STOP, Finish.LENGTH):
+            self._meters.targets_missed += sequence.request.missed
+            self._meters.targets_met += not sequence.request.missed
         now = time.perf_counter()
         self._meters.whole.add(now - sequence.submitted)
         if sequence.first_token:

@@ -1,37 +1,109 @@
-"""Estimates how many tokens a forward can compute in a given time, and how long one takes, from past forwards."""
+"""Estimates how long a forward takes, and how many tokens it can compute in a given time, from past forwards.
+
+A forward takes a time by its tokens, for which there is no formula, and beside it a time for each row of logits and for each
+position that a token attends to. These two rates are fitted to all forwards that are remembered, by least squares with a slight
+preference for 0: while only generations are known, rows and tokens are as many, and their time has to count as that of tokens, or
+prompts would be taken for cheap. What remains of each forward's time is remembered by its tokens.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 
+import numpy as np
+
+from slipstream.inference.core import ForwardSize, attended
+
 RECENT = 8
+REFIT = 8  # forwards after which the rates are fitted anew
+_RIDGE = 1e-2  # the preference, relative to the squares of each rate's own column
 
 
 class Pace:
     """Keeps the last few forwards of each power of two of tokens, and interpolates linearly between these buckets.
 
-    The second longest time of a bucket counts: the longest may be an outlier of the system, and the median would be exceeded half
-    of the time."""
+    Where a time is the limit, the second longest of a bucket counts: the longest may be an outlier of the system, and the median
+    would be exceeded half of the time."""
 
     def __init__(self) -> None:
-        self._recent: dict[int, deque[tuple[float, int]]] = {}  # by tokens.bit_length(): (seconds, tokens)
+        self._recent: dict[int, deque[tuple[float, ForwardSize]]] = {}  # by tokens.bit_length()
+        self._rates = (0.0, 0.0)  # seconds of a row, and of a position
+        self._new = 0  # forwards since these were fitted
 
-    def add(self, tokens: int, seconds: float) -> None:
-        self._recent.setdefault(tokens.bit_length(), deque(maxlen=RECENT)).append((seconds, tokens))
+    def add(self, size: ForwardSize, seconds: float) -> None:
+        self._recent.setdefault(size.tokens.bit_length(), deque(maxlen=RECENT)).append((seconds, size))
+        self._new += 1
+        if self._new >= REFIT:
+            self._new, self._rates = 0, _fitted([one for bucket in self._recent.values() for one in bucket])
 
-    def max_tokens(self, seconds: float) -> int:
-        """How many tokens a forward of `seconds` computes; 0 if no forward is known."""
-        tokens, elapsed = 0, 0.0  # of the largest known forward that is short enough
+    def max_tokens(self, seconds: float, size: ForwardSize, context: int, most: int) -> int:
+        """How many tokens, at most `most`, a forward of `seconds` computes: those of `size`, and the rest of a prompt, of which
+        `context` tokens are computed. 0 if no forward is known."""
+        line = self._line()
+        if not line:
+            return 0
+
+        def exceeded(tokens: int) -> bool:
+            more = max(0, tokens - size.tokens)
+            rest = self._rest(size._replace(positions=size.positions + attended(context, context + more)))
+            return _at(line, tokens) + rest > seconds * (1 + 1e-9)
+
+        return max(0, bisect_left(range(1, most + 1), True, key=exceeded))
+
+    def seconds(self, size: ForwardSize) -> float:
+        """The usual time of a forward, from the nearest known bucket that is not above its tokens; 0 if there is none."""
+        known = [bits for bits in self._recent if bits <= size.tokens.bit_length()]
+        if not known:
+            return 0.0
+        times = sorted(self._own(*one) for one in self._recent[max(known)])
+        return times[len(times) // 2] + self._rest(size)
+
+    def per_token(self) -> float:
+        """Seconds of a token where it takes the least; 0 if no forward is known."""
+        usual = (sorted((self._own(*one), one[1].tokens) for one in bucket)[len(bucket) // 2] for bucket in self._recent.values())
+        return min((seconds / tokens for seconds, tokens in usual), default=0.0)
+
+    def _rest(self, size: ForwardSize) -> float:
+        """Beside what its tokens take."""
+        return self._rates[0] * size.rows + self._rates[1] * size.positions
+
+    def _own(self, seconds: float, size: ForwardSize) -> float:
+        """What its tokens took."""
+        return max(0.0, seconds - self._rest(size))
+
+    def _line(self) -> list[tuple[int, float]]:
+        """Tokens and their seconds, both rising, of each bucket."""
+        line: list[tuple[int, float]] = []
         for bits in sorted(self._recent):
-            longest, more = sorted(self._recent[bits])[-2:][0]
-            if longest > seconds:
-                return tokens + int((more - tokens) * (seconds - elapsed) / (longest - elapsed))
-            if more > tokens:
-                tokens, elapsed = more, longest
-        return int(tokens * seconds / elapsed) if elapsed else 0
+            longest, tokens = sorted((self._own(seconds, size), size.tokens) for seconds, size in self._recent[bits])[-2:][0]
+            if not line or tokens > line[-1][0]:
+                line.append((tokens, max(longest, line[-1][1] if line else 0.0)))
+        return line
 
-    def seconds(self, tokens: int) -> float:
-        """The usual time of a forward of `tokens`, from the nearest known bucket that is not above theirs; 0 if there is none."""
-        known = [bits for bits in self._recent if bits <= tokens.bit_length()]
-        times = sorted(seconds for seconds, _ in self._recent[max(known)]) if known else [0.0]
-        return times[len(times) // 2]
+
+def _at(line: list[tuple[int, float]], tokens: int) -> float:
+    """Between two known points, or in proportion to the last."""
+    before = (0, 0.0)
+    for point in line:
+        if tokens <= point[0]:
+            return before[1] + (point[1] - before[1]) * (tokens - before[0]) / (point[0] - before[0])
+        before = point
+    return before[1] * tokens / before[0]
+
+
+def _fitted(forwards: list[tuple[float, ForwardSize]]) -> tuple[float, float]:
+    """The rates of rows and positions, neither below 0. Errors count in proportion to the time."""
+    seconds = np.array([one for one, _ in forwards])
+    columns = np.array([(1, *size) for _, size in forwards], dtype=float) / seconds[:, None]
+    used = [0, 1, 2, 3]
+    while True:
+        own = columns[:, used]
+        gram = own.T @ own
+        weights = np.array([1e-9 if one < 2 else _RIDGE for one in used]) * np.diag(gram) + 1e-30
+        found = np.linalg.solve(gram + np.diag(weights), own.sum(0))
+        below = [one for one, value in zip(used, found, strict=True) if one >= 2 and value < 0]
+        if not below:
+            rates = dict(zip(used, found.tolist(), strict=True))
+            return rates.get(2, 0.0), rates.get(3, 0.0)
+        used = [one for one in used if one not in below]

@@ -27,6 +27,17 @@ that arrive within a bounded time can precede a given one. No request overtakes 
 and running requests end (max_tokens), so the head is admitted eventually. The most important running request is never preempted and
 can use every block, and `add` rejects requests that do not fit an empty pool: every forward makes progress.
 
+[Note: Targets]
+A request may say within how many seconds it wants its first token, and each token after the one before. Its arrival counts later by
+the first of these, up to `patience`, which is what counts for a request that says nothing: so the earliest deadline goes first.
+While a request generates that says the second, forwards take prompts as with a `token_interval` of SHARE of it: some forwards take
+longer.
+
+A request that has missed its target, or could not meet it with the whole machine, lets those go first that still can: an answer
+that comes too late is of no use to who set the target, and above capacity the engine would compute nothing else. It goes back by
+MISSED steps of priority, so that it waits for a bounded time, too, and one that runs gives up its place to one of its tenant that
+still can.
+
 [Note: Fair shares]
 Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
 al., OSDI 2024, arXiv 2401.00588) for each, of the tokens computed and the tokens generated for it. The next request is the most
@@ -45,6 +56,7 @@ with a prompt of the tenant with the least has no others' prompts: with those it
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import insort
 from collections import Counter
@@ -53,12 +65,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from slipstream.inference.blocks import BlockPool
-from slipstream.inference.core import Batch, Chunk, Finish, QueueFullError, Request, RequestPhase
+from slipstream.inference.core import NO_TARGET, Batch, Chunk, Finish, ForwardSize, QueueFullError, Request, RequestPhase
 from slipstream.inference.drafts import Lookup
 from slipstream.inference.pace import Pace
 
 STEPS_SECONDS = 0.025  # several steps are made at once if they take less: a reader does not see the tokens come together
 STEP = 4096  # tokens of a tenant's share that a step of priority is worth
+SHARE = 0.6  # of the time between tokens that a request wants, for a forward
+MISSED = 6  # steps of priority that a request loses with its target
 LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever token_interval says
 
 
@@ -91,6 +105,7 @@ class _Entry:
     admitted: bool = False  # has run, even if it is preempted now
     lookup: Lookup | None = None
     num_draft: int = 0  # tokens to guess next: adapted to how many were accepted last
+    token_at: float = 0.0  # when it got its last token; seconds of the caller's clock
 
 
 def receivers(chunk: Chunk) -> tuple[Request, ...]:
@@ -145,6 +160,7 @@ class Scheduler:
         self.counters = Counters()
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
+        self._targeted: dict[Request, None] = {}  # unfinished requests that may still meet their target
         self._served: dict[str, int] = {}  # tenant -> its virtual token counter
         self._active: Counter[str] = Counter()  # tenant -> its unfinished requests
         if self.token_interval is not None and not self.token_interval > 0:
@@ -166,7 +182,8 @@ class Scheduler:
         least = min((self._served[tenant] for tenant in self._active if tenant != request.tenant), default=0)
         lifted = least + request.lead if request.lead else least - 1 if request.tenant not in self._active else 0
         self._served[request.tenant] = max(self._served.get(request.tenant, 0), lifted)
-        self._enter(request, request.arrival + self.patience * request.priority)
+        within = self.patience if (first := request.target.first_within) is None else min(first, self.patience)
+        self._enter(request, request.arrival + self.patience * request.priority + within)
         insort(self.waiting, request, key=self._rank)
 
     def check(self, num_prompt: int, tenant: str = "") -> None:
@@ -192,6 +209,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         self._release(request)
+        self._targeted.pop(request, None)
         if self._entries.pop(request, None) is not None:
             self._active[request.tenant] -= 1
             self._active += Counter()  # without those that are at 0
@@ -202,8 +220,11 @@ class Scheduler:
         """True if no unfinished request has run: none holds blocks or tokens that depend on the current weights."""
         return not any(entry.admitted for entry in self._entries.values())
 
-    def schedule(self) -> Batch | None:
-        """The next forward, of at most token_budget tokens. None if there is nothing to do, or while `pausing` and `drained`."""
+    def schedule(self, now: float = 0.0) -> Batch | None:
+        """The next forward, of at most token_budget tokens. None if there is nothing to do, or while `pausing` and `drained`.
+
+        `now`: seconds, of the clock of arrivals. Only targets need it."""
+        self._give_up(now)
         self._make_room()
         plan = _Plan(self._budget())
         if self.split:
@@ -217,10 +238,10 @@ class Scheduler:
         steps = self._steps(plan)
         return Batch(tuple(plan.chunks), tuple(plan.copies), steps) if plan.chunks else None
 
-    def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]]) -> list[RequestOutput]:
+    def commit(self, batch: Batch, sampled: Mapping[Request, Sequence[int]], now: float = 0.0) -> list[RequestOutput]:
         """Record a computed batch, whose `steps` are those that were made. `sampled` has the accepted tokens of each of its
-        `receivers`. Requests are extended up to their end, full blocks are published, and siblings start with a fork of the
-        prompt's blocks."""
+        `receivers`, `now` is as in `schedule`. Requests are extended up to their end, full blocks are published, and siblings start
+        with a fork of the prompt's blocks."""
         self.counters.forwards += batch.steps
         self.counters.full_forwards += batch.steps * (batch.num_tokens == self.token_budget)
         self.counters.tokens += batch.steps * batch.num_tokens
@@ -237,6 +258,8 @@ class Scheduler:
             self.pool.publish(request.blocks, request.tokens, chunk.start, chunk.stop, self._salt(request))
             for sibling in sampling[1:]:
                 self._start_sibling(sibling, request)
+            for one in sampling:
+                self._note_time(one, now)
             outputs += [RequestOutput(one, self._append(one, sampled[one])) for one in sampling]
             for sibling in reversed(sampling[1:]):
                 if len(self.running) > self.max_running and sibling.phase is RequestPhase.RUNNING:
@@ -273,12 +296,49 @@ class Scheduler:
 
     # ---- the parts of a batch, in the order of `schedule`
 
+    def _give_up(self, now: float) -> None:
+        """Put back the requests that cannot meet their targets any more: [Note: Targets]."""
+        per_token = self.pace.per_token() if self._targeted else 0.0
+        for request in [one for one in self._targeted if now + per_token * _pending(one) > self._deadline(one)]:
+            self._miss(request)
+
+    def _deadline(self, request: Request) -> float:
+        """Of its next token."""
+        begun, target = request.num_generated > 0, request.target
+        within = target.wait_within if begun else target.first_within
+        since = self._entries[request].token_at if begun else request.arrival
+        return math.inf if within is None else since + within
+
+    def _note_time(self, request: Request, now: float) -> None:
+        """It gets tokens now."""
+        if request in self._targeted and now > self._deadline(request):
+            self._miss(request)
+        self._entries[request].token_at = now
+
+    def _miss(self, request: Request) -> None:
+        entry, queue = self._entries[request], self.running if request.phase is RequestPhase.RUNNING else self.waiting
+        request.missed = True
+        del self._targeted[request]
+        queue.remove(request)
+        entry.rank = (entry.rank[0] + MISSED * self.patience, entry.rank[1])
+        insort(queue, request, key=self._rank)
+
+    def _interval(self) -> float | None:
+        """Seconds for a forward, so that those who generate get their tokens in time; None: any."""
+        waits = (one.target.wait_within for one in self.running if one in self._targeted and _pending(one) == 1)
+        wanted = [SHARE * wait for wait in waits if wait is not None]
+        return min([*wanted, *(() if self.token_interval is None else (self.token_interval,))], default=None)
+
     def _budget(self) -> int:
         """Tokens of the next forward."""
-        generating = sum(_pending(request) == 1 for request in self.running)
-        if self.token_interval is None or not generating:
+        generating = [len(request.tokens) for request in self.running if _pending(request) == 1]
+        interval = self._interval()
+        if interval is None or not generating:
             return self.token_budget
-        return min(self.token_budget, max(self.pace.max_tokens(self.token_interval), generating + LEAST_PROMPT))
+        given = ForwardSize(len(generating), len(generating), sum(generating))
+        context = next((one.num_computed for one in self.running if _pending(one) > 1), 0)
+        fitting = self.pace.max_tokens(interval, given, context, self.token_budget)
+        return min(self.token_budget, max(fitting, given.tokens + LEAST_PROMPT))
 
     def _generate(self, plan: _Plan) -> None:
         """Add one token for each generation; if it needs a block and none is free, less important requests are preempted."""
@@ -309,15 +369,20 @@ class Scheduler:
                 self._plan(plan, request, min(_pending(request), self._capacity(request)))
 
     def _make_room(self) -> None:
-        """Preempt requests of tenants that run more than their part while the head's tenant runs less and the head does not fit."""
-        while len(self._active) > 1 and (surplus := self._surplus()):
-            head = self._head()
-            if head is None or sum(one.tenant == head.tenant for one in self.running) >= self._part():
-                return
+        """Preempt requests that yield to the head of the queue until it fits."""
+        while (head := self._head()) is not None and (yielding := self._yielding(head)):
             if (cached := self._fit(head, self._owed())) is not None:
                 self.pool.free(cached)
                 return
-            self._preempt(surplus[-1])
+            self._preempt(yielding[-1])
+
+    def _yielding(self, head: Request) -> list[Request]:
+        """The running requests, by rank, that give up their places to a waiting one: those of tenants that run more than their part
+        if its own runs less; else of its own tenant those that have missed their target, if it may still meet its own."""
+        running = [one for one in self.running if one.tenant == head.tenant]
+        if len(running) < self._part() and (surplus := self._surplus()):
+            return surplus
+        return [one for one in running if one.missed and self._rank(one) > self._rank(head)] if head in self._targeted else []
 
     def _part(self) -> int:
         """The sequences that each tenant has a right to run."""
@@ -419,8 +484,8 @@ class Scheduler:
             return 1
         if not all(_generates(chunk) and chunk.request.is_plain for chunk in chunks):
             return 1
-        step = self.pace.seconds(len(chunks))
-        within = STEPS_SECONDS if self.token_interval is None else min(STEPS_SECONDS, self.token_interval)
+        step = self.pace.seconds(Batch(tuple(chunks), ()).size)
+        within = min(STEPS_SECONDS, self._interval() or STEPS_SECONDS)
         steps = min([self.most_steps, int(within / step) if step else 1, *(1 + self._room(chunk) for chunk in chunks)])
         while steps > 1 and self.pool.num_free < sum(
             self.pool.num_lacking(chunk.request.blocks, chunk.stop, chunk.start + steps) for chunk in chunks
@@ -434,6 +499,8 @@ class Scheduler:
 
     def _enter(self, request: Request, importance: float) -> None:
         self._entries[request] = _Entry((importance, self._num_added), num_draft=self.num_draft)
+        if request.target != NO_TARGET and not request.missed:
+            self._targeted[request] = None
         self._active[request.tenant] += 1
         self._num_added += 1
 
@@ -487,6 +554,7 @@ class Scheduler:
 
     def _start_sibling(self, sibling: Request, first: Request) -> None:
         """Start a sibling at the end of the prompt that `first` has computed."""
+        sibling.missed = first.missed
         self._enter(sibling, self._entries[first].rank[0])
         self._entries[sibling].admitted = True
         sibling.phase, sibling.num_cached, sibling.num_computed = RequestPhase.RUNNING, first.num_cached, first.num_computed

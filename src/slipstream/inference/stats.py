@@ -57,6 +57,8 @@ class Stats:
     forwards: int
     expert_hits: int  # both are 0 unless experts are on disk; see `Use`
     expert_misses: int
+    targets_met: int  # sequences with a target that have ended (stop or length): it was met
+    targets_missed: int
     finished: Mapping[Finish, int]  # sequences by finish reason
     tokens_per_second: float  # generated, over the last 10 seconds
     prompt_tokens_per_second: float  # computed
@@ -119,6 +121,8 @@ class Meters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    targets_met: int = 0
+    targets_missed: int = 0
     finished: Counter[Finish] = field(default_factory=Counter)
     time_to_first_token: _Buckets = field(default_factory=lambda: _Buckets(_FIRST_TOKEN))
     between_tokens: _Buckets = field(default_factory=lambda: _Buckets(_BETWEEN_TOKENS))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from slipstream.inference.core import Finish, QueueFullError, SamplingParams
+from slipstream.inference.core import NO_TARGET, Finish, QueueFullError, SamplingParams, Target
 from slipstream.inference.engine import Output, Usage
 from slipstream.inference.server.answers import Joined, join
 from slipstream.inference.server.errors import RequestError
@@ -188,6 +188,7 @@ class Work:
     n: int
     priority: int
     salt: str
+    target: Target = NO_TARGET
     tenant: str = ""
     adapter: str = ""  # its name; "": the model alone
     constraint: str = ""  # the request's field that constrains the output
@@ -259,7 +260,7 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
         def sink(output: Output) -> None:
             mailbox.post(first + output.index, output)
 
-        whose: dict[str, Any] = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter}
+        whose: dict[str, Any] = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter, **work.target._asdict()}
         return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, **whose)
 
     def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:

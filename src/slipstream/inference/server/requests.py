@@ -68,6 +68,7 @@ NOT_SERVED = explained("not_served", "this OpenAI field is not supported; leave 
 Never = Annotated[None, NOT_SERVED]
 Empty = Annotated[list[Any], Field(max_length=0)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Number = Annotated[
     float | Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?$", max_length=20)],
@@ -153,6 +154,8 @@ class SampledFields(Fields):
     min_tokens: Annotated[int | None, documented(minimum=0)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
+    first_within: Seconds | None = None  # the request's target, to its first token and between two
+    wait_within: Seconds | None = None
     priority: Annotated[int, Field(ge=-10, le=10)] | None = None  # each step is worth 10 s of waiting: no starvation
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None  # requests with the same salt share prefixes
 

@@ -19,7 +19,7 @@ from slipstream.inference.server.answers import ChatFormat, Format, Joined, even
 from slipstream.inference.server.chat import ChatRequest
 from slipstream.inference.server.chat import prepare as prepare_chat
 from slipstream.inference.server.errors import RequestError
-from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, refused, without_effect
+from slipstream.inference.server.requests import LABELS, MAX_MESSAGES, NOT_SERVED, Fields, Number, Seconds, refused, without_effect
 from slipstream.inference.server.state import Caller, Prepared, Serving
 
 _CHAT = {  # fields of chats, and here
@@ -57,6 +57,8 @@ class ResponsesRequest(Fields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+    first_within: Seconds | None = None
+    wait_within: Seconds | None = None
 
     previous_response_id: Annotated[None, NOT_SERVED] = None
     conversation: Annotated[None, NOT_SERVED] = None
@@ -78,6 +80,8 @@ class ResponsesRequest(Fields):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "first_within": self.first_within,
+            "wait_within": self.wait_within,
             "stream": self.stream,
             "tools": tools or None,
             "tool_choice": self._choice(bool(tools)),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.inference.core import SamplingParams
+from slipstream.inference.core import SamplingParams, Target
 from slipstream.inference.server.answers import Format
 from slipstream.inference.server.bodies import HealthBody, ModelBody
 from slipstream.inference.server.errors import RequestError
@@ -219,6 +219,7 @@ class Serving:
             params=params,
             n=n,
             priority=(request.priority or 0) if caller.prioritizes else 0,
+            target=Target(request.first_within, request.wait_within),
             salt=f"{caller.salt}:{request.cache_salt or ''}",
             tenant=caller.tenant,
             adapter=request.model if request.model in self.engine.adapters else "",
