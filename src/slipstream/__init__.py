@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream import activations, ema, handover, parallel, zero
+    from slipstream import activations, parallel, zero
     from slipstream.config.arguments import add_config_arguments
-    from slipstream.inference import InferenceEngine, SamplingParams, init_inference, pipeline
+    from slipstream.inference import InferenceEngine, SamplingParams, handover, init_inference, pipeline
     from slipstream.parallel.layers import LayerSpec, TiedLayerSpec
     from slipstream.parallel.module import DualPipeVModule, PipelineModule
     from slipstream.quantized import quantize
+    from slipstream.train import ema
     from slipstream.train.data import RepeatingLoader
     from slipstream.train.engine import Engine
     from slipstream.train.initialize import initialize
@@ -60,6 +61,13 @@ _HOMES = {
     "pipeline": "slipstream.inference",
     "quantize": "slipstream.quantized",
 }
+_MODULES = {
+    "activations": "slipstream.activations",
+    "ema": "slipstream.train.ema",
+    "handover": "slipstream.inference.handover",
+    "parallel": "slipstream.parallel",
+    "zero": "slipstream.zero",
+}
 
 
 def __dir__() -> list[str]:
@@ -70,8 +78,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("activations", "ema", "handover", "parallel", "zero"):
-        return importlib.import_module(f"slipstream.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(
             f"module 'slipstream' has no attribute {name!r} (DeepSpeed's names are in the package deepspeed that "

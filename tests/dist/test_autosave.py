@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream import brief
 from slipstream.launch import agent
 from slipstream.train.autosave import Preempted
+from slipstream.world import brief
 from tests import toy
 from tests.dist.test_launch_agents import Launcher
 from tests.pool import distributed

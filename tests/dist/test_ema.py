@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import slipstream
-from slipstream.ema import Ema
+from slipstream.train.ema import Ema
 from tests import cases, toy
 from tests.pool import distributed, run
 

@@ -368,7 +368,7 @@ def test_ctrl_c_is_one_line_with_the_last_checkpoint(saves: int, launcher: Launc
     script = launcher.script("""
         import os, sys, time
         from pathlib import Path
-        from slipstream.brief import note_save
+        from slipstream.world.brief import note_save
         folder, rank = Path(sys.argv[1]), os.environ["RANK"]
         for step in range(int(sys.argv[2]) if rank == "0" else 0):
             note_save(folder / f"step{step}")  # its folder appears when it is complete

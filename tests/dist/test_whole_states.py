@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.ema import Ema
+from slipstream.train.ema import Ema
 from tests import probe
 from tests.dist.test_pipeline import Group
 from tests.dist.test_pipeline import module as pipeline_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import slipstream
-from slipstream.extras import MissingPackageError
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.gguf_file import open_gguf
+from slipstream.world.extras import MissingPackageError
 from tests.inference.test_load import write_gguf
 from tests.inference.twins import NEW, PROMPTS, SIZES, VOCAB, tiny
 

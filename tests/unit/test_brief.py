@@ -9,8 +9,8 @@ from types import TracebackType
 
 import pytest
 
-from slipstream import brief
 from slipstream.launch.worker import RankPlace, describe
+from slipstream.world import brief
 from slipstream.world.watch import PeerLostError, Watch
 
 WORDS = "slipstream.world.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
@@ -63,7 +63,7 @@ def test_the_hook_leaves_other_errors_to_the_one_before(
     for error in (other, own):
         sys.excepthook(type(error), error, None)
     assert seen == [other]
-    assert capsys.readouterr().err == f"slipstream.brief.BriefError: in brief\n{brief.SWITCH}=1 shows the whole traceback\n"
+    assert capsys.readouterr().err == f"slipstream.world.brief.BriefError: in brief\n{brief.SWITCH}=1 shows the whole traceback\n"
 
 
 @pytest.mark.slow

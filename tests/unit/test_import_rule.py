@@ -19,18 +19,17 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 
-BASE = ("brief", "config", "world", "ops", "extras", "handover")
+BASE = ("config", "world", "ops")
 CORE = (*BASE, "data", "zero", "optim")
 FEATURES = (*CORE, "parallel", "moe", "checkpoint", "activations", "attention", "quantized", "compression", "fused")
 OUTSIDE = ("launch", "observe")
-ROOMS = (*FEATURES, "train", "ema", *OUTSIDE, "inference", "__init__")
+ROOMS = (*FEATURES, "train", *OUTSIDE, "inference", "__init__")
 SEES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     "data": (*BASE, "data"),
     **dict.fromkeys(("zero", "optim"), CORE),
     **dict.fromkeys(("parallel", "moe", "checkpoint", "activations", "attention", "quantized", "compression", "fused"), FEATURES),
     "train": (*FEATURES, "observe"),
-    "ema": (*FEATURES, "train"),
     "inference": (*BASE, "checkpoint", "quantized", "parallel"),
     "launch": ROOMS,
     "observe": tuple(room for room in ROOMS if room != "launch"),

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from slipstream.brief import BriefError
 from slipstream.config.text import check_depth, read_json
 from slipstream.config.trial import current, laid_over
+from slipstream.world.brief import BriefError
 from slipstream.world.sizes import check_stated, launched_sizes
 
 ConfigLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]

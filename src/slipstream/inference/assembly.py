@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from slipstream.extras import needs
 from slipstream.inference import generic, outputs, precision, trained
 from slipstream.inference.adapters import Opener, opener
 from slipstream.inference.config import ModelPart
@@ -40,6 +39,7 @@ from slipstream.ops.pages import give_back_freed
 from slipstream.ops.team import MAX_THREADS
 from slipstream.parallel.inferred import compare, cut, example_inputs, needs_trial, try_out
 from slipstream.quantized import PackedLinear
+from slipstream.world.extras import needs
 from slipstream.world.watch import PeerLostError
 
 logger = logging.getLogger(__name__)

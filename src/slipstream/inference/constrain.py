@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.extras import needs
 from slipstream.inference.text import Tokenizer
+from slipstream.world.extras import needs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.extras import needs
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.weights import Codes, Int4, Int8, KQuant, Matrix
 from slipstream.ops.matrices import pack_codes, unpack_codes
+from slipstream.world.extras import needs
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from slipstream.config import huggingface
-from slipstream.extras import MODELS, MissingPackageError
 from slipstream.inference import outputs, recommended, trained
 from slipstream.inference.gguf_file import read_gguf
 from slipstream.inference.models import is_encoder
 from slipstream.inference.text import Tokenizer
+from slipstream.world.extras import MODELS, MissingPackageError
 
 SAMPLES, SAMPLE_BYTES = 64, 1024  # of each file, for `weights_digest`
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import huggingface
-from slipstream.extras import needs
+from slipstream.world.extras import needs
 
 with needs("text", extra="serve"):
     import tokenizers

@@ -27,13 +27,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream import brief
 from slipstream.launch import environment
 from slipstream.launch.failure import Failure, decode, encode, first, render, shell_code, with_reason
 from slipstream.launch.watch import RankWatch
 from slipstream.launch.worker import read_records, read_stack
 from slipstream.launch.zygote import spare_ranks
 from slipstream.observe.host import num_cores, read_pressure
+from slipstream.world import brief
 
 __all__ = ["main", "run_node"]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import slipstream
-from slipstream.extras import MODELS
 from slipstream.launch.commands import LAUNCHERS
+from slipstream.world.extras import MODELS
 
 __all__ = ["build_parser", "main"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from slipstream.brief import RECORDS
+from slipstream.world.brief import RECORDS
 
 __all__ = ["FILES", "num_threads", "parse_file", "propagated", "shown"]
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import linear_regression, pstdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slipstream.extras import needs
+from slipstream.world.extras import needs
 
 if TYPE_CHECKING:
     from slipstream.launch.tune import Tuner

@@ -113,7 +113,7 @@ def build_on_meta(target: str) -> torch.nn.Module:
         )
     else:
         from slipstream.config import huggingface
-        from slipstream.extras import needs
+        from slipstream.world.extras import needs
 
         with needs(f"--model {target}", extra="hf"):
             from transformers import AutoConfig, AutoModelForCausalLM

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO
 
-from slipstream import brief
 from slipstream.launch.commands import Command
 from slipstream.launch.failure import Extract, Failure, first, render, shell_code
+from slipstream.world import brief
 
 __all__ = ["run_commands"]
 

@@ -265,7 +265,7 @@ def _served(options: argparse.Namespace, stack: ExitStack) -> Any:
     """The engine of a server: in this process, or several in processes of their own."""
     options = _with_own(options, options.models[0])
     if options.replicas is None and options.engines is None:
-        from slipstream import handover
+        from slipstream.inference import handover
 
         engine = stack.enter_context(_engine(options))
         if options.weights_socket is not None:

@@ -33,9 +33,9 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from slipstream import brief
 from slipstream.launch import cores
 from slipstream.launch.failure import Failure, decode, encode, first, is_consequence, shorten, summary_of
+from slipstream.world import brief
 from slipstream.world import discover as places
 
 __all__ = ["EXIT_S", "main", "read_records", "read_stack"]

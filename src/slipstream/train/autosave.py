@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from slipstream import brief, checkpoint
+from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, Hosts, complete_newest
 from slipstream.config.plan import CheckpointPlan
+from slipstream.world import brief
 from slipstream.world.join import local_rank, local_world_size
 from slipstream.world.mesh import Axis, Mesh
 from slipstream.zero.comm import gather_objects

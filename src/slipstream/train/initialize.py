@@ -14,7 +14,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from slipstream import brief
 from slipstream.checkpoint.errors import Ranks
 from slipstream.checkpoint.weights import WeightFiles, check_same, open_weights
 from slipstream.config import DataWorld, ModelFacts, Plan, for_inference, keys, resolve
@@ -56,6 +55,7 @@ from slipstream.train.precision import Precision
 from slipstream.train.progress import log_layout, log_plan
 from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, warn_of_frozen
 from slipstream.train.states import States
+from slipstream.world import brief
 from slipstream.world.join import init_distributed, local_device, local_world_size
 from slipstream.world.mesh import Mesh, build_mesh
 from slipstream.world.watch import Watch

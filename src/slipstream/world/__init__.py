@@ -1,1 +1,1 @@
-"""Who the ranks are: joining the process group, meshes, and the watch over peers."""
+"""Where a process runs: who the ranks are, joining their group, meshes, the watch over peers, brief errors, optional packages."""

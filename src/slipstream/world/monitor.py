@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slipstream.brief import tell
+from slipstream.world.brief import tell
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerLostError, Pulse, Watch, living
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
-from slipstream.brief import BriefError
+from slipstream.world.brief import BriefError
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import Peers, meet
 

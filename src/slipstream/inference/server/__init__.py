@@ -1,6 +1,6 @@
 """The HTTP server over an engine: OpenAI's API, metrics and the chat page. Start reading at `app`."""
 
-from slipstream.extras import needs
+from slipstream.world.extras import needs
 
 with needs("serving over HTTP", extra="serve"):
     from slipstream.inference.server.app import create_app

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.extras import needs
 from slipstream.inference.server.gate import COUNTED
+from slipstream.world.extras import needs
 
 
 def check_collector(endpoint: str) -> None:

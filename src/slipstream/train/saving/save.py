@@ -13,13 +13,14 @@ from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
-from slipstream import brief, checkpoint
+from slipstream import checkpoint
 from slipstream.checkpoint import CheckpointError, FlatSlice
 from slipstream.checkpoint.errors import Ranks
 from slipstream.train.autosave import Autosave
 from slipstream.train.loaders import Loader
 from slipstream.train.saving import entries
 from slipstream.train.states import States
+from slipstream.world import brief
 from slipstream.world.mesh import Axis
 
 logger = logging.getLogger(__name__)
