@@ -419,8 +419,9 @@ def _take_scalars(states: States, saved: Any, undo: list[Callable[[], None]], la
         raise CheckpointError(f"it was saved without an optimizer, and this engine has one; {_OWN_OPTIMIZER}")
     classes, groups = entries.optimizer_classes(steps), steps.inner.param_groups
     options_of_groups = _groups_like(saved["groups"], groups)
-    if saved["classes"] is not None and not set(classes) & set(saved["classes"]):
-        raise CheckpointError(f"its optimizer is {saved['classes'][0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
+    known = saved.get("classes")  # None: DeepSpeed's, and the first checkpoints of version 1
+    if known is not None and not set(classes) & set(known):
+        raise CheckpointError(f"its optimizer is {known[0]} and this engine's is {classes[0]}; {_OWN_OPTIMIZER}")
     if len(groups) != len(options_of_groups):
         raise CheckpointError(
             f"its optimizer has {len(saved['groups'])} parameter groups and this engine's has {len(groups)}; {_OWN_OPTIMIZER}"
