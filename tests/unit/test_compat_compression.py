@@ -143,52 +143,6 @@ def test_moq_over_parameters_of_a_script(mixed: bool) -> None:
         quantizer.quantize([[p]], False, False)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.dense, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 32), nn.Linear(32, 8)
-
-
-class Policy:
-    def __init__(self, layer: Block) -> None:
-        self.layer = layer
-
-    def attention(self) -> tuple[Any, ...]:
-        return None, self.layer.qkv.weight, None, self.layer.dense.weight
-
-    def mlp(self) -> tuple[Any, ...]:
-        return None, self.layer.up.weight, None, self.layer.down.weight
-
-
-def test_weights_are_quantized_after_training() -> None:
-    made, blocks = load("runtime.weight_quantizer").WeightQuantization(), [Block(), Block()]
-    keys = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-    sd: dict[str, Tensor] = {}
-    for i, each in enumerate(blocks):
-        sd |= {f"{i}.{key}.weight": layer.weight for key, layer in zip(keys, each.children(), strict=True)}
-        sd[f"{i}.norm"] = torch.ones(8)
-    exact = dict(sd)
-    codes, scales = made.sd_quantize_megatron(sd, 8, 2)
-    assert scales.shape == (2, 4, 4) and codes["0.norm"] is exact["0.norm"]  # matrices of the MLP have 4 groups
-    for i in range(2):
-        for row, key in enumerate(f"{i}.{key}.weight" for key in keys):
-            groups = 4 if "mlp" in key else 2
-            values = codes[key].view(groups, -1) * scales[i, row, :groups, None]
-            assert codes[key].dtype is torch.int8 and not scales[i, row, groups:].any()
-            assert (values - exact[key].view(groups, -1)).abs().max() <= 1.01 * scales[
-                i, row
-            ].max()  # the largest has no code of its own
-    parts = made.merge_scales_split(2)
-    assert torch.equal(parts[1][:, 0, 0], scales[:, 0, 1]) and parts[0].shape == (2, 4, 2)
-    model = nn.Sequential(*copy.deepcopy(blocks))
-    _, again = load("runtime.weight_quantizer").WeightQuantization().model_quantize(model, {Block: Policy}, 8, 2)
-    assert torch.equal(model[1].dense.weight, codes["1.attention.dense.weight"].float()) and again.shape == (2, 4, 6)
-    with pytest.raises(ValueError, match="no layer of a class in quantize_policy"):
-        made.model_quantize(model, None, 8, 2)
-    with pytest.raises(ValueError, match="5 groups must divide"):
-        made.quantize_data(blocks[0].dense.weight, 8, 5)
-
-
 def sampler(metrics: dict[str, Any], rank: int, world: int, micro: int, **more: Any) -> Any:
     curriculum = {"enabled": bool(metrics), "curriculum_metrics": metrics}
     config = {"seed": 3, "data_sampling": {"num_epochs": 2, "curriculum_learning": curriculum}}

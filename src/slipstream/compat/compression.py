@@ -1,5 +1,5 @@
 """Compression of single modules and tensors by DeepSpeed's names: `deepspeed.compression.helper` and `.basic_layer`,
-`deepspeed.runtime.quantize` and `.weight_quantizer`. The config's blocks (docs/COMPRESSION.md) do the same for a whole model.
+`deepspeed.runtime.quantize`. The config's blocks (docs/COMPRESSION.md) do the same for a whole model.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -307,114 +307,3 @@ def quantize_training(blocks: Mapping[str, Any]) -> tuple[Any, ...]:
     first = (shared.quantize_weight_in_forward, shared.enabled, shared.quantize_groups)
     mixed = (shared.fp16_mixed_quantize.enabled, shared.fp16_mixed_quantize.quantize_change_ratio)
     return (*first, *mixed, shared.quantization_type, shared.rounding, shared.quantize_verbose, shared.quantizer_kernel)
-
-
-# -- deepspeed.runtime.weight_quantizer --
-
-_SCALES = {  # a part of a Megatron key -> the list of its scales
-    "mlp.dense_4h_to_h.weight": "mlp4hh_scales",
-    "mlp.dense_h_to_4h.weight": "mlph4h_scales",
-    "attention.query_key_value.weight": "qkv_scales",
-    "attention.dense.weight": "dense_scales",
-}
-
-
-class WeightQuantization:
-    """Quantizes weights after training to int8 codes and a scale per group, in a Megatron state dict or in a model's layers.
-
-    A code is round(w 2^bits / (2 max|w| + 1e-5)) of its group. mlp_extra_grouping: matrices of an MLP, by their shape, have twice
-    as many groups. mp_size: of how many slices a matrix is one.
-    """
-
-    def __init__(self, mlp_extra_grouping: bool = True, mp_size: int = 1) -> None:
-        self.mlp_extra_grouping, self.mp_size = mlp_extra_grouping, mp_size
-        self.dense_scales = list[Tensor]()
-        self.qkv_scales, self.mlp4hh_scales, self.mlph4h_scales = list[Tensor](), list[Tensor](), list[Tensor]()
-
-    def quantize_data(self, data: Tensor, quantize_bits: int, groups: int, key: str | None = None) -> tuple[Tensor, Tensor]:
-        """(int8 in the shape of data, fp32 [groups, 1]: codes of 1). Raises ValueError if groups do not divide it."""
-        if data.numel() % groups or not 2 <= quantize_bits <= 8:
-            raise ValueError(f"{groups} groups must divide {data.numel()} elements, and bits ({quantize_bits}) be 2 to 8: {key}")
-        flat = data.detach().float().reshape(groups, -1)
-        scale = 2**quantize_bits / (2 * flat.abs().amax(1, keepdim=True) + 1e-5)
-        half = 2 ** (quantize_bits - 1)
-        return (flat * scale).round().clamp(-half, half - 1).to(torch.int8).view(data.shape), scale
-
-    def _has_ratio(self, data: Tensor, ratio: int, count: int = 1) -> bool:
-        rows, columns = data.shape
-        return self.mp_size * count * rows == ratio * columns or self.mp_size * count * columns == ratio * rows
-
-    def is_mlp(self, data: Tensor, merge_count: int = 1) -> bool:
-        return self._has_ratio(data, 4, merge_count)
-
-    def is_qkv(self, data: Tensor) -> bool:
-        return self._has_ratio(data, 3)
-
-    def Quantize(self, value_list: list[Tensor], quantize_bits: int, groups: int, key: str, merge_dim: int = 0) -> list[Tensor]:
-        """Quantize the slices of one matrix, in place of them in the list, and keep their scales by the key."""
-        groups *= 2 if self.mlp_extra_grouping and self.is_mlp(value_list[0], len(value_list)) else 1
-        pairs = [self.quantize_data(data, quantize_bits, groups, key) for data in value_list]
-        value_list[:] = [codes for codes, _ in pairs]
-        name = next((name for part, name in _SCALES.items() if part in key), "dense_scales")
-        getattr(self, name).append(1 / torch.cat([scale for _, scale in pairs], merge_dim).view(1, -1))
-        return value_list
-
-    def merge_layer_scales(self, layer_scales: Sequence[Tensor]) -> Tensor:
-        """Rows of scales as one [1, rows, most columns], with zeros behind shorter ones."""
-        widest = max(scale.shape[-1] for scale in layer_scales)
-        return torch.cat([nn.functional.pad(scale, (0, widest - scale.shape[-1])) for scale in layer_scales])[None]
-
-    def _layers(self) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        return zip(self.qkv_scales, self.dense_scales, self.mlph4h_scales, self.mlp4hh_scales, strict=True)
-
-    def merge_scales(self) -> Tensor:
-        """[layers, 4, columns]: query-key-value, dense, h to 4h, 4h to h."""
-        return torch.cat([self.merge_layer_scales(scales) for scales in self._layers()])
-
-    def merge_scales_split(self, split_count: int) -> list[Tensor]:
-        """`merge_scales` of each of the parts that model-parallel ranks get."""
-        parts = ([scale.view(1, -1).chunk(split_count, 1) for scale in scales] for scales in self._layers())
-        layers = [[self.merge_layer_scales(part) for part in zip(*scales, strict=True)] for scales in parts]
-        return [torch.cat(part) for part in zip(*layers, strict=True)]
-
-    def sd_quantize_megatron(
-        self, sd: MutableMapping[str, Tensor], quantize_bits: int, groups: int
-    ) -> tuple[MutableMapping[str, Tensor], Tensor]:
-        """Quantize the matrices of a Megatron state dict, in place; returns it and their scales."""
-        for key in sd:
-            if any(part in key for part in _SCALES):
-                (sd[key],) = self.Quantize([sd[key]], quantize_bits, groups, key)
-        return sd, self.merge_scales()
-
-    @torch.no_grad()
-    def model_quantize(
-        self,
-        model: nn.Module,
-        quantize_policy: Mapping[type[nn.Module], Callable[[nn.Module], Any]] | None,
-        quantize_bits: int,
-        groups: int,
-    ) -> tuple[nn.Module, Tensor]:
-        """Replace the matrices of a model's layers by their codes, in the layers' own dtype. Returns it and their scales.
-
-        quantize_policy: {class of a layer: a function of it that returns an object whose `attention()` and `mlp()` are tuples with
-        the matrices as [1] and [3], as DeepSpeed's injection policies}. Raises ValueError if no layer is of a class of it.
-        """
-        every = []
-        for layer in model.modules():
-            policy = (quantize_policy or {}).get(type(layer))
-            if policy is None:
-                continue
-            found = policy(layer)
-            scales = []
-            for weight in (found.attention()[1], found.attention()[3], found.mlp()[1], found.mlp()[3]):
-                extra = 2 if self.mlp_extra_grouping and self.is_mlp(weight) else 3 if self.is_qkv(weight) else 1
-                codes, scale = self.quantize_data(weight, quantize_bits, groups * extra)
-                weight.copy_(codes)
-                scales.append(1 / scale.view(1, -1))
-            every.append(self.merge_layer_scales(scales))
-        if not every:
-            raise ValueError(
-                f"model_quantize(): {type(model).__name__} has no layer of a class in quantize_policy, which must be given; "
-                "init_inference(dtype=torch.int8) serves a whole model of transformers in 8 bits"
-            )
-        return model, torch.cat(every)

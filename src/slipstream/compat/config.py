@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
@@ -81,37 +81,7 @@ class DeepSpeedConfigObject:
         return self.__dict__
 
     def __repr__(self) -> str:
-        return json.dumps(self.__dict__, sort_keys=True, indent=4, cls=ScientificNotationEncoder)
-
-
-class ScientificNotationEncoder(json.JSONEncoder):
-    """For json.dumps(cls=): writes numbers above 1000 as 1.000000e+03; indents by four blanks if `indent` is not set."""
-
-    def iterencode(self, o: Any, _one_shot: bool = False, level: int = 1) -> Iterator[str]:
-        line = "\n" + " " * (self.indent if isinstance(self.indent, int) else 4) * level
-        if isinstance(o, Mapping):
-            items = ("".join((line, json.dumps(key), ": ", *self.iterencode(value, level=level + 1))) for key, value in o.items())
-            yield f"{{{', '.join(items)}{line[: 1 + (len(line) - 1) * (level - 1) // level]}}}"
-        elif isinstance(o, Sequence) and not isinstance(o, str):
-            yield f"[{', '.join(''.join(self.iterencode(value, level=level)) for value in o)}]"
-        elif isinstance(o, (int, float)) and not isinstance(o, bool) and o > 1e3:
-            yield f"{o:e}"
-        else:
-            yield json.dumps(o, default=str)
-
-
-class pp_int(int):
-    """An integer that prints as "1,000", or as `custom_print_str`."""
-
-    custom_print_str: str | None
-
-    def __new__(cls, val: Any, custom_print_str: str | None = None) -> pp_int:
-        number = super().__new__(cls, val)
-        number.custom_print_str = custom_print_str
-        return number
-
-    def __repr__(self) -> str:
-        return self.custom_print_str or f"{int(self):,}"
+        return json.dumps(self.__dict__, sort_keys=True, indent=4, default=str)
 
 
 def get_config_default(config: type[BaseModel], field_name: str) -> Any:
@@ -395,7 +365,7 @@ class DeepSpeedConfig:
         return sorted({*super().__dir__(), *_ATTRIBUTES})
 
     def print_user_config(self) -> None:
-        logger.info("  json = %s", json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder))
+        logger.info("  json = %s", json.dumps(self._param_dict, sort_keys=True, indent=4, default=str))
 
     def print(self, name: str) -> None:
         """Log every attribute, then the JSON, at level INFO."""
@@ -419,34 +389,8 @@ def _ranks(read: _Read, mpu: Any, mesh_device: Any) -> tuple[int, int]:
     return rank, count // read.value("sequence_parallel_size")
 
 
-# -- get_x(param_dict), one for most attributes --
-
-_RENAMED_GETTERS = {
-    "get_lower_precision_safe_modules": "torch_autocast_lower_precision_safe_modules",
-    "get_expert_data_topo_config": "use_data_before_expert_parallel_",
-    "get_float16_config": "float16_config",
-    "get_bfloat16_config": "bfloat16_config",
-    "get_hybrid_engine_config": "hybrid_engine",
-    "get_pipeline_config": "pipeline",
-}
-_GETTERS: Mapping[str, Callable[[_Read], Any]] = {
-    **{f"get_{name}": read for name, read in _ATTRIBUTES.items()},
-    **{name: _ATTRIBUTES[attribute] for name, attribute in _RENAMED_GETTERS.items()},
-    "get_optimizer_gradient_clipping": lambda read: (read.value("optimizer.params") or {}).get("max_grad_norm"),
-    "get_checkpoint_params": lambda read: read.block("checkpoint"),
-    "get_data_types_params": lambda read: read.block("data_types"),
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _GETTERS:
-        return lambda param_dict: _GETTERS[name](_Read(param_dict))
+    """get_x(param_dict), for x of the attributes."""
+    if name.startswith("get_") and (read := _ATTRIBUTES.get(name.removeprefix("get_"))):
+        return lambda param_dict: read(_Read(param_dict))
     raise AttributeError(f"module {__name__!r} has no {name!r}")
-
-
-def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
-    return _tag_validation(_Read({"checkpoint": checkpoint_params}))
-
-
-def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any]) -> bool:
-    return bool(_Read({"checkpoint": checkpoint_params}).value("checkpoint.parallel_write.pipeline_stage"))

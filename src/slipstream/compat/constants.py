@@ -31,16 +31,6 @@ def _read(text: str) -> dict[str, Any]:
     return values
 
 
-def _examples(values: Mapping[str, Any], names: str) -> dict[str, str]:
-    """The NAME_FORMAT constants: a key with its default as JSON text, or a block with its keys."""
-    examples = {}
-    for name in names.split():
-        parts = [part for part in values if part.startswith(f"{name}_") and f"{part}_DEFAULT" in values]
-        inner = {values[part]: values[f"{part}_DEFAULT"] for part in parts}
-        examples[f"{name}_FORMAT"] = f'"{values[name]}": {json.dumps(inner or values.get(f"{name}_DEFAULT"), indent=2)}'
-    return examples
-
-
 class ValidationMode:
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -75,13 +65,6 @@ _RUNTIME |= {
     "CHECKPOINT_TAG_VALIDATION_MODES": ["WARN", "IGNORE", "FAIL"],
     "ValidationMode": ValidationMode,
 }
-_RUNTIME |= _examples(
-    _RUNTIME,
-    "BFLOAT16 FP16 TORCH_AUTOCAST GRADIENT_CLIPPING COMMUNICATION_DATA_TYPE SEQ_PARALLEL_COMMUNICATION_DATA_TYPE "
-    "PRESCALE_GRADIENTS GRADIENT_PREDIVIDE_FACTOR GRADIENT_ALLREDUCE_OP DISABLE_ALLGATHER DUMP_STATE DISABLE_PYTHON_GC "
-    "VOCABULARY_SIZE WALL_CLOCK_BREAKDOWN DATALOADER_DROP_LAST",
-)
-_RUNTIME["GRADIENT_ACCUMULATION_FORMAT"] = '"gradient_accumulation_steps": 1'
 
 _DATA_PIPELINE = _read("""
 DATA_EFFICIENCY_ DATA_EFFICIENCY:data_efficiency enabled=false seed=1234
@@ -193,8 +176,8 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     },
     "deepspeed.runtime.precision_config": {"FP16": "fp16", "BFLOAT16": "bf16", "BFLOAT16_OLD": "bfloat16", **_SCALER},
     "deepspeed.runtime.activation_checkpointing.config": _ACTIVATIONS,
-    "deepspeed.runtime.swap_tensor.constants": {**_AIO, **_examples(_AIO, "AIO")},
-    "deepspeed.profiling.constants": {**_FLOPS, **_examples(_FLOPS, "FLOPS_PROFILER")},
-    "deepspeed.comm.constants": {**_COMMS, **_examples(_COMMS, "COMMS_LOGGER")},
+    "deepspeed.runtime.swap_tensor.constants": _AIO,
+    "deepspeed.profiling.constants": _FLOPS,
+    "deepspeed.comm.constants": _COMMS,
     "deepspeed.checkpoint.constants": _CHECKPOINT,
 }

@@ -55,17 +55,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.base_optimizer": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
     "deepspeed.runtime.config": {
         "slipstream.compat.engine": "DeepSpeedConfigError",
-        "slipstream.compat.config": "DeepSpeedConfig DeepSpeedConfigModel DtypeEnum HybridEngineConfig "
-        "get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode "
-        "get_communication_data_type get_data_efficiency_config get_data_efficiency_enabled get_data_types_params "
-        "get_dataloader_drop_last get_disable_allgather get_disable_python_gc get_dump_state get_expert_data_topo_config "
-        "get_gradient_accumulation_steps get_gradient_allreduce_op get_gradient_clipping get_gradient_predivide_factor "
-        "get_hybrid_engine_config get_log_level get_lower_precision_safe_modules get_managed_gradient_accumulation "
-        "get_memory_breakdown get_optimizer_gradient_clipping get_optimizer_legacy_fusion get_optimizer_name "
-        "get_optimizer_params get_pipeline_config get_prescale_gradients get_scheduler_name get_scheduler_params "
-        "get_steps_per_print get_torch_autocast_dtype get_torch_autocast_enabled get_train_batch_size "
-        "get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_zero_allow_untested_optimizer "
-        "get_zero_force_ds_cpu_optimizer",
+        "slipstream.compat.config": "DeepSpeedConfig DeepSpeedConfigModel DtypeEnum HybridEngineConfig",
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "slipstream.compat.sequence": "TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
@@ -113,7 +103,6 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.compression": "ColumnParallelLinear_Compress RowParallelLinear_Compress",
     },
     "deepspeed.runtime.quantize": {"slipstream.compat.compression": "Quantizer"},
-    "deepspeed.runtime.weight_quantizer": {"slipstream.compat.compression": "WeightQuantization"},
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"slipstream.data": "CurriculumScheduler"},
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
         "slipstream.data.indexed": "MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path dataset_exists "
@@ -138,8 +127,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
     "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
     "deepspeed.runtime.config_utils": {
-        "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject ScientificNotationEncoder "
-        "dict_raise_error_on_duplicate_keys get_config_default get_dict_param get_list_param get_scalar_param pp_int"
+        "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject "
+        "dict_raise_error_on_duplicate_keys get_config_default get_dict_param get_list_param get_scalar_param"
     },
     "deepspeed.runtime.precision_config": {
         "slipstream.compat.config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
@@ -174,7 +163,6 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.comm.coalesced_collectives": {
         "slipstream.compat.collectives": "all_to_all_quant_reduce reduce_scatter_coalesced"
     },
-    "deepspeed.runtime.comm.compressed": {"slipstream.compat.collectives": "CompressedBackend"},
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
@@ -198,8 +186,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.fp16.unfused_optimizer": {"slipstream.compat.handles": "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.lr_schedules": {
         "slipstream.compat.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
-        "get_config_from_args get_lr_from_config get_torch_optimizer override_1cycle_params override_lr_range_test_params "
-        "override_params override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr"
+        "get_config_from_args parse_arguments"
     },
     "deepspeed.runtime.dataloader": {"slipstream": "RepeatingLoader"},
     "deepspeed.runtime.pipe.schedule": {
@@ -209,12 +196,9 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.runtime.utils": {
         "slipstream.compat.utils": "copy_to_device move_to_device see_memory_usage set_random_seed",
-        "slipstream.compat.runtime_utils": "CheckOverflow DummyOptim PartitionedTensor align_dense_tensors call_to_str "
-        "clip_grad_norm_ clip_tensors_by_global_norm combine_grad_norm_groups compare_tensors_in_structures "
-        "empty_cache ensure_directory_exists filter_empty_parameters get_checkpoint_folder_size get_flattened_grad_norm "
-        "get_global_norm get_global_norm_of_tensors get_grad_zeros get_inactive_params get_ma_status get_only_unique_item "
-        "get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm is_model_parallel_parameter is_optimized_parameter "
-        "mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context noop_decorator",
+        "slipstream.compat.runtime_utils": "call_to_str clip_grad_norm_ clip_tensors_by_global_norm empty_cache get_global_norm "
+        "get_global_norm_of_tensors get_ma_status get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm "
+        "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context",
         "slipstream.parallel.layers": "partition_balanced partition_uniform prefix_sum_inc",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
@@ -379,13 +363,14 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero.stage3": {"*": _ESTIMATE},
     "deepspeed.runtime.zero.mics_utils": {"*": _MICS},
     "deepspeed.runtime.fp16.loss_scaler": {"*": _SCALER},
+    "deepspeed.runtime.config": {"*": "the inside of DeepSpeed's config; DeepSpeedConfig has its values as attributes"},
     "deepspeed.runtime.utils": {"*": _INSIDE},
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {"*": _SEQUENCE},
     "deepspeed.sequence": {"*": _SEQUENCE},
     "deepspeed.runtime.fp16.onebit": {"*": _ONE_BIT},
-    "deepspeed.runtime.comm": {
-        "*": "a transport of DeepSpeed's 1-bit optimizers; deepspeed.runtime.comm.compressed has the exchange"
-    },
+    "deepspeed.runtime.comm": {"*": "a transport of DeepSpeed's 1-bit optimizers; the engine exchanges signs itself"},
+    "deepspeed.runtime.lr_schedules": {"*": "the inside of DeepSpeed's schedules; the config's scheduler sets the rate"},
+    "deepspeed.runtime.weight_quantizer": {"*": "quantization of Megatron's files; slipstream.quantize packs a model's layers"},
     "deepspeed.runtime.pipe": {"*": _PIPELINE},
     "deepspeed.runtime.data_pipeline": {
         "*": "the inside of DeepSpeed's data efficiency; the config's data_efficiency works, and slipstream.data has its parts"

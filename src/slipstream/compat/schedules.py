@@ -14,8 +14,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from slipstream.train import schedules
 
 logger = logging.getLogger("slipstream")
@@ -157,17 +155,6 @@ def _override(schedule: str, args: Any, params: dict[str, Any]) -> None:
     params.update({name: value for name, value in values.items() if value is not None})
 
 
-override_lr_range_test_params = functools.partial(_override, "LRRangeTest")
-override_1cycle_params = functools.partial(_override, "OneCycle")
-override_warmupLR_params = functools.partial(_override, "WarmupLR")
-override_warmupCosineLR_params = functools.partial(_override, "WarmupCosineLR")
-
-
-def override_params(args: Any, params: dict[str, Any]) -> None:
-    for schedule in _TUNING:
-        _override(schedule, args, params)
-
-
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
     """Return (the `scheduler` block described by the flags, None), or (None, the reason why there is none)."""
     name = getattr(args, "lr_schedule", None)
@@ -178,34 +165,3 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
     params: dict[str, Any] = {}
     _override(name if name in _TUNING else "WarmupLR", args, params)
     return {"type": name, "params": params}, None
-
-
-def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return (maximum learning rate of a `scheduler` block, or a range test's minimum, ""), or (None, the reason)."""
-    missing = next((key for key in ("type", "params") if key not in config), None)
-    if missing is not None:
-        return None, f"LR schedule {missing} not defined in config"
-    name, params = config["type"], config["params"]
-    if name not in schedules.VALID:
-        return None, f"{name} is not a valid LR schedule"
-    if name == "WarmupCosineLR":
-        return None, f"{name} scales the optimizer's own rate, so its params define none"
-    return params[{"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}.get(name, "warmup_max_lr")], ""
-
-
-def update_lr(param_groups: list[dict[str, Any]], lrs: list[Any]) -> list[Any]:
-    """Set the learning rate of each group, in place if it is a tensor. Returns the rates."""
-    for group, lr in zip(param_groups, lrs, strict=False):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(float(lr))
-        else:
-            group["lr"] = lr
-    return [group["lr"] for group in param_groups]
-
-
-def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer or the one that it wraps. Raises TypeError if neither is a torch optimizer."""
-    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
-        if isinstance(candidate, torch.optim.Optimizer):
-            return candidate
-    raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
