@@ -318,17 +318,9 @@ class _Import:
     def _whole_tensors(self, part: DeepSpeedPart) -> None:
         """Add frozen parameters, from each rank's fragments if weights were sharded, else from the module's state; and buffers."""
         module, aliases = part.model["module"] or {}, part.model["shared_params"] or {}
-        fragments, num_read = part.model.get("frozen_param_fragments") or {}, dict[str, int]()
-        for file in part.model_files if fragments else []:
-            state = part.model if file == part.model_files[0] else read(self.folder / file)
-            for name, stored in self.experts.others(state["frozen_param_fragments"]):
-                shape, start = tuple(state["frozen_param_shapes"][name]), num_read.get(name, 0)
-                num_read[name] = start + stored.numel
-                place = self._place(name, part, lambda other, name=name: tuple(other.model["frozen_param_shapes"][name]))  # type: ignore[misc]
-                target = f"model.{self.experts.known_as(name)}"
-                if place is not None and (start < math.prod(shape) or target not in self.pieces):
-                    numel = min(stored.numel, math.prod(shape) - start)
-                    self._add(target, place.whole, start, stored, 0, numel, place.boxes)
+        fragments = part.model.get("frozen_param_fragments") or {}
+        if fragments:
+            self._fragments(part)
         buffers = part.model["buffer_names"]
         other_names = {*part.trained, *fragments, *buffers, *aliases}
         for name, stored in module.items():
@@ -339,6 +331,20 @@ class _Import:
             target = f"buffer.{self.experts.known_as(name)}"
             if part.slice == 0 and target not in self.pieces and not self.experts.is_alias(name, module):
                 self._add(target, module[name].shape, 0, module[name], 0, module[name].numel)
+
+    def _fragments(self, part: DeepSpeedPart) -> None:
+        """Add the frozen parameters of which each rank's file has a range."""
+        num_read = dict[str, int]()
+        for file in part.model_files:
+            state = part.model if file == part.model_files[0] else read(self.folder / file)
+            for name, stored in self.experts.others(state["frozen_param_fragments"]):
+                shape, start = tuple(state["frozen_param_shapes"][name]), num_read.get(name, 0)
+                num_read[name] = start + stored.numel
+                place = self._place(name, part, lambda other, name=name: tuple(other.model["frozen_param_shapes"][name]))  # type: ignore[misc]
+                target = f"model.{self.experts.known_as(name)}"
+                if place is not None and (start < math.prod(shape) or target not in self.pieces):
+                    numel = min(stored.numel, math.prod(shape) - start)
+                    self._add(target, place.whole, start, stored, 0, numel, place.boxes)
 
     def _add_stored(
         self, kind: str, name: str, stored: Stored, part: DeepSpeedPart, shapes: Callable[[DeepSpeedPart], Shape]

@@ -273,8 +273,12 @@ def _finish(
     had_weights = single == SINGLE and ((target / INDEX).exists() or (target / SINGLE).exists())  # adapters may be next to a base
     if had_weights and not all(_is_same(draft / name, target / name) for name in texts) and _swap(draft, target, {*files, *new}):
         return
-    last = INDEX if len(files) > 1 else single
-    for name in (name for name in (*files, *new) if name != last and not _is_same(draft / name, target / name)):
+    _move(draft, target, [*files, *new], INDEX if len(files) > 1 else single)
+
+
+def _move(draft: Path, target: Path, names: Collection[str], last: str) -> None:
+    """Move the draft's files into the folder, the one that names all others last; then remove those of earlier saves."""
+    for name in (name for name in names if name != last and not _is_same(draft / name, target / name)):
         os.replace(draft / name, target / name)
         sync(target)
     os.replace(draft / last, target / last)
@@ -285,7 +289,7 @@ def _finish(
         (target / name).unlink(missing_ok=True)
     sync(target)
     for path in target.iterdir():
-        if _SHARD.fullmatch(path.name) and path.name not in files:
+        if _SHARD.fullmatch(path.name) and path.name not in names:
             path.unlink()
 
 

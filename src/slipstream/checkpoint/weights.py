@@ -135,15 +135,7 @@ def open_weights(
 
     forms: by name, of the quantized parameters, which the files may hold as floating-point values.
     """
-    stored: dict[str, StoredWeights] = {}
-    for file in files_of(path):
-        for entry in _header(file):
-            name = entry.name if rename is None else rename(entry.name)
-            if name in stored:
-                both = f"{entry.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
-                raise ValueError(f"{both} are both to be {name!r}; name only one of the files, or mend rename=")
-            stored[name] = entry
-    tensors = _names(model)
+    stored, tensors = _stored(path, rename), _names(model)
     entries: dict[str, Source] = {}
     missing: list[str] = []
     misfits: list[str] = []
@@ -151,11 +143,9 @@ def open_weights(
     model_names = {name for names, _ in tensors for name in names}
     free = {name: each for name, each in stored.items() if name not in model_names}
     for names, tensor in tensors:
-        known = [name for each in names for name in names_in_files(each)]
-        own = next((stored[name] for name in names if name in stored), None)
-        source: Source | None = own or next((free[name] for name in known if name in free), None)
-        if source is None and (parts := parts_of_stack(known, whole_shape(tensor), free, misfits)):
-            source = StackedWeights(whole_shape(tensor), tuple((box, stored[name]) for box, name in parts))
+        source: Source | None = next((stored[name] for name in names if name in stored), None)
+        if source is None:
+            source = _under_other_names(names, whole_shape(tensor), free, misfits)
         if source is None:
             missing.append(names[0])
             continue
@@ -173,6 +163,28 @@ def open_weights(
         reasons = "; ".join(misfits[:5] + differences)
         raise ValueError(f"the weights in {path} do not fit this {type(model).__name__}: {reasons}{remedy}")
     return WeightFiles(entries, f"{'; '.join(differences)} ({path})" if differences else "", forms or {})
+
+
+def _stored(path: Any, rename: Callable[[str], str] | None) -> dict[str, StoredWeights]:
+    """What the files hold, by its name in the model. Raises ValueError if two have one name."""
+    stored: dict[str, StoredWeights] = {}
+    for file in files_of(path):
+        for entry in _header(file):
+            name = entry.name if rename is None else rename(entry.name)
+            if name in stored:
+                both = f"{entry.name!r} of {file} and {stored[name].name!r} of {stored[name].file}"
+                raise ValueError(f"{both} are both to be {name!r}; name only one of the files, or mend rename=")
+            stored[name] = entry
+    return stored
+
+
+def _under_other_names(names: Sequence[str], whole: Shape, free: Mapping[str, StoredWeights], misfits: list[str]) -> Source | None:
+    """The tensor that files of others name otherwise, or a stack of their tensors; None if there is none."""
+    known = [name for each in names for name in names_in_files(each)]
+    source = next((free[name] for name in known if name in free), None)
+    if source is None and (parts := parts_of_stack(known, whole, free, misfits)):
+        return StackedWeights(whole, tuple((box, free[name]) for box, name in parts))
+    return source
 
 
 def check_same(fingerprints: Iterable[str]) -> None:

@@ -30,7 +30,7 @@ from slipstream.inference import init_inference
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.models import from_hf
 from slipstream.inference.native import NativeDecoder
-from slipstream.inference.update import Target
+from slipstream.inference.update import UpdateTarget
 from slipstream.train import handover
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class _Twin:
         """As `InferenceEngine.update_weights`."""
         remaining, own = iter(tensors), dict(self.module.named_parameters())
         try:
-            Target.module(self.module).fill(lambda name, weight: own[name].copy_(weight), remaining)
+            UpdateTarget.module(self.module).fill(lambda name, weight: own[name].copy_(weight), remaining)
         finally:
             for _ in remaining:
                 pass

@@ -33,7 +33,7 @@ from slipstream.inference.runner import ON_NATIVE, Opened, Sizes, open_decoder, 
 from slipstream.inference.scheduler import MAX_RUNNING, budget_of
 from slipstream.inference.source import find_source, given_tokenizer, name_of, sampling_of, sparse_mode, tokenizer_of
 from slipstream.inference.text import Tokenizer
-from slipstream.inference.update import Target
+from slipstream.inference.update import UpdateTarget
 from slipstream.inference.weights import Int4, KQuant, leaves
 from slipstream.ops.pages import give_back_freed
 from slipstream.ops.team import MAX_THREADS
@@ -90,7 +90,7 @@ class _Ready(NamedTuple):
     """A model that is ready to be served."""
 
     forward: Opened
-    target: Target | str  # what `update_weights` changes, or why it cannot
+    target: UpdateTarget | str  # what `update_weights` changes, or why it cannot
     kind: str  # of `precision.DTYPES`, "blocks", or "disk"
     weights: str  # for the description
     ends: tuple[int, ...]
@@ -109,7 +109,7 @@ class Assembled(NamedTuple):
 
     engine: Engine | EmbeddingEngine
     description: str
-    target: Target | str
+    target: UpdateTarget | str
     module: Callable[[], torch.nn.Module] | str
     ranks: ServingRanks | None = None
     release: Callable[[], object] = bool
@@ -301,7 +301,7 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     weights = blocks + _weights_text(loaded.opening.kind, loaded.dtype)
     return _Ready(
         forward=forward,
-        target=fixed or Target.decoder(loaded.config, loaded.weights),
+        target=fixed or UpdateTarget.decoder(loaded.config, loaded.weights),
         kind="disk" if sizes.memory else "blocks" if blocks else loaded.opening.kind,
         weights=weights + (f" ({loaded.opening.why})" if loaded.opening.why else ""),
         ends=loaded.config.end_ids,
@@ -332,7 +332,7 @@ def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: i
         _cut(live, kind, sizes.ranks)
     return _Ready(
         forward=open_generic(live, sizes),
-        target=_SPLIT if sizes.ranks else _ONCE if kind in precision.QUANTIZED else Target.module(live),
+        target=_SPLIT if sizes.ranks else _ONCE if kind in precision.QUANTIZED else UpdateTarget.module(live),
         kind=kind,
         weights=_weights_text(kind, live.dtype),
         ends=_end_ids(live),

@@ -308,17 +308,7 @@ class Engine:
                 arrival=now,
                 seed=seed + index,
             )
-            handle.sequences.append(
-                _Sequence(
-                    index=index,
-                    handle=handle,
-                    request=request,
-                    stream=None if self.tokenizer is None else Stream(self.tokenizer, ids),
-                    stops=StopStrings(params.stop),
-                    constraint=self._constraint(params) if params.constrained else None,
-                    submitted=now,
-                )
-            )
+            handle.sequences.append(self._sequence(index, handle, request, ids))
         first, *others = (sequence.request for sequence in handle.sequences)
         first.siblings = others
         with self._lock:
@@ -327,6 +317,17 @@ class Engine:
             self._sequences |= {sequence.request: sequence for sequence in handle.sequences}
             self._notify()
         return handle
+
+    def _sequence(self, index: int, handle: Handle, request: Request, ids: Sequence[int]) -> _Sequence:
+        return _Sequence(
+            index=index,
+            handle=handle,
+            request=request,
+            stream=None if self.tokenizer is None else Stream(self.tokenizer, ids),
+            stops=StopStrings(request.params.stop),
+            constraint=self._constraint(request.params) if request.params.constrained else None,
+            submitted=request.arrival,
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -673,28 +674,37 @@ class Engine:
                 places += range(place, place + chunk.num_sampled)
                 drawn[request] = []
             place += chunk.num_sampled
+        samples, errors = self._draw(rows, places, logits)
+        drawn |= errors
+        for chunk in batch.chunks:
+            for request in receivers(chunk):
+                if ones := samples.get(request):
+                    drawn[request] = ones[: len(accept(chunk.draft[: len(ones) - 1], [one.token for one in ones]))]
+        return drawn
+
+    def _draw(
+        self, rows: list[LogitsRow], places: list[int], logits: Any
+    ) -> tuple[dict[Request, list[Sampled]], dict[Request, str]]:
+        """Draw a token for each row; the errors of requests for which none can be drawn. places: of the rows in `logits`."""
         samples: dict[Request, list[Sampled]] = {}
+        errors: dict[Request, str] = {}
         while rows:
             try:
-                one_to_one = places == list(range(place))
+                one_to_one = places == list(range(len(logits)))
                 for row, one in zip(rows, self._sampler.sample(logits if one_to_one else logits[places], rows), strict=True):
                     samples.setdefault(row.request, []).append(one)
                 break
             except SamplingError as error:
                 # After a wrong draft token all tokens can be masked. That is not the request's fault: retry it without its draft.
                 again = {row.request for row in rows if row.draft} & set(error.requests)
-                drawn |= {request: str(error) for request in error.requests if request not in again}
+                errors |= {request: str(error) for request in error.requests if request not in again}
                 remaining = [
                     index
                     for index, row in enumerate(rows)
                     if row.request not in error.requests or (row.request in again and not row.draft)
                 ]
                 rows, places = [rows[index] for index in remaining], [places[index] for index in remaining]
-        for chunk in batch.chunks:
-            for request in receivers(chunk):
-                if ones := samples.get(request):
-                    drawn[request] = ones[: len(accept(chunk.draft[: len(ones) - 1], [one.token for one in ones]))]
-        return drawn
+        return samples, errors
 
     def _score(self, chunk: Chunk, logits: Any, place: int) -> None:
         """Record the log-probabilities of the prompt's tokens that the chunk predicts; its first row of logits is at `place`."""

@@ -38,7 +38,7 @@ from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine, Handle, Logprob, Output, Usage
 from slipstream.inference.native import NativeDecoder
 from slipstream.inference.ranks import ServingRanks
-from slipstream.inference.update import Target
+from slipstream.inference.update import UpdateTarget
 
 __all__ = ["Completion", "Delta", "GenerationError", "InferenceEngine"]
 
@@ -109,7 +109,7 @@ class InferenceEngine:
         self,
         engine: Engine | EmbeddingEngine,
         description: str,
-        target: Target | str = "it does not know their names and shapes",
+        target: UpdateTarget | str = "it does not know their names and shapes",
         open_module: Callable[[], torch.nn.Module] | str = "it has no transformers model",
         ranks: ServingRanks | None = None,
         release: Callable[[], object] = bool,
@@ -502,27 +502,14 @@ def _assemble(deltas: Iterable[Delta], num: int, n: int, params: SamplingParams)
 
 def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]) -> tuple[SamplingParams, int]:
     """Return `params`, or those of the keywords `settings`, and n."""
-    n, words = check_int("n", n, 1), dict[str, str]()  # how each setting was named
+    n = check_int("n", n, 1)
     if params is not None:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params is {params!r:.200}; give SamplingParams, or the settings as keywords")
         if settings:
             raise TypeError(f"pass settings as params or as keywords, not both: {', '.join(settings)}")
         return params, n
-    values: dict[str, Any] = {"n": n} if n != 1 else {}
-    names = {field.name for field in fields(SamplingParams)} | {"n"}
-    for word, value in settings.items():
-        name = _SAMPLING_ALIASES.get(word, word)
-        if word in _SAMPLING_NEUTRAL:
-            accepted, why = _SAMPLING_NEUTRAL[word]
-            if value not in accepted:
-                raise ValueError(f"{word} is {value!r}; {why}")
-        elif name not in names and word != "do_sample":
-            raise TypeError(f"generation has no setting {word!r}; {suggestion(word, [*names, *_SAMPLING_ALIASES, 'do_sample'])}")
-        elif name in values and values[name] != value:
-            raise ValueError(f"{name} is given twice, as {values[name]!r} and as {value!r}; give it once")
-        elif value is not None:
-            values[name], words[name] = value, word
+    values, words = _named(n, settings)
     for name in ("stop", "stop_token_ids"):
         if name in values:
             values[name] = (values[name],) if isinstance(values[name], (str, int)) else tuple(values[name])
@@ -537,6 +524,26 @@ def _sampling(params: SamplingParams | None, n: int, settings: Mapping[str, Any]
     except ValueError as error:  # the message begins with the field's name
         first, _, rest = str(error).partition(" ")
         raise ValueError(f"{words.get(first, first)} {rest}") from None
+
+
+def _named(n: int, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings that are set, by their names here, and by these how the caller named each."""
+    values: dict[str, Any] = {"n": n} if n != 1 else {}
+    words: dict[str, str] = {}
+    names = {field.name for field in fields(SamplingParams)} | {"n"}
+    for word, value in settings.items():
+        name = _SAMPLING_ALIASES.get(word, word)
+        if word in _SAMPLING_NEUTRAL:
+            accepted, why = _SAMPLING_NEUTRAL[word]
+            if value not in accepted:
+                raise ValueError(f"{word} is {value!r}; {why}")
+        elif name not in names and word != "do_sample":
+            raise TypeError(f"generation has no setting {word!r}; {suggestion(word, [*names, *_SAMPLING_ALIASES, 'do_sample'])}")
+        elif name in values and values[name] != value:
+            raise ValueError(f"{name} is given twice, as {values[name]!r} and as {value!r}; give it once")
+        elif value is not None:
+            values[name], words[name] = value, word
+    return values, words
 
 
 def check_int(name: str, value: Any, least: int, most: int = sys.maxsize) -> int:

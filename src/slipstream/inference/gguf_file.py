@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -322,15 +322,20 @@ def _complete(config: Any, path: Path, file: GgufFile) -> None:
         rope["rope_theta"] = stated.get("rope.freq_base", rope["rope_theta"])
         if stated.get("rope.dimension_count", head_dim) != head_dim:
             rope["partial_rotary_factor"] = stated["rope.dimension_count"] / head_dim
-    if rope.get("rope_type", "default") != "default":
-        return
+    if rope.get("rope_type", "default") == "default":
+        rope |= _scaling(config, stated, path, file)
+
+
+def _scaling(config: Any, stated: Mapping[str, Any], path: Path, file: GgufFile) -> dict[str, Any]:
+    """The file's rope scaling, as transformers writes it; {} without one. Raises ValueError if it is not supported."""
     scaling, factors = stated.get("rope.scaling.type", "none"), sorted(name for name in file.tensors if name.startswith("rope_"))
     if factors == ["rope_factors_long.weight", "rope_factors_short.weight"]:
         long, short = (matrix(path, name, file.tensors[name]).tolist() for name in factors)  # type: ignore[union-attr]
         original = stated.get("rope.scaling.original_context_length", config.max_position_embeddings)
-        rope |= {"rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
-        rope["attention_factor"] = stated.get("rope.scaling.attn_factor")
-    elif scaling == "linear" and not factors:
-        rope |= {"rope_type": scaling, "factor": stated["rope.scaling.factor"]}
-    elif scaling != "none" or factors:
+        lengths = {"original_max_position_embeddings": original, "attention_factor": stated.get("rope.scaling.attn_factor")}
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short, **lengths}
+    if scaling == "linear" and not factors:
+        return {"rope_type": scaling, "factor": stated["rope.scaling.factor"]}
+    if scaling != "none" or factors:
         raise ValueError(f"its rope scaling ({', '.join(factors) or scaling}) is not supported for such a file")
+    return {}

@@ -1,7 +1,7 @@
 """Overwrites the weights of an open engine in place, tensor by tensor.
 
-A `Target` maps names in the model to roles, and roles to the form in which a weight is stored. `fill` takes the tensors in any
-order and reads each once. The peak of additional memory is one matrix during its conversion (packed, int8, int4).
+An `UpdateTarget` maps names in the model to roles, and roles to the form in which a weight is stored. `fill` takes the tensors in
+any order and reads each once. The peak of additional memory is one matrix during its conversion (packed, int8, int4).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WeightPlace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class UpdateTarget:
     """The names, roles and forms of an engine's weights."""
 
     places: Mapping[str, WeightPlace]
@@ -65,7 +65,7 @@ class Target:
     rename: Callable[[str], str] = str  # to the names of `places`
 
     @classmethod
-    def decoder(cls, config: TransformerConfig, weights: DecoderWeights) -> Target:
+    def decoder(cls, config: TransformerConfig, weights: DecoderWeights) -> UpdateTarget:
         forms = {role: WeightForm.of(leaf) for role, leaf in leaves(weights)}
         forms.setdefault("head", forms["embed"])  # tied
         idle = frozenset([head_name(config)] if is_surplus(config, head_name(config)) else [])
@@ -73,7 +73,7 @@ class Target:
         return cls({name: WeightPlace(*place) for name, place in places(config).items()}, forms, idle, rename)
 
     @classmethod
-    def module(cls, model: torch.nn.Module) -> Target:
+    def module(cls, model: torch.nn.Module) -> UpdateTarget:
         """A live model's parameters; the role of each is its name."""
         named = dict(model.named_parameters())
         places = {name: WeightPlace(tuple(one.shape), [(name, lambda w: w)]) for name, one in named.items()}

@@ -116,32 +116,22 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
     out: 1-D, fp32, bf16 or fp16; it may be exactly one of the sources. sources: 1-D, of out's numel, all of one such dtype.
     Returns the fp64 sum of squares of the rounded elements, the same for any number of threads, and whether all are finite.
     """
-    numel, on_cpu, dtype = out.numel(), out.is_cpu, sources[0].dtype if sources else None
+    numel, dtype = out.numel(), sources[0].dtype if sources else None
     target, source = DTYPES.get(out.dtype), DTYPES.get(dtype)
-    if target is None or source is None or out.dim() != 1 or not out.is_contiguous():
+    kinds = {(tensor.dtype, tensor.is_cpu) for tensor in sources}
+    if target is None or source is None or kinds != {(dtype, out.is_cpu)} or not are_flat(out, *sources):
         raise refusal("sum_ranks", {"out": out, **_numbered(sources)})
     start, width, out_width = out.data_ptr(), WIDTHS[source], WIDTHS[target]
-    # A source that starts between these overlaps out.
-    low, high = start - numel * width, start + numel * out_width
-    pointers: list[int] = []
-    for tensor in sources:
-        if (
-            tensor.dtype is not dtype
-            or tensor.numel() != numel
-            or tensor.dim() != 1
-            or not tensor.is_contiguous()
-            or tensor.is_cpu is not on_cpu
-        ):
-            raise refusal("sum_ranks", {"out": out, **_numbered(sources)})
-        pointer = tensor.data_ptr()
-        if low < pointer < high and (pointer != start or width != out_width):
+    pointers = [tensor.data_ptr() for tensor in sources]
+    for i, pointer in enumerate(pointers):
+        overlaps = start - numel * width < pointer < start + numel * out_width
+        if overlaps and (pointer != start or width != out_width):
             raise ValueError(
-                f"sum_ranks: sources[{len(pointers)}] ({numel} x {dtype}) overlaps out ({out.dtype}), "
+                f"sum_ranks: sources[{i}] ({numel} x {dtype}) overlaps out ({out.dtype}), "
                 f"which starts {start - pointer} bytes after it; out must be exactly one of the sources or not overlap any"
             )
-        pointers.append(pointer)
     kernels = _kernels()
-    if kernels is None or not on_cpu:
+    if kernels is None or not out.is_cpu:
         return reference.sum_ranks(out, sources, alpha=alpha, accumulate=accumulate)
     stream = not accumulate and numel * out_width >= STREAM_BYTES and start not in pointers
     mode = source | target << 2 | accumulate << 4 | stream << 5
@@ -162,17 +152,15 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
     return Partial(sumsq, math.isfinite(sumsq))
 
 
+def are_flat(first: Tensor, *others: Tensor) -> bool:
+    """Whether the tensors are 1-D, contiguous and of one length."""
+    return all(each.dim() == 1 and each.is_contiguous() and each.numel() == first.numel() for each in (first, *others))
+
+
 def copy_stream(dst: Tensor, src: Tensor) -> None:
     """dst = src with non-temporal stores, for data that this core will not read soon. 1-D, one dtype, not overlapping."""
     numel = dst.numel()
-    if (
-        dst.dtype is not src.dtype
-        or src.numel() != numel
-        or dst.dim() != 1
-        or src.dim() != 1
-        or not dst.is_contiguous()
-        or not src.is_contiguous()
-    ):
+    if dst.dtype is not src.dtype or not are_flat(dst, src):
         raise refusal("copy_stream", {"dst": dst, "src": src}, floating=False)
     kernels = _kernels()
     if kernels is None or not dst.is_cpu or not src.is_cpu:

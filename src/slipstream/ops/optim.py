@@ -243,22 +243,7 @@ def _step(
 ) -> tuple[float | Tensor, float | Tensor]:
     """The first state is signed, the second is a sum of squares."""
     master, grad, first, second, out = arrays
-    numel, on_cpu = master.numel(), master.is_cpu
-    packed: list[int] = []
-    for i, array in enumerate(arrays):
-        if array is None:
-            packed += (0, 0, 0)
-            continue
-        scales, kind = 0, _CODES
-        if isinstance(array, Blocks):
-            tensor = array.codes
-            _check_blocks(op, names[i], array, torch.int8 if i == 2 else torch.uint8)
-            scales = array.scales.data_ptr()
-        else:
-            tensor, kind = array, DTYPES.get(array.dtype, -1)
-        if kind < 0 or tensor.numel() != numel or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_cpu is not on_cpu:
-            raise _refusal(op, names, arrays)
-        packed += (tensor.data_ptr(), scales, kind)
+    numel, on_cpu, packed = master.numel(), master.is_cpu, _packed(op, names, arrays)
     offset, keys = 0, (0, 0)
     if rounding is not None:
         _check_rounding(op, names, arrays, rounding)
@@ -282,6 +267,24 @@ def _step(
     if sums is None:
         return 0.0, 0.0
     return added(sums[::2]), added(sums[1::2])
+
+
+def _packed(op: str, names: tuple[str, ...], arrays: Arrays) -> list[int]:
+    """Pointer, scales and kind of each array, as in _RECORD. Raises ValueError for arrays that are not those of one range."""
+    packed: list[int] = []
+    for i, array in enumerate(arrays):
+        if array is None:
+            packed += (0, 0, 0)
+            continue
+        if isinstance(array, Blocks):
+            _check_blocks(op, names[i], array, torch.int8 if i == 2 else torch.uint8)
+            tensor, scales, kind = array.codes, array.scales.data_ptr(), _CODES
+        else:
+            tensor, scales, kind = array, 0, DTYPES.get(array.dtype, -1)
+        if kind < 0 or not cpu.are_flat(arrays[0], tensor) or tensor.is_cpu is not arrays[0].is_cpu:
+            raise _refusal(op, names, arrays)
+        packed += (tensor.data_ptr(), scales, kind)
+    return packed
 
 
 def _check_blocks(op: str, name: str, blocks: Blocks, dtype: torch.dtype) -> None:

@@ -240,21 +240,7 @@ def slice_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> Slices | None
 
 def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
     """The cut of each module or bare parameter, by name."""
-    rules = _rules_of(model, plan)
-    kinds = ((Column, "column"), (Row, "row"), (Vocab, "vocab"))
-    skipped = [spec for spec in _own_specs(model, plan) if spec.partition_type == "skip"]
-    kept = [_of_parameters(pattern) for spec in skipped for pattern in spec.patterns]
-    names = {name: module for name, module in model.named_modules() if name}
-    own = {
-        name: Cut(kind, whole=getattr(module, "gathers", False) or getattr(module, "splits", False))
-        for name, module in names.items()
-        for cls, kind in kinds
-        if isinstance(module, cls)
-    }
-    for name, module in model.named_modules():
-        if isinstance(module, Planned):
-            cuts = {f"{name}.{leaf}".lstrip("."): Cut(*cut) for leaf, cut in module.own_cuts.items()}
-            own |= {path: cut for path, cut in cuts.items() if not any(match(path) for match in kept)}
+    rules, own = _rules_of(model, plan), _cuts_of_layers(model, plan)
     if not own and not rules:
         raise ValueError(
             f"{type(model).__name__} has no plan for tensor parallelism; give one in tensor_parallel.partition_config "
@@ -262,7 +248,7 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
             "slipstream.parallel.ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding"
         )
     matched = False
-    for name, module in names.items():
+    for name, module in list(model.named_modules())[1:]:
         if name in own:
             yield name, own[name]
             continue
@@ -278,6 +264,24 @@ def _cuts_of(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, Cut]]:
         raise ValueError(f"no pattern of tensor_parallel.partition_config fits a layer of {type(model).__name__}")
     if dist.get_rank() == 0 and not isinstance(model, PipelineModule):  # whose entries may fit layers of other stages
         _warn_of_idle(model, plan)
+
+
+def _cuts_of_layers(model: nn.Module, plan: TensorPlan) -> dict[str, Cut]:
+    """The cuts of sliced layers, and those of layers with a plan of their own that no entry of the config keeps whole."""
+    kinds = ((Column, "column"), (Row, "row"), (Vocab, "vocab"))
+    skipped = [spec for spec in _own_specs(model, plan) if spec.partition_type == "skip"]
+    kept = [_of_parameters(pattern) for spec in skipped for pattern in spec.patterns]
+    own = {
+        name: Cut(kind, whole=getattr(module, "gathers", False) or getattr(module, "splits", False))
+        for name, module in model.named_modules()
+        for cls, kind in kinds
+        if name and isinstance(module, cls)
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, Planned):
+            cuts = {f"{name}.{leaf}".lstrip("."): Cut(*cut) for leaf, cut in module.own_cuts.items()}
+            own |= {path: cut for path, cut in cuts.items() if not any(match(path) for match in kept)}
+    return own
 
 
 def _warn_of_idle(model: nn.Module, plan: TensorPlan) -> None:

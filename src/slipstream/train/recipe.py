@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from slipstream.config import Plan
 from slipstream.config.plan import INT4
 from slipstream.ops import onebit, wire
 from slipstream.optim import Resolved, fit, is_elementwise, muon_groups, refuse_unshardable, resolve_optimizer, rule_of
+from slipstream.optim.muon import Muon
 from slipstream.optim.native import Form
 from slipstream.optim.onebit import mark_uncompressed
 from slipstream.optim.rules import Rule
@@ -89,13 +90,14 @@ def build_optimizer(
         return _checked(made, model, rule_of(made, on_host=on_host))
     if named is None or not wanted:
         return None, None
-    groups: Any = wanted
-    if named.cls.__name__ == "Muon" and named.cls.__module__.startswith("slipstream"):
-        bare = [param for param in wanted if isinstance(param, torch.Tensor)]
-        groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
-        groups = muon_groups(model.named_parameters(remove_duplicate=False), groups)
-    built = named.build(groups)
+    built = named.build(_in_muon_groups(model, wanted) if named.cls is Muon else wanted)
     return _checked(built, model, rule_of(built, on_host=on_host) if named.native else None)
+
+
+def _in_muon_groups(model: nn.Module, wanted: Sequence[Any]) -> list[dict[str, Any]]:
+    bare = [param for param in wanted if isinstance(param, torch.Tensor)]
+    groups = [group for group in wanted if isinstance(group, Mapping)] + ([{"params": bare}] if bare else [])
+    return muon_groups(model.named_parameters(remove_duplicate=False), groups)
 
 
 def _checked(optimizer: torch.optim.Optimizer, model: nn.Module, rule: Rule | None) -> tuple[torch.optim.Optimizer, Rule | None]:

@@ -372,14 +372,7 @@ class Hooks:
             return
         units, grad = self.users[module], torch.is_grad_enabled()
         if grad and output is not None:
-            own = [unit for unit in units if unit.block is module]
-            calls: dict[int, _Call] = {}  # by graph level (zero/transforms.py)
-            for level, tensor in _in_graphs(output):
-                call = calls.setdefault(level, _Call(units, own))
-                tensor.register_hook(partial(self._on_block_grad, call))
-            for level, tensor in _in_graphs((args, kwargs)):
-                if tensor.grad_fn is not None and level in calls:  # the first input's gradient marks the end
-                    tensor.register_hook(partial(self._on_input_grad, calls.pop(level)))
+            self._expect_backward(module, units, (args, kwargs), output)
         if self.phase is Phase.BACKWARD or self.keep:
             return
         for unit in units:
@@ -387,6 +380,17 @@ class Hooks:
                 continue  # root units stay until the end of the forward; outside a forward, until the backward
             if not unit.shown.pinned:
                 unit.release()
+
+    def _expect_backward(self, module: nn.Module, units: Sequence[Unit], inputs: Any, output: Any) -> None:
+        """Hook the gradients between which the backward of this call runs."""
+        own = [unit for unit in units if unit.block is module]
+        calls: dict[int, _Call] = {}  # by graph level (zero/transforms.py)
+        for level, tensor in _in_graphs(output):
+            call = calls.setdefault(level, _Call(units, own))
+            tensor.register_hook(partial(self._on_block_grad, call))
+        for level, tensor in _in_graphs(inputs):
+            if tensor.grad_fn is not None and level in calls:  # the first input's gradient marks the end
+                tensor.register_hook(partial(self._on_input_grad, calls.pop(level)))
 
     # -- backward --
 

@@ -277,6 +277,22 @@ class ChatFormat(ChoicesFormat):
     def pieces(self, part: Joined) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
         scores, (thought, part) = part if self.scored and part.prompt is not None else None, self._think(part)
+        deltas = self._deltas(part, thought)
+        if logprobs and not deltas:
+            deltas.append({"content": ""})
+        choices: list[dict[str, Any]] = [
+            {"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if choices:
+            choices[-1]["logprobs"] = logprobs
+        if scores is not None:
+            choices[0]["prompt_logprobs"] = self._prompt(scores)
+        if part.finish is not None:
+            choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
+        return choices
+
+    def _deltas(self, part: Joined, thought: str) -> list[dict[str, Any]]:
+        """What a part adds to its message: role, reasoning, calls, text."""
         deltas: list[dict[str, Any]] = []
         if part.index not in self._started:
             self._started.add(part.index)
@@ -300,18 +316,7 @@ class ChatFormat(ChoicesFormat):
             deltas += [{"tool_calls": [{"index": first + num, **self._call(*call)}]} for num, call in enumerate(calls)]
         elif part.text:
             deltas.append({"content": part.text})
-        if logprobs and not deltas:
-            deltas.append({"content": ""})
-        choices: list[dict[str, Any]] = [
-            {"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-        ]
-        if choices:
-            choices[-1]["logprobs"] = logprobs
-        if scores is not None:
-            choices[0]["prompt_logprobs"] = self._prompt(scores)
-        if part.finish is not None:
-            choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
-        return choices
+        return deltas
 
     def choice(self, joined: Joined) -> ChatChoice:
         logprobs = self._logprobs(joined) if self.logprobs else None
