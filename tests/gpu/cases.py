@@ -495,6 +495,28 @@ def layers_of_any_module_move_here_and_back() -> None:
         assert torch.equal(ours.cpu()(x), first)
 
 
+def family(place: int) -> Callable[[], None]:
+    """Every fourth family, decoders and encoders, as by plain torch, and each prompt with the same bits alone and among others."""
+
+    def body() -> None:
+        from tests.inference import test_embedding, test_families, test_long_rope
+        from tests.inference import test_triton_families as checks
+
+        for name, dtype in itertools.product(checks.DECODERS[place::4], (torch.float32, torch.bfloat16)):
+            checks.check_logits(test_families.model_of(name), checks.PROMPTS, dtype)
+        for name, dtype in itertools.product([*test_embedding.CASES][place::4], (torch.float32, torch.bfloat16)):
+            checks.check_hidden(test_embedding.model_of(name), checks.TEXTS, dtype)
+        for name in [*test_long_rope.CASES][place::4]:
+            checks.check_logits(test_long_rope.model_of(name), test_long_rope.TEXTS, whole=True)
+
+    body.__name__ = f"families_are_served_as_by_plain_torch_{place}"
+    return body
+
+
+for quarter in range(4):
+    alone(family(quarter))
+
+
 @alone
 def the_engine_serves_with_kernels_and_graphs() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM

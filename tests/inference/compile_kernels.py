@@ -19,6 +19,9 @@ _LINEAR = {"bias": None, "SLICE": 512, "GROUP": 32, "COLUMNS": 64, "num_warps": 
 _FEW, _MANY = {"TOGETHER": 1, "ROWS": 16}, {"TOGETHER": 4, "ROWS": 128, "COLUMNS": 128, "num_warps": 8}
 _PLAIN, _CODES = {"scale": None, "low": None, "FEATURES": 64}, {"FEATURES": 128}
 _HEADS = {"HEADS": 32, "DIM": 64}
+_NO_ALIBI = {"slopes": None, "LANES": 16}
+_RMS, _LAYER = {"CENTERED": False, "bias": None, "post_bias": None, "AFTER": False}, {"CENTERED": True, "AFTER": True}
+_PLACE = {"PLANES": 4, "KV_HEADS": 8, "HALF": 32, "BLOCK": 64}
 _SPARSE: dict[str, Any] = {
     **dict.fromkeys(("tiles", "panels"), INT),
     **dict.fromkeys(("grad_batch", "length", "first", "seed", "least"), "i32"),
@@ -49,11 +52,20 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (linear._linear, {"x": BF16, "weight": BF16}, _LINEAR | _PLAIN | _MANY),
     (linear._linear, {"x": BF16, "weight": "*i8"}, _LINEAR | _CODES | _FEW | {"low": None}),
     (linear._linear, {"x": BF16, "weight": "*u8"}, _LINEAR | _CODES | _MANY),
-    (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | {"LANES": 16}),
+    (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | _NO_ALIBI),
     (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | {"LANES": 64}),
     (attention._combine, {"out": BF16}, _HEADS | {"WINDOW": 64, "BLOCK_DIM": 64}),
-    (rows._add_norm, {"out": BF16}, {"PLANES": 4, "BLOCK": 2048}),
-    (rows._place, dict.fromkeys(("q", "keys", "values"), BF16), _HEADS | {"PLANES": 4, "KV_HEADS": 8, "HALF": 32, "BLOCK": 64}),
+    (rows._add_norm, {"out": BF16}, _RMS | {"PLANES": 4, "BLOCK": 2048}),
+    (rows._add_norm, {"out": BF16}, _LAYER | {"PLANES": 4, "BLOCK": 2048}),
+    (rows._add_norm, {}, _RMS | {"post": None, "weight": None, "out": None, "PLANES": 1, "BLOCK": 2048}),
+    (
+        rows._place,
+        dict.fromkeys(("q", "keys", "values"), BF16),
+        _HEADS | _PLACE | {"norm_bias": None, "moments": None, "CENTERED": False},
+    ),
+    (rows._place, dict.fromkeys(("q", "keys", "values"), BF16), _HEADS | _PLACE | {"moments": None, "CENTERED": True}),
+    (rows._place, dict.fromkeys(("q", "keys", "values"), BF16), _HEADS | _PLACE | {"norm_bias": None, "CENTERED": False}),
+    (rows._whole_moments, {}, {"PLANES": 4, "CENTERED": False, "Q_SIZE": 2048, "K_SIZE": 512, "BLOCK": 2048, "num_warps": 4}),
     (
         flat._step,
         dict.fromkeys(("grad", "out"), BF16),
@@ -67,7 +79,8 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (flat._reduce, {"out": BF16, "source": BF16, "squares": "*fp64"}, {"ACCUMULATE": True, "BLOCK": 1024, "num_warps": 4}),
-    (rows._gate, {"out": BF16}, {"ACTIVATION": "gelu", "PLANES": 1, "BLOCK": 1024}),
+    (rows._gate, {"out": BF16}, {"ACTIVATION": "gelu", "GATED": True, "PLANES": 1, "BLOCK": 1024}),
+    (rows._gate, {"out": BF16}, {"ACTIVATION": "relu", "GATED": False, "PLANES": 1, "BLOCK": 1024}),
     *(
         _sparse(kernel, dtype, dim, tile, bias)
         for dtype, dim, tile, bias in (
@@ -91,14 +104,14 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (fused._rotate, _FUSED, {"BACK": True, "DIM": 128, "HALF": 32, "HEADS": 8, "BLOCK": 32, "REST": 64}),
 ]
 TRAINING = ("sparse", "fused")
-_INTEGERS = {"positions", "slots", "tables", "tile_row", "tile_length", "tile_table"}
+_INTEGERS = {"positions", "angles", "stops", "slots", "tables", "tile_row", "tile_length", "tile_table"}
 
 
 def type_of(name: str, kernel: Any, types: dict[str, Any]) -> Any:
     if kernel in (flat._step, flat._reduce):
         arrays = ("master", "grad", "first", "second", "out", "source", "squares")
         return types.get(name, FP32) if name in arrays else "i32" if name == "num_elements" else "fp32"
-    if name == "eps" or (name == "scale" and kernel is attention._attend):
+    if name == "eps" or (name == "scale" and kernel in (attention._attend, rows._add_norm)):
         return "fp32"
     is_int = name.startswith("num_") or name.endswith("_stride") or name == "size"
     return types.get(name) or (INT if name in _INTEGERS else "i32" if is_int else FP32)

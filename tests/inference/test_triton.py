@@ -100,38 +100,58 @@ def test_slices_follow_from_the_matrix() -> None:
     assert [num_slices(*shape) for shape in ((2048, 2048), (16384, 2048), (2048, 8192), (64, 64))] == [4, 1, 8, 1]
 
 
-@pytest.mark.parametrize("post", [False, True])
+def norm_of(kind: str, *shape: int) -> rows.Norm:
+    bias = noise(*shape) if kind == "layer with bias" else None
+    return rows.Norm(noise(*shape), bias, 1e-5, centered=kind != "rms")
+
+
+def normed(x: Tensor, norm: rows.Norm | rows.HeadNorms | None, part: slice = slice(None)) -> Tensor:
+    if norm is None:
+        return x
+    x = x - x.mean(-1, keepdim=True) if norm.centered else x
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight[part]
+    return x if norm.bias is None else x + norm.bias[part]
+
+
+@pytest.mark.parametrize("kinds", [("rms", "rms"), ("rms", ""), ("", "rms"), ("layer", "layer with bias"), ("", "")])
 @pytest.mark.parametrize("planes", [0, 1, 3])
-def test_add_norm(planes: int, post: bool) -> None:
-    x, added, weight = noise(3, 80), noise(max(planes, 1), 3, 80), noise(80)
-    post_weight = noise(80) if post else None
-
-    def norm(y: Tensor, w: Tensor) -> Tensor:
-        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * w
-
-    total = added.sum(0)
-    expected = x + (norm(total, post_weight) if post_weight is not None else total) if planes else x.clone()
-    actual = rows.add_norm(x, added if planes else None, post_weight, weight, 1e-5, torch.float32)
-    close(x, expected, torch.float32)
-    close(actual, norm(expected, weight), torch.float32)
+def test_add_norm(planes: int, kinds: tuple[str, str]) -> None:
+    """Before and after the residual, and without an output."""
+    post, norm = (norm_of(kind, 80) if kind else None for kind in kinds)
+    for after, dtype in ((False, torch.float32), (True, torch.float32), (False, None)):
+        x, added = noise(3, 80) + 1, noise(max(planes, 1), 3, 80)
+        total = added.sum(0)
+        expected = x.clone()
+        if planes:
+            expected = normed(x + total, post) if after else x + 0.5 * normed(total, post)
+        actual = rows.add_norm(x, added if planes else None, post, norm, dtype, scale=0.5, after=after)
+        close(x, expected, torch.float32)
+        if dtype is None:
+            assert actual is x
+        else:
+            close(actual, normed(expected, norm), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("norm", "half"), [(False, 0), (False, 12), (True, 12), (True, 5)])
-def test_place(norm: bool, half: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("norm", "whole", "half"),
+    [("", False, 0), ("", False, 12), ("rms", False, 12), ("rms", False, 5), ("rms", True, 5), ("layer with bias", False, 5)],
+)
+def test_place(norm: str, whole: bool, half: int, dtype: torch.dtype) -> None:
     heads, kv_heads, dim, planes = 6, 2, 24, noise(2, 3, 10 * 24)
-    norms = noise(2, dim) if norm else None
+    norms = rows.HeadNorms(*norm_of(norm, heads + kv_heads, dim), whole=whole) if norm else None
     angle = torch.arange(9.0, device=DEVICE)[:, None] * torch.rand(half, device=DEVICE)
     turns = (angle.cos(), angle.sin()) if half else None
-    positions, slots = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([3, 0, 8], [9, -1, 2]))
+    angles, slots = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([3, 0, 8], [9, -1, 2]))
     keys, values = (torch.zeros(4, 4, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-    q = rows.place(planes, norms, turns, positions, slots, keys, values, num_heads=heads, eps=1e-5, dtype=dtype)
+    q = rows.place(planes, norms, turns, angles, slots, keys, values, num_heads=heads, dtype=dtype)
     parts = list(planes.sum(0).unflatten(1, (10, dim)).split((heads, kv_heads, kv_heads), 1))
-    for i in (0, 1):
+    for i, part in ((0, slice(heads)), (1, slice(heads, heads + kv_heads))):
         if norms is not None:
-            parts[i] = parts[i] * torch.rsqrt(parts[i].square().mean(-1, keepdim=True) + 1e-5) * norms[i]
+            own = norms._replace(weight=norms.weight[part].flatten()) if whole else norms
+            parts[i] = normed(parts[i].flatten(1), own).view(3, -1, dim) if whole else normed(parts[i], own, part)
         if turns is not None:
-            parts[i] = decoder.rotate(parts[i], *(turn[positions.long()][:, None] for turn in turns))
+            parts[i] = decoder.rotate(parts[i], *(turn[angles.long()][:, None] for turn in turns))
     close(q, parts[0], dtype)
     for cache, expected in ((keys, parts[1]), (values, parts[2])):
         flat = cache.flatten(0, 1)
@@ -140,11 +160,13 @@ def test_place(norm: bool, half: int, dtype: torch.dtype) -> None:
         assert not flat.any(), "a slot of no row was written"
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
 def test_gate(activation: str) -> None:
     planes = 3 * noise(2, 3, 2 * 1100)
     gate, up = planes.sum(0).chunk(2, -1)
     close(rows.gate(planes, activation, torch.float32), decoder.activate(activation, gate) * up, torch.float32)
+    plain = rows.gate(planes, activation, torch.float32, gated=False)
+    close(plain, decoder.activate(activation, planes.sum(0)), torch.float32)
 
 
 def test_ranges() -> None:
@@ -156,12 +178,19 @@ def test_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "dtype"),
-    [pytest.param(0, 0.0, torch.float16, marks=DEAR), (0, 3.0, torch.bfloat16), (50, 0.0, torch.float32)],
+    ("window", "cap", "alibi", "causal", "dtype"),
+    [
+        pytest.param(0, 0.0, False, True, torch.float16, marks=DEAR),
+        (0, 3.0, False, True, torch.bfloat16),
+        (50, 0.0, True, True, torch.float32),
+        (50, 0.0, False, False, torch.float32),
+        pytest.param(0, 0.0, True, False, torch.float32, marks=DEAR),
+    ],
 )
-def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
+def test_attention(window: int, cap: float, alibi: bool, causal: bool, dtype: torch.dtype) -> None:
     """Two requests over scattered blocks, in one tile or many; what is not theirs is NaN."""
     heads, kv_heads, dim, block_size, starts, lengths = 6, 2, 24, 16, (1100, 130), (21, 1)
+    slopes = torch.rand(heads, device=DEVICE) / 20 if alibi else None
     keys, values = (torch.full((99, block_size, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
     order, tables, at, expected = torch.randperm(99).tolist(), [], [], []
     q = noise(sum(lengths), heads, dim, dtype=dtype)
@@ -173,19 +202,22 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
         slots = torch.tensor([blocks[p // block_size] * block_size + p % block_size for p in range(stop)])
         k, v = (noise(stop, kv_heads, dim, dtype=dtype) for _ in range(2))
         keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = k, v
-        mask = decoder.visible(start, length, 0, window, q.device)
-        expected.append(decoder.attend(queries.float(), k.float(), v.float(), mask, scale=0.3, cap=cap))
+        mask = decoder.visible(start, length, 0, window, q.device, causal=causal)
+        bias = None if slopes is None else decoder.distances(start, length, 0, q.device) * slopes[:, None, None]
+        expected.append(decoder.attend(queries.float(), k.float(), v.float(), mask, scale=0.3, cap=cap, bias=bias))
+    pairs = list(zip(starts, lengths, strict=True))
     ints = {
-        "positions": [p for start, length in zip(starts, lengths, strict=True) for p in range(start, start + length)],
+        "positions": [p for start, length in pairs for p in range(start, start + length)],
+        "stops": [p + 1 if causal else start + length for start, length in pairs for p in range(start, start + length)],
         "row": [0, 16, 21],
         "length": [16, 5, 1],
         "table": [at[0], at[0], at[1]],
         "tables": tables,
     }
     on = {name: torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for name, numbers in ints.items()}
-    positions = on.pop("positions")
-    options: Any = {"scale": 0.3, "cap": cap, "window": window}
-    actual = attention.attend(q, keys, values, positions, attention.Tiles(**on, lanes=64, context=1121), **options)
+    where = [on.pop("positions"), on.pop("stops")]
+    options: Any = {"scale": 0.3, "cap": cap, "window": window, "slopes": slopes}
+    actual = attention.attend(q, keys, values, *where, attention.Tiles(**on, lanes=64, context=1121), **options)
     close(actual, torch.cat(expected).flatten(1), dtype)
     one = attention.Tiles(
         *(torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in (0, 1, at[0])),
@@ -193,7 +225,8 @@ def test_attention(window: int, cap: float, dtype: torch.dtype) -> None:
         lanes=64 if dtype == torch.float32 else 16,
         context=1121,
     )
-    assert attention.attend(q[20:21], keys, values, positions[20:21], one, **options).equal(actual[20:21])
+    own = (ints[20:21] for ints in where)
+    assert attention.attend(q[20:21], keys, values, *own, one, **options).equal(actual[20:21])
 
 
 # -- a training step's flat arrays
@@ -513,7 +546,7 @@ def test_rows_without_a_request_change_nothing() -> None:
     runner = runner_of(CudaDecoder, config, weights_of(config, torch.float32), torch.float32, max_batch=0)
     one = Requests(runner, 0)
     expected = one.run([(one.request([5, 6]), 0, 2)])[0]
-    numbers, cuts = runner._pack([[5, 6], [0, 1], [48, 49], [1], [0], [2], [0], [3]], 4)
+    numbers, cuts = runner._pack([[5, 6], [0, 1], [0, 1], [1, 2], [48, 49], [1], [0], [2], [0], [3]], 4)
     before = [keys.clone() for keys in runner.cache.keys]
     logits = runner._compute(runner._step(numbers.to(DEVICE), cuts, 64, 512))
     assert logits[0].equal(expected)
@@ -537,12 +570,13 @@ def test_the_benchmark_says_what_it_lacks() -> None:
 
 
 def test_what_it_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = weights_of(config_of(), torch.float32)
-    assert why_not(weights, torch.device(DEVICE)) is None
+    config = config_of()
+    weights = weights_of(config, torch.float32)
+    assert why_not(config, weights, torch.device(DEVICE)) is None
     weights.layers[1].out = to_int4(weights.layers[1].out, 48)
-    assert why_not(weights, torch.device(DEVICE)) == "int4 in groups of 48; the kernels support groups of 32, 64, 128"
+    assert why_not(config, weights, torch.device(DEVICE)) == "int4 in groups of 48; the kernels support groups of 32, 64, 128"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert why_not(weights, torch.device("cuda")) == "compute capability 7.5; the kernels need 8.0"
+    assert why_not(config, weights, torch.device("cuda")) == "compute capability 7.5; the kernels need 8.0"
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -552,7 +586,7 @@ def test_a_value_that_is_not_finite_reaches_only_who_sees_it(value: float) -> No
     tiles = attention.Tiles(*(torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in numbers), lanes=64, context=32)
     positions = torch.arange(20, dtype=torch.int32, device=DEVICE)
     options: Any = {"scale": 0.3, "cap": 0.0, "window": 0}
-    expected = attention.attend(q, keys, values, positions, tiles, **options)
+    expected = attention.attend(q, keys, values, positions, positions + 1, tiles, **options)
     values[0, 9, 0, 3] = value
-    actual = attention.attend(q, keys, values, positions, tiles, **options)
+    actual = attention.attend(q, keys, values, positions, positions + 1, tiles, **options)
     assert actual[:9].equal(expected[:9]) and not actual[9:].isfinite().any()

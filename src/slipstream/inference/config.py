@@ -6,7 +6,7 @@ Models that it cannot describe run in transformers (`generic`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 COLUMNS = 16  # products are cut at multiples of this many columns: a panel of csrc/decoder.h
 
@@ -203,19 +203,3 @@ class TransformerConfig:
     def own_heads(self) -> tuple[slice, slice]:
         """Those of queries, and of keys and values, of this process."""
         return self.part.heads(self.num_heads, self.num_kv_heads)
-
-    @property
-    def unlike_llama(self) -> str | None:
-        """The settings that the Triton kernels and `served` do not compute; None: there are none."""
-        plain = [one for one in fields(self) if one.name in _LLAMA and getattr(self, one.name) != one.default]
-        if any(name not in self.norms for name in NORMS[:2]) or not all(layer.has_input_norm for layer in self.layers):
-            return "no norm before attention or MLP"
-        if self.short_context < self.max_context:
-            return f"other rotary frequencies beyond {self.short_context} tokens"
-        return f"{', '.join(f'{one.name} {getattr(self, one.name)}' for one in plain)}" if plain else None
-
-
-_LLAMA = (
-    *("norm", "residual", "final_norm", "gated", "causal", "embed_norm", "num_positions", "num_token_types", "alibi"),
-    *("residual_scale", "logit_scale", "has_head", "head_bias", "latent", "embed_size", "qk_norm_bias"),
-)

@@ -14,7 +14,9 @@ Suffixes: T rows of the batch, E hidden, R rows whose logits are needed.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,29 +24,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import Layer, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import NORMS, Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
-from slipstream.inference.decoder import soft_cap
+from slipstream.inference.decoder import choose, soft_cap, text_batch
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import shape_of
 from slipstream.inference.weights import Codes, DecoderWeights, Int4, LayerWeights, Matrix, Mlp, leaves
 from slipstream.ops.triton.attention import Tiles, attend, padded_group
 from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
-from slipstream.ops.triton.rows import add_norm, gate, place
+from slipstream.ops.triton.rows import HeadNorms, Norm, add_norm, gate, place
 
 _LANES = 64  # per tile of attention, if a request has several rows; else _FEW_LANES
 _FEW_LANES = 16  # not for fp32: it does not use tensor cores, so the order of its sums depends on the layout, and that on the lanes
-_NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")
 _ALIGN = 4  # numbers; Triton specializes kernels on 16-byte alignment, so other offsets would compile them again
 
 
-def why_not(weights: DecoderWeights, device: torch.device) -> str | None:
-    """Why these kernels cannot run this model; None if they can. `TransformerConfig.unlike_llama` are other reasons."""
+def why_not(config: TransformerConfig, weights: DecoderWeights, device: torch.device) -> str | None:
+    """Why these kernels cannot run this model; None if they can."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
-    if any(layer.q_norm is not None and len(layer.q_norm) == shape_of(layer.q)[0] for layer in weights.layers):
-        return "norms over all heads of queries and keys together"
-    groups = {shape_of(m)[1] // m.scale.shape[1] for _, m in leaves(weights.layers) if isinstance(m, Int4)}
+    if config.latent is not None:
+        return "latent attention"
+    groups = {shape_of(m)[1] // m.scale.shape[1] for _, m in leaves(weights) if isinstance(m, Int4)}
     if others := groups.difference(GROUPS):
         return f"int4 in groups of {min(others)}; the kernels support groups of {', '.join(map(str, GROUPS))}"
     return None
@@ -76,10 +77,14 @@ def _tensors(matrix: Matrix) -> tuple[Tensor, ...]:
     return tuple(matrix) if isinstance(matrix, Codes) else (matrix.detach().contiguous(),)
 
 
-def _join(owner: LayerWeights | Mlp, *names: str) -> _Product:
+def _join(owner: DecoderWeights | LayerWeights | Mlp, *names: str) -> _Product:
     """The product of the owner's matrices. Those of one type become views of one concatenated matrix, so memory is not doubled."""
-    matrices, biases = [getattr(owner, name) for name in names], [getattr(owner, f"{name}_bias") for name in names]
-    if len({(type(m), *(t.dtype for t in _tensors(m)), *(t.shape[1:] for t in _tensors(m))) for m in matrices}) > 1:
+    matrices, biases = [getattr(owner, name) for name in names], [getattr(owner, f"{name}_bias", None) for name in names]
+    kinds = {(type(m), *(t.dtype for t in _tensors(m)), *(t.shape[1:] for t in _tensors(m))) for m in matrices}
+    if len(names) == 1 or len(kinds) > 1:
+        matrices = [_like(matrix, _tensors(matrix)) for matrix in matrices]  # contiguous ones; a transposed view is none
+        for name, matrix in zip(names, matrices, strict=True):
+            setattr(owner, name, matrix)
         return _Product(matrices, biases)
     sizes = [shape_of(m)[0] for m in matrices]
     joined = [torch.cat(parts) for parts in zip(*map(_tensors, matrices), strict=True)]
@@ -92,63 +97,146 @@ def _join(owner: LayerWeights | Mlp, *names: str) -> _Product:
     return _Product([_like(matrices[0], joined)], [torch.cat(filled)])
 
 
-def _biases(path: str, product: _Product, owner: LayerWeights | Mlp, *names: str) -> dict[str, tuple[Tensor, ...]]:
-    """The memory of a product's biases, by role."""
-    parts: Sequence[Tensor | None] = [bias for _, _, _, bias in product.parts]
-    if len(parts) < len(names) and parts[0] is not None:
-        parts = parts[0].split([shape_of(getattr(owner, name))[0] for name in names])
-    pairs = ((f"{name}_bias", part) for name, part in zip(names, parts, strict=False))
-    return {path + name: (part,) for name, part in pairs if part is not None and getattr(owner, name) is not None}
-
-
 def _like(matrix: Matrix, parts: Sequence[Tensor]) -> Matrix:
     return type(matrix)(*parts) if isinstance(matrix, Codes) else parts[0]
 
 
-class _Gated:
-    """An MLP."""
+class _DenseMlp:
+    """Gated or plain."""
 
-    def __init__(self, mlp: Mlp, activation: str):
-        self.gate_up, self.down = _join(mlp, "gate", "up"), _Product([mlp.down], [mlp.down_bias])
-        self.activation = activation
+    def __init__(self, gate_up: _Product, down: _Product, activation: str, *, gated: bool):
+        self.gate_up, self.down, self.activation, self.gated = gate_up, down, activation, gated
 
     def __call__(self, h: Tensor, *, summed: bool = False) -> Tensor:
-        return self.down(gate(self.gate_up(h), self.activation, h.dtype), summed=summed)
+        return self.down(gate(self.gate_up(h), self.activation, h.dtype, gated=self.gated), summed=summed)
 
 
-class _Routed:
+class _Routed(NamedTuple):
     """A routed MLP, computed expert by expert as in `decoder`."""
 
-    def __init__(self, experts: RoutedExperts, w: LayerWeights, activation: str):
-        self.top_k, self.normalize = experts.top_k, experts.normalize
-        self.router = _Product([w.routing])
-        self.experts = [_Gated(mlp, activation) for mlp in w.experts]
-        self.shared = None if w.shared is None else _Gated(w.shared, activation)
-        self.shared_gate = None if w.shared_gate is None else _Product([w.shared_gate])
+    kind: RoutedExperts
+    router: _Product
+    router_bias: Tensor | None
+    experts: list[_DenseMlp]
+    shared: _DenseMlp | None
+    shared_gate: _Product | None
 
     def __call__(self, h: Tensor) -> Tensor:
-        shares, chosen = self.router(h, summed=True)[0].softmax(-1).topk(self.top_k, -1)
-        if self.normalize:
+        shares, chosen = choose(self.kind, self.router(h, summed=True)[0], self.router_bias)
+        if self.kind.normalize:
             shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares * self.kind.scale
         out = torch.zeros(h.shape, device=h.device)
         for e in chosen.unique().tolist():
             token, place = (chosen == e).nonzero(as_tuple=True)
             out.index_add_(0, token, self.experts[e](h[token], summed=True)[0] * shares[token, place, None])
-        if self.shared is not None and self.shared_gate is not None:
-            out += self.shared_gate(h, summed=True)[0].sigmoid() * self.shared(h, summed=True)[0]
+        if self.shared is not None:
+            weight = 1.0 if self.shared_gate is None else self.shared_gate(h, summed=True)[0].sigmoid()
+            out += self.shared(h, summed=True)[0] * weight
         return out[None]
 
 
 class _Layer(NamedTuple):
     kind: Layer
-    input_norm: Tensor
-    mlp_norm: Tensor
-    attn_post_norm: Tensor | None
-    mlp_post_norm: Tensor | None
-    qk_norms: Tensor | None  # [2, head_dim]
+    norms: dict[str, Norm]  # of NORMS
+    head_norms: HeadNorms | None
     qkv: _Product
     out: _Product
-    mlp: _Gated | _Routed
+    mlp: _DenseMlp | _Routed
+
+
+class _Parts:
+    """The parts of the forward, made from the weights of a model, and where the kernels and graphs read these."""
+
+    def __init__(self, config: TransformerConfig, weights: DecoderWeights):
+        self.config, self.own = config, dict[str, Tensor]()  # by role: what is in another form than in `weights`
+        assert isinstance(weights.embed, Tensor), "quantized embeddings are kept on CPUs only"
+        self.embed, self.positions, self.token_types = weights.embed, weights.positions, weights.token_types
+        pairs = zip(config.layers, weights.layers, strict=True)
+        self.layers = [self._layer(f"layers.{i}.", layer, w) for i, (layer, w) in enumerate(pairs)]
+        self.embed_norm, self.final_norm = self._norm("", weights, "embed_norm"), self._norm("", weights, "final_norm")
+        self.embed_in = None if weights.embed_in is None else self._product("", weights, "embed_in")
+        self.embed_out = None if weights.embed_out is None else self._product("", weights, "embed_out")
+        self.head = self._head(weights) if config.has_head else None
+        # Views of joined matrices included, see `_join`.
+        self.memory = {role: _tensors(leaf) for role, leaf in leaves(weights)}
+        self.memory |= {role: (tensor,) for role, tensor in self.own.items()}
+        for role, leaf in leaves(weights):
+            if role in self.own:
+                self.put(role, leaf)
+
+    def put(self, role: str, weight: Matrix) -> None:
+        """As `core.Runner.put`. Writes in place, because graphs have the addresses."""
+        if role not in self.memory:
+            assert role == "head", f"{role} is none of this decoder's"
+            return  # tied: `put` writes the embedding
+        new = _tensors(weight)
+        if re.search(r"norms?(\.\d+)?$", role):
+            new = (new[0].float() + self.config.norm_offset,)
+        for old, part in zip(self.memory[role], new, strict=True):
+            old.copy_(part)
+
+    def _layer(self, at: str, layer: Layer, w: LayerWeights) -> _Layer:
+        return _Layer(
+            kind=layer,
+            norms={role: norm for role in NORMS if (norm := self._norm(at, w, role)) is not None},
+            head_norms=self._head_norms(at, w) if self.config.qk_norm else None,
+            qkv=self._product(at, w, "q", "k", "v"),
+            out=self._product(at, w, "out"),
+            mlp=self._mlp(f"{at}mlp.", w.dense_mlp) if layer.experts is None else self._routed(at, layer.experts, w),
+        )
+
+    def _norm(self, at: str, owner: DecoderWeights | LayerWeights, role: str) -> Norm | None:
+        weight, bias = (self._vector(at, owner, name) for name in (role, f"{role}_bias"))
+        return None if weight is None else Norm(weight, bias, self.config.norm_eps, self.config.norm == "layer")
+
+    def _vector(self, at: str, owner: DecoderWeights | LayerWeights, name: str) -> Tensor | None:
+        """Memory for it, which `put` fills."""
+        if (stored := getattr(owner, name)) is None:
+            return None
+        self.own[at + name] = torch.empty(stored.shape, device=stored.device)
+        return self.own[at + name]
+
+    def _head_norms(self, at: str, w: LayerWeights) -> HeadNorms:
+        """Rows of a table for the heads, whether these have one weight, their own, or parts of one."""
+        c, num = self.config, [shape_of(matrix)[0] // self.config.head_dim for matrix in (w.q, w.k)]
+        weight, bias = (torch.empty(sum(num), c.head_dim, device=self.embed.device) for _ in range(2))
+        for name, of_weight, of_bias in zip(("q_norm", "k_norm"), weight.split(num), bias.split(num), strict=True):
+            memory = {name: of_weight.flatten() if c.qk_norm == "whole" else of_weight, f"{name}_bias": of_bias}
+            memory |= {f"{name}s.{i}": row for i, row in enumerate(of_weight)}
+            self.own |= {at + role: tensor for role, tensor in memory.items() if role in dict(leaves(w))}
+        whole = c.qk_norm == "whole"
+        return HeadNorms(weight, bias if c.qk_norm_bias else None, c.norm_eps, c.norm == "layer", whole)
+
+    def _product(self, at: str, owner: DecoderWeights | LayerWeights | Mlp, *names: str) -> _Product:
+        product = _join(owner, *names)
+        biases: Sequence[Tensor | None] = [bias for _, _, _, bias in product.parts]
+        if len(biases) < len(names) and biases[0] is not None:
+            biases = biases[0].split([shape_of(getattr(owner, name))[0] for name in names])
+        roles = zip((f"{name}_bias" for name in names), biases, strict=False)
+        self.own |= {at + role: bias for role, bias in roles if bias is not None and getattr(owner, role) is not None}
+        return product
+
+    def _head(self, weights: DecoderWeights) -> _Product:
+        head = _Product([weights.embed if weights.head is None else weights.head], [weights.head_bias])
+        if (bias := head.parts[0][3]) is not None:
+            self.own["head_bias"] = bias
+        return head
+
+    def _mlp(self, at: str, mlp: Mlp) -> _DenseMlp:
+        gated = mlp.gate is not None
+        up = self._product(at, mlp, "gate", "up") if gated else self._product(at, mlp, "up")
+        return _DenseMlp(up, self._product(at, mlp, "down"), self.config.activation, gated=gated)
+
+    def _routed(self, at: str, experts: RoutedExperts, w: LayerWeights) -> _Routed:
+        return _Routed(
+            kind=experts,
+            router=_Product([w.routing]),
+            router_bias=w.router_bias,
+            experts=[self._mlp(f"{at}experts.{e}.", mlp) for e, mlp in enumerate(w.experts)],
+            shared=None if w.shared is None else self._mlp(f"{at}shared.", w.shared),
+            shared_gate=None if w.shared_gate is None else _Product([w.shared_gate]),
+        )
 
 
 class _Step(NamedTuple):
@@ -156,25 +244,32 @@ class _Step(NamedTuple):
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
+    angles: Tensor  # [T], rows of the tables of rotary embeddings
+    stops: Tensor  # [T], the first position that a row does not see
     slots: Tensor  # [T], cache slot of each row's key and value; -1: the row belongs to no request
     rows: Tensor  # [R]
     tiles: Tiles
+    types: Tensor | None = None  # [T], of tokens; None: all are 0
 
 
-_UNUSED = (0, 0, -1, 0, 0, 0, 0)  # pads the lists of a step with rows that belong to no request
+_UNUSED = (0, 0, 0, 1, -1, 0, 0, 0, 0)  # pads the lists of a step with rows that belong to no request
 
 
-def _numbers(batch: Batch, block_size: int, rows_per_tile: int) -> list[list[int]]:
+def _numbers(batch: Batch, config: TransformerConfig, block_size: int, rows_per_tile: int) -> list[list[int]]:
     """The numbers of a `_Step`'s tensors, those of its tiles last."""
-    tokens, positions, slots, rows, tile_row, tile_length, tile_table, tables = lists = [list[int]() for _ in range(8)]
+    lists = [list[int]() for _ in range(len(_UNUSED) + 1)]
+    tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables = lists
     for chunk in batch.chunks:
         begin, blocks = len(tokens), chunk.request.blocks
         stop = chunk.start + chunk.num_tokens
+        places = range(chunk.start, stop)
         tokens += chunk.request.tokens[chunk.start : chunk.stop]
         tokens += chunk.draft
         assert len(tokens) - begin == chunk.num_tokens, f"{chunk} exceeds its request's {len(chunk.request.tokens)} tokens"
-        positions += range(chunk.start, stop)
-        slots += (blocks[p // block_size] * block_size + p % block_size for p in range(chunk.start, stop))
+        positions += places
+        angles += (p + config.max_context for p in places) if len(chunk.request.tokens) > config.short_context else places
+        stops += (p + 1 for p in places) if config.causal else [stop] * chunk.num_tokens
+        slots += (blocks[p // block_size] * block_size + p % block_size for p in places)
         rows += range(len(tokens) - chunk.num_rows, len(tokens))
         for row in range(begin, len(tokens), rows_per_tile):
             tile_row.append(row)
@@ -197,76 +292,28 @@ class CudaDecoder:
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self.short_context = config.short_context
         self._lanes_of_row = padded_group(config.num_heads, config.num_kv_heads)
-        assert isinstance(weights.embed, Tensor), "quantized embeddings are kept on CPUs only"
-        self._embed, self._embed_scale = weights.embed, torch.tensor(config.embed_scale, dtype=compute_dtype).item()
+        self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
+        self._attn_scale = config.attn_scale or config.head_dim**-0.5
+        self._slopes = torch.tensor(config.alibi, device=cache.device) if config.alibi else None
         self._rope_tables = {layer.rope: self._rope_table(layer.rope) for layer in config.layers if layer.rope}
-        self._layers = [self._layer(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
-        self._final_norm = self._norm(weights.final_norm)
-        self._head = _Product([weights.embed if weights.head is None else weights.head])
-        self._memory = self._weight_memory(weights)
+        self._parts = _Parts(config, weights)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
         if max_batch and cache.device.type == "cuda" and not any(layer.experts for layer in config.layers):
             self._capture(max_batch)
         if cache.device.type == "cuda":
             torch.cuda.synchronize(cache.device)  # the engine's thread uses another stream
 
-    # -- the weights in the kernels' form --
-
-    def _norm(self, weight: Tensor | None) -> Any:
-        return None if weight is None else (weight.detach().float() + self.config.norm_offset).contiguous()
-
     def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, fp32 [max_context, rotary_dim / 2]."""
+        """Cosine and sine, fp32 [max_context, rotary_dim / 2]; if long texts have other frequencies, these follow."""
         positions = torch.arange(self.max_context, dtype=torch.float32, device=self.cache.device)
-        angles = positions[:, None] * torch.tensor(rope.inv_freq, device=self.cache.device)
+        both = (rope.inv_freq, rope.long_inv_freq or rope.inv_freq)[: 1 + (self.short_context < self.max_context)]
+        angles = torch.cat([positions[:, None] * torch.tensor(inv_freq, device=self.cache.device) for inv_freq in both])
         return angles.cos() * rope.scale, angles.sin() * rope.scale
-
-    def _layer(self, layer: Layer, w: LayerWeights) -> _Layer:
-        activation = self.config.activation
-        mlp = _Gated(w.dense_mlp, activation) if layer.experts is None else _Routed(layer.experts, w, activation)
-        both = w.q_norm is not None and w.k_norm is not None
-        return _Layer(
-            kind=layer,
-            **{name: self._norm(getattr(w, name)) for name in _NORMS},
-            qk_norms=torch.stack([self._norm(w.q_norm), self._norm(w.k_norm)]) if both else None,
-            qkv=_join(w, "q", "k", "v"),
-            out=_Product([w.out], [w.out_bias]),
-            mlp=mlp,
-        )
-
-    # -- new weights --
-
-    def _weight_memory(self, weights: DecoderWeights) -> dict[str, tuple[Tensor, ...]]:
-        """By role, the memory that kernels and graphs read. Views of joined matrices included, see `_join`."""
-        memory = {role: _tensors(leaf) for role, leaf in leaves(weights)}
-        memory["final_norm"] = (self._final_norm,)
-        for i, (layer, w) in enumerate(zip(self._layers, weights.layers, strict=True)):
-            at = f"layers.{i}."
-            memory |= {at + name: (getattr(layer, name),) for name in _NORMS}
-            if layer.qk_norms is not None:
-                memory |= {at + "q_norm": (layer.qk_norms[0],), at + "k_norm": (layer.qk_norms[1],)}
-            memory |= _biases(at, layer.qkv, w, "q", "k", "v") | _biases(at, layer.out, w, "out")
-            mlps: dict[str, tuple[_Gated | _Routed | None, Mlp | None]] = {"mlp.": (layer.mlp, w.mlp)}
-            if isinstance(layer.mlp, _Routed):
-                mlps = {f"experts.{e}.": pair for e, pair in enumerate(zip(layer.mlp.experts, w.experts, strict=True))}
-                mlps["shared."] = (layer.mlp.shared, w.shared)
-            for prefix, (product, mlp) in mlps.items():
-                if isinstance(product, _Gated) and mlp is not None:
-                    path = at + prefix
-                    memory |= _biases(path, product.gate_up, mlp, "gate", "up") | _biases(path, product.down, mlp, "down")
-        return memory
 
     @torch.inference_mode()
     def put(self, role: str, weight: Matrix) -> None:
-        """As `core.Runner.put`. Writes in place, because graphs have the addresses."""
-        if role not in self._memory:
-            assert role == "head", f"{role} is none of this decoder's"
-            return  # tied: `put` writes the embedding
-        new = _tensors(weight)
-        if role.endswith("norm"):
-            new = (new[0].float() + self.config.norm_offset,)
-        for old, part in zip(self._memory[role], new, strict=True):
-            old.copy_(part)
+        """As `core.Runner.put`."""
+        self._parts.put(role, weight)
 
     # -- running --
 
@@ -277,16 +324,27 @@ class CudaDecoder:
             self.cache.copy(batch.copies)
             alone = all(chunk.num_tokens == 1 for chunk in batch.chunks)
             lanes = self._lanes(alone)
-            lists = _numbers(batch, self.block_size, lanes // self._lanes_of_row)
+            lists = _numbers(batch, self.config, self.block_size, lanes // self._lanes_of_row)
             if alone and (size := next((size for size in self._graphs if size >= len(batch.chunks)), 0)):
                 graph, logits = self._graphs[size]
                 numbers, _ = self._pack(lists, size)
                 self._static[: len(numbers)].copy_(numbers, non_blocking=True)
                 graph.replay()
-                return logits[: len(lists[3])].clone()  # the next replay overwrites them
-            numbers, cuts = self._pack(lists)
-            context = max(lists[1]) + 1
-            return self._compute(self._step(numbers.to(self.cache.device, non_blocking=True), cuts, lanes, context))
+                return logits[: len(lists[5])].clone()  # the next replay overwrites them
+            return self._compute(self._moved(lists, lanes))
+
+    @torch.inference_mode()
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """As `decoder.Decoder.hidden`."""
+        lanes = self._lanes(alone=False)
+        with self._here():
+            lists = _numbers(text_batch(texts, self.block_size), self.config, self.block_size, lanes // self._lanes_of_row)
+            kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
+            return self._hidden(self._moved(lists, lanes)._replace(types=kinds), torch.float32)
+
+    def _moved(self, lists: list[list[int]], lanes: int) -> _Step:
+        numbers, cuts = self._pack(lists)
+        return self._step(numbers.to(self.cache.device, non_blocking=True), cuts, lanes, max(lists[3]))
 
     def _lanes(self, alone: bool) -> int:
         return max(_FEW_LANES if alone and self.dtype != torch.float32 else _LANES, self._lanes_of_row)
@@ -307,24 +365,25 @@ class CudaDecoder:
         return packed.pin_memory() if self.cache.device.type == "cuda" else packed, cuts
 
     def _step(self, numbers: Tensor, cuts: list[tuple[int, int]], lanes: int, context: int) -> _Step:
-        tokens, positions, slots, rows, tile_row, tile_length, tile_table, tables = (numbers[begin:end] for begin, end in cuts)
+        lists = [numbers[begin:end] for begin, end in cuts]
+        tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables = lists
         tiles = Tiles(tile_row, tile_length, tile_table, tables, lanes, context)
-        return _Step(tokens, positions, slots, rows, tiles)
+        return _Step(tokens, positions, angles, stops, slots, rows, tiles)
 
     @torch.inference_mode()
     def _capture(self, max_batch: int) -> None:
         """Capture graphs for 1, 2, 4, ... and `max_batch` rows, the largest first: the others reuse its memory."""
         sizes = sorted({*(1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch), max_batch})
         lanes = self._lanes(alone=True)
-        capacity = 7 * (max_batch + _ALIGN) + max_batch * -(-self.max_context // self.block_size)
+        capacity = len(_UNUSED) * (max_batch + _ALIGN) + max_batch * -(-self.max_context // self.block_size)
         pool = torch.cuda.graph_pool_handle()
         with self._here():
             stream = torch.cuda.Stream()  # torch's default capture stream is shared by all devices
             self._static = torch.zeros(capacity, dtype=torch.int32, device=self.cache.device)
             for size in reversed(sizes):
-                numbers, cuts = self._pack([[] for _ in range(8)], size)
+                numbers, cuts = self._pack([[] for _ in range(len(_UNUSED) + 1)], size)
                 self._static[: len(numbers)].copy_(numbers)
-                step = self._step(self._static, [*cuts[:7], (cuts[7][0], capacity)], lanes, self.max_context)
+                step = self._step(self._static, [*cuts[:-1], (cuts[-1][0], capacity)], lanes, self.max_context)
                 self._compute(step)  # compiles the kernels
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
@@ -335,34 +394,49 @@ class CudaDecoder:
         self._graphs = {size: self._graphs[size] for size in sizes}
 
     def _compute(self, step: _Step) -> Tensor:
-        c = self.config
-        x = F.embedding(step.tokens, self._embed).to(self.dtype)
-        x = (x * self._embed_scale).float()  # the residual stream, which `add_norm` updates
-        added: Tensor | None = None  # planes still to be added to x
-        post: Tensor | None = None
-        for i, layer in enumerate(self._layers):
-            h = add_norm(x, added, post, layer.input_norm, c.norm_eps, self.dtype)
-            mixed = self._attend(i, layer, h, step)
-            h = add_norm(x, layer.out(mixed), layer.attn_post_norm, layer.mlp_norm, c.norm_eps, self.dtype)
-            added, post = layer.mlp(h), layer.mlp_post_norm
-        h = add_norm(x, added, post, self._final_norm, c.norm_eps, self.dtype)
-        if not len(step.rows):
+        h, c, parts = self._hidden(step, self.dtype), self.config, self._parts
+        if not len(step.rows) or parts.head is None:
             return torch.empty(0, self.vocab_size, device=h.device)
-        return soft_cap(self._head(h.index_select(0, step.rows), summed=True)[0], c.logit_softcap)
+        h = h.index_select(0, step.rows)
+        h = h if parts.embed_out is None else parts.embed_out(h, summed=True)[0].to(self.dtype)
+        logits = parts.head(h, summed=True)[0]
+        return soft_cap(logits if c.logit_scale == 1.0 else logits * c.logit_scale, c.logit_softcap)
+
+    def _hidden(self, step: _Step, dtype: torch.dtype) -> Tensor:
+        """[T, E], after the final norm."""
+        c, x = self.config, self._embedded(step)  # the residual stream, which `add_norm` updates
+        add = partial(add_norm, scale=c.residual_scale, after=c.residual == "after")
+        added: Tensor | None = None  # planes still to be added to x
+        post: Norm | None = None
+        for i, layer in enumerate(self._parts.layers):
+            norms = layer.norms.get
+            h = add(x, added, post, norms("input_norm"), self.dtype)
+            out, attn_post, before = self._attend(i, layer, h, step), norms("attn_post_norm"), norms("mlp_norm")
+            if c.residual == "parallel":
+                h = h if before is None else add(x, None, None, before, self.dtype)
+                add(x, out, attn_post, None, None)
+            else:
+                h = add(x, out, attn_post, before, self.dtype)
+            added, post = layer.mlp(h), norms("mlp_post_norm")
+        return add(x, added, post, self._parts.final_norm, dtype)
+
+    def _embedded(self, step: _Step) -> Tensor:
+        """fp32 [T, E]."""
+        c, parts = self.config, self._parts
+        x = (F.embedding(step.tokens, parts.embed).to(self.dtype) * self._embed_scale).float()
+        if parts.token_types is not None:
+            x += parts.token_types[0] if step.types is None else F.embedding(step.types, parts.token_types)
+        places = None if parts.positions is None else F.embedding(step.positions + c.position_offset, parts.positions)
+        x = x if places is None or c.late_positions else x + places
+        x = x if parts.embed_norm is None else add_norm(x, None, None, parts.embed_norm, torch.float32)
+        x = x if parts.embed_in is None else parts.embed_in(x.to(self.dtype), summed=True)[0]
+        return x + places if places is not None and c.late_positions else x
 
     def _attend(self, index: int, layer: _Layer, h: Tensor, step: _Step) -> Tensor:
+        """Planes [planes, T, E]."""
         c, keys, values = self.config, self.cache.keys[index], self.cache.values[index]
-        q = place(
-            layer.qkv(h),
-            layer.qk_norms,
-            self._rope_tables[layer.kind.rope] if layer.kind.rope else None,
-            step.positions,
-            step.slots,
-            keys,
-            values,
-            num_heads=c.num_heads,
-            eps=c.norm_eps,
-            dtype=self.dtype,
-        )
-        scale = c.attn_scale or c.head_dim**-0.5
-        return attend(q, keys, values, step.positions, step.tiles, scale=scale, cap=c.attn_softcap, window=layer.kind.window)
+        turns = self._rope_tables[layer.kind.rope] if layer.kind.rope else None
+        heads: dict[str, Any] = {"num_heads": c.num_heads, "dtype": self.dtype}
+        q = place(layer.qkv(h), layer.head_norms, turns, step.angles, step.slots, keys, values, **heads)
+        options: dict[str, Any] = {"cap": c.attn_softcap, "window": layer.kind.window, "slopes": self._slopes}
+        return layer.out(attend(q, keys, values, step.positions, step.stops, step.tiles, scale=self._attn_scale, **options))

@@ -71,6 +71,17 @@ def batch_inputs(batch: Batch, cache: KVCache) -> Inputs:
     )
 
 
+def text_batch(texts: Sequence[Sequence[int]], block_size: int) -> Batch:
+    """All tokens of texts, in the first blocks of the cache."""
+    chunks, blocks = [], 0
+    for tokens in texts:
+        num = -(-len(tokens) // block_size)
+        request = Request(id="", tokens=list(tokens), params=SamplingParams(), blocks=list(range(blocks, blocks + num)))
+        chunks.append(Chunk(request, 0, len(tokens)))
+        blocks += num
+    return Batch(tuple(chunks), ())
+
+
 def head_shapes(config: TransformerConfig) -> list[HeadShape]:
     _, own = config.own_heads
     return [HeadShape(own.stop - own.start, config.head_dim)] * len(config.layers)
@@ -110,12 +121,7 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
         """The last layer's outputs after the final norm, fp32 [tokens of all texts, hidden]. They overwrite the cache."""
-        rows, blocks = [], 0
-        for tokens in texts:
-            num = -(-len(tokens) // self.block_size)
-            rows.append(Request(id="", tokens=list(tokens), params=SamplingParams(), blocks=list(range(blocks, blocks + num))))
-            blocks += num
-        inputs = batch_inputs(Batch(tuple(Chunk(one, 0, len(one.tokens)) for one in rows), ()), self.cache)
+        inputs = batch_inputs(text_batch(texts, self.block_size), self.cache)
         kinds = None if types is None else torch.tensor([kind for row in types for kind in row], device=self.cache.device)
         return self._normed("final_norm", self.weights, self._hidden(inputs, kinds)).float()
 

@@ -74,7 +74,7 @@ def open_decoder(
 ) -> Opened:
     """`dtype`: of the arithmetic, and of the cache if the forward supports it. Raises ValueError for what needs the native one."""
     from slipstream.inference import native
-    from slipstream.inference.decoder import Decoder, head_shapes
+    from slipstream.inference.decoder import head_shapes
 
     config = replace(config, max_context=_context(config.max_context, sizes))
     on_cpu = device.type == "cpu"
@@ -98,11 +98,7 @@ def open_decoder(
         why = reason or f"it is on {device}"
         raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, which do not compute this model: {why}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
-    if reason is None:
-        from slipstream.inference.cuda import CudaDecoder
-
-        return Opened(CudaDecoder(config, weights, cache, dtype, max_batch=sizes.max_running), "Triton kernels")
-    return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
+    return _on_cache(config, weights, cache, dtype, reason, max_batch=sizes.max_running)
 
 
 def open_encoder(
@@ -110,24 +106,38 @@ def open_encoder(
 ) -> Opened:
     """A forward whose cache holds the texts of one forward (`embedding.ROWS` tokens, or one text), in fp32 on a CPU."""
     from slipstream.inference import native
-    from slipstream.inference.decoder import Decoder, head_shapes
+    from slipstream.inference.decoder import head_shapes
     from slipstream.inference.embedding import ROWS
 
     if sizes.memory is not None:
         raise ValueError("a model that embeds texts has all layers in memory: leave out weights_bytes and weights_folder")
     config = replace(config, max_context=_context(config.max_context, sizes))
     blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
-    reason = native.why_not(config) if device.type == "cpu" else f"on {device.type}"
-    if reason is None:
+    on_cpu = device.type == "cpu"
+    reason = native.why_not(config) if on_cpu else _why_no_kernels(config, weights, device)
+    if on_cpu and reason is None:
         options: dict[str, Any] = {"cache_dtype": torch.float32, "threads": sizes.threads, "keeps": False, "ranks": sizes.ranks}
         if sizes.ranks is not None:
             sizes.ranks.max_rows = max(sizes.ranks.gather(max(ROWS, config.max_context)))
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, **options)
         return Opened(runner, f"native kernels, {_workers(runner)}")
     if sizes.ranks is not None:
-        raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, and the model is {reason}")
+        raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU: {reason or f'the model is on {device.type}'}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
-    return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
+    return _on_cache(config, weights, cache, dtype, reason, max_batch=0)
+
+
+def _on_cache(
+    config: TransformerConfig, weights: DecoderWeights, cache: KVCache, dtype: torch.dtype, reason: str | None, *, max_batch: int
+) -> Opened:
+    """The Triton kernels, or plain torch if there is a reason against them."""
+    from slipstream.inference.decoder import Decoder
+
+    if reason is not None:
+        return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
+    from slipstream.inference.cuda import CudaDecoder
+
+    return Opened(CudaDecoder(config, weights, cache, dtype, max_batch=max_batch), "Triton kernels")
 
 
 def _workers(runner: NativeDecoder) -> str:
@@ -141,7 +151,7 @@ def _why_no_kernels(config: TransformerConfig, weights: DecoderWeights, device: 
         return "triton is not installed"
     from slipstream.inference import cuda
 
-    return config.unlike_llama or cuda.why_not(weights, device)
+    return cuda.why_not(config, weights, device)
 
 
 def open_generic(model: Any, sizes: Sizes) -> Opened:

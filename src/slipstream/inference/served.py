@@ -17,14 +17,14 @@ It needs fp32 weights on a CPU, a decoder that the native forward can run, and r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.inference.config import Layer, TransformerConfig
+from slipstream.inference.config import NORMS, Layer, TransformerConfig
 from slipstream.inference.models import from_hf, layer_weights
 from slipstream.inference.native import NativeDecoder, why_not
 from slipstream.inference.sampler import log_total
@@ -184,4 +184,20 @@ def _check_rows(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 def _unsupported(config: TransformerConfig) -> str | None:
     if config.logit_softcap:
         return "its logits are capped after the head (final_logit_softcapping), by torch"
-    return config.unlike_llama or why_not(config)
+    return _unlike_llama(config) or why_not(config)
+
+
+_LLAMA = (
+    *("norm", "residual", "final_norm", "gated", "causal", "embed_norm", "num_positions", "num_token_types", "alibi"),
+    *("residual_scale", "logit_scale", "has_head", "head_bias", "latent", "embed_size", "qk_norm_bias"),
+)
+
+
+def _unlike_llama(config: TransformerConfig) -> str | None:
+    """The settings that the modules of `_patched` do not have; None: there are none."""
+    plain = [one for one in fields(config) if one.name in _LLAMA and getattr(config, one.name) != one.default]
+    if any(name not in config.norms for name in NORMS[:2]) or not all(layer.has_input_norm for layer in config.layers):
+        return "no norm before attention or MLP"
+    if config.short_context < config.max_context:
+        return f"other rotary frequencies beyond {config.short_context} tokens"
+    return f"{', '.join(f'{one.name} {getattr(config, one.name)}' for one in plain)}" if plain else None

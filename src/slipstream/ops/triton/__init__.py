@@ -2,7 +2,7 @@
 
     linear.py      products of bf16, fp16, fp32, int8 and int4 matrices
     attention.py   paged attention over fixed ranges of positions, and their combination
-    rows.py        residual + RMSNorm; QK-norm + rotary + write into the cache; gated activation of an MLP
+    rows.py        residual + norms; norms of q and k + rotary + write into the cache; activation of an MLP
     tiles.py       shared device functions
     sparse.py      block-sparse attention of training, forward and backward
     fused.py       passes of training's transformer layers, forward and backward

@@ -9,7 +9,7 @@ Suffixes: S positions, D features of a head, L lanes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     table: Tensor  # [tiles], index in `tables` of the first block of the tile's request
     tables: Tensor  # [any], block numbers
     lanes: int
-    context: int  # upper bound of all positions, exclusive
+    context: int  # upper bound of all keys' positions, exclusive
 
 
 def padded_group(num_heads: int, num_kv_heads: int) -> int:
@@ -44,6 +44,8 @@ def _attend(
     keys,  # [blocks, BLOCK_SIZE, KV_HEADS, DIM]
     values,
     positions,  # [rows]
+    stops,  # [rows]: the first position that a row does not see
+    slopes,  # fp32 [KV_HEADS * GROUP], or None
     tile_row,
     tile_length,
     tile_table,
@@ -66,14 +68,19 @@ def _attend(
     row, length = tl.load(tile_row + tile), tl.load(tile_length + tile)
     table = tables + tl.load(tile_table + tile)
     first = tl.load(positions + row)
-    stop = first + length
+    stop = tl.load(stops + row + tl.maximum(length - 1, 0))
+    if WINDOW > 0:
+        stop = tl.minimum(stop, first + length - 1 + WINDOW)
     lane = tl.arange(0, LANES)
     query = lane // PADDED
     active = (query < length) & (lane % PADDED < GROUP)
     query_position = first + query
+    query_stop = tl.load(stops + row + query, mask=active, other=0)
     d = tl.arange(0, BLOCK_DIM)
     line = (row + query).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + lane % PADDED  # of [rows, heads]
     q_DL = tl.load(q + line[None, :] * DIM + d[:, None], mask=active[None, :] & (d < DIM)[:, None], other=0.0)
+    if slopes is not None:
+        slope = tl.load(slopes + head * GROUP + lane % PADDED, mask=active, other=0.0)
     begin = 0
     if WINDOW > 0:
         begin = range_of(tl.maximum(first - WINDOW + 1, 0))
@@ -92,9 +99,12 @@ def _attend(
             score_SL = multiply(k_SD.to(q.dtype.element_ty), q_DL, tl.zeros((_POSITIONS, LANES), tl.float32)) * scale
             if CAP > 0:
                 score_SL = CAP * (2 * tl.sigmoid(score_SL * (2 / CAP)) - 1)  # tanh
-            seen = position[:, None] <= query_position[None, :]
+            ahead = position[:, None] - query_position[None, :]
+            if slopes is not None:
+                score_SL += ahead.to(tl.float32) * slope[None, :]
+            seen = position[:, None] < query_stop[None, :]
             if WINDOW > 0:
-                seen &= position[:, None] > query_position[None, :] - WINDOW
+                seen &= (ahead > -WINDOW) & (ahead < WINDOW)
             score_SL = tl.where(seen, score_SL, float("-inf"))
             new_max = tl.maximum(running_max, tl.max(score_SL, 0))
             weight_SL = tl.exp(score_SL - new_max[None, :])
@@ -116,18 +126,28 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_ranges"])
 def _combine(
-    sums, stats, positions, out, num_ranges, WINDOW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+    sums,
+    stats,
+    positions,
+    stops,
+    out,
+    num_ranges,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
 ):
     row = tl.program_id(0)
     line = row.to(tl.int64) * HEADS + tl.program_id(1)
-    position = tl.load(positions + row)
+    position, stop = tl.load(positions + row), tl.load(stops + row)
     d = tl.arange(0, BLOCK_DIM)
     running_max, weight = tl.full([], LEAST, tl.float32), tl.full([], 0.0, tl.float32)
     total = tl.zeros((BLOCK_DIM,), tl.float32)
     begin = 0
     if WINDOW > 0:
         begin = range_of(tl.maximum(position - WINDOW + 1, 0))
-    for part in range(begin, range_of(position) + 1):
+        stop = tl.minimum(stop, position + WINDOW)
+    for part in range(begin, range_of(stop - 1) + 1):
         at = line * num_ranges + part
         range_max = tl.load(stats + at * 2)
         new_max = tl.maximum(running_max, range_max)
@@ -139,9 +159,20 @@ def _combine(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, tiles: Tiles, *, scale: float, cap: float, window: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    stops: Tensor,
+    tiles: Tiles,
+    *,
+    scale: float,
+    cap: float,
+    window: int,
+    slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention of q [rows, heads, dim] over cached keys and values [blocks, block_size, kv_heads, dim].
+    """Attention of q [rows, heads, dim] over cached keys and values [blocks, block_size, kv_heads, dim], of which a row sees those
+    before its stop and, with a window, less than that far from its position. slopes: ALiBi's, of each head.
 
     Returns [rows, heads * dim] in q's dtype."""
     num_rows, num_heads, dim = q.shape
@@ -150,44 +181,29 @@ def attend(
     sums = torch.empty(num_rows, num_heads, ranges, dim, device=q.device)
     stats = torch.empty(num_rows, num_heads, ranges, 2, device=q.device)
     programs = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # that share a tile's ranges
+    shape: dict[str, Any] = {"WINDOW": window, "DIM": dim, "BLOCK_DIM": block_dim, "enable_fp_fusion": False}
     _attend[(num_tiles, kv_heads, programs)](
         q,
         keys,
         values,
         positions,
-        tiles.row,
-        tiles.length,
-        tiles.table,
-        tiles.tables,
+        stops,
+        slopes,
+        *tiles[:4],
         sums,
         stats,
         ranges,
         scale,
         CAP=cap,
-        WINDOW=window,
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
         PADDED=padded_group(num_heads, kv_heads),
-        DIM=dim,
-        BLOCK_DIM=block_dim,
         BLOCK_SIZE=block_size,
         LANES=tiles.lanes,
         num_warps=4,
         num_stages=2 if block_dim * keys.itemsize <= 256 else 1,
-        enable_fp_fusion=False,
+        **shape,
     )
     out = torch.empty(num_rows, num_heads * dim, dtype=q.dtype, device=q.device)
-    _combine[(num_rows, num_heads)](
-        sums,
-        stats,
-        positions,
-        out,
-        ranges,
-        WINDOW=window,
-        HEADS=num_heads,
-        DIM=dim,
-        BLOCK_DIM=block_dim,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    _combine[(num_rows, num_heads)](sums, stats, positions, stops, out, ranges, HEADS=num_heads, num_warps=1, **shape)
     return out

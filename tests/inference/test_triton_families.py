@@ -1,0 +1,94 @@
+"""The CUDA forward of each family against the torch twin, by tiny random models: in Triton's interpreter where there is no GPU.
+
+tests/gpu/cases.py calls the checks too."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.inference.test_triton import DEAR, DEVICE, quick_interpreter, runner_of  # noqa: F401, isort: skip; it finds triton
+from slipstream.inference.cuda import CudaDecoder, why_not
+from slipstream.inference.decoder import Decoder
+from slipstream.inference.models import from_hf, from_state
+from slipstream.inference.weights import leaves, mapped
+from tests.inference import test_embedding, test_families, test_long_rope
+from tests.inference.test_native import Requests
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+NOT_YET = ("deepseek",)  # families of latent attention
+DECODERS = [name for name in test_families.CASES if not name.startswith(NOT_YET)]
+QUICK = ("gpt2", "cohere-norms", "opt-350m", "bert")
+LIMITS = {torch.float32: 1e-3 if DEVICE == "cuda" else 2e-4, torch.bfloat16: 0.05}  # of the norm
+
+
+def sides_of(model: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The twin and the kernels, which do not share memory."""
+    config = from_hf(model.config.to_dict())
+    weights = mapped(from_state(config, model.to(dtype).state_dict()), lambda role, m: m.to(DEVICE))
+    assert why_not(config, weights, torch.device(DEVICE)) is None
+    copied = mapped(weights, lambda role, m: m.clone())
+    return runner_of(Decoder, config, copied, dtype), runner_of(CudaDecoder, config, weights, dtype, max_batch=2)
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = float((actual - expected).norm() / expected.norm())
+    assert error < LIMITS[dtype], f"{dtype}: off by {error:.3g} of the norm"
+
+
+def check_logits(model: Any, prompts: list[list[int]], dtype: torch.dtype = torch.float32, *, whole: bool = False) -> None:
+    """Prompts in chunks beside each other, then a token each, by a graph where there is a GPU (`whole`: neither): as the twin's,
+    with the bits of a prompt alone, and again after all weights were put anew."""
+    twin, cuda = sides_of(model, dtype)
+    both = [Requests(side, 0) for side in (twin, cuda)]
+    requests = [[side.request(prompt) for prompt in prompts] for side in both]
+    ends = [len(prompt) for prompt in prompts]
+    starts = [0] * len(ends)
+    actual = torch.empty(0)
+    for stops in ([end // 2 for end in ends], [end - 1 for end in ends], ends)[2 * whole :]:
+        expected, actual = (
+            torch.stack(side.run(list(zip(own, starts, stops, strict=True)))) for side, own in zip(both, requests, strict=True)
+        )
+        same(actual, expected, dtype)
+        starts = stops
+    for anew in (False, True):
+        for role, weight in leaves(twin.weights) if anew else ():
+            cuda.put(role, weight)
+        alone = Requests(cuda, 1)
+        for prompt, logits in zip(prompts, actual, strict=True):
+            assert alone.run([(alone.request(prompt), 0, len(prompt))])[0].equal(logits)
+
+
+def check_hidden(model: Any, texts: list[list[int]], dtype: torch.dtype = torch.float32) -> None:
+    """Texts together, with and without types of their tokens: as the twin's, with the bits of a text alone."""
+    twin, cuda = sides_of(model, dtype)
+    types = [[int(i > 2) for i in range(len(text))] for text in texts]
+    actual = cuda.hidden(texts)
+    same(actual, twin.hidden(texts), dtype)
+    assert torch.cat([cuda.hidden([text]) for text in texts]).equal(actual)
+    if cuda.config.num_token_types > 1:
+        same(cuda.hidden(texts, types), twin.hidden(texts, types), dtype)
+
+
+def quick(names: Any) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=DEAR) for name in names]
+
+
+PROMPTS = [[i * i % 127 + 1 for i in range(length)] for length in (3, 21)]
+TEXTS = [text[:40] for text in test_embedding.TEXTS[:4]]
+
+
+@pytest.mark.parametrize("case", quick(DECODERS))
+def test_logits(case: str) -> None:
+    check_logits(test_families.model_of(case), PROMPTS)
+
+
+@pytest.mark.parametrize("case", quick(test_long_rope.CASES))
+def test_logits_of_short_and_long_texts(case: str) -> None:
+    check_logits(test_long_rope.model_of(case), test_long_rope.TEXTS[1:4], whole=True)
+
+
+@pytest.mark.parametrize("case", quick(test_embedding.CASES))
+def test_hidden_states(case: str) -> None:
+    check_hidden(test_embedding.model_of(case), TEXTS[1:] if case == "bert" else TEXTS)
