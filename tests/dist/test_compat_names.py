@@ -2,12 +2,15 @@
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from slipstream.compat.collectives import all_to_all_quant_reduce, reduce_scatter_coalesced
 from slipstream.compat.config import DeepSpeedConfig
+from slipstream.compat.groups import _create_expert_and_data_parallel
 from slipstream.compat.runtime_utils import clip_grad_norm_, get_weight_norm
+from slipstream.compat.sequence import _SeqAllToAll
 from tests.pool import distributed
 
 
@@ -41,6 +44,24 @@ def test_norms_are_the_ranks_together() -> None:
 
     given = {"train_batch_size": 12, "gradient_accumulation_steps": 2}
     assert [DeepSpeedConfig(given, mpu).train_micro_batch_size_per_gpu for mpu in (None, Mpu())] == [3, 6]
+
+
+@distributed(world_size=2)
+def test_heads_for_tokens() -> None:
+    rank = dist.get_rank()
+    whole = torch.arange(48.0, dtype=torch.float64).view(1, 4, 6, 2)  # [batch, tokens, heads, d]
+    own = whole.chunk(2, 1)[rank].clone().requires_grad_()
+    heads = _SeqAllToAll.apply(dist.group.WORLD, own, 2, 1)
+    assert torch.equal(heads, whole.chunk(2, 2)[rank])
+    back = _SeqAllToAll.apply(dist.group.WORLD, heads * (rank + 1), 1, 2, 0)
+    back.square().sum().backward()
+    weights = torch.tensor([1.0, 1, 1, 2, 2, 2])[:, None]
+    torch.testing.assert_close(own.grad, 2 * own.detach() * weights**2, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="2 ranks do not divide dimension 2"):
+        _SeqAllToAll.apply(None, own[:, :, :5], 2, 1)
+    with pytest.raises(ValueError, match="over 3 ranks each"):
+        _create_expert_and_data_parallel(3)
+    _create_expert_and_data_parallel(2, use_data_before_expert_parallel_=True)
 
 
 @distributed(world_size=2, transports=("gloo",))

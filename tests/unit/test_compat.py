@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import operator
 import os
@@ -112,6 +113,12 @@ def test_what_deepspeed_has_dropped_says_so_in_a_sentence(deepspeed: ModuleType)
             exec(f"from deepspeed.{module} import {name}")
     with pytest.raises(ModuleNotFoundError, match=r"no module 'deepspeed.nothing.at'|no module 'deepspeed.nothing'"):
         importlib.import_module("deepspeed.nothing.at")
+
+
+def test_whether_a_module_is_there(deepspeed: ModuleType) -> None:
+    """OpenFold asks for DeepSpeed's attention before it imports it."""
+    for module, is_there in (("zero", True), ("launcher.runner", True), ("ops.deepspeed4science", False), ("linear.config", False)):
+        assert (importlib.util.find_spec(f"deepspeed.{module}") is not None) is is_there
 
 
 def test_what_clients_look_for_when_they_import(deepspeed: Any) -> None:
@@ -724,6 +731,23 @@ def test_a_model_built_in_init_is_in_ranges_until_it_has_an_engine(deepspeed: An
     assert state["embedding.weight"].eq(0.5).all() and weight.ds_tensor.untyped_storage().nbytes() > weight.ds_tensor.nbytes
     step(engine)
     engine.destroy()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_of_a_model_in_init_can_be_whole(deepspeed: Any) -> None:
+    inside = deepspeed.zero.partition_parameters
+    with deepspeed.zero.Init():
+        inside.shutdown_init_context()
+        whole = torch.nn.Linear(4, 4)
+        inside.restore_init_context()
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), whole)
+        inside.shutdown_init_context()
+    inside.restore_init_context()  # of a context that has ended
+    utils = importlib.import_module("deepspeed.runtime.zero.utils")
+    assert [utils.is_zero_param(param) for param in model.parameters()] == [True, True, False, False]
+    assert utils.apply_to_tensors_only(torch.numel, (model[1].bias, {"a": 3})) == (4, {"a": 3})
+    assert not deepspeed.zero.Init.is_open() and not utils.is_zero_param(torch.nn.Linear(2, 2).weight)
+    make(deepspeed, model=torch.nn.Sequential(model)).destroy()
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -619,6 +619,61 @@ def test_the_optimizer_tells_its_loss_scale(deepspeed: Any) -> None:  # noqa: F8
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_of_a_script_reach_the_masters(deepspeed: Any, stage: int) -> None:  # noqa: F811
+    engine = make(deepspeed, stage, dtype="bf16")
+    optimizer, weight = engine.optimizer, engine.module.head.weight
+    before = engine.optimizer_state("head.weight")["master"]
+    weight.data[0] = 3.0  # which changes no version of the parameter
+    optimizer.refresh_fp32_params()
+    master = engine.optimizer_state("head.weight")["master"]
+    assert master[0].eq(3).all() and torch.equal(master[1:], before[1:])  # with what bf16 has not
+    engine.backward(engine(toy.tokens(0, 0)))
+    engine.step()
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    loader = engine.deepspeed_io([torch.ones(2)] * 4)
+    kind = load("runtime.dataloader").DeepSpeedDataLoader
+    assert isinstance(loader, kind) and not isinstance([], kind)
+    with pytest.raises(TypeError, match="deepspeed_io"):
+        kind([])
+    engine.destroy()
+
+
+def test_classes_that_pickles_name(tmp_path: Path) -> None:
+    scalers, fragments, stages = (
+        load(name) for name in ("runtime.fp16.loss_scaler", "utils.tensor_fragment", "runtime.zero.config")
+    )
+    named = [scalers.LossScaler, scalers.DynamicLossScaler, fragments.fragment_address, stages.ZeroStageEnum]
+    assert all(kind.__module__.startswith("deepspeed.") for kind in named)
+    torch.save([scalers.LossScaler(8.0), fragments.fragment_address(2, 3), stages.ZeroStageEnum.weights], tmp_path / "file")
+    with torch.serialization.safe_globals(named):
+        scaler, address, stage = torch.load(tmp_path / "file", weights_only=True)
+    assert (scaler.loss_scale, address.start, int(stage)) == (8.0, 3, 3)
+    scaler = scalers.DynamicLossScaler(init_scale=8.0, scale_window=2, min_scale=2.0, delayed_shift=2)
+    scales = []
+    for overflow in (True, True, False, False, True, False, False, False, True, True):
+        scaler.update_scale(overflow)
+        scales.append(scaler.loss_scale)
+    assert scales == [8, 4, 4, 4, 2, 2, 2, 4, 4, 2]
+    with pytest.raises(OverflowError, match="lowest loss scale, 2"):
+        scaler.update_scale(True)
+
+
+def test_estimates_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows in bytes per parameter of a layer. Weights and gradients take 2 each, masters and moments 12."""
+    inside, size = load("runtime.zero.stage3"), 1 << 26
+    inside.estimate_zero3_model_states_mem_needs_all_cold(8.0 * size, 1.0 * size, num_gpus_per_node=4, num_nodes=2)
+    load("runtime.zero.stage_1_and_2").estimate_zero2_model_states_mem_needs_all_live(torch.nn.Linear(1 << 13, 1 << 13), 2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "offload_optimizer" in line]
+    rows = [[float(cell.rstrip(" GB")) * 2**30 / size for cell in line.split("|")[:2]] for line in lines]
+    (all_host, all_device), (host, device), (none, in_memory), (host_2, device_2), (none_2, in_memory_2) = rows
+    assert none == none_2 == 0 and 16 + 4 * 2 < in_memory < 16 + 7 * 2  # layers are gathered while others compute
+    assert in_memory - device > 11 and device - all_device > 1 and 4 * 14 < host < all_host - 4
+    assert 14 / 2 * 2 < host_2 < 16 and in_memory_2 - device_2 > 4
+    assert inside.model_to_params(torch.nn.Linear(3, 4)) == (16, 16)
+
+
+@pytest.mark.usefixtures("group")
 def test_a_loss_is_scaled_once_whoever_scales_it(deepspeed: Any) -> None:  # noqa: F811
     """DeepSpeed's callers pass `engine.scale(loss)` to a backward of their own; outputs scale by themselves here."""
     norms = []

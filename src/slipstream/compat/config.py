@@ -157,6 +157,7 @@ class _Monitors(DeepSpeedConfigModel):
 
 
 class ZeroStageEnum(int, Enum):
+    __module__ = "deepspeed.runtime.zero.config"  # by which pickles name it
     disabled = 0
     optimizer_states = 1
     gradients = 2

@@ -82,6 +82,12 @@ def _experts(group_name: str) -> _ExpertGroups:
     return families[group_name]
 
 
+def _create_expert_and_data_parallel(expert_parallel_size_: int, *_: Any, **__: Any) -> None:
+    """A no-op: `initialize` makes the groups. Raises ValueError where the ranks cannot be divided."""
+    if get_world_size() % expert_parallel_size_:
+        raise ValueError(f"experts cannot be split over {expert_parallel_size_} ranks each: there are {get_world_size()} ranks")
+
+
 def _get_max_expert_size() -> int:
     """The largest number of ranks over which experts are split."""
     sizes = [each.parts.size for each in _expert_families().values()]

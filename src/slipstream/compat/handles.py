@@ -15,8 +15,11 @@ from torch import Tensor
 
 from slipstream.compat.runtime_utils import maybe_loss_for_backward
 from slipstream.config.plan import Plan
+from slipstream.data.sampler import CurriculumLoader
+from slipstream.train.data import StatefulLoader
 from slipstream.train.handle import OptimizerHandle
 from slipstream.train.precision import _Scale
+from slipstream.zero import access
 
 
 class LossScaleConfig(NamedTuple):
@@ -54,6 +57,7 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
     dynamic_loss_scale = property(attrgetter("engine.precision.scaler.dynamic"))
     cur_scale = property(attrgetter("engine.precision.loss_scale"))
     cur_iter = property(attrgetter("engine.global_steps"))
+    _global_grad_norm = property(attrgetter("engine.global_grad_norm"))
     clip_grad = property(attrgetter("engine.plan.gradient_clipping"))
     dtype = property(attrgetter("engine.plan.precision.param_dtype"))  # of the weights in the forward
     is_gradient_accumulation_boundary = property(attrgetter("engine.at_boundary"))
@@ -72,6 +76,12 @@ class DeepSpeedOptimizerHandle(OptimizerHandle):
         )
 
     loss_scaler = loss_scale_config
+
+    def refresh_fp32_params(self) -> None:
+        """Copy weights that were written through `param.data` into the masters. Not needed after in-place writes to `param`."""
+        with self.engine.together("optimizer.refresh_fp32_params"):
+            for unit in self.engine.units:
+                access.refresh_masters(unit)
 
     def get_lr(self) -> Any:
         return self.param_groups[0]["lr"]
@@ -144,3 +154,15 @@ DeepSpeedZeroOptimizer_Stage3 = _type("DeepSpeedZeroOptimizer_Stage3", ZeROOptim
 BF16_Optimizer = _type("BF16_Optimizer", DeepSpeedOptimizer, _plain(torch.bfloat16))
 FP16_Optimizer = _type("FP16_Optimizer", DeepSpeedOptimizer, _plain(torch.float16))
 FP16_UnfusedOptimizer = _type("FP16_UnfusedOptimizer", DeepSpeedOptimizer, _plain(torch.float16))
+
+
+class _AsksTheLoader(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, StatefulLoader | CurriculumLoader)
+
+
+class DeepSpeedDataLoader(metaclass=_AsksTheLoader):
+    """The type of an engine's loader, for `isinstance`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("engine.deepspeed_io(dataset) makes a loader, and so does deepspeed.initialize(training_data=dataset)")

@@ -63,8 +63,12 @@ class _Finder(MetaPathFinder, Loader):
             return None
         if fullname.endswith(".__main__") and fullname.removesuffix(".__main__") in RUN:
             return ModuleSpec(fullname, self)
-        if fullname in MODULES or _why_not(fullname, "*") is not None:
+        # importlib.util.find_spec, which asks whether there is a module, gets None for one that has no names
+        imports = sys._getframe(2).f_code.co_name != "find_spec"
+        if fullname in MODULES or (imports and _why_not(fullname, "*") is not None):
             return ModuleSpec(fullname, self, is_package=True)
+        if not imports:
+            return None
         raise ModuleNotFoundError(
             f"Slipstream's deepspeed has no module {fullname!r}; docs/DEEPSPEED_KEYS.md lists the modules", name=fullname
         )

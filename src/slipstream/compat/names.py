@@ -24,7 +24,7 @@ _STATE_MANAGER = "AllocationMode DSStateManagerConfig MemoryConfig"
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "slipstream.parallel.module": "PipelineModule",
-        "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine initialize",
+        "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine PipelineEngine initialize",
         "slipstream.compat.comm": "init_distributed",
         "slipstream.compat.accelerator": "get_accelerator",
         "slipstream.compat.config": "DeepSpeedConfig",
@@ -125,7 +125,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.data_pipeline.data_routing.scheduler": {"slipstream.train.random_ltd": "RandomLTDScheduler"},
     "deepspeed.runtime.eigenvalue": {"slipstream.compression.eigenvalue": "Eigenvalue"},
     "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
-    "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention"},
+    "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention _SeqAllToAll"},
     "deepspeed.runtime.config_utils": {
         "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject "
         "dict_raise_error_on_duplicate_keys get_config_default get_dict_param get_list_param get_scalar_param"
@@ -166,18 +166,27 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero": {
         "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
         "unregister_external_parameter unwrap_model_for_generation",
+        "slipstream.compat.estimates": "estimate_zero3_model_states_mem_needs_all_cold "
+        "estimate_zero3_model_states_mem_needs_all_live",
         "slipstream.activations.tiled": "TiledLinear",
     },
     "deepspeed.runtime.zero.partition_parameters": {
-        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
-        "zero_wrapper_for_fp_tensor_constructor"
+        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType is_zero_param register_external_parameter "
+        "restore_init_context shutdown_init_context zero_wrapper_for_fp_tensor_constructor"
     },
+    "deepspeed.runtime.zero.utils": {"slipstream.compat.zero": "ZeRORuntimeException apply_to_tensors_only is_zero_param"},
     "deepspeed.runtime.zero.offload_config": {
         "slipstream.compat.enums": "OffloadDeviceEnum OffloadStateTypeEnum",
         "slipstream.compat.config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
     },
-    "deepspeed.runtime.zero.stage_1_and_2": {"slipstream.compat.handles": "DeepSpeedZeroOptimizer"},
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "slipstream.compat.handles": "DeepSpeedZeroOptimizer",
+        "slipstream.compat.estimates": "estimate_zero2_model_states_mem_needs_all_cold "
+        "estimate_zero2_model_states_mem_needs_all_live model_to_params",
+    },
     "deepspeed.runtime.zero.stage3": {
+        "slipstream.compat.estimates": "estimate_zero3_model_states_mem_needs_all_cold "
+        "estimate_zero3_model_states_mem_needs_all_live model_to_params",
         "slipstream.compat.handles": "DeepSpeedZeroOptimizer_Stage3",
         "slipstream.compat.zero": "unwrap_model_for_generation",
     },
@@ -188,7 +197,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.compat.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
         "get_config_from_args parse_arguments"
     },
-    "deepspeed.runtime.dataloader": {"slipstream": "RepeatingLoader"},
+    "deepspeed.runtime.dataloader": {"slipstream.compat.handles": "DeepSpeedDataLoader", "slipstream": "RepeatingLoader"},
+    "deepspeed.runtime.fp16.loss_scaler": {"slipstream.compat.pickled": "DynamicLossScaler LossScaler LossScalerBase"},
     "deepspeed.runtime.pipe.schedule": {
         "slipstream.compat.pipe_schedules": "BackwardPass BufferOpInstruction CommitP2P DataParallelSchedule DualPipeVSchedule "
         "ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad "
@@ -211,7 +221,9 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "initialize_mesh_device is_available is_initialized log_summary new_group reduce_scatter_fn"
     },
     "deepspeed.utils": {
-        "slipstream.compat.utils": "OnDevice get_z3_leaf_modules log_dist logger see_memory_usage set_log_level_from_string "
+        "slipstream.compat.pickled": "fragment_address",
+        "slipstream.compat.utils": "OnDevice get_z3_leaf_modules instrument_w_nvtx log_dist logger see_memory_usage "
+        "set_log_level_from_string "
         "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules "
         "z3_leaf_module z3_leaf_parameter",
         "slipstream.compat.fragments": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
@@ -226,6 +238,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.git_version_info": {
         "slipstream.compat.versions": "accelerator_name git_branch git_hash installed_ops torch_info version"
     },
+    "deepspeed.utils.nvtx": {"slipstream.compat.utils": "instrument_w_nvtx"},
     "deepspeed.utils.logging": {"slipstream.compat.utils": "log_dist logger set_log_level_from_string"},
     "deepspeed.moe.layer": {"slipstream.compat.moe": "MoE"},
     "deepspeed.moe.sharded_moe": {"slipstream.compat.moe": "MOELayer TopKGate"},
@@ -235,7 +248,8 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "split_params_into_shared_and_expert_params"
     },
     "deepspeed.utils.groups": {
-        "slipstream.compat.groups": "_get_broadcast_src_rank _get_data_parallel_group _get_data_parallel_rank "
+        "slipstream.compat.groups": "_create_expert_and_data_parallel _get_broadcast_src_rank _get_data_parallel_group "
+        "_get_data_parallel_rank "
         "_get_data_parallel_world_size _get_expert_broadcast_src_rank _get_expert_parallel_src_rank "
         "_get_expert_data_parallel_group _get_expert_data_parallel_group_dict _get_expert_data_parallel_group_ranks "
         "_get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_model_parallel_world_size "
@@ -342,7 +356,6 @@ _ELASTIC = "the inside of DeepSpeed's elasticity; `slipstream run --elastic MIN:
 _MICS = "the MiCS classes; set zero_optimization.mics_shard_size in the config, which does the same at stage 3"
 _SCALER = "loss scaler classes; the engine scales losses, and optimizer.loss_scale_config has the settings"
 _INSIDE = "DeepSpeed's internals (flat groups, experts, hooks); engine.explain() and engine.units show Slipstream's"
-_ESTIMATE = "memory estimates; `slipstream plan` and engine.explain() report the bytes, including activations"
 _TRANSFORMER = "the inference kernels of DeepSpeed; init_inference has its own"
 _HYBRID = "the inside of DeepSpeed's hybrid engine; engine.generate is served"
 _ROLLOUT = "a rollout by another server; slipstream.handover.send hands it the weights"
@@ -351,16 +364,13 @@ _TUNING = "autotuning runs outside the script: `deepspeed --autotuning`, or `sli
 
 # module of DeepSpeed -> {name, or * for all others: the missing feature, and an alternative}
 MISSING: Mapping[str, Mapping[str, str]] = {
-    "deepspeed": {"PipelineEngine": _PIPELINE},
     "deepspeed.runtime.zero": {
         "TiledLinearReturnBias": "a tiled linear layer that returns its bias; TiledLinear adds it",
-        "estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
-        "estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
         "MiCS_Optimizer": _MICS,
         "MiCS_Offload": _MICS,
     },
-    "deepspeed.runtime.zero.stage_1_and_2": {"*": _ESTIMATE},
-    "deepspeed.runtime.zero.stage3": {"*": _ESTIMATE},
+    "deepspeed.runtime.zero.stage_1_and_2": {"*": _INSIDE},
+    "deepspeed.runtime.zero.stage3": {"*": _INSIDE},
     "deepspeed.runtime.zero.mics_utils": {"*": _MICS},
     "deepspeed.runtime.fp16.loss_scaler": {"*": _SCALER},
     "deepspeed.runtime.config": {"*": "the inside of DeepSpeed's config; DeepSpeedConfig has its values as attributes"},

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slipstream.activations.recompute import checkpoint
 from slipstream.activations.tiled import tiled_mlp
-from slipstream.parallel.exchange import Exchange, connect_activations
+from slipstream.parallel.exchange import Exchange, connect_activations, swap
 from slipstream.parallel.sequence import ulysses_attention
 from slipstream.parallel.transformers_sequence import SERVED, SequenceShares
 from slipstream.world.join import init_distributed, local_device
@@ -184,6 +184,26 @@ class DistributedAttention(nn.Module):
         q, k, v = (each.permute(order) for each in (query, key, value))
         out = ulysses_attention(attend, q, k, v, self.exchange, self.num_kv_heads).permute(back)
         return out.flatten(2) if is_merged else out
+
+
+class _SeqAllToAll:
+    """The exchange of DistributedAttention, for attention of one's own."""
+
+    @staticmethod
+    def apply(group: Any, input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *_: Any) -> Tensor:
+        """Divide dimension `scatter_idx` among the group's ranks and join the parts that they send along `gather_idx`.
+
+        Raises ValueError if the ranks do not divide the dimension.
+        """
+        exchange = exchange_of(group, input.device)
+        if input.shape[scatter_idx] % exchange.size:
+            raise ValueError(f"{exchange.size} ranks do not divide dimension {scatter_idx} of shape {tuple(input.shape)}")
+        if exchange.size == 1:
+            return input
+        parts = torch.stack(input.chunk(exchange.size, scatter_idx))
+        counts = [parts[0].numel()] * exchange.size
+        received = swap(parts.view(-1, 1), exchange, counts, counts).view(parts.shape)
+        return torch.cat(received.unbind(), gather_idx)
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -35,6 +35,12 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     (custom_logger or logger).setLevel(LEVELS[log_level_str.lower()])
 
 
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the calls of a function in the profiler's traces, by its name."""
+    decorated: Callable[..., Any] = torch.profiler.record_function(func.__qualname__)(func)
+    return decorated
+
+
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the memory of the device (on the CPU, of this process) and of the host on rank 0. A no-op unless `force`."""
     if not force or get_rank() != 0:

@@ -220,6 +220,20 @@ def is_held(param: Any) -> bool:
     return isinstance(param, HeldParameter)
 
 
+class ZeRORuntimeException(Exception):
+    """DeepSpeed's error, for `except`: Slipstream raises ValueError or RuntimeError."""
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a tensor is a parameter of stage 3, or of `Init`."""
+    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
+
+
+def apply_to_tensors_only(function: Callable[[Tensor], Any], value: Any, warning_msg_fn: Any = None) -> Any:
+    """`function` of each tensor of a tree."""
+    return tree_map(lambda leaf: function(leaf) if torch.is_tensor(leaf) else leaf, value)
+
+
 def _hold(param: Any, group: Any, source: int = 0) -> None:
     """Shard a parameter: store this rank's range of rank `source`'s values. Collective."""
     if param.numel() == 0 or param.is_meta:
@@ -250,6 +264,7 @@ class Init:
     """
 
     _open: Init | None = None
+    _paused: Init | None = None  # by shutdown_init_context
 
     def __init__(
         self,
@@ -302,11 +317,11 @@ class Init:
         self._stack.close()
 
     def _close(self) -> None:
-        Init._open = None
+        Init._open = Init._paused = None
         self._fresh.clear()
 
     def _take_param(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not is_held(param):
+        if param is not None and Init._open is self and not is_held(param):
             self._fresh[id(param)] = param
 
     def _take_child(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -317,6 +332,17 @@ class Init:
         for param in params:
             if self._fresh.pop(id(param), None) is not None:
                 _hold(param, self.group)
+
+
+def shutdown_init_context() -> None:
+    """Let what is built from here on have ordinary parameters, until `restore_init_context`. No-op outside `Init`."""
+    if Init._open is not None:
+        Init._open, Init._paused = None, Init._open
+
+
+def restore_init_context() -> None:
+    if Init._paused is not None:
+        Init._open, Init._paused = Init._paused, None
 
 
 MiCS_Init = Init  # mics_shard_size in the config sets the number of ranks per shard group, at initialize

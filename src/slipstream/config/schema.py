@@ -105,6 +105,7 @@ class Bf16(Block):
     check_grad_overflow: bool = honored(True, "Skip steps whose gradients are not finite.")
     bf16_master_weights_and_grads: bool = honored(False, "Keep master weights in bf16 as well.")
     bf16_optimizer_states: bool = honored(False, "Keep the optimizer's moments in bf16.")
+    auto_cast: Any = no_effect(None, "it is a key of fp16; inputs have the weights' dtype")
     loss_scale: Any = no_effect(None, _UNSCALED)
     loss_scale_window: Any = no_effect(None, _UNSCALED)
     initial_scale_power: Any = no_effect(None, _UNSCALED)

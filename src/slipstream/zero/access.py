@@ -242,6 +242,14 @@ def _write_back(unit: Unit, indices: Iterable[int], values: Tensor, modifier_ran
         unit.shown.num_changes += 1
 
 
+def refresh_masters(unit: Unit) -> None:
+    """Copy replicated weights into the masters, after writes that their versions do not show, such as to `param.data`."""
+    if not unit.placement.weights:
+        refuse_writes(unit)
+        for slot in unit.layout.slots:
+            _write_masters(unit, slot, unit.full[slice(*slot.span)])
+
+
 def _write_masters(unit: Unit, slot: Slot, values: Tensor) -> None:
     """Write a parameter's values into the masters. Elements whose rounded value has not changed keep their precision."""
     if unit.out is None:
