@@ -139,6 +139,7 @@ class FakeEngine:
         self.generated = 0
         self.lock = threading.Lock()
         self.running: list[Handle] = []
+        self.held: set[Handle] = set()
         threading.Thread(target=self._run, daemon=True).start()
 
     def prepare(self) -> None:
@@ -192,6 +193,9 @@ class FakeEngine:
         for index in handle.left:
             handle.sink(Output(index, "", finish=Finish.CANCELLED, usage=Usage(0, 0, 0)))
 
+    def hold(self, handle: Handle, held: bool) -> None:
+        (self.held.add if held else self.held.discard)(handle)
+
     def stats(self) -> Stats:
         histogram = Histogram((0.1, 1.0), (2, 1, 1), 3.5)
         return Stats(
@@ -226,7 +230,7 @@ class FakeEngine:
     def _run(self) -> None:
         while True:
             with self.lock:
-                running = list(self.running)
+                running = [handle for handle in self.running if handle not in self.held]
             for handle in running:
                 try:
                     for index in list(handle.left):

@@ -278,10 +278,12 @@ def test_the_routes(tmp_path: Path) -> None:
             torch.testing.assert_close(floats, vectors[0, :8] / vectors[0, :8].norm())
             assert post("/v1/embeddings", input=[1, 97, 98, 99, 2])["data"][0]["embedding"] == vectors[0].tolist()
             documents = ["hello", "abc", {"text": "hellx"}]
-            ranked = post("/v1/rerank", query="hello", documents=documents, top_n=2)["results"]
-            assert [one["index"] for one in ranked] == [0, 2] and ranked[1]["document"]["text"] == "hellx"
-            scores = [one["score"] for one in post("/v1/score", text_1="hello", text_2=["abc", "hello"])["data"]]
-            assert scores == pytest.approx([float(vectors[0] @ vectors[1]), 1.0], abs=1e-5)
+            for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+                ranked = post(path, query="hello", documents=documents, top_n=2)["results"]
+                assert [one["index"] for one in ranked] == [0, 2] and ranked[1]["document"]["text"] == "hellx"
+            for path in ("/v1/score", "/score"):
+                scores = [one["score"] for one in post(path, text_1="hello", text_2=["abc", "hello"])["data"]]
+                assert scores == pytest.approx([float(vectors[0] @ vectors[1]), 1.0], abs=1e-5)
             for path, fields, message in (
                 ("/v1/embeddings", {"input": "b" * 50}, "input: text 0 has 52 tokens"),
                 ("/v1/embeddings", {"input": []}, "input: must be a string, 1 to 2,048 strings, a list of token ids, or"),

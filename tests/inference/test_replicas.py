@@ -116,47 +116,118 @@ def test_messages_arrive_as_they_were_sent() -> None:
     right.close()
 
 
-def test_a_sender_waits_for_the_other_end() -> None:
+def test_a_link_is_full_until_the_other_end_takes_what_was_sent() -> None:
     left, right = (wire.Link(one) for one in socket.socketpair())
-    sent: list[int] = []
-
-    def send() -> None:
-        for number in range(5 * wire.MAX_AHEAD):
-            left.wait_for_room()
-            left.send("output", number, "x" * 200)
-            sent.append(number)
-
-    thread = threading.Thread(target=send)
-
-    def stands() -> bool:
-        before = len(sent)
-        thread.join(0.2)  # the writer may have more room in the socket than it has used so far
-        return len(left._unsent) == wire.MAX_AHEAD and len(sent) == before
-
-    thread.start()
-    until(stands)
-    assert len(sent) < 3 * wire.MAX_AHEAD
-    assert [next(right.messages)[1] for _ in range(5 * wire.MAX_AHEAD)] == list(range(5 * wire.MAX_AHEAD))
-    thread.join()
+    sent, room = 0, threading.Event()
+    while not left.full:
+        left.send("output", sent, Output(0, "x" * 1000, (1,)))
+        sent += 1
+    left.when_room(room.set)
+    assert not room.wait(0.1) and sent * 1400 > wire.MAX_AHEAD
+    for number in range(sent):
+        assert next(right.messages)[1] == number
+    assert room.wait(30) and not left.full
+    room.clear()
+    left.when_room(room.set)
+    assert room.is_set(), "there is room"
     right.close()
-    for number in range(2 * wire.MAX_AHEAD):  # nobody waits for an end that is gone, and nothing is kept for it
-        left.wait_for_room()
-        left.send("output", number, "x" * 200)
+    for number in range(2 * sent):  # nothing is kept for an end that is gone
+        left.send("output", number, Output(0, "x" * 1000, (1,)))
     until(lambda: not left._unsent)
     left.close()
 
 
-def test_a_server_that_takes_nothing_stops_a_shared_engine_for_a_beat() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        left = wire.Link(ours, 0.2)
-        start = time.monotonic()
-        for number in range(2 * wire.MAX_AHEAD):
-            left.wait_for_room()
-            left.send("output", number, "x" * 2000)
-        assert 0.2 <= time.monotonic() - start < 5
-        assert list(left.messages) == [] and not left._unsent
-        left.close()
+def test_an_end_that_lives_and_takes_nothing_is_lost() -> None:
+    left, right = (wire.Link(one) for one in socket.socketpair())
+    left.live(0.1)
+    right.live(0.1)
+    start = time.monotonic()
+    while not left.full:
+        left.send("output", 1, Output(0, "x" * 1000, (1,)))
+    assert list(left.messages) == [] and not left._unsent
+    assert 0.4 < time.monotonic() - start < 10
+    left.close()
+    right.close()
+
+
+class Shared:
+    """A source whose engine other servers have, too, with little room on the way."""
+
+    name, address, attempts, max_pause = "shared", "", ATTEMPTS, 10.0
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def open(self) -> Connected:
+        ours, theirs = socket.socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.link = wire.Link(theirs)
+        self.session = threading.Thread(target=Session(self.engine, self.link).run)
+        self.session.start()
+        return Connected(wire.Link(ours), facts_of(self.engine, "hashes"))
+
+    def stop(self) -> None:
+        pass
+
+    def end(self) -> str:
+        self.session.join()
+        self.link.close()
+        return "was cut"
+
+
+class Slow(Answer):
+    """Takes an output only after `go`."""
+
+    def __init__(self, go: threading.Event) -> None:
+        super().__init__(n=2)
+        self.go = go
+
+    def __call__(self, output: Output) -> None:
+        self.go.wait(30)
+        super().__call__(output)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 1000])  # others need the blocks, or they do not
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_server_that_takes_no_outputs_stops_no_other(num_blocks: int, is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests stand still and say later what they would have said; the others' have the forwards that they have alone."""
+    monkeypatch.setattr(wire, "MAX_AHEAD", 10_000)
+    params = replace(LONG, logprobs=20, temperature=1.0, seed=1)
+    slow, quick = ["begins", "begins too"], ["a prompt of another server's", "and one more"]
+    with running(HashRunner(num_blocks=1000)) as engine:
+        expected = [wait(ask(engine, prompt, params, n=2)) for prompt in slow]
+        begun = engine.stats().forwards
+        alone = [wait(ask(engine, prompt, LONG)).ids() for prompt in quick]
+        forwards = engine.stats().forwards - begun
+    go, runner = threading.Event(), HashRunner(num_blocks=num_blocks)
+    with running(runner) as engine, routed(source := Shared(engine)) as behind, routed(Shared(engine)) as ahead:
+        go.set()
+        answers = [Slow(go) for _ in slow]
+        for prompt, answer in zip(slow, answers, strict=True):
+            behind.submit(list(prompt.encode()), params, sink=answer, n=2)
+        go.clear()
+
+        def stands() -> bool:
+            made = engine.stats().generated_tokens
+            time.sleep(0.1)  # more than the socket takes in one go
+            return (made, 0, 4) == (engine.stats().generated_tokens, engine.stats().running, engine.stats().waiting)
+
+        until(stands)
+        made = engine.stats().generated_tokens
+        assert made < 300, "of 600"
+        begun = engine.stats().forwards
+        assert [wait(submit(ahead, prompt, LONG)).ids() for prompt in quick] == alone
+        assert engine.stats().forwards - begun == forwards
+        assert engine.stats().generated_tokens - made == sum(map(len, alone))
+        if is_cut:
+            source.link.connection.shutdown(socket.SHUT_RDWR)
+            until(lambda: engine.stats().waiting == 0)
+        go.set()
+        for answer, one in zip(answers, expected, strict=True):
+            wait(answer)
+            for index in range(2):
+                assert answer.ids(index) == one.ids(index)[: len(answer.ids(index))]
+                assert is_cut or answer.outputs[index] == one.outputs[index]
 
 
 def test_errors_keep_their_kind() -> None:
@@ -513,35 +584,110 @@ def test_what_a_key_has_had_of_another_engine_counts() -> None:
 
 def test_a_key_is_charged_for_what_is_computed() -> None:
     """Not for prompts that only waited."""
-    go = threading.Event()
-    with routed(Local("a", lambda _: go.wait(30), max_running=1)) as router:  # type: ignore[arg-type, return-value]
+    go, later = threading.Event(), threading.Event()
+    source = Local("a", lambda _: go.wait(30), max_running=1)  # type: ignore[arg-type, return-value]
+    with routed(source, Local("b", lambda _: later.wait(30))) as router:  # type: ignore[arg-type, return-value]
         runs = submit(router, "z runs", tenant="z")
-        until(lambda: router.stats().running == 1)
+        submit(router, "w runs at the other", tenant="w")
+        until(lambda: router.stats().running == 2)
+        router.engines[1].state = ReplicaState.DRAINING
         waits = Answer()
         ticket = router.submit(list(b"x waits with a prompt that nobody computes"), LONG, sink=waits, tenant="x")
         router.cancel(ticket)
+        until(lambda: bool(source.engine._cancelled))
         go.set()
         assert wait(waits).last().finish is Finish.CANCELLED
-        assert router.engines[0].had["x"] == 0
-        wait(runs)
-        assert router.engines[0].had["z"] == len("z runs") + 2 * len(runs.ids())
+        assert router.engines[1].owed == {"z": len("z runs") + 2 * len(wait(runs).ids())}
+        later.set()
 
 
-def test_a_key_with_requests_elsewhere_is_not_away() -> None:
-    """An engine that takes none has them: what the key has had less than others stays so."""
+def test_what_a_key_has_had_elsewhere_counts_once_and_where_others_wait() -> None:
     go = threading.Event()
-    with routed(*(Local(name, lambda _: go.wait(30), max_running=1) for name in "ab")) as router:  # type: ignore[arg-type, return-value]
+    with routed(*(Local(name, lambda _: go.wait(30), max_running=1, max_waiting=1) for name in "ab")) as router:  # type: ignore[arg-type, return-value]
         a, b = router.engines
-        a.had["y"] = 1000
-        submit(router, "x runs at the first", tenant="x")
-        assert len(a._tickets) == 1
+        b.owed["y"] = 1000
+
+        def told(tenant: str) -> int:
+            return router.submit(list(f"{tenant} waits".encode()), GREEDY, sink=Answer(), tenant=tenant).elsewhere
+
         a.state = ReplicaState.DRAINING
-        for tenant in "yx":
-            submit(router, f"{tenant} waits", tenant=tenant)
-        assert len(b._tickets) == 2
-        ticket = router.submit(list(b"y waits again"), GREEDY, sink=Answer(), tenant="y")
-        assert ticket.lead == 1000
+        assert told("y") == 0, "nobody else was there"
+        until(lambda: b.stats().running == 1)
+        assert told("x") == 0
+        b.owed["y"] = 500
+        assert told("y") == 500
+        b.owed["y"] = 10
+        with pytest.raises(QueueFullError):
+            told("y")
+        assert b.owed["y"] == 10, "what is refused has told nothing"
         go.set()
+        until(lambda: not b._tickets)
+        go.clear()
+        assert told("x") == told("y") == 0, "nobody has been there"
+        go.set()
+
+
+def test_servers_that_share_an_engine_share_it_between_keys() -> None:
+    """Requests end in the same order, whichever server each came by, and whatever each server's own part of them is."""
+
+    def ends(by: str) -> list[str]:
+        go, order, runner = threading.Event(), list[str](), HashRunner()
+        go.set()
+        runner.before = lambda batch: go.wait(30)  # type: ignore[assignment, return-value]
+        with running(runner, max_running=1) as engine, routed(Shared(engine)) as first, routed(Shared(engine)) as second:
+            servers = {"1": first, "2": second}
+
+            def add(server: str, name: str, params: SamplingParams) -> Answer:
+                def sink(output: Output) -> None:
+                    if output.finish is not None:
+                        order.append(name)
+                    answer(output)
+
+                answer = Answer()
+                servers[server].submit(list(name.encode()), params, sink=sink, tenant=name[0])
+                return answer
+
+            for server, name in zip(by, ("a0", "b0", "a1", "b1"), strict=False):
+                wait(add(server, name, LONG))
+            go.clear()
+            names = (f"{key}, {number}" for number, key in enumerate("aaaaaabbab"))
+            rest = [add(server, name, GREEDY) for server, name in zip(by, names, strict=True)]
+            go.set()
+            for answer in rest:
+                wait(answer)
+        return order
+
+    together = ends("1111111111")
+    assert together == ends("1212111221") == ends("1121111222")
+    assert [name[0] for name in together[4:9]] == list("ababa")
+
+
+def test_a_key_has_one_queue_in_an_engine_of_several_servers() -> None:
+    go, runner = threading.Event(), HashRunner()
+    runner.before = lambda batch: go.wait(30)  # type: ignore[assignment, return-value]
+    keys = {"api_keys": ["alice", "bob"]}
+    with (
+        running(runner, max_running=1, max_waiting=2) as engine,
+        routed(Shared(engine)) as first,
+        routed(Shared(engine)) as second,
+        serving(first, **keys) as one,  # type: ignore[arg-type]
+        serving(second, **keys) as other,  # type: ignore[arg-type]
+        ThreadPoolExecutor(4) as clients,
+    ):
+
+        def post(address: str, key: str) -> Any:
+            body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 2})
+            return call(address, "POST", COMPLETIONS, body, {"Content-Type": "application/json", "Authorization": f"Bearer {key}"})
+
+        waiting = [clients.submit(post, one, "alice") for _ in range(3)]
+        until(lambda: (engine.stats().running, engine.stats().waiting) == (1, 2))
+        for address in (one, other):
+            refused = post(address, "alice")
+            assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (429, "queue_full", "1")
+        waiting.append(clients.submit(post, other, "bob"))
+        until(lambda: engine.stats().waiting == 3)
+        go.set()
+        assert [client.result().status for client in waiting] == [200] * 4
 
 
 def test_targets_go_to_the_engine() -> None:

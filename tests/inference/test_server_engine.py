@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ openai = pytest.importorskip("openai")
 
 from slipstream.inference.core import Batch, Finish, SamplingParams  # noqa: E402
 from slipstream.inference.engine import Engine  # noqa: E402
+from slipstream.inference.server import Router  # noqa: E402
+from slipstream.inference.server import generation as generation_module  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Mailbox, Unread, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
+from tests.inference.test_replicas import Shared  # noqa: E402
 from tests.inference.test_server import USER, call, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, running, wait  # noqa: E402
 
@@ -144,6 +148,38 @@ def test_a_loop_that_is_closed_leaves_nothing_running(caplog: pytest.LogCaptureF
         assert "the sink of request-0 failed" in caplog.text
         assert together(address, range(3)) == [(text, None) for text in alone(range(3))]
         del run
+
+
+def test_a_client_that_reads_late_gets_its_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did not read was not made; others were served meanwhile. So in a process of the server, and behind a router."""
+    monkeypatch.setattr(generation_module, "SLICE", 2000)
+    ask = {"model": "model", "prompt": "x", "max_tokens": 150, "ignore_eos": True, "n": 2, "seed": 1, "logprobs": 20}
+    ask["stream"] = True
+
+    def text(events: bytes) -> str:
+        data = [line[6:] for line in events.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data: {")]
+        choices = [choice for one in data for choice in json.loads(one)["choices"]]
+        return "".join(choice["text"] for index in range(2) for choice in choices if choice["index"] == index)
+
+    small = {"send_buffer": 4096}
+    with served(server=small) as (engine, address), closing(Router([Shared(engine)], byte_tokenizer()).open()) as router:
+        whole = text(call(address, "POST", "/v1/completions", json.dumps(ask)).body)
+        assert len(whole) > 250, "but for end tokens"
+        with serving(router, **small) as other:  # type: ignore[arg-type]
+            for one in (address, other):
+                host, port = one.split(":")
+                with socket.socket() as raw:
+                    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    raw.connect((host, int(port)))
+                    body = json.dumps(ask).encode()
+                    head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                    made = engine.stats().generated_tokens
+                    raw.sendall(head.encode() + body)
+                    until(lambda: (engine.stats().running, engine.stats().waiting) == (0, 2))
+                    assert engine.stats().generated_tokens - made < 300
+                    assert together(one, range(3)) == [(text, None) for text in alone(range(3))]
+                    assert engine.stats().waiting == 2
+                    assert text(b"".join(iter(lambda: raw.recv(1 << 16), b""))) == whole
 
 
 def test_a_request_whose_forward_fails_ends_alone() -> None:

@@ -263,6 +263,33 @@ def test_cancelled_midway_gives_its_blocks_back(n: int) -> None:
         assert engine.stats().blocks_used == 0
 
 
+def test_what_is_held_stands_still_and_says_the_same() -> None:
+    """Others have its place and its blocks; new weights wait for nobody's reader."""
+    long = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    runner, steps = HashRunner(num_blocks=50), threading.Semaphore(10_000)
+    runner.before = lambda batch: steps.acquire(timeout=30)  # type: ignore[assignment, return-value]
+    with running(runner, max_running=1) as engine:
+        expected = [wait(ask(engine, prompt, long, n=n)).ids(n - 1) for prompt, n in (("x", 2), ("other", 1))]
+        while steps._value > 3:
+            steps.acquire()
+        answer = Answer(2)
+        handle = engine.submit("x", long, sink=answer, n=2)
+        while steps._value:
+            time.sleep(0.001)
+        engine.hold(handle, True)
+        steps.release(10_000)
+        until = time.monotonic() + 10
+        while (engine.stats().running, engine.stats().waiting) != (0, 2):
+            assert time.monotonic() < until
+        num = len(answer.ids())
+        assert wait(ask(engine, "other", long)).ids() == expected[1] and len(answer.ids()) == num < 150
+        engine.check()
+        with engine.paused(otherwise=""):
+            assert answer.over.is_set()
+            engine.hold(handle, True)  # it has ended
+        assert answer.ids(1) == expected[0]
+
+
 def test_an_engine_that_computes_nothing_any_more_is_dead() -> None:
     runner = HashRunner()
 

@@ -137,6 +137,7 @@ class Arrival(NamedTuple):
     json: bool
     target: Target
     cancel: tuple[int, int, bool] | None  # so many steps after arrival, which sibling, while a forward runs
+    hold: tuple[int, int, bool, int] | None  # likewise, and for so many steps
 
 
 class Traffic(NamedTuple):
@@ -165,6 +166,7 @@ arrivals = st.builds(
     json=st.sampled_from([False, False, False, True]),
     target=st.builds(Target, st.sampled_from([None, None, 0.5, 3.0, 9.0]), st.sampled_from([None, None, 1.5, 4.0])),
     cancel=st.none() | st.tuples(st.integers(0, 12), st.integers(0, 2), st.booleans()),
+    hold=st.none() | st.tuples(st.integers(0, 12), st.integers(0, 2), st.booleans(), st.integers(0, 12)),
 )
 traffic = st.builds(
     Traffic,
@@ -220,7 +222,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
                 scheduler.add(request)
                 families.append((arrival, request))
             except QueueFullError:
-                assert len(scheduler.waiting) >= 6
+                assert len(scheduler.waiting) + len(scheduler.held) >= 6
             except ValueError:
                 assert request.num_prompt + 1 > min(40, capacity)
 
@@ -229,15 +231,28 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
                 if arrival.cancel and arrival.cancel[2] == during and now == arrival.when + arrival.cancel[0]:
                     scheduler.finish([request, *request.siblings][arrival.cancel[1] % arrival.n], Finish.CANCELLED)
 
+        def hold(during: bool, now: int = now) -> None:
+            for arrival, request in families:
+                after, which, between, steps = arrival.hold or (-1, 0, during, 0)
+                one = [request, *request.siblings][which % arrival.n]
+                if between == during and now == arrival.when + after:
+                    scheduler.hold(one)
+                    log.append(f"held {len(scheduler.held)}")
+                if between == during and now == arrival.when + after + steps:
+                    scheduler.resume(one)
+
         cancel(during=False)
+        hold(during=False)
         generating = [request for request in scheduler.running if len(request.tokens) == request.num_computed + 1]
         batch = scheduler.schedule(float(now))
         pool.check(request.blocks for request in scheduler.running)
         if batch is None:
             assert not scheduler.running and not scheduler.waiting, "something is to do, and nothing is done"
-            if now > last:
+            if now > last and not scheduler.held:
                 break
+            hold(during=True)
             continue
+        assert scheduler.held.keys().isdisjoint(chunk.request for chunk in batch.chunks)
         log.append(repr([(c.request.id, c.start, c.stop, c.draft) for c in batch.chunks]) + repr((batch.copies, batch.steps)))
         assert 0 < batch.num_tokens <= budget
         assert len({chunk.request for chunk in batch.chunks}) == len(batch.chunks)
@@ -251,6 +266,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
             assert not stalled or len(planned) == budget, "a generation waits although there is budget"
         batch, sampled = model.generate(batch, case.made)
         cancel(during=True)
+        hold(during=True)
         pool.check(request.blocks for request in scheduler.running)
         for request, tokens in scheduler.commit(batch, sampled, now + 1.0):
             assert tokens
@@ -261,7 +277,7 @@ def play(case: Traffic) -> tuple[Scheduler, list[str]]:
         assert scheduler.running == sorted(scheduler.running, key=scheduler._rank)
         assert scheduler.waiting == sorted(scheduler.waiting, key=scheduler._rank)
         assert not any(request.num_computed for request in scheduler.waiting)
-        for request in [*scheduler.running, *scheduler.waiting]:
+        for request in [*scheduler.running, *scheduler.waiting, *scheduler.held]:
             assert (request.phase is RequestPhase.RUNNING) == bool(request.blocks) == (request in scheduler.running)
     else:
         raise AssertionError("it does not come to an end")
@@ -296,9 +312,10 @@ def test_random_traffic() -> None:
     @given(traffic)
     def run(case: Traffic) -> None:
         scheduler, log = play(case)
-        happened.update(dataclasses.asdict(scheduler.counters), further_steps=scheduler.counters.forwards - len(log) + 1)
+        forwards = sum(line.startswith("[") for line in log)
+        happened.update(dataclasses.asdict(scheduler.counters), further_steps=scheduler.counters.forwards - forwards)
         happened.update(evictions=scheduler.pool.num_evictions, copies=scheduler.pool.num_copies)
-        happened.update(log[-1:])
+        happened.update(log[-1:], held="held 1" in log)
 
     run()
     assert all(happened.values()), happened
@@ -456,15 +473,31 @@ def test_tenants_have_fair_shares() -> None:
     assert scheduler._head() is urgent
 
 
-def test_a_tenant_that_is_ahead_of_others_elsewhere_waits_until_they_have_had_as_much() -> None:
-    """Once for each request, however much it is served elsewhere meanwhile."""
+def test_what_a_tenant_has_had_alone_counts_no_more() -> None:
+    """Of two that come when nobody has requests, neither waits for what the other one has had before."""
+    scheduler = Scheduler(BlockPool(100, 4), token_budget=32, max_running=1, max_waiting=30, max_context=64)
+    model = Model(scheduler.pool)
+    for i in range(20):
+        scheduler.add(make([1, 2, i], f"b{i}", tenant="b", max_tokens=6, end_ids=frozenset()))
+    drain(scheduler, model)
+    flood = [make([1, 2, i], f"a{i}", tenant="a", max_tokens=6, end_ids=frozenset()) for i in range(10)]
+    for request in flood:
+        scheduler.add(request)
+    step(scheduler, model)
+    scheduler.add(back := make([3, 4], "back", tenant="b", max_tokens=6, end_ids=frozenset()))
+    while back.finish is None:
+        step(scheduler, model)
+    assert sum(one.finish is not None for one in flood) <= 1
+
+
+def test_a_tenant_that_has_had_much_elsewhere_waits_until_others_have_had_as_much() -> None:
     scheduler = Scheduler(BlockPool(100, 4), token_budget=32, max_running=1, max_waiting=30, max_context=64)
     model = Model(scheduler.pool)
     flood = [make([1, 2, i], f"a{i}", tenant="a", max_tokens=6, end_ids=frozenset()) for i in range(30)]
     for request in flood:
         scheduler.add(request)
     step(scheduler, model)
-    scheduler.add(ahead := make([3, 4], "ahead", tenant="b", max_tokens=6, end_ids=frozenset(), lead=100))
+    scheduler.add(ahead := make([3, 4], "ahead", tenant="b", max_tokens=6, end_ids=frozenset(), elsewhere=100))
     while ahead.finish is None:
         step(scheduler, model)
     assert sum(one.finish is not None for one in flood) == -(-100 // (4 + 2 * 5))  # 4 by its prompt, and 5 more answers

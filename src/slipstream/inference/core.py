@@ -131,7 +131,7 @@ class Request:
     tenant: str = ""  # whose share of the engine it uses: an API key
     target: Target = NO_TARGET
     missed: bool = False  # the target, already or for certain; only the scheduler changes it
-    lead: int = 0  # tokens that its tenant has had of all engines beyond what another one here has; 0: none, or it is not known
+    elsewhere: int = 0  # tokens that its tenant has had of other engines, while another one had requests at this one
     adapter: Any = None  # what the runner adds to the model for it (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock
     seed: int = 0  # params.seed, or a random one

@@ -188,7 +188,7 @@ class EmbeddingEngine:
             tokens = [*tokens[: self.max_context - end], *tokens[len(tokens) - end :]]
         if not tokens:
             raise ValueError(f"{name} has no tokens")
-        if not all(0 <= token < self._vocab_size for token in tokens):
+        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
             raise ValueError(f"{name} has a token id outside of 0 to {self._vocab_size - 1}")
         return tokens
 
@@ -255,6 +255,9 @@ class EmbeddingEngine:
         raise ValueError(f"there is no adapter {name!r:.100}")
 
     def cancel(self, handle: Any) -> None:
+        raise AssertionError("nothing is submitted")
+
+    def hold(self, handle: Any, held: bool) -> None:
         raise AssertionError("nothing is submitted")
 
     def stats(self) -> Stats:

@@ -88,6 +88,12 @@ class Output:
 Sink = Callable[[Output], object]
 
 
+def nbytes_of(output: Output) -> int:
+    """Bytes of memory that it takes, about, as measured."""
+    scored = (one for one in (*output.logprobs, *(output.prompt_logprobs or ())) if one is not None)
+    return 400 + len(output.text) + sum(200 + 130 * len(one.top) for one in scored)
+
+
 @dataclass(slots=True, eq=False)
 class Handle:
     """A submitted prompt, for `cancel`."""
@@ -225,7 +231,7 @@ class Engine:
         self._work, self._stop = threading.Condition(self._lock), ctypes.c_int32()
         self._state, self._why = _EngineState.SERVING, ""  # the reason for DEAD
         self._sequences: dict[Request, _Sequence] = {}  # unfinished ones
-        self._cancelled: list[Handle] = []  # since the last forward
+        self._cancelled, self._holds = list[Handle](), dict[Handle, bool]()  # since the last forward; held, or resumed
         self._outbox: list[tuple[_Sequence, Output]] = []  # to send to the sinks, without the lock
         self._failures = self._proven = self._process = 0  # failed batches in a row; a token computed last; the thread's process
         self._unavailable, self._pause = unavailable, threading.Lock()  # why it cannot serve, or ""; one pause at a time
@@ -273,7 +279,7 @@ class Engine:
         salt: str = "",
         tenant: str = "",
         adapter: str = "",
-        lead: int = 0,
+        elsewhere: int = 0,
         first_within: float | None = None,
         wait_within: float | None = None,
     ) -> Handle:
@@ -302,7 +308,7 @@ class Engine:
                 priority=priority,
                 salt=salt,
                 tenant=tenant,
-                lead=lead,
+                elsewhere=elsewhere,
                 target=target,
                 adapter=used,
                 arrival=now,
@@ -372,6 +378,13 @@ class Engine:
             self._cancelled.append(handle)
             self._notify()
 
+    def hold(self, handle: Handle, held: bool) -> None:
+        """Compute nothing more for `handle` from the next forward on, because its outputs are not taken; go on if `held` is False.
+        Others have its place and, if they need them, its blocks; its text stays the same."""
+        with self._lock:
+            self._holds[handle] = held
+            self._notify()
+
     def close(self) -> None:
         """Cancel all requests (Finish.CANCELLED) and stop the thread. Idempotent."""
         with self._lock:
@@ -398,7 +411,7 @@ class Engine:
             expert_hits, expert_misses = self._expert_use()
             return Stats(
                 healthy=self.healthy,
-                waiting=len(scheduler.waiting),
+                waiting=len(scheduler.waiting) + len(scheduler.held),
                 running=len(scheduler.running),
                 blocks=scheduler.pool.num_blocks,
                 blocks_used=scheduler.pool.num_blocks - scheduler.pool.num_free,
@@ -464,16 +477,18 @@ class Engine:
     def paused(self, *, otherwise: str, then: str = "") -> Iterator[Pause]:
         """A context in which no request is in flight, so that the caller may change the runner's weights.
 
-        [Note: Pause] Requests that have started finish first, so all tokens of an answer come from the same weights; new requests
-        wait in the queue. If the weights change, the prefix cache is cleared afterwards. `then` and `otherwise` say why the engine
-        cannot serve afterwards: `then` after success ("": it can), `otherwise` after an exception if the weights have changed. As
-        long as it cannot, every request is rejected with that text.
+        [Note: Pause] Requests that have started finish first, held ones too, so all tokens of an answer come from the same weights;
+        new requests wait in the queue. If the weights change, the prefix cache is cleared afterwards. `then` and `otherwise` say
+        why the engine cannot serve afterwards: `then` after success ("": it can), `otherwise` after an exception if the weights
+        have changed. As long as it cannot, every request is rejected with that text.
         """
         pause = Pause()
         with self._pause:
             try:
                 with self._lock:
                     self._scheduler.pausing = True
+                    for request in list(self._scheduler.held):
+                        self._scheduler.resume(request)
                     self._notify()
                     self._work.wait_for(lambda: self._scheduler.drained or not self.healthy)
                     self._check_open(changing=True)
@@ -531,20 +546,21 @@ class Engine:
         with self._lock:
             if self._scheduler.pausing and self._scheduler.drained:
                 self._notify()
-            self._work.wait_for(lambda: self._has_work or self._cancelled or not self.healthy)
+            self._work.wait_for(lambda: self._scheduler.busy or self._cancelled or self._holds or not self.healthy)
             return self.healthy
 
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._sequences) and not (self._scheduler.pausing and self._scheduler.drained)
-
     def _schedule(self) -> Batch | None:
-        """End the cancelled requests and return the next batch."""
+        """End the cancelled requests, hold and resume others, and return the next batch."""
         with self._lock:
             self._stop.value = 0
             for handle in self._cancelled:
                 self._end(handle.sequences, Finish.CANCELLED)
             self._cancelled.clear()
+            for handle, held in self._holds.items():
+                change = self._scheduler.hold if held and not self._scheduler.pausing else self._scheduler.resume
+                for sequence in handle.sequences:
+                    change(sequence.request)
+            self._holds.clear()
             if self._unavailable and not self._scheduler.pausing:
                 self._end(list(self._sequences.values()), Finish.ERROR, self._unavailable)
             batch = self._scheduler.schedule(time.perf_counter())
@@ -552,7 +568,7 @@ class Engine:
                 if not (sequence := self._sequences[chunk.request]).started and not chunk.request.num_generated:
                     sequence.started = time.perf_counter()
                     self._meters.queue.add(sequence.started - sequence.submitted)
-            assert batch is not None or not self._has_work, f"the scheduler has nothing to compute for {len(self._sequences)}"
+            assert batch is not None or not self._scheduler.busy, f"nothing to compute for {len(self._sequences)}"
         return batch
 
     def _speculate(self, batch: Batch, drafter: DraftModel) -> Batch:

@@ -97,6 +97,9 @@ class Session:
                     case "cancel":
                         if (handle := self._handles.pop(number, None)) is not None:
                             self.engine.cancel(handle)
+                    case "hold":
+                        if (handle := self._handles.get(number)) is not None:
+                            self.engine.hold(handle, *rest)
                     case "submit":
                         prompt, params, more = rest
                         constrained = "json_schema" in params or "grammar" in params
@@ -125,12 +128,14 @@ class Session:
 
         def sink(output: Output) -> None:
             nonlocal unfinished
-            self.link.wait_for_room()  # so that nothing piles up if the server is slower than the engine
             self.link.send("output", number, output)
             if output.finish is not None:
                 unfinished -= 1
                 if not unfinished:
                     self._handles.pop(number, None)
+            if self.link.full and (handle := self._handles.get(number)) is not None:  # or the next output holds it
+                self.engine.hold(handle, True)
+                self.link.when_room(partial(self.engine.hold, handle, False))
 
         self._handles[number] = self.engine.submit(prompt, wire.params_of(params), sink=sink, **more)
         if not unfinished:

@@ -16,8 +16,9 @@ budget and blocks are left. The engine's loop is
 Where nothing waits, a batch has several *steps*: the runner makes one forward after the other (`core.Generate`), and `commit` gets
 all their tokens. Its caller looks at the queue only afterwards, so another thread that adds a request stops the steps.
 
-`add` and `finish` may be called at any time, also between `schedule` and `commit`. A batch whose forward failed may be computed
-and committed in parts, see `retryable_chunks`; `finish(request, Finish.ERROR)` ends a request that cannot be computed at all.
+`add`, `hold`, `resume` and `finish` may be called at any time, also between `schedule` and `commit`. A batch whose forward failed
+may be computed and committed in parts, see `retryable_chunks`; `finish(request, Finish.ERROR)` ends a request that cannot be
+computed at all.
 
 [Note: No starvation]
 Requests are ordered by `arrival + patience * priority`, then by order of `add`; lower is more important. The order decides who is
@@ -42,16 +43,22 @@ still can.
 Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
 al., OSDI 2024, arXiv 2401.00588) for each, of the tokens computed and the tokens generated for it. The next request is the most
 important one of the tenant with the least; among tenants, a step of priority is worth STEP tokens. A tenant that comes back does
-not catch up on the time it was away: its counter is lifted to the least of those that have requests, less 1. Counters only grow, so
-the head of the queue stays the head until it is admitted, unless a tenant comes back with less. `max_waiting` is per tenant.
+not catch up on the time it was away: its counter is lifted to the least of those that have requests, less 1, or to that of the last
+one that had some. Counters only grow, so the head of the queue stays the head until it is admitted, unless a tenant comes back with
+less. `max_waiting` is per tenant.
 
-Of several engines (`server.router`), a request says by how much its tenant is ahead of those that have requests here, counted over
-all engines, and its counter is lifted to that. A request waits for no more than that, as it is counted once.
+Of several engines (`server.router`), a request says what its tenant has had of the others while this one was wanted by other
+tenants too, since it last said so: that counts as had here. Several servers may share the engine, and tell each its own part.
 
 Nor does a tenant wait for another's answers to end. Each has a right to an equal part of `max_running`: a head whose tenant runs
 less preempts the least important requests of tenants that run more, which find most of their tokens in the prefix cache later. Each
 such preemption lessens a surplus, so they end. Prompts take their tokens of a forward in the order of the counters, and a forward
 with a prompt of the tenant with the least has no others' prompts: with those it would take longer.
+
+[Note: Held requests]
+A request whose outputs nobody takes is held: nothing is computed for it, it has no place among the running ones and no blocks.
+Those that it had stay in the prefix cache until others need them, so that it goes on where it was, at the cost of the last, partial
+block; until then its tenant counts as away. A target that passes meanwhile is missed.
 """
 
 from __future__ import annotations
@@ -156,12 +163,14 @@ class Scheduler:
         self.pace = Pace()  # durations of past forwards, for token_interval
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.held: dict[Request, None] = {}  # [Note: Held requests]
         self.pausing = False  # admit only requests that have run before; `drained` once these have ended
         self.counters = Counters()
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
         self._targeted: dict[Request, None] = {}  # unfinished requests that may still meet their target
         self._served: dict[str, int] = {}  # tenant -> its virtual token counter
+        self._floor = 0  # the counter of the last tenant that had requests, when none has
         self._active: Counter[str] = Counter()  # tenant -> its unfinished requests
         if self.token_interval is not None and not self.token_interval > 0:
             raise ValueError(f"token_interval is {self.token_interval}; it must be more than 0 seconds")
@@ -179,12 +188,9 @@ class Scheduler:
         assert request.phase is RequestPhase.WAITING and request not in self._entries, f"{request.id} was added before"
         assert all(sibling.tokens == request.tokens for sibling in request.siblings), f"{request.id}: siblings share the prompt"
         self.check(len(request.tokens), request.tenant)
-        least = min((self._served[tenant] for tenant in self._active if tenant != request.tenant), default=0)
-        lifted = least + request.lead if request.lead else least - 1 if request.tenant not in self._active else 0
-        self._served[request.tenant] = max(self._served.get(request.tenant, 0), lifted)
         within = self.patience if (first := request.target.first_within) is None else min(first, self.patience)
         self._enter(request, request.arrival + self.patience * request.priority + within)
-        insort(self.waiting, request, key=self._rank)
+        self._queue(request, request.elsewhere)
 
     def check(self, num_prompt: int, tenant: str = "") -> None:
         """Raise what `add` would raise for a prompt of `num_prompt` tokens."""
@@ -195,9 +201,22 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens, but prompt and output together may have {self.max_context} "
                 f"(the context, and a cache of {self.pool.num_blocks} blocks of {self.pool.block_size}); shorten it"
             )
-        num_waiting = sum(request.tenant == tenant for request in self.waiting)
+        num_waiting = sum(request.tenant == tenant for queue in (self.waiting, self.held) for request in queue)
         if num_waiting >= self.max_waiting:
             raise QueueFullError(f"{num_waiting} requests wait, and max_waiting is {self.max_waiting}; try again later")
+
+    def hold(self, request: Request) -> None:
+        """Compute nothing for it until `resume`; a no-op unless it waits or runs: [Note: Held requests]."""
+        if request in self._entries and request not in self.held:
+            self._withdraw(request)
+            request.phase = RequestPhase.WAITING
+            self.held[request] = None
+
+    def resume(self, request: Request) -> None:
+        """Return a held request to the queue; a no-op for others."""
+        if request in self.held:
+            del self.held[request]
+            self._queue(request)
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request; a no-op if it has ended. Siblings that wait for its prompt end with it."""
@@ -205,15 +224,17 @@ class Scheduler:
             return
         for sibling in _pending_siblings(request):
             sibling.phase, sibling.finish = RequestPhase.FINISHED, reason
-        for queue in (self.waiting, self.running):
-            if request in queue:
-                queue.remove(request)
-        self._release(request)
-        self._targeted.pop(request, None)
-        if self._entries.pop(request, None) is not None:
-            self._active[request.tenant] -= 1
-            self._active += Counter()  # without those that are at 0
+        if request in self.held:
+            del self.held[request]
+        elif request in self._entries:
+            self._withdraw(request)
+        self._entries.pop(request, None)
         request.phase, request.finish = RequestPhase.FINISHED, reason
+
+    @property
+    def busy(self) -> bool:
+        """Whether `schedule` has something to compute."""
+        return bool(self.running or self._firsts(self.waiting))
 
     @property
     def drained(self) -> bool:
@@ -221,7 +242,7 @@ class Scheduler:
         return not any(entry.admitted for entry in self._entries.values())
 
     def schedule(self, now: float = 0.0) -> Batch | None:
-        """The next forward, of at most token_budget tokens. None if there is nothing to do, or while `pausing` and `drained`.
+        """The next forward, of at most token_budget tokens. None unless `busy`.
 
         `now`: seconds, of the clock of arrivals. Only targets need it."""
         self._give_up(now)
@@ -499,10 +520,31 @@ class Scheduler:
 
     def _enter(self, request: Request, importance: float) -> None:
         self._entries[request] = _Entry((importance, self._num_added), num_draft=self.num_draft)
+        self._num_added += 1
+
+    def _queue(self, request: Request, elsewhere: int = 0) -> None:
+        """Add a request that has entered to the queue. `elsewhere`: `Request.elsewhere`."""
+        tenant, least = request.tenant, min((self._served[one] for one in self._active), default=self._floor)
+        served = self._served.get(tenant, 0) + elsewhere
+        self._served[tenant] = served if tenant in self._active else max(served, least - 1)
+        self._join(request)
+        insort(self.waiting, request, key=self._rank)
+
+    def _join(self, request: Request) -> None:
+        """It counts for its tenant's share and for targets, until `_withdraw`."""
+        self._active[request.tenant] += 1
         if request.target != NO_TARGET and not request.missed:
             self._targeted[request] = None
-        self._active[request.tenant] += 1
-        self._num_added += 1
+
+    def _withdraw(self, request: Request) -> None:
+        """Take a request out of its queue, and its blocks."""
+        (self.running if request.phase is RequestPhase.RUNNING else self.waiting).remove(request)
+        self._release(request)
+        self._targeted.pop(request, None)
+        self._active[request.tenant] -= 1
+        self._active += Counter()  # without those that are at 0
+        if not self._active:
+            self._floor = self._served[request.tenant]
 
     def _is_long(self, request: Request) -> bool:
         return len(request.tokens) > self.short_context
@@ -556,6 +598,7 @@ class Scheduler:
         """Start a sibling at the end of the prompt that `first` has computed."""
         sibling.missed = first.missed
         self._enter(sibling, self._entries[first].rank[0])
+        self._join(sibling)
         self._entries[sibling].admitted = True
         sibling.phase, sibling.num_cached, sibling.num_computed = RequestPhase.RUNNING, first.num_cached, first.num_computed
         sibling.blocks = self.pool.fork(first.blocks)

@@ -43,7 +43,7 @@ class Stats:
     """A snapshot. Token and request counts are totals since the start."""
 
     healthy: bool
-    waiting: int  # sequences in the queue
+    waiting: int  # sequences in the queue, and those whose outputs nobody takes
     running: int  # sequences that hold blocks
     blocks: int  # of the KV cache
     blocks_used: int  # by running sequences; blocks of the prefix cache alone count as free

@@ -120,7 +120,7 @@ class Encrypted:
     def settimeout(self, seconds: float | None) -> None:
         self._connection.settimeout(seconds)
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         with self._sending:
             while rest:

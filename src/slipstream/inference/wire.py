@@ -9,7 +9,7 @@ in `replica`):
     submit, number, prompt, params, fields       done, number, value   or   failed, number, kind, why
     call, number, name, arguments                done, number, value   or   failed, number, kind, why
     cancel, number                               output, number, output
-                                                 leave, 0
+    hold, number, held                           leave, 0
 
 Numbers are in JSON as Python's repr, so floats arrive as the bits that were sent.
 """
@@ -22,13 +22,13 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
 
 from slipstream.inference.core import Finish, QueueFullError, Request, SamplingParams
-from slipstream.inference.engine import ClosedError, Logprob, Output, Usage
+from slipstream.inference.engine import ClosedError, Logprob, Output, Usage, nbytes_of
 from slipstream.inference.stats import Histogram, Stats
 from slipstream.inference.tls import Connection
 
@@ -36,8 +36,9 @@ MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
 FLUSH = 2.0  # seconds for the other end to take what was sent before the end
 BEAT = 2.0  # seconds after which an end with nothing to say says so
 SILENCE = 5  # beats after which the other end, or the way to it, is taken for lost
-MAX_AHEAD = 1024  # unsent messages, after which an engine waits for the other end
-MAX_BATCH = 256  # messages of a frame: those that wait see after each that there is room
+SLICE = 64 << 10  # bytes that the other end has to take in that time
+MAX_AHEAD = 1 << 20  # bytes of memory, about, of outputs that the other end has not taken; with more, a link is full
+MAX_BATCH = 256  # messages of a frame
 _ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "closed": ClosedError}
 
 
@@ -45,20 +46,21 @@ class Link:
     """One end of a connection. `send` returns at once, from any thread; one thread reads `messages`.
 
     A thread of its own, which the first `send` starts, writes what was sent since its last frame as the next one: a step of the
-    engine is one frame. What the other end does not take would be kept, so who sends without being asked calls `wait_for_room`
-    first."""
+    engine is one frame. What the other end does not take is kept, so who sends outputs without being asked stops making them
+    while the link is `full`."""
 
     def __init__(self, connection: Connection, beat: float | None = None) -> None:
-        """`beat`, between hosts: of `live`, and how long `wait_for_room` waits."""
-        self.connection, self._patience = connection, beat
+        """`beat`: of `live`, between hosts."""
+        self.connection = connection
         self._beat: float | None = None
         self._begins = False  # to beat, while the writer waits without one
         connection.settimeout(None)
         self.messages = self._read()  # until the other end closes the connection
         self._unsent: list[Sequence[Any]] = []
+        self._ahead = 0  # bytes, about, of the outputs in it and in the frame that is being written
+        self._waiting: list[Callable[[], object]] = []  # for room
         self._closed = False
-        lock = threading.RLock()
-        self._changed, self._room = threading.Condition(lock), threading.Condition(lock)  # the writer's, and those of its senders
+        self._changed = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="slipstream-wire", daemon=True)
         if beat is not None:
             self.live(beat)
@@ -79,23 +81,27 @@ class Link:
             if self._closed:
                 return
             self._unsent.append(message)
+            self._ahead += _nbytes(message)
             if self._writer.ident is None:
                 self._writer.start()
             self._changed.notify()
 
-    def wait_for_room(self) -> None:
-        """Until less than MAX_AHEAD messages are unsent. Between hosts, where an engine has other servers too, at most a beat for
-        each frame; then the connection ends."""
-        with self._room:
-            if not self._room.wait_for(lambda: len(self._unsent) < MAX_AHEAD or self._closed, self._patience):
-                self._lose()
+    @property
+    def full(self) -> bool:
+        """The other end takes outputs more slowly than they are sent."""
+        return self._ahead > MAX_AHEAD
+
+    def when_room(self, call: Callable[[], object]) -> None:
+        """Call it, now or from another thread, once half of what makes a link full is taken. Not if the connection ends."""
+        with self._changed:
+            self._waiting.append(call)
+        self._took(0)
 
     def close(self) -> None:
         """Write what was sent, and end the connection. The other end may be gone."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-            self._room.notify_all()
         if self._writer.ident is not None:
             self._writer.join(FLUSH)
         with suppress(OSError):  # the other end was first
@@ -110,20 +116,30 @@ class Link:
                 self._changed.wait_for(lambda: self._unsent or self._closed or self._begins, self._beat)
                 self._begins = False
                 batch, self._unsent = self._unsent[:MAX_BATCH], self._unsent[MAX_BATCH:]
-                self._room.notify_all()
                 if not batch and self._closed:
                     return
             try:
-                self.connection.sendall(frame_of(batch))
+                frame = memoryview(frame_of(batch))
+                for start in range(0, len(frame), SLICE):  # the timeout is each one's
+                    self.connection.sendall(frame[start : start + SLICE])
             except OSError:  # it is lost, or takes nothing
                 self._lose()
                 return
+            self._took(sum(map(_nbytes, batch)))
+
+    def _took(self, nbytes: int) -> None:
+        calls: list[Callable[[], object]] = []
+        with self._changed:
+            self._ahead -= nbytes
+            if self._ahead <= MAX_AHEAD // 2:
+                calls, self._waiting = self._waiting, []
+        for call in calls:
+            call()
 
     def _lose(self) -> None:
         """End the connection, with what is unsent: its reader ends."""
         with self._changed:
             self._closed, self._unsent = True, []
-            self._room.notify_all()
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
@@ -148,6 +164,10 @@ def is_readable(descriptor: int, seconds: float) -> bool:
 def frame_of(batch: Sequence[Sequence[Any]]) -> bytes:
     frame = json.dumps(batch, separators=(",", ":"), default=_plain).encode()
     return len(frame).to_bytes(4, "little") + frame
+
+
+def _nbytes(message: Sequence[Any]) -> int:
+    return nbytes_of(message[-1]) if isinstance(message[-1], Output) else 0
 
 
 def _plain(value: Any) -> Any:

@@ -63,8 +63,8 @@ _COMPUTED: tuple[tuple[str, Callable[..., Any], type[Fields], Any], ...] = (  # 
 _POSTED: tuple[tuple[str, Route, type[Fields], Any], ...] = (
     *((path, partial(Front.answer, kind=kind, prepare=prepare), kind, body) for path, prepare, kind, body in _ANSWERED),
     ("/v1/embeddings", embeddings.embeddings, embeddings.EmbeddingRequest, EmbeddingsBody),
-    ("/v1/rerank", embeddings.rerank, embeddings.RerankRequest, RerankBody),
-    ("/v1/score", embeddings.score, embeddings.ScoreRequest, ScoreBody),
+    *((path, embeddings.rerank, embeddings.RerankRequest, RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+    *((path, embeddings.score, embeddings.ScoreRequest, ScoreBody) for path in ("/v1/score", "/score")),
     *((path, partial(Front.respond, kind=kind, compute=compute), kind, body) for path, compute, kind, body in _COMPUTED),
 )
 _CORS: dict[str, Any] = {

@@ -37,10 +37,14 @@ COUNTED = (
     "/v1/responses",
     "/v1/embeddings",
     "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
     "/v1/score",
+    "/score",
     "/tokenize",
     "/detokenize",
 )  # all others share one label
+_WORK = ("/v1/", "/v2/", "/rerank", "/score")  # beginnings of the paths whose requests take the model's time
 
 
 def check_origins(origins: Sequence[str]) -> None:
@@ -91,7 +95,7 @@ class AdmissionGate:
                 message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
-        generates = scope["method"] == "POST" and scope["path"].startswith("/v1/")
+        generates = scope["method"] == "POST" and scope["path"].startswith(_WORK)
         self.traffic.active += generates
         state = scope.setdefault("state", {})
         try:

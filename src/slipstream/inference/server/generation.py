@@ -3,7 +3,8 @@
 All events arrive in a `Mailbox` of the event loop: the engine's thread posts outputs, a watcher task posts the client's disconnect.
 
 [Note: Back-pressure] An engine that makes outputs faster than the event loop takes them waits for it, and so do all its requests:
-none of them could be faster. What a client does not read ends that client, and no other."""
+none of them could be faster. What a client does not read is not made: its request is held (`scheduler`, [Note: Held requests])
+until it reads on, or ends if it reads nothing for long."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import NO_TARGET, Finish, QueueFullError, SamplingParams, Target
-from slipstream.inference.engine import Output, Usage
+from slipstream.inference.engine import Output, Usage, nbytes_of
 from slipstream.inference.server.answers import Joined, join
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
@@ -42,9 +43,7 @@ _STREAM_HEADERS = [
 
 MAX_AHEAD = 512  # outputs that engines have posted and the event loop has not taken
 MAX_WAIT = 1.0  # seconds for an engine to wait for the event loop
-SLICE = 64 << 10  # bytes that a client has to read within `Unread.time_s`
-MAX_UNREAD = 2 << 20  # bytes of memory, about, of each sequence that wait for a client that does not read
-MAX_ALL_UNREAD = 256 << 20  # for all such clients
+SLICE = 64 << 10  # bytes that a client has to read within `Unread.time_s`; of memory, about, that wait for it, of each sequence
 
 
 class ClientLeftError(Exception):
@@ -52,20 +51,18 @@ class ClientLeftError(Exception):
 
 
 class SlowClientError(RequestError):
-    """The client does not read its response, or not as fast as it is made."""
+    """The client does not read its response."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}; the request was cancelled", status=408, code="client_too_slow")
 
 
 class Unread:
-    """What all responses of a server have waiting for their clients. All but `post` is of the event loop."""
+    """The outputs for all clients of a server that the event loop has not taken. All but `post` is of the event loop."""
 
     def __init__(self, time_s: float) -> None:
         """`time_s`: for a client to read SLICE bytes."""
         self.time_s = time_s
-        self.nbytes = 0  # of all mailboxes
-        self.num = 0  # open mailboxes
         self._posted: list[tuple[Mailbox, tuple[int, Output]]] = []  # since the event loop last took them
         self._taken = threading.Condition(threading.Lock())
 
@@ -95,13 +92,12 @@ class Mailbox:
     def __init__(self, unread: Unread, num: int) -> None:
         """`num`: sequences of the request."""
         self.unread = unread
-        unread.num += 1
-        self._limit = num * MAX_UNREAD
         self.closed = False
-        self._nbytes = 0  # that have arrived and are not taken
+        self.hold: Callable[[bool], object] = bool  # holds the request, or lets it go on; set once it is submitted
+        self._limit = num * SLICE
+        self._nbytes = 0  # of memory, about, that have arrived and are not taken
         self._arrived: list[tuple[int, Output] | None] = []  # None: the client has disconnected
         self._any = asyncio.Event()
-        self._sending: asyncio.Timeout | None = None
         self._last = 0  # bytes of the last piece, which the client may not have read
         self._loop = asyncio.get_running_loop()
 
@@ -114,11 +110,11 @@ class Mailbox:
         """What was posted."""
         if self.closed:
             return
-        self._count(_nbytes(entry[1]))
+        self._nbytes += nbytes_of(entry[1])
         self._arrived.append(entry)
         self._any.set()
-        if self._sending is not None and self._full and not self._sending.expired():
-            self._sending.reschedule(self._loop.time())
+        if self._nbytes > self._limit:
+            self.hold(True)
 
     def leave(self) -> None:
         """The client has disconnected."""
@@ -130,7 +126,9 @@ class Mailbox:
         await self._any.wait()
         self._any.clear()
         arrived, self._arrived = self._arrived, []
-        self._count(-self._nbytes)
+        if self._nbytes > self._limit:
+            self.hold(False)
+        self._nbytes = 0
         return arrived
 
     async def send(self, send: Send, body: bytes, more: bool) -> None:
@@ -138,29 +136,15 @@ class Mailbox:
         pieces = _pieces(body)
         for place, piece in enumerate(pieces, 1):
             try:
-                async with asyncio.timeout(self.unread.time_s * max(1, self._last / SLICE)) as self._sending:
+                async with asyncio.timeout(self.unread.time_s * max(1, self._last / SLICE)):
                     await send({"type": "http.response.body", "body": piece, "more_body": more or place < len(pieces)})
             except TimeoutError:
-                waiting = f"{self._nbytes:,} bytes of its outputs wait" if self._full else f"none for {self.unread.time_s:g} s"
-                raise SlowClientError(f"the client does not read the response as it is generated ({waiting})") from None
-            finally:
-                self._sending, self._last = None, len(piece)
+                raise SlowClientError(f"the client has read nothing of the response for {self.unread.time_s:g} s") from None
+            self._last = len(piece)
 
     def close(self) -> None:
-        """Take no further outputs. Call it once."""
+        """Take no further outputs."""
         self.closed = True
-        self.unread.num -= 1
-        self._count(-self._nbytes)
-
-    @property
-    def _full(self) -> bool:
-        """It has too much, or all together have and it no less than their mean."""
-        everyone = self.unread
-        return self._nbytes > self._limit or (everyone.nbytes > MAX_ALL_UNREAD and self._nbytes * everyone.num >= everyone.nbytes)
-
-    def _count(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        self.unread.nbytes += nbytes
 
 
 def _pieces(body: bytes) -> list[bytes]:
@@ -172,11 +156,6 @@ def _pieces(body: bytes) -> list[bytes]:
         pieces.append(body[start : end + 2])
         start = end + 2
     return [*pieces, body[start:]] if start < len(body) or not pieces else pieces
-
-
-def _nbytes(output: Output) -> int:
-    """Of memory, about, as measured. Those of a prompt's tokens have a limit of their own (`state.MAX_SCORES`)."""
-    return 400 + len(output.text) + sum(200 + 130 * len(one.top) for one in output.logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,12 +251,17 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
         if handle.exception() is None:
             engine.cancel(handle.result())
 
+    def hold(held: bool) -> None:
+        for handle in handles:
+            if handle.done() and handle.exception() is None:
+                engine.hold(handle.result(), held)
+
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         mailbox.leave()
 
-    watcher = loop.create_task(watch())
+    watcher, mailbox.hold = loop.create_task(watch()), hold
     try:
         try:
             for number, prompt in enumerate(work.prompts):

@@ -52,7 +52,7 @@ class Ticket:
     cancelled: bool = False
     moves: int = 0  # engines that have ended with it
     uncached: int = 0  # tokens of the prompt that its engine has to compute, as the router knows
-    lead: int = 0  # `Request.lead`
+    elsewhere: int = 0  # `Request.elsewhere`
     generated: int = 0
     unfinished: set[int] = field(default_factory=set)  # sequences
 
@@ -70,7 +70,7 @@ class Ticket:
     def deliver(self, output: Output) -> None:
         num = len(output.token_ids)
         if self.engine is not None and num:  # without any, it may only have waited
-            self.engine.had[self.more["tenant"]] += 2 * num + (0 if self.generated else self.uncached)
+            self.engine.charge(self.more["tenant"], 2 * num + (0 if self.generated else self.uncached))
         self.begun = True
         self.generated += num
         if output.finish is not None:
@@ -97,7 +97,8 @@ class RemoteEngine:
         self.starts = 0  # how often it began to serve
         self.why = ""  # the last start failed
         self.known: OrderedDict[int, None] = OrderedDict()  # keys of prefixes that its cache may have; the router's
-        self.had = Counter[str]()  # tokens that it has computed and generated for each tenant, about; an answer's count twice
+        self.others: Sequence[RemoteEngine] = ()  # of the same router
+        self.owed = Counter[str]()  # tokens, about, for each tenant: `Request.elsewhere` of its next request
         self.facts: Mapping[str, Any] = {}
         self._stats: Stats | None = None  # of this start of its process, the last known
         self._past: Stats | None = None  # of all before
@@ -118,6 +119,12 @@ class RemoteEngine:
         for ticket in list(self._tickets.values()):
             tokens[ticket.more["tenant"]] += ticket.outstanding
         return tokens
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """It has computed and generated them for the tenant (an answer's count twice): they count at others that have requests."""
+        for other in self.others:
+            if other._tickets:
+                other.owed[tenant] += tokens
 
     @property
     def calls(self) -> int:
@@ -145,7 +152,7 @@ class RemoteEngine:
         ticket.unfinished = set(range(ticket.more["n"]))
         self._tickets[ticket.number] = ticket
         try:
-            more = {**ticket.more, "lead": ticket.lead}
+            more = {**ticket.more, "elsewhere": ticket.elsewhere}
             self._ask("submit", ticket.number, ticket.prompt, wire.packed_params(ticket.params), more)
         except Exception:
             self._tickets.pop(ticket.number, None)
@@ -154,6 +161,10 @@ class RemoteEngine:
     def cancel(self, ticket: Ticket) -> None:
         if self._link is not None:
             self._link.send("cancel", ticket.number)
+
+    def hold(self, ticket: Ticket, held: bool) -> None:
+        if self._link is not None:
+            self._link.send("hold", ticket.number, held)
 
     def call(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
         """Raises what the engine raises, LostError, TimeoutError."""

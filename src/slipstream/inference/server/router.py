@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -66,7 +66,8 @@ def backlog(outstanding: Counter[str], tenant: str, size: int, matched: int) -> 
     """For a request of `size` tokens. [Note: Shares over engines] An engine shares its time evenly between the tenants that have
     requests (`scheduler`, [Note: Fair shares]), so until the tenant's last token is computed there, each other one gets as many as
     it, or all that it has. By this measure the requests of each tenant are spread over all engines, and even shares of each are
-    even shares of all."""
+    even shares of all. Where they are not spread, because a prefix keeps a tenant with one engine, what others have had elsewhere
+    in the meantime counts there too (`Request.elsewhere`)."""
     own = outstanding[tenant] + size
     others = sum(min(tokens, own) for other, tokens in outstanding.items() if other != tenant)
     return Backlog(own + others, matched, outstanding.total())
@@ -127,11 +128,12 @@ class Router:
         self.tokenizer, self.why = tokenizer, ""  # why it has failed
         self.engines = [RemoteEngine(source.name, source.address) for source in sources]
         self._agreed = {name: ("this server", value) for name, value in (facts or {}).items()}  # who said it first, and what
+        for engine in self.engines:
+            engine.others = [one for one in self.engines if one is not engine]
         self._lock = threading.Lock()  # of the choice of an engine: what is known and outstanding
         self._loading = threading.Lock()  # of the adapters, which an engine gets before it is ready
         self._added: dict[str, str] = {}  # adapters that were loaded at run time: name -> folder
         self._removed: set[str] = set()  # adapters that were unloaded
-        self._lifts = Counter[str]()  # what a tenant counts as having had besides, because it was away
         self._homeless: list[Ticket] = []  # lost by one engine, and no other is ready
         self._closed = threading.Event()
         self._sources = sources
@@ -262,6 +264,11 @@ class Router:
         if ticket.engine is not None:
             ticket.engine.cancel(ticket)
 
+    def hold(self, ticket: Ticket, held: bool) -> None:
+        """As `Engine.hold`."""
+        if ticket.engine is not None:
+            ticket.engine.hold(ticket, held)
+
     def load_adapter(self, name: str, folder: Any, *, replace: bool = False) -> None:
         """In every engine; in none if one refuses it. One that ends gets it when it is back. Raises as `Engine.load_adapter`."""
         with self._loading:
@@ -344,6 +351,7 @@ class Router:
                 engine.submit(ticket)
             except (ClosedError, QueueFullError) as error:
                 refused.add(engine)
+                engine.owed[ticket.more["tenant"]] += ticket.elsewhere
                 full = error if isinstance(error, QueueFullError) else full
                 ticket.moves += isinstance(error, LostError)
                 if ticket.moves > MOVES:
@@ -366,25 +374,17 @@ class Router:
             pairs = zip(outstanding, matched, strict=True)
             loads = [backlog(tokens, tenant, size, self.block_size * num) for tokens, num in pairs]
             best = ranked(loads)[0]
-            ticket.lead = self._lead(tenant, everywhere.values(), outstanding[best])
             engine, ticket.uncached = engines[best], len(ticket.prompt) - loads[best].matched
+            for one, there in everywhere.items():
+                for alone in list(one.owed) if not there else there if len(there) == 1 else ():  # it kept no other waiting there
+                    one.owed.pop(alone, None)
+            ticket.elsewhere = engine.owed.pop(tenant, 0)
             for key in reversed(ticket.keys):  # so that the shortest prefix is the last that is dropped
                 engine.known[key] = None
                 engine.known.move_to_end(key)
             while len(engine.known) > engine.facts["num_blocks"]:
                 engine.known.popitem(last=False)
             return engine
-
-    def _lead(self, tenant: str, everywhere: Iterable[Counter[str]], there: Counter[str]) -> int:
-        """By how many tokens a tenant is ahead of those that have requests at an engine, `there`, counted over all engines. As in
-        [Note: Fair shares], who comes back does not catch up."""
-        active = {other for tokens in everywhere for other in tokens}
-        had = {one: self._lifts[one] + sum(engine.had[one] for engine in self.engines) for one in active | {tenant}}
-        if tenant not in active:
-            lift = max(0, min((had[other] for other in active), default=0) - 1 - had[tenant])
-            self._lifts[tenant] += lift
-            had[tenant] += lift
-        return max(0, had[tenant] - min((had[other] for other in there if other != tenant), default=had[tenant]))
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Of the engine with the fewest calls that wait; of another if it ends."""

@@ -126,6 +126,9 @@ def guarded(*, max_connections: int, header_timeout_s: float) -> type[asyncio.Pr
             self._timer.cancel()
             super().connection_lost(exc)
 
+        def _unsupported_upgrade_warning(self) -> None:
+            """Nothing: HTTP/1.1 answers who offers to speak h2c (Java's client) or asks for a WebSocket."""
+
         def _start_timer(self, unread: float = math.inf) -> None:
             self._unread = unread  # bytes of the last response that the client had not read when the timer started
             self._timer = self.loop.call_later(header_timeout_s, self._look)
