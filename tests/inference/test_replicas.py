@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -700,6 +701,20 @@ def test_targets_go_to_the_engine() -> None:
         for wrong in (0, -1.0, float("nan"), float("inf"), "1"):
             with pytest.raises(ValueError, match=f"first_within is {wrong!r}; it must be a number of seconds above 0"):
                 submit(router, "a prompt", first_within=wrong)
+
+
+def test_the_collector_does_not_look_at_what_a_server_has_loaded(folder: Path) -> None:
+    """A full collection of a server stops all its requests: 0.3 s, if it looks at everything."""
+    script = """
+        import gc, sys
+        from slipstream.inference import server
+        from slipstream.launch.cli import main
+        server.serve = lambda *_, **__: print(gc.get_freeze_count(), len(gc.get_objects()))
+        main(["serve", sys.argv[1], "--port", "0"])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(folder)]
+    frozen, looked_at = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:])
+    assert frozen > 50_000 > 10 * looked_at
 
 
 @pytest.mark.slow

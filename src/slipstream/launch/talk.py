@@ -125,6 +125,7 @@ def serve(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream.inference import recommended, server
+        from slipstream.inference.replica import settle
 
         server.check(options.cors_origin, options.otlp_traces)
         try:
@@ -137,6 +138,7 @@ def serve(options: argparse.Namespace) -> int:
             _note(f"sampling defaults of chats: {recommended.describe(engine.sampling)}")
         for listener in sockets:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections of a previous server may linger
+        settle()
         try:
             server.serve(
                 engine,
@@ -161,9 +163,11 @@ def engine(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
         from slipstream.inference import Listener
+        from slipstream.inference.replica import settle
 
         opened = stack.enter_context(_engine(options))
         listener = Listener.of(opened, options.model, secret, certificate)
+        settle()
 
         def drain(number: int, frame: object) -> None:
             for again in (signal.SIGINT, signal.SIGTERM):

@@ -508,8 +508,8 @@ TARGET static void finish_tile(const struct product *job, int64_t panel, int pan
         }
 }
 
-/* A strip of one product, all its rows. */
-TARGET static void strip(const struct product *job, int64_t panel, float *scratch)
+/* A strip of one product, some of its rows. */
+TARGET static void strip(const struct product *job, int64_t panel, int from, int until, float *scratch)
 {
     float sums[4][ROWS][PANEL];
     const struct matrix *w = job->w;
@@ -527,10 +527,10 @@ TARGET static void strip(const struct product *job, int64_t panel, float *scratc
         numbers.next_gap = panel_bytes(w);
         type = WEIGHT_F32;
     }
-    for (int row = 0; row < job->num_rows; row += height) {
-        if (row > 0 && numbers.next)
+    for (int row = from; row < until; row += height) {
+        if (row > from && numbers.next)
             numbers.next = numbers.first;
-        const int rows = job->num_rows - row < height ? job->num_rows - row : height;
+        const int rows = until - row < height ? until - row : height;
         if (wanted == WANTS_CODES)
             multiply_codes(w, panel, panels, &job->coded, row, rows, sums);
 #if DOTS_BF16
@@ -543,18 +543,29 @@ TARGET static void strip(const struct product *job, int64_t panel, float *scratc
     }
 }
 
+/* Many rows are computed in parts, which stay in the second level of the cache while all strips read them; nor is a thread left with a
+ * whole strip while the others wait. */
+#define PART_ROWS 192 /* a multiple of a tile's */
+
+INLINE int64_t num_items(const struct product *job)
+{
+    return num_strips(job->w, job->num_rows) * ((job->num_rows + PART_ROWS - 1) / PART_ROWS);
+}
+
 /* Independent products, distributed over the threads strip by strip. */
 TARGET static void multiply(const struct product *jobs, int num_jobs, struct worker *worker)
 {
     const int stage = worker->stage++;
     int64_t total = 0;
     for (int a = 0; a < num_jobs; ++a)
-        total += num_strips(jobs[a].w, jobs[a].num_rows);
+        total += num_items(&jobs[a]);
     for (int64_t item; (item = team_next(worker->team, stage, worker->thread, total)) < total;) {
         const struct product *job = jobs;
-        for (; item >= num_strips(job->w, job->num_rows); ++job)
-            item -= num_strips(job->w, job->num_rows);
-        strip(job, item * strip_panels(job->num_rows), worker->scratch);
+        for (; item >= num_items(job); ++job)
+            item -= num_items(job);
+        const int64_t strips = num_strips(job->w, job->num_rows), from = item / strips * PART_ROWS;
+        const int64_t until = job->num_rows < from + PART_ROWS ? job->num_rows : from + PART_ROWS;
+        strip(job, item % strips * strip_panels(job->num_rows), (int)from, (int)until, worker->scratch);
     }
 }
 
