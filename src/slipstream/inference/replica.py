@@ -186,8 +186,8 @@ def main(descriptor: int) -> int:
 
 
 def settle() -> None:
-    """Of a process that serves from now on: its collector need not look at what is loaded. To look at all took 0.3 s in a server, in
-    which no request went on, and it writes to every object, so a fork would copy its page."""
+    """Of a process that serves from now on: its collector need not look at what is loaded. Looking at it took 0.3 s in a server, in
+    which no request went on; and it writes to every object, so a fork would copy its page."""
     gc.collect()
     gc.freeze()
 
