@@ -390,6 +390,8 @@ _LTD = {
     "random_ltd_schedule": _SEQUENCES,
 }
 _EFFICIENT = {**_ON, "seed": 1234, "data_sampling": _SAMPLED, "data_routing": {**_ON, "random_ltd": _LTD}}
+_NO_STEP = {"enabled": True, "profile_step": -1, "module_depth": -1, "top_modules": 1, "detailed": True}
+TEXTS["vision"] = json.dumps(having(BERT, optimizer__adam_w_mode=True, flops_profiler=_NO_STEP), indent=2)  # BEiT and its heirs
 TEXTS["data-efficiency"] = json.dumps(having(MEGATRON, data_efficiency=_EFFICIENT), indent=2)
 TEXTS["hybrid"] = json.dumps(having(CHAT, hybrid_engine__enabled=True), indent=2)
 TEXTS["hybrid-sliced"] = json.dumps(having(CHAT, hybrid_engine__enabled=True, hybrid_engine__inference_tp_size=2), indent=2)

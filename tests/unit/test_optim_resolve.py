@@ -81,7 +81,7 @@ def test_deepspeed_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "native"), [({}, True), ({"torch_adam": True}, False), ({"amsgrad": True}, False), ({"maximize": True}, False)]
+    ("params", "native"), [({}, True), ({"torch_adam": True}, True), ({"amsgrad": True}, False), ({"maximize": True}, False)]
 )
 def test_native(params: dict[str, Any], native: bool) -> None:
     assert resolve_optimizer("Adam", params).native is native

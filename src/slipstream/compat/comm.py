@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from slipstream.world.join import init_distributed as _init_distributed
 from slipstream.world.join import local_rank
 
 get_local_rank = local_rank
+logger = logging.getLogger(__name__)
 
 
 def init_distributed(
@@ -104,13 +106,14 @@ def configure(deepspeed_config: Any = None, enabled: bool | None = None, **optio
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Write what the engines of this process have sent since they began, on rank 0. Collective with `show_straggler`.
 
-    Returns the figures with `return_dict`, of one engine. Operations that a script calls itself are not among them. Raises
-    ValueError if no engine has a log.
+    Returns the figures with `return_dict`, of one engine. Operations that a script calls itself are not among them; without a log
+    of an engine, a warning says how to get one.
     """
     from slipstream.compat.zero import traffic_of_engines
 
     logs = traffic_of_engines()
     if not logs:
-        raise ValueError('deepspeed.comm.log_summary(): no engine has a log; set "comms_logger": {"enabled": true} in its config')
-    found = [log.log_summary(show_straggler) for log in logs]
+        text = '"comms_logger": {"enabled": true}'
+        logger.warning("deepspeed.comm.log_summary(): no engine has a log; set %s in its config", text)
+    found = [log.log_summary(show_straggler) for log in logs] or [{}]
     return found[-1] if return_dict else None

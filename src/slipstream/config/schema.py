@@ -78,6 +78,7 @@ class Optimizer(Block):
     type: str = honored(..., "AdamW, Adam, SGD, Lion, Adagrad, Lamb, Muon, or one of `torch.optim`; `initialize(optimizer=)` wins.")
     params: dict[str, Any] = honored({}, "Arguments of the optimizer (`lr`, `betas`, `eps`, `weight_decay`, ...).")
     legacy_fusion: bool = no_effect(False, "each optimizer has one implementation")
+    adam_w_mode: Any = no_effect(None, "as in DeepSpeed, which reads it in params; Adam decouples weight decay by default")
 
 
 class Scheduler(Block):

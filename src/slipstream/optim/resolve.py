@@ -112,7 +112,8 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
     kwargs = {**defaults, **params}
     options: dict[str, Any] = {}
     adam = cls is torch.optim.AdamW
-    torch_adam = bool(kwargs.pop("torch_adam", False)) if adam or cls is Muon else False
+    if adam or cls is Muon:
+        kwargs.pop("torch_adam", None)  # the native kernel computes what torch's class does, also of an optimizer that is passed
     if adam:
         if not kwargs.pop("adam_w_mode", True) and name.lower() == "adam":
             cls = torch.optim.Adam
@@ -124,11 +125,11 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> Resolved:
             kwargs[key] = tuple(kwargs[key])
     check_arguments(cls, kwargs, f"optimizer.params of {name}")
     _check_kinds(cls, kwargs, f"optimizer.params of {name}")
-    native = not torch_adam and not any(kwargs.get(key) for key in rules.UNSUPPORTED)
+    native = not any(kwargs.get(key) for key in rules.UNSUPPORTED)
     if options and not native:
         raise ValueError(
             f"optimizer.params of {name}: only the native kernel supports bias_correction=false, and it does not support"
-            f" torch_adam, {', '.join(rules.UNSUPPORTED)}; remove those"
+            f" {', '.join(rules.UNSUPPORTED)}; remove those"
         )
     return Resolved(cls, kwargs, options, native)
 
