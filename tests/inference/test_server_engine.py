@@ -161,11 +161,10 @@ def test_a_client_that_reads_late_gets_its_whole_text(monkeypatch: pytest.Monkey
         choices = [choice for one in data for choice in json.loads(one)["choices"]]
         return "".join(choice["text"] for index in range(2) for choice in choices if choice["index"] == index)
 
-    small = {"send_buffer": 4096}
-    with served(server=small) as (engine, address), closing(Router([Shared(engine)], byte_tokenizer()).open()) as router:
+    with served() as (engine, address), closing(Router([Shared(engine)], byte_tokenizer()).open()) as router:
         whole = text(call(address, "POST", "/v1/completions", json.dumps(ask)).body)
         assert len(whole) > 250, "but for end tokens"
-        with serving(router, **small) as other:  # type: ignore[arg-type]
+        with serving(router) as other:  # type: ignore[arg-type]
             for one in (address, other):
                 host, port = one.split(":")
                 with socket.socket() as raw:

@@ -104,6 +104,7 @@ class Listener:
         connection: Connection = accepted
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.keep_little(accepted)
             connection = accepted if self.tls is None else Encrypted(accepted, self.tls.context)
             known = admit(connection, self.secret)
         except OSError:

@@ -36,7 +36,7 @@ MAX_FRAME = 1 << 30  # bytes; a longer one is not of this protocol
 FLUSH = 2.0  # seconds for the other end to take what was sent before the end
 BEAT = 2.0  # seconds after which an end with nothing to say says so
 SILENCE = 5  # beats after which the other end, or the way to it, is taken for lost
-SLICE = 64 << 10  # bytes that the other end has to take in that time
+SLICE = 64 << 10  # bytes that the other end has to take in that time, and that the kernel keeps for it
 MAX_AHEAD = 1 << 20  # bytes of memory, about, of outputs that the other end has not taken; with more, a link is full
 MAX_BATCH = 256  # messages of a frame
 _ERRORS: Mapping[str, type[Exception]] = {"value": ValueError, "full": QueueFullError, "closed": ClosedError}
@@ -152,6 +152,12 @@ class Link:
                     yield from json.loads(frame)
             except (OSError, ValueError):  # it is lost, closed here, or not of this protocol
                 return
+
+
+def keep_little(connection: socket.socket) -> None:
+    """Let the kernel keep SLICE bytes, beside those on the way, that the other end does not read, and not 4 MB: nothing is made for
+    it that it may never read. Of a listening socket, it holds for all that it accepts."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, SLICE)
 
 
 def is_readable(descriptor: int, seconds: float) -> bool:

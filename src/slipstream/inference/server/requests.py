@@ -7,6 +7,7 @@ named in the header x-slipstream-ignored and in the log; with --strict-fields th
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -234,7 +235,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     if kind.has_messages:
         check_messages(body)
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))  # PowerShell's begin with it
     except ValidationError as error:
         raise refused(error) from None
 

@@ -28,6 +28,7 @@ from slipstream.inference.server.models import Models
 from slipstream.inference.server.router import Served
 from slipstream.inference.server.traces import Traces, check_collector
 from slipstream.inference.tls import Certificate
+from slipstream.inference.wire import keep_little
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ class Listening(socket.socket):
     def __init__(self, bound: socket.socket, max_files: int, plain: bool) -> None:
         """Takes the descriptor of `bound`. `plain`: without TLS, so that clients get a 503."""
         super().__init__(fileno=bound.detach())
+        keep_little(self)
         self.max_files = max_files
         self.says = _full("the server has too many open files") if plain else b""
 
