@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,8 @@ def test_a_cpu_as_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load("accelerator").is_current_accelerator_supported()
     assert isinstance(accelerator, load("accelerator.abstract_accelerator").DeepSpeedAccelerator)
     assert torch.tensor([1], device=accelerator.current_device()).device.type == "cpu"
+    for same in (copy.deepcopy(accelerator), pickle.loads(pickle.dumps(accelerator))):
+        assert same.device_name() == accelerator.device_name()
     assert accelerator.device_count() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert accelerator.device_count() == 2

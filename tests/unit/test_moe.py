@@ -469,6 +469,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "capacity": (lambda: deepspeed_moe.MoE(8, expert(), 4, eval_capacity_factor=0, min_capacity=0), "leave an expert no token"),
     "our capacity": (lambda: MoE(8, None, 4, capacity_factor=0.0, min_capacity=0), "leave an expert no token"),
     "drop": (lambda: MoE(8, None, 4, drop="last"), "drop 'last' is none of 'score', 'position', 'random'"),  # type: ignore[arg-type]
+    "shared": (lambda: MoE(8, None, 4, shared=True), r"shared is True; it must be a module of 8 features"),
     "eval factor": (lambda: MoE(8, None, 4, eval_capacity_factor=1.0), r"eval_capacity_factor \(1.0\) needs a capacity_factor"),
     "no groups": (lambda: MoE(8, None, 8, num_groups=0), "1 of 0 groups of 8 experts"),
     "balance rate": (lambda: MoE(8, None, 4, balance_rate=-1.0), r"balance_rate \(-1.0\) must be positive"),

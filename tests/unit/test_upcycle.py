@@ -75,6 +75,8 @@ def test_models_without_a_mixture_are_refused(tmp_path: Path) -> None:
     for num_experts, k in ((1, 2), (4, 5), (4, 0)):
         with pytest.raises(CheckpointError, match=f"--upcycle {num_experts}: a token uses {k} experts"):
             convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=num_experts, top_k=k)
+    with pytest.raises(CheckpointError, match=r"top_k \(3\) is of the mixture that num_experts"):
+        convert(tmp_path / "dense", tmp_path / "x", "hf", top_k=3)
     with pytest.raises(CheckpointError, match="for Hugging Face folders"):
         convert(tmp_path / "dense", tmp_path / "x", "slipstream", num_experts=4)
     saved("Qwen3", tmp_path / "mixed", use_sliding_window=True, sliding_window=4, max_window_layers=1)

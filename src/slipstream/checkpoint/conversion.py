@@ -43,7 +43,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     like: str | os.PathLike[str] | None = None,
     num_experts: int | None = None,
-    top_k: int = USED,
+    top_k: int | None = None,
     name: str | None = None,
 ) -> Path:
     """Convert the checkpoint `source` to `target` and return the folder written.
@@ -51,17 +51,20 @@ def convert(
     source: one checkpoint, a directory of checkpoints (`tag` selects one, None the latest), or a Hugging Face folder. dtype: of
     the parameters in a Hugging Face folder; None keeps the stored one. like: a Hugging Face folder of the same model, from which
     configuration and tokenizer are copied. num_experts: write a mixture of so many experts, copies of the model's MLP, of which a
-    token uses `top_k`. name: of DeepSpeed's folder in `target`; None: `TAG_universal`. Raises CheckpointError, with nothing
+    token uses `top_k` (2). name: of DeepSpeed's folder in `target`; None: `TAG_universal`. Raises CheckpointError, with nothing
     written.
     """
+    if top_k is not None and num_experts is None:
+        raise CheckpointError(f"top_k ({top_k}) is of the mixture that num_experts (--upcycle) writes; give that, or leave it out")
     cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
+    used = USED if top_k is None else top_k
     source, target = Path(os.path.abspath(source)), Path(target)
 
     def work() -> Path:
         path = _find(source, tag)
         with closing(BoxReader(path, _of_hf(path) if _is_hf(path) else read_document(path))) as stored:
             if to == "hf":
-                _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like), num_experts, top_k)
+                _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like), num_experts, used)
                 return target
             if cast is not None or like is not None or num_experts is not None:
                 raise CheckpointError(f"dtype, like and num_experts are for Hugging Face folders; to={to!r} keeps every tensor")

@@ -99,6 +99,8 @@ class DeepSpeedAccelerator:
         return self.get_op_builder(class_name)()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask an instance for its own, before it has a name
+            raise AttributeError(name)
         if name in _EVERYWHERE:
             return _EVERYWHERE[name]
         if self.on_cuda and hasattr(torch.cuda, _CUDA_NAMES.get(name, name)):

@@ -570,7 +570,7 @@ def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum file size, for --to hf; default 5GB")
     parser.add_argument("--like", metavar="FOLDER", help="for --to hf: folder to copy the configuration and tokenizer from")
     parser.add_argument("--upcycle", type=int, metavar="N", help="for --to hf: write a mixture of N experts, copies of each MLP")
-    parser.add_argument("--top-k", type=int, default=2, metavar="K", help="with --upcycle: experts of a token; default 2")
+    parser.add_argument("--top-k", type=int, metavar="K", help="with --upcycle: experts of a token; default 2")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -143,6 +143,9 @@ class MoE(Planned):
         super().__init__()
         check_choice(num_experts, k, num_groups, top_groups)
         _check_numbers(expert_size, jitter, balance_rate)
+        for name, branch in (("shared", shared), ("residual", residual)):
+            if branch is not None and not isinstance(branch, nn.Module):
+                raise ValueError(f"{name} is {branch!r:.100}; it must be a module of {hidden_size} features, such as a GatedMLP")
         for name, value, kind in (("score", score, Score), ("drop", drop, Drop)):
             if value not in get_args(kind):
                 raise ValueError(f"{name} {value!r} is none of {', '.join(map(repr, get_args(kind)))}")

@@ -98,7 +98,7 @@ def _set_ours(name: str, layer: MoE, values: Mapping[str, Any], rate: float | No
             setattr(layer, setting.ours, value)
         elif value != setting.fixed:
             raise _refused(name, key, value, setting.fixed)
-    check_choice(layer.num_experts, layer.k, layer.num_groups, layer.top_groups)
+    _check(name, values, layer.num_experts, layer.k, layer.num_groups, layer.top_groups)
     if rate is not None:
         layer.balance_rate = rate
         if layer.balance is None:
@@ -117,7 +117,15 @@ def _set_theirs(name: str, layer: nn.Module, experts: Any, values: Mapping[str, 
         if not holders and value != (fixed := _fixed(key, parts, config)):
             raise _refused(name, key, value, fixed)
     found = {key: _value(_SETTINGS[key], parts) for key in ("top_k", "num_expert_groups", "num_limited_groups")}
-    check_choice(experts.num_experts, *(1 if each is None else each for each in found.values()))
+    _check(name, values, experts.num_experts, *(1 if each is None else each for each in found.values()))
+
+
+def _check(name: str, values: Mapping[str, Any], *numbers: int) -> None:
+    try:
+        check_choice(*numbers)
+    except ValueError as error:
+        given = ", ".join(f"expert_parallel.{key} {value!r}" for key, value in values.items())
+        raise ValueError(f"{name!r}, with {given}: {error}") from None
 
 
 def _value(setting: _Setting, parts: Iterable[nn.Module]) -> Any:
