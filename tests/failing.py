@@ -542,13 +542,22 @@ def mappings() -> list[str]:
     return [line for line in maps if "/memfd:slipstream" in line]
 
 
-def serve_ranks(folder: str, bad: int, how: str, split: dict[str, int], nth: int = 20, in_table: bool = True) -> None:
-    """Answer by several processes until the bad rank acts in a forward; `how` "interrupt": as Ctrl-C does."""
+def serve_ranks(
+    folder: str, bad: int, how: str, split: dict[str, int], nth: int = 20, forward: str = "native", hosts: int = 1
+) -> None:
+    """Answer by several processes until the bad rank acts in a forward; `how` "interrupt": as Ctrl-C does. `forward`: whose code
+    computes: native, torch or transformers. `hosts`: 2, as if each rank were on its own."""
     import slipstream
+    from slipstream.inference import native, ranks
     from slipstream.inference.generic import GenericDecoder
-    from slipstream.inference.native import NativeDecoder
+    from slipstream.inference.joined import JoinedParts
 
-    kind, name = (NativeDecoder, "_run") if in_table else (GenericDecoder, "_compute")
+    kind, name = (native.NativeDecoder, "_run") if forward == "native" else (GenericDecoder, "forward")
+    if forward == "torch":
+        native.why_not, kind, name = lambda config: "as asked", JoinedParts, "added"
+    if hosts > 1:
+        meet = ranks.meet
+        ranks.meet = lambda axis: [peer._replace(host=str(peer.rank)) for peer in meet(axis)]
     run, calls = getattr(kind, name), 0
 
     def running(self: Any, *numbers: Any, **types: Any) -> Any:

@@ -33,6 +33,7 @@ MONITORS = ("comet_ml", "mlflow", "opentelemetry.sdk", "prometheus_client", "sql
 EXPECTED: dict[str, Callable[[], bool]] = {
     r"no CUDA device": lambda: not torch.cuda.is_available(),
     r"there is a GPU": torch.cuda.is_available,
+    r"a second CUDA device": lambda: torch.cuda.device_count() < 2,
     r"make test-clients|peft": _no_clients,
     r"this processor lacks|not tested on this machine": lambda: True,  # no installation can fix it
     r"no native|no C compiler|handles overlap": lambda: os.environ.get("SLIPSTREAM_NATIVE") == "0" or shutil.which("cc") is None,

@@ -163,7 +163,7 @@ def test_refusals(folder: Path) -> None:
     refused("do not split .*intermediate_size=16", moe={"ep_size": 1, "tp_size": 2}, source=narrow())
     refused("do not split a model without experts", source=tiny("Llama", **SIZES), ep_size=2)
     refused(
-        "need the native kernels",
+        "do not cut transformers' code",
         source=tiny("GPTBigCode", vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32),
         ep_size=2,
     )

@@ -100,7 +100,7 @@ def test_models_outside_the_table() -> None:
             if engine.leads:
                 for _ in range(2):
                     assert [tokens for tokens, _ in answers(engine)] == [tokens for tokens, _ in expected], family
-            own = engine.engine.runner.model.base_model
+            own = engine.engine.runner.own.model.base_model
             assert sum(one.numel() for one in own.parameters()) < 0.9 * sum(one.numel() for one in model.base_model.parameters())
 
 
@@ -568,7 +568,7 @@ def test_keys_of_deepspeed() -> None:
 @pytest.mark.slow
 def test_a_lost_process_of_a_model_outside_the_table(nursery: Nursery, tmp_path: Path) -> None:
     tiny("Nemotron", **SIZES).save_pretrained(tmp_path)
-    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, how="kill", split={"tp_size": 2}, in_table=False)
+    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, how="kill", split={"tp_size": 2}, forward="transformers")
     outcome = nursery.end()["it"]
     assert outcome.codes[0] == 1 and "is gone" in outcome.records[0]["text"], outcome
     assert outcome.late(0, 1) < 10.0, outcome

@@ -544,6 +544,35 @@ def the_engine_serves_with_kernels_and_graphs() -> None:
     assert [p + list(answer.token_ids) for p, answer in zip(prompts, answers, strict=True)] == wanted
 
 
+@case
+def served_over_processes_as_by_one() -> None:
+    """On one GPU over gloo, on a GPU each over NCCL: as the twin of one process, a row's bits alone are those beside others."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    world, each = dist.get_world_size(), torch.cuda.device_count() >= dist.get_world_size()
+    if world == 1:
+        return
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.08}
+    net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=None, pad_token_id=0)).eval()
+    prompts = [[i * i % 511 + 1 for i in range(length)] for length in (3, 40, 700)]
+    options: dict[str, Any] = {"max_running": 4, "kv_cache_bytes": 1 << 26}
+    with torch.no_grad():
+        wanted = [net.generate(torch.tensor([p]), max_new_tokens=8, do_sample=False)[0, len(p) :].tolist() for p in prompts]
+    for dtype in ("fp32", "bf16", "int8", "int4"):
+        with slipstream.init_inference(net, dtype=dtype, device="cuda" if each else "cuda:0", tp_size=world, **options) as engine:
+            assert f"{world} processes over {'NCCL' if each else 'gloo'}" in engine.description, engine.description
+            assert ("without CUDA graphs" in engine.description) != each
+            if engine.leads:
+                settings: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0, "logprobs": 3}
+                together = engine.generate(prompts, **settings)
+                assert dtype != "fp32" or [one.token_ids for one in together] == wanted
+                for prompt, beside in zip(prompts, together, strict=True):
+                    alone = engine.generate(prompt, **settings)
+                    assert alone.token_ids == beside.token_ids and alone.logprobs == beside.logprobs, dtype
+
+
 def compare_gradients(ours: Tensor, theirs: Tensor, inputs: Sequence[Tensor], limit: float, what: object) -> None:
     """Of random gradients of the outputs; errors are of the norm of what is compared."""
     grad = torch.randn_like(ours)

@@ -18,8 +18,8 @@ WORLDS = (1, 2)
 TIMEOUT_S = 400  # Triton compiles some sixty kernels in it
 
 
-def start(world: int, names: list[str]) -> tuple[dict[str, dict[str, Any]], str]:
-    """Run the named cases on `world` ranks that share device 0; what each said, and everything that was printed."""
+def start(world: int, names: list[str], devices: int = 1) -> tuple[dict[str, dict[str, Any]], str]:
+    """Run the named cases on `world` ranks that share the first devices; what each said, and everything that was printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -28,7 +28,7 @@ def start(world: int, names: list[str]) -> tuple[dict[str, dict[str, Any]], str]
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "CUDA_VISIBLE_DEVICES": ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:devices]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -67,3 +67,13 @@ def test_on_cuda(world: int, name: str) -> None:
     assert name in done, f"the processes ended in it:\n{printed[-6000:]}"
     assert not done[name]["trouble"], done[name]["trouble"]
     assert ("nccl" if world == 1 else "gloo") in done["end"]["backend"]
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+def test_on_two_devices() -> None:
+    name = "served_over_processes_as_by_one"
+    done, printed = start(2, [name], devices=2)
+    assert name in done, f"the processes ended in it:\n{printed[-6000:]}"
+    assert not done[name]["trouble"], done[name]["trouble"]
+    assert "nccl" in done["end"]["backend"]

@@ -454,7 +454,7 @@ def test_experts_on_disk_by_the_option() -> None:
             stats = engine.engine.stats()
             assert bool(stats.expert_misses) == bool(options)
     assert answers[0] == answers[1]
-    with pytest.raises(ValueError, match="expert_cache_bytes, tp_size, ep_size and moe_tp_size need the native kernels"):
+    with pytest.raises(ValueError, match="expert_cache_bytes need the native kernels"):
         slipstream.init_inference(
             tiny("GPTBigCode", vocab_size=VOCAB, n_embd=64, n_layer=1, n_head=4), expert_cache_bytes="1M", device="cpu"
         )

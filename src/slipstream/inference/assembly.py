@@ -269,7 +269,7 @@ def _place(device: torch.device | str | None, threads: int | None, ranks: Servin
             raise ValueError(f'threads is {threads}, but the model runs on {place}; leave it out, or give device="cpu"')
         torch.set_num_threads(threads)  # they load and quantize for every forward, and compute for torch's
     if place.type == "cuda":
-        return _gpu(place), threads
+        return _gpu(place, ranks), threads
     if ranks is not None:
         threads = threads or min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks.neighbors))
     return place, threads
@@ -283,8 +283,7 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     try:
         loaded = ranks.together(read) if ranks else read()
     except UnsupportedModel as error:
-        if _needs_kernels(sizes, place):
-            raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
+        _check_transformers_serves(sizes, error)
         return _serve_by_transformers(source, kind, place, group, sizes)
     embeds = 0 if loaded.config.has_head else loaded.config.vocab_size
     open_forward = open_encoder if embeds else open_decoder
@@ -340,11 +339,12 @@ def _serve_by_transformers(source: Any, kind: str, place: torch.device, group: i
     )
 
 
-def _needs_kernels(sizes: Sizes, place: torch.device) -> bool:
-    """Whether options ask for what transformers' code does not do."""
-    ranks = sizes.ranks
-    is_split = ranks is not None and (ranks.part.ep_size * ranks.part.moe_tp_size > 1 or place.type != "cpu")
-    return any((is_split, sizes.expert_nbytes, sizes.memory))
+def _check_transformers_serves(sizes: Sizes, error: Exception) -> None:
+    """Raise ValueError for options whose work transformers' code does not do. `error`: why it is to compute."""
+    if sizes.expert_nbytes or sizes.memory:
+        raise ValueError(f"{ON_NATIVE} need the native kernels: {error}") from error
+    if sizes.ranks is not None and sizes.ranks.part.ep_size * sizes.ranks.part.moe_tp_size > 1:
+        raise ValueError(f"ep_size and moe_tp_size do not cut transformers' code, which tp_size does: {error}") from error
 
 
 def _cut(live: Any, kind: str, ranks: ServingRanks) -> None:
@@ -355,7 +355,7 @@ def _cut(live: Any, kind: str, ranks: ServingRanks) -> None:
         )
     inputs = example_inputs(live)
     trial = try_out(live, ranks.axis, (), inputs, {}) if needs_trial(live) and inputs is not None else None
-    if (exchange := cut(live, ranks.axis, trial, ranks.watch)) is not None and trial is not None:
+    if (exchange := cut(live, ranks.axis, trial, ranks.exchange(live.device))) is not None and trial is not None:
         compare(live, trial, exchange)
 
 
@@ -388,12 +388,17 @@ def _weights_text(kind: str, dtype: torch.dtype) -> str:
     return kind if kind in precision.QUANTIZED else precision.short(str(dtype).removeprefix("torch."))
 
 
-def _gpu(place: torch.device) -> torch.device:
-    """Add the number of the current GPU, which is thread-local: another thread runs the model."""
+def _gpu(place: torch.device, ranks: ServingRanks | None) -> torch.device:
+    """Add the number of the GPU: of processes of one host, each has the next; else the current one, which is thread-local, and
+    another thread runs the model."""
     count = torch.cuda.device_count()
     if (place.index or 0) >= count:
         raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
-    return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
+    numbered = place.index is not None
+    if ranks is not None and ranks.neighbors > count and not numbered:
+        share = 'with device="cuda:0" they share the first, slowly'
+        raise ValueError(f"{ranks.neighbors} processes of this host need a GPU each, and torch sees {count}: {share}")
+    return place if numbered else torch.device("cuda", torch.cuda.current_device() if ranks is None else ranks.place)
 
 
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 COLUMNS = 16  # products are cut at multiples of this many columns: a panel of csrc/decoder.h
+_GROUPS = (32, 64, 128)  # features with a scale of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +69,14 @@ class Layer:
 class ModelPart:
     """What one of several processes computes: a `tp_size`-th of the heads and of each product's columns; a `moe_tp_size`-th of the
     columns of an `ep_size`-th of the experts; of a shared expert, a part of the columns over all processes. The whole, by default.
-    `tp_size` is 1 or `size`."""
+    `tp_size` is 1 or `size`. With `sums`, the last product of attention and MLPs is cut by its inputs instead, those that this
+    process has: its outputs are terms, which the processes add up (`joined`)."""
 
     index: int = 0  # ranks that cut the same experts are neighbors
     ep_size: int = 1
     moe_tp_size: int = 1
     tp_size: int = 1
+    sums: bool = False
 
     @property
     def size(self) -> int:
@@ -90,10 +93,17 @@ class ModelPart:
 
     def columns(self, num: int) -> slice:
         """The columns, of `num`, of every product but those of experts."""
-        return _cut(num, self.index if self.tp_size > 1 else 0, self.tp_size)
+        return self._cut(num, self.index if self.tp_size > 1 else 0, self.tp_size)
 
     def expert_columns(self, num: int, *, shared: bool = False) -> slice:
-        return _cut(num, self.index, self.size) if shared else _cut(num, self.index % self.moe_tp_size, self.moe_tp_size)
+        size = self.size if shared else self.moe_tp_size
+        return self._cut(num, self.index % size, size)
+
+    def _cut(self, num: int, place: int, size: int) -> slice:
+        """Where inputs are cut, groups of quantized ones should be whole, and processes have almost equal parts."""
+        steps = [step for step in _GROUPS if num % (size * step) == 0 or num >= 16 * size * step] if self.sums else []
+        step = max(steps, default=COLUMNS)
+        return slice(*(num if end == size else num * end // size // step * step for end in (place, place + 1)))
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[slice, slice]:
         """The heads of queries, and those of keys and values: whole groups, or parts of one group, whose key and value others have
@@ -129,11 +139,6 @@ class ModelPart:
                 f"{sizes} do not split {what}: each process computes {COLUMNS} columns or more of a product; give fewer"
             )
         return replace(config, part=part)
-
-
-def _cut(num: int, place: int, size: int) -> slice:
-    ends = [num if end == size else num * end // size // COLUMNS * COLUMNS for end in (place, place + 1)]
-    return slice(*ends)
 
 
 NORMS = ("input_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm")  # of a layer: of the inputs, and of the outputs

@@ -8,9 +8,11 @@ request: many positions of a prompt, or the one token that was sampled last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
@@ -218,6 +220,39 @@ class Batch(NamedTuple):
         """Of the first step."""
         spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in self.chunks]
         return ForwardSize(self.num_tokens, sum(chunk.num_rows for chunk in self.chunks), sum(attended(*span) for span in spans))
+
+
+def numbers_of(batch: Batch, turn: Callable[[int], int], block_size: int) -> tuple[array[int], ...]:
+    """A batch's first step, with the blocks of all steps: ids of its tokens, [chunks + 1] where each chunk's begin, [chunks] its
+    first position, `turn` of its text's number of tokens, blocks, [chunks] where each chunk's begin, and the rows with logits."""
+    ids, first_row, start, turns, tables, table_at, logit_rows = (array("i") for _ in range(7))
+    first_row.append(0)
+    for chunk in batch.chunks:
+        ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
+        ids.extend(chunk.draft)
+        start.append(chunk.start)
+        turns.append(turn(len(chunk.request.tokens)))
+        table_at.append(len(tables))
+        tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft) + batch.steps - 1) // block_size)])
+        first_row.append(len(ids))
+        logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
+    return ids, first_row, start, turns, tables, table_at, logit_rows
+
+
+def batch_of(copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> Batch:
+    """The batch of one step that `numbers_of` gave `numbers` of, with turn = int. Tokens before and after a chunk's are 0."""
+    ids, first_row, start, lengths, tables, table_at, logit_rows = numbers
+    chunks = []
+    for i, (begin, end) in enumerate(pairwise([*table_at, len(tables)])):
+        own, num_rows = ids[first_row[i] : first_row[i + 1]], sum(first_row[i] <= row < first_row[i + 1] for row in logit_rows)
+        stop = min(lengths[i], start[i] + len(own))
+        tokens = [*[0] * start[i], *own[: stop - start[i]], *[0] * (lengths[i] - stop)]
+        request = Request(id="", tokens=tokens, params=SamplingParams(), blocks=list(tables[begin:end]))
+        chunk = Chunk(request, start[i], stop, tuple(own[stop - start[i] :]))
+        if chunk.num_rows != num_rows:
+            request.params = SamplingParams(prompt_logprobs=0)
+        chunks.append(chunk)
+    return Batch(tuple(chunks), tuple(copies))
 
 
 class QueueFullError(RuntimeError):

@@ -27,12 +27,14 @@ from torch import Tensor
 from slipstream.inference.config import NORMS, Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
 from slipstream.inference.decoder import choose, soft_cap, text_batch
+from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import KVCache
 from slipstream.inference.models import shape_of
 from slipstream.inference.weights import Codes, DecoderWeights, Int4, LayerWeights, Matrix, Mlp, leaves
 from slipstream.ops.triton.attention import Tiles, attend, padded_group
 from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
 from slipstream.ops.triton.rows import HeadNorms, Norm, add_norm, gate, place
+from slipstream.parallel.exchange import Exchange
 
 _LANES = 64  # per tile of attention, if a request has several rows; else _FEW_LANES
 _FEW_LANES = 16  # not for fp32: it does not use tensor cores, so the order of its sums depends on the layout, and that on the lanes
@@ -45,6 +47,8 @@ def why_not(config: TransformerConfig, weights: DecoderWeights, device: torch.de
         return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
     if config.latent is not None:
         return "latent attention"
+    if config.qk_norm == "whole" and config.part.tp_size > 1:
+        return "norms over all heads, which are in several processes"
     groups = {shape_of(m)[1] // m.scale.shape[1] for _, m in leaves(weights) if isinstance(m, Int4)}
     if others := groups.difference(GROUPS):
         return f"int4 in groups of {min(others)}; the kernels support groups of {', '.join(map(str, GROUPS))}"
@@ -117,6 +121,7 @@ class _Routed(NamedTuple):
     kind: RoutedExperts
     router: _Product
     router_bias: Tensor | None
+    mine: range  # the experts of this process
     experts: list[_DenseMlp]
     shared: _DenseMlp | None
     shared_gate: _Product | None
@@ -128,8 +133,10 @@ class _Routed(NamedTuple):
         shares = shares * self.kind.scale
         out = torch.zeros(h.shape, device=h.device)
         for e in chosen.unique().tolist():
-            token, place = (chosen == e).nonzero(as_tuple=True)
-            out.index_add_(0, token, self.experts[e](h[token], summed=True)[0] * shares[token, place, None])
+            if e in self.mine:
+                token, place = (chosen == e).nonzero(as_tuple=True)
+                own = self.experts[e - self.mine.start](h[token], summed=True)[0]
+                out.index_add_(0, token, own * shares[token, place, None])
         if self.shared is not None:
             weight = 1.0 if self.shared_gate is None else self.shared_gate(h, summed=True)[0].sigmoid()
             out += self.shared(h, summed=True)[0] * weight
@@ -157,7 +164,7 @@ class _Parts:
         self.embed_norm, self.final_norm = self._norm("", weights, "embed_norm"), self._norm("", weights, "final_norm")
         self.embed_in = None if weights.embed_in is None else self._product("", weights, "embed_in")
         self.embed_out = None if weights.embed_out is None else self._product("", weights, "embed_out")
-        self.head = self._head(weights) if config.has_head else None
+        self.head = self._head(weights) if config.has_head and config.part.has_head else None
         # Views of joined matrices included, see `_join`.
         self.memory = {role: _tensors(leaf) for role, leaf in leaves(weights)}
         self.memory |= {role: (tensor,) for role, tensor in self.own.items()}
@@ -233,6 +240,7 @@ class _Parts:
             kind=experts,
             router=_Product([w.routing]),
             router_bias=w.router_bias,
+            mine=self.config.part.experts(experts.num),
             experts=[self._mlp(f"{at}experts.{e}.", mlp) for e, mlp in enumerate(w.experts)],
             shared=None if w.shared is None else self._mlp(f"{at}shared.", w.shared),
             shared_gate=None if w.shared_gate is None else _Product([w.shared_gate]),
@@ -280,21 +288,31 @@ def _numbers(batch: Batch, config: TransformerConfig, block_size: int, rows_per_
 
 
 class CudaDecoder:
-    """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs)."""
+    """Weights and cache are on one device. `max_batch`: rows of the largest graph, one per request (0: no graphs). `exchange`: as
+    of `JoinedParts`; if there are graphs, its operations can be captured."""
 
     generate = None  # several steps at once
 
     def __init__(
-        self, config: TransformerConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype, *, max_batch: int
+        self,
+        config: TransformerConfig,
+        weights: DecoderWeights,
+        cache: KVCache,
+        compute_dtype: torch.dtype,
+        exchange: Exchange | None = None,
+        *,
+        max_batch: int,
     ):
         self.config, self.cache, self.dtype = config, cache, compute_dtype
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
         self.short_context = config.short_context
-        self._lanes_of_row = padded_group(config.num_heads, config.num_kv_heads)
+        self._joined, (heads, keys) = JoinedParts(config, exchange), config.own_heads
+        self._num_heads = heads.stop - heads.start
+        self._lanes_of_row = padded_group(self._num_heads, keys.stop - keys.start)
         self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
-        self._slopes = torch.tensor(config.alibi, device=cache.device) if config.alibi else None
+        self._slopes = torch.tensor(config.alibi[heads], device=cache.device) if config.alibi else None
         self._rope_tables = {layer.rope: self._rope_table(layer.rope) for layer in config.layers if layer.rope}
         self._parts = _Parts(config, weights)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
@@ -399,7 +417,7 @@ class CudaDecoder:
             return torch.empty(0, self.vocab_size, device=h.device)
         h = h.index_select(0, step.rows)
         h = h if parts.embed_out is None else parts.embed_out(h, summed=True)[0].to(self.dtype)
-        logits = parts.head(h, summed=True)[0]
+        logits = self._joined.logits(parts.head(h, summed=True)[0])
         return soft_cap(logits if c.logit_scale == 1.0 else logits * c.logit_scale, c.logit_softcap)
 
     def _hidden(self, step: _Step, dtype: torch.dtype) -> Tensor:
@@ -417,13 +435,13 @@ class CudaDecoder:
                 add(x, out, attn_post, None, None)
             else:
                 h = add(x, out, attn_post, before, self.dtype)
-            added, post = layer.mlp(h), norms("mlp_post_norm")
+            added, post = self._mlp(layer.mlp, h), norms("mlp_post_norm")
         return add(x, added, post, self._parts.final_norm, dtype)
 
     def _embedded(self, step: _Step) -> Tensor:
         """fp32 [T, E]."""
         c, parts = self.config, self._parts
-        x = (F.embedding(step.tokens, parts.embed).to(self.dtype) * self._embed_scale).float()
+        x = (self._joined.embedded(parts.embed, step.tokens).to(self.dtype) * self._embed_scale).float()
         if parts.token_types is not None:
             x += parts.token_types[0] if step.types is None else F.embedding(step.types, parts.token_types)
         places = None if parts.positions is None else F.embedding(step.positions + c.position_offset, parts.positions)
@@ -436,7 +454,12 @@ class CudaDecoder:
         """Planes [planes, T, E]."""
         c, keys, values = self.config, self.cache.keys[index], self.cache.values[index]
         turns = self._rope_tables[layer.kind.rope] if layer.kind.rope else None
-        heads: dict[str, Any] = {"num_heads": c.num_heads, "dtype": self.dtype}
+        heads: dict[str, Any] = {"num_heads": self._num_heads, "dtype": self.dtype}
         q = place(layer.qkv(h), layer.head_norms, turns, step.angles, step.slots, keys, values, **heads)
         options: dict[str, Any] = {"cap": c.attn_softcap, "window": layer.kind.window, "slopes": self._slopes}
-        return layer.out(attend(q, keys, values, step.positions, step.stops, step.tiles, scale=self._attn_scale, **options))
+        mixed = attend(q, keys, values, step.positions, step.stops, step.tiles, scale=self._attn_scale, **options)
+        return self._joined.planes(layer.out(mixed), self._joined.added)
+
+    def _mlp(self, mlp: _DenseMlp | _Routed, h: Tensor) -> Tensor:
+        """Planes [planes, T, E]."""
+        return self._joined.planes(mlp(h), self._joined.routed if isinstance(mlp, _Routed) else self._joined.added)

@@ -9,7 +9,8 @@ Suffixes: T tokens of the batch, S positions visible to a request, H heads, K kv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from slipstream.inference.config import Latent, Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch, Chunk, Request, SamplingParams
+from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.quantize import dequantize, round_activations
 from slipstream.inference.weights import DecoderWeights, LayerWeights, Matrix, Mlp, put
+from slipstream.parallel.exchange import Exchange
 
 
 class RowSpan(NamedTuple):
@@ -87,12 +90,23 @@ def head_shapes(config: TransformerConfig) -> list[HeadShape]:
     return [HeadShape(own.stop - own.start, config.head_dim)] * len(config.layers)
 
 
+def mean_of(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
 class Decoder:
-    """A `core.Runner`. Weights, cache and inputs are on one device, the cache's."""
+    """A `core.Runner`. Weights, cache and inputs are on one device, the cache's. `exchange`: as of `JoinedParts`."""
 
     generate = None  # several steps at once
 
-    def __init__(self, config: TransformerConfig, weights: DecoderWeights, cache: KVCache, compute_dtype: torch.dtype):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        weights: DecoderWeights,
+        cache: KVCache,
+        compute_dtype: torch.dtype,
+        exchange: Exchange | None = None,
+    ):
         self.config, self.weights, self.cache, self.dtype = config, weights, cache, compute_dtype
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size, self.max_context = config.vocab_size, config.max_context
@@ -101,7 +115,8 @@ class Decoder:
         self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
         self._parallel = config.residual == "parallel"
-        self._slopes = torch.tensor(config.alibi, device=cache.device)[:, None, None] if config.alibi else None
+        self._joined, (heads, _) = JoinedParts(config, exchange), config.own_heads
+        self._slopes = torch.tensor(config.alibi[heads], device=cache.device)[:, None, None] if config.alibi else None
         self._inv_freq = {
             layer.rope: torch.tensor((layer.rope.inv_freq, layer.rope.long_inv_freq or layer.rope.inv_freq), device=cache.device)
             for layer in config.layers
@@ -114,9 +129,11 @@ class Decoder:
         self.cache.copy(batch.copies)
         inputs, w = batch_inputs(batch, self.cache), self.weights
         x = self._normed("final_norm", w, self._hidden(inputs)[inputs.rows])
+        if not self.config.part.has_head:
+            return x[:, :0]
         x = x if w.embed_out is None else linear(x, w.embed_out)
-        logits = linear(x, w.embed if w.head is None else w.head, w.head_bias).float() * self.config.logit_scale
-        return soft_cap(logits, self.config.logit_softcap)
+        logits = self._joined.logits(linear(x, w.embed if w.head is None else w.head, w.head_bias).float())
+        return soft_cap(logits * self.config.logit_scale, self.config.logit_softcap)
 
     @torch.inference_mode()
     def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -128,8 +145,7 @@ class Decoder:
     def _hidden(self, inputs: Inputs, types: Tensor | None = None) -> Tensor:
         c, w = self.config, self.weights
         rope_tables = {rope: self._rope_table(rope, inputs) for rope in self._inv_freq}
-        rows = w.embed[inputs.tokens] if isinstance(w.embed, Tensor) else type(w.embed)(*(part[inputs.tokens] for part in w.embed))
-        x_TE = dequantize(rows).to(self.dtype) * self._embed_scale
+        x_TE = self._joined.embedded(w.embed, inputs.tokens).to(self.dtype) * self._embed_scale
         if w.token_types is not None:
             x_TE = x_TE + (w.token_types[0] if types is None else w.token_types[types]).to(self.dtype)
         places = None if w.positions is None else w.positions[inputs.positions + c.position_offset].to(self.dtype)
@@ -166,10 +182,10 @@ class Decoder:
             return self._normed(role, w, x + out)
         return x + self._normed(role, w, out) * self.config.residual_scale
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
-        """RMSNorm over the last dimension; `eps`: default: the model's."""
+    def _norm(self, x: Tensor, weight: Tensor, eps: float | None = None, mean: Callable[[Tensor], Tensor] = mean_of) -> Tensor:
+        """RMSNorm over the last dimension; `eps`: default: the model's. `mean`: over that dimension, or over more."""
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.config.norm_eps if eps is None else eps))
+        wide = wide * torch.rsqrt(mean(wide.square()) + (self.config.norm_eps if eps is None else eps))
         return (wide * (self.config.norm_offset + weight.float())).to(x.dtype)
 
     def _rope_table(self, rope: Rope, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -194,10 +210,11 @@ class Decoder:
             v_TKD = k_TKD.clone()
         else:
             q, k = linear(h_TE, w.q, w.q_bias), linear(h_TE, w.k, w.k_bias)
-            if c.qk_norm == "whole":
-                q, k = self._normed("q_norm", w, q), self._normed("k_norm", w, k)
-            q_THD, k_TKD = q.unflatten(1, (c.num_heads, c.head_dim)), k.unflatten(1, (c.num_kv_heads, c.head_dim))
-            v_TKD = linear(h_TE, w.v, w.v_bias).unflatten(1, (c.num_kv_heads, c.head_dim))
+            if w.q_norm is not None and w.k_norm is not None and c.qk_norm == "whole":
+                of_queries, of_keys = (partial(self._joined.mean_of_heads, kind=kind) for kind in range(2))
+                q, k = self._norm(q, w.q_norm, mean=of_queries), self._norm(k, w.k_norm, mean=of_keys)
+            q_THD, k_TKD = q.unflatten(1, (-1, c.head_dim)), k.unflatten(1, (-1, c.head_dim))
+            v_TKD = linear(h_TE, w.v, w.v_bias).unflatten(1, (-1, c.head_dim))
         if c.qk_norm != "whole":
             q_THD, k_TKD = self._normed("q_norm", w, q_THD), self._normed("k_norm", w, k_TKD)
         if layer.rope:
@@ -220,7 +237,7 @@ class Decoder:
             )
         if c.latent is not None:
             mixed = by_head(mixed[:, :, c.latent.rotary_dim :], w.v)
-        return linear(mixed.flatten(1), w.out, w.out_bias)
+        return self._joined.added(linear(mixed.flatten(1), w.out, w.out_bias))
 
     def _latents(self, latent: Latent, w: LayerWeights, h_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Queries of the size of keys, [T, H, D], and the keys, [T, 1, D]."""
@@ -229,13 +246,15 @@ class Decoder:
         key = torch.cat([turned, self._norm(rest, norm, latent.eps)], 1)
         if w.q_latent is not None and w.q_latent_norm is not None:
             h_TE = self._norm(linear(h_TE, w.q_latent, w.q_latent_bias), w.q_latent_norm, latent.eps)
-        q_THD = linear(h_TE, w.q).unflatten(1, (self.config.num_heads, -1))
+        q_THD = linear(h_TE, w.q).unflatten(1, (-1, latent.plain_dim + latent.rotary_dim))
         turned, plain = q_THD.split((latent.rotary_dim, latent.plain_dim), 2)
         return torch.cat([turned, by_head(plain, w.k)], 2), key[:, None]
 
     def _mlp(self, layer: Layer, w: LayerWeights, x_TE: Tensor) -> Tensor:
         h_TE = self._normed("input_norm" if self._parallel and w.mlp_norm is None else "mlp_norm", w, x_TE)
-        return self._gated(w.dense_mlp, h_TE) if layer.experts is None else self._routed(layer.experts, w, h_TE)
+        if layer.experts is None:
+            return self._joined.added(self._gated(w.dense_mlp, h_TE))
+        return self._joined.routed(self._routed(layer.experts, w, h_TE))
 
     def _gated(self, mlp: Mlp, x: Tensor) -> Tensor:
         if mlp.gate is None:
@@ -248,10 +267,12 @@ class Decoder:
         if experts.normalize:
             shares = shares / shares.sum(-1, keepdim=True)
         shares = shares * experts.scale
-        out_TE = torch.zeros_like(h_TE)
+        out_TE, mine = torch.zeros_like(h_TE), self.config.part.experts(experts.num)
         for e in chosen.unique().tolist():
-            token, place = (chosen == e).nonzero(as_tuple=True)
-            out_TE.index_add_(0, token, self._gated(w.experts[e], h_TE[token]) * shares[token, place, None].to(h_TE.dtype))
+            if e in mine:
+                token, place = (chosen == e).nonzero(as_tuple=True)
+                own = self._gated(w.experts[e - mine.start], h_TE[token])
+                out_TE.index_add_(0, token, own * shares[token, place, None].to(h_TE.dtype))
         if w.shared is not None:
             out_TE += self._gated(w.shared, h_TE) * (1.0 if w.shared_gate is None else linear(h_TE, w.shared_gate).sigmoid())
         return out_TE

@@ -18,11 +18,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +33,7 @@ from slipstream.inference.decoder import Inputs, RowSpan, attend, batch_inputs, 
 from slipstream.inference.families import UnsupportedModel
 from slipstream.inference.kv_cache import HeadShape, KVCache
 from slipstream.inference.models import is_encoder
-from slipstream.inference.native import numbers_of
 from slipstream.inference.quantize import to_int8, to_kind
-from slipstream.inference.ranks import ServingRanks
 from slipstream.quantized import PackedLinear, PackedMatrix
 
 logger = logging.getLogger(__name__)
@@ -133,43 +129,20 @@ class GenericDecoder:
 
     generate = None  # several steps at once
 
-    def __init__(self, model: Any, cache: KVCache, ranks: ServingRanks | None = None):
-        """`ranks`: the processes over which `model` is cut; creating it is collective then. Raises UnsupportedModel if they cannot
-        compute it."""
-        self.model, self.cache, self.ranks = model.eval(), cache, ranks
+    def __init__(self, model: Any, cache: KVCache, *, over_processes: bool = False):
+        """`over_processes`: `model` is cut; creating it is collective then. Raises UnsupportedModel if they cannot compute it."""
+        self.model, self.cache = model.eval(), cache
         self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.max_context = self.short_context = min([_stated_context(model), *(limit for limit, _ in _rope_limits(model))])
         self._keeps = "logits_to_keep" in (parameters := inspect.signature(model.forward).parameters)
         self._fused = "position_ids" in parameters and self._fused_agrees()
-        if ranks is not None:
-            if not self._fused:  # a value that is not finite, in one process, would be computed by that one again
-                raise UnsupportedModel(
-                    f"{type(model).__name__} computes one request after another, so it is not cut over processes"
-                )
-            blocks = -(-self.max_context // self.block_size) + 1  # of a sequence
-            nbytes = 4 * (ranks.max_rows * (7 + min(blocks, self.num_blocks)) + 2 * self.num_blocks + 16)
-            ranks.share({}, threads=torch.get_num_threads(), message_nbytes=nbytes)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """As `core.Runner.forward`; the logits are on the cache's device."""
-        if self.ranks is None:
-            return self._compute(batch)
-        with self.ranks.forward(batch.copies, (*numbers_of(batch, lambda num_tokens: 0), array("i"))):
-            return self._compute(batch)
-
-    def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
-        """Compute this process's part of a forward of rank 0, of which `numbers` are those of `native.NativeDecoder.follow`."""
-        ids, first_row, start, _, tables, table_at, *_ = numbers
-        chunks = []
-        for i, (begin, end) in enumerate(pairwise([*table_at, len(tables)])):
-            tokens = [0] * start[i] + list(ids[first_row[i] : first_row[i + 1]])
-            request = Request(id="", tokens=tokens, params=SamplingParams(), blocks=list(tables[begin:end]))
-            chunks.append(Chunk(request, start[i], len(tokens)))
-        self._compute(Batch(tuple(chunks), tuple(copies)))
+        if over_processes and not self._fused:  # a value that is not finite, in one process, would be computed by that one again
+            raise UnsupportedModel(f"{type(model).__name__} computes one request after another, so it is not cut over processes")
 
     @torch.inference_mode()
-    def _compute(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Tensor:
+        """As `core.Runner.forward`; the logits are on the cache's device."""
         self.cache.copy(batch.copies)
         inputs = batch_inputs(batch, self.cache)
         return self._forward_fused(inputs) if self._fused else self._forward_one_by_one(inputs)
@@ -232,8 +205,8 @@ class GenericDecoder:
         logits = []
         for self._fused in (False, True):
             try:
-                self._compute(first)
-                logits.append(self._compute(second))
+                self.forward(first)
+                logits.append(self.forward(second))
             except (AttributeError, TypeError, ValueError, LookupError, RuntimeError):
                 if not self._fused:
                     raise

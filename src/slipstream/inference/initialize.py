@@ -137,7 +137,7 @@ def init_inference(
         expert_cache_bytes, weights_bytes: memory for a mixture's experts or for all weights, a number or "4G"; others are on disk:
             in TMPDIR or, layers, weights_folder. On a CPU with native kernels. Default: all; with weights_folder alone two layers.
         tp_size, ep_size, moe_tp_size: processes that cut all products, a mixture's list of experts, or each expert (1). Rank 0's
-            engine answers, the others compute their part until it is closed. On CPUs with native kernels (docs/SERVING.md).
+            engine answers, the others compute their part until it is closed. On CUDA each has a GPU (docs/SERVING.md).
         max_running, max_waiting: sequences generated at once (64), and requests in the queue; further ones are rejected (1024).
         token_budget: tokens per forward (512, or max_running if that is more).
         token_interval: seconds between the tokens of a running answer while prompts are computed, which are cut accordingly.

@@ -27,6 +27,7 @@ from slipstream.inference.models import MisfitError, from_hf, from_state, head_n
 from slipstream.inference.precision import FLOATS, QUANTIZED, Opening, choose, parse_dtype
 from slipstream.inference.quantize import dequantize, quantize, to_kind
 from slipstream.inference.quantized_files import restored
+from slipstream.inference.runner import why_not_native
 from slipstream.inference.trained import find
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, Matrix, mapped
 from slipstream.ops.matrices import blank_of
@@ -58,8 +59,9 @@ def load(
     blocks, which follow the rule of `precision`. group_size: weights per scale in int4. part: of the model; the rest is not read.
     by_layer: the layers of a folder or GGUF file are not read but by `DecoderWeights.read_layer`, one at a time.
     """
-    opening = Opening(parse_dtype(dtype), part=part, by_layer=by_layer)
-    loaded = _read(source, opening, group_size, torch.device(device))
+    on = torch.device(device)
+    opening = Opening(parse_dtype(dtype), cut=None if part is None else partial(_cut, part, on), by_layer=by_layer)
+    loaded = _read(source, opening, group_size, on)
     kind, has_head = loaded.opening.kind, loaded.config.has_head
     weights = quantize(loaded.weights, kind, group_size, has_head=has_head) if kind in QUANTIZED else loaded.weights
 
@@ -74,10 +76,15 @@ def load(
     return replace(loaded, weights=weights)
 
 
+def _cut(part: ModelPart, device: torch.device, config: TransformerConfig) -> TransformerConfig:
+    """Only the native forward takes the columns of every product from other processes."""
+    return replace(part, sums=why_not_native(config, device) is not None).of(config)
+
+
 def _read(source: str | Path | Any, opening: Opening, group: int, device: torch.device) -> LoadedModel:
     """Read a model in its stored dtype. Layers' matrices that are to be quantized are, one by one."""
     path = Path(source) if isinstance(source, str | Path) else None
-    if opening.part is not None and is_config(source):
+    if opening.cut is not None and is_config(source):
         raise ValueError("a model without weights is not split: give a folder, a .gguf file, a checkpoint or a live model")
     if path is not None and path.suffix == ".gguf" and path.is_file():
         return _gguf(path, opening, group, device)
@@ -98,8 +105,8 @@ def _build(
     config: TransformerConfig, state: Mapping[str, Matrix], opening: Opening, group: int, stored: torch.dtype
 ) -> LoadedModel:
     kind = opening.kind
-    if opening.part is not None:
-        config = opening.part.of(config)
+    if opening.cut is not None:
+        config = opening.cut(config)
     dtype = torch.bfloat16 if kind in QUANTIZED else FLOATS.get(kind, stored)
 
     def convert(m: Matrix) -> Matrix:
@@ -301,7 +308,7 @@ def _gguf(path: Path, asked: Opening, group: int, device: torch.device) -> Loade
     if asked.kind == "auto" and any(block for _, block, _ in sizes):
         mostly = sum(size * (2 * kept - 1) for size, block, kept in sizes if block) >= 0
         opening = choose(sum(size for size, _, _ in sizes), mostly, device)
-    opening = opening._replace(part=asked.part, by_layer=asked.by_layer)
+    opening = opening._replace(cut=asked.cut, by_layer=asked.by_layer)
     forms = {"stored": all_forms, "int4": (Int4,)}.get(opening.kind, ())
     whole = opening.kind == "stored" and device.type == "cpu"  # the embedding and the head are kept, too
     wide = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, torch.bfloat16)

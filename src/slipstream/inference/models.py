@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.inference.config import Latent, Layer, ModelPart, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.families import ACTIVATIONS, FAMILIES, FULL, SLIDING, FamilyRow, Keys, UnsupportedModel
 from slipstream.inference.weights import DecoderWeights, Int4, Int8, KQuant, LayerWeights, Matrix, Mlp, leaves
+from slipstream.ops.matrices import K_BLOCK
 
 
 class MisfitError(ValueError):
@@ -217,6 +218,22 @@ def shape_of(m: Matrix) -> tuple[int, ...]:
             return tuple(m.shape)
 
 
+def _of_inputs(name: str, m: Matrix, own: slice) -> Matrix:
+    """The columns of these inputs, as quantized in the whole. Raises ValueError if they are not whole groups."""
+    features, blocks = shape_of(m)[1], K_BLOCK if isinstance(m, KQuant) else 1
+
+    def cut(part: Tensor) -> Tensor:
+        if part.dim() == 1:  # a scale of each output
+            return part
+        ends = [divmod(end * part.shape[1], features) for end in (own.start, own.stop)]
+        if any(rest for _, rest in ends) or own.start % blocks or own.stop % blocks:
+            group, remedy = max(blocks, features // part.shape[1]), "give another tp_size, or a float dtype"
+            raise ValueError(f"{name}: inputs {own.start} to {own.stop} are no whole groups of {group}, of a scale each: {remedy}")
+        return part[:, ends[0][0] : ends[1][0]].contiguous()
+
+    return cut(m) if isinstance(m, Tensor) else type(m)(*map(cut, m))
+
+
 Pick = Callable[[Tensor], Tensor]  # the part of a stored weight that has a role, as a view where that is possible
 # Name suffixes that occur in only one layout of experts (`_expert_mlps`): one expert at a time with a dense MLP's names (no such
 # suffix), transformers 5's stacks, Mixtral's files. The router's name is part of the last.
@@ -236,7 +253,7 @@ class _Source(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def matrix(self, name: str, *shape: int, pick: Pick = _all) -> Matrix: ...
+    def matrix(self, name: str, *shape: int, pick: Pick = _all, inputs: slice | None = None) -> Matrix: ...
 
     def stored(self, name: str, *shape: int, pick: Pick = _all) -> Matrix: ...
 
@@ -260,7 +277,11 @@ class _Outline:
         self.found[id(part)] = name, pick, part
         return part
 
-    matrix = stored = tensor
+    def matrix(self, name: str, *shape: int, pick: Pick = _all, inputs: slice | None = None) -> Tensor:
+        assert inputs is None, "models over processes have weights"
+        return self.tensor(name, *shape, pick=pick)
+
+    stored = tensor
 
 
 class _State:
@@ -277,8 +298,9 @@ class _State:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
-    def matrix(self, name: str, *shape: int, pick: Pick = _all) -> Matrix:
-        return self.convert(self.stored(name, *shape, pick=pick))
+    def matrix(self, name: str, *shape: int, pick: Pick = _all, inputs: slice | None = None) -> Matrix:
+        m = self.convert(self.stored(name, *shape, pick=pick))
+        return m if inputs is None else _of_inputs(name, m, inputs)
 
     def stored(self, name: str, *shape: int, pick: Pick = _all) -> Matrix:
         m = self._checked(name, shape)
@@ -418,14 +440,28 @@ class _Reader:
         name = at + self.row.names[role if role in self.row.names else "qkv" if role in "qkv" else "gate_up"]
         turned = self.row.transposed
         shape = (columns, stored) if turned else (stored, columns)
-        found: dict[str, Any] = {role: self.source.matrix(f"{name}.weight", *shape, pick=(lambda w: pick(w.T)) if turned else pick)}
+        own, inputs = (lambda w: pick(w.T)) if turned else pick, self.inputs(role)
+        found: dict[str, Any] = {role: self.source.matrix(f"{name}.weight", *shape, pick=own, inputs=inputs)}
         if bias:
-            found[f"{role}_bias"] = self.source.tensor(f"{name}.bias", stored, pick=pick)
+            found[f"{role}_bias"] = self.bias(role, f"{name}.bias", stored, pick)
         return found
+
+    def bias(self, role: str, name: str, rows: int, pick: Pick) -> Tensor | None:
+        """None where another process adds it to its terms."""
+        bias = self.source.tensor(name, rows, pick=pick)
+        return bias if self.inputs(role) is None or self.config.part.index == 0 else None
+
+    def inputs(self, role: str) -> slice | None:
+        """Those that this process multiplies by a matrix; None: all."""
+        c = self.config
+        if not c.part.sums or c.part.tp_size == 1 or role not in ("out", "down"):
+            return None
+        heads, _ = c.own_heads
+        return c.part.columns(c.intermediate_size) if role == "down" else slice(heads.start * c.value_dim, heads.stop * c.value_dim)
 
     def own(self, role: str, rows: int) -> Pick:
         """Picks this process's rows of a matrix."""
-        if self.config.part.tp_size == 1:
+        if self.config.part.tp_size == 1 or self.inputs(role) is not None:
             return _all
         if role not in ("q", "k", "v"):
             return _rows(self.config.part.columns(rows), rows)
@@ -519,7 +555,7 @@ def _add_experts(weights: LayerWeights, read: _Reader, experts: RoutedExperts, a
         weights.router_bias = source.tensor(moe + "gate.e_score_correction_bias", experts.num)
     weights.experts = _expert_mlps(source, moe + "experts.", experts, hidden, c.part)
     if size := experts.shared_size:
-        own = c.part.expert_columns(size, shared=True), c.part.expert_columns(hidden, shared=True)
+        own = _own_expert(c.part, size, hidden, shared=True)
         weights.shared = _expert(source, f"{moe}shared_expert{'' if experts.shared_gate else 's'}.", size, hidden, own)
         if experts.shared_gate:
             weights.shared_gate = source.tensor(moe + "shared_expert_gate.weight", 1, hidden)
@@ -547,9 +583,9 @@ def _latent_attention(read: _Reader, latent: Latent, at: str) -> dict[str, Any]:
         return torch.cat([_halves(w[rank:], turned, turned), w[:rank]])
 
     def matrix(role: str, name: str, *shape: int, pick: Pick = _all) -> dict[str, Any]:
-        found: dict[str, Any] = {role: source.matrix(f"{at}{names[name]}.weight", *shape, pick=pick)}
+        found: dict[str, Any] = {role: source.matrix(f"{at}{names[name]}.weight", *shape, pick=pick, inputs=read.inputs(role))}
         if c.qkv_bias and name in ("latent", "q_latent", "out"):
-            found[f"{role}_bias"] = source.tensor(f"{at}{names[name]}.bias", shape[0], pick=pick)
+            found[f"{role}_bias"] = read.bias(role, f"{at}{names[name]}.bias", shape[0], pick)
         if role in ("latent", "q_latent"):
             size = rank if role == "latent" else latent.q_rank
             found[f"{role}_norm"] = source.tensor(f"{at}{names[f'{role}_norm']}.weight", size)
@@ -569,33 +605,47 @@ def _latent_attention(read: _Reader, latent: Latent, at: str) -> dict[str, Any]:
 _DENSE = "gate_proj up_proj down_proj"
 
 
-def _expert(source: _Source, at: str, size: int, hidden: int, own: tuple[slice, slice], names: str = _DENSE) -> Mlp:
-    """own: the rows of this process, of gate and up, and of down."""
+class _OwnExpert(NamedTuple):
+    """What this process has of an expert."""
+
+    inner: slice  # rows of gate and up
+    out: slice  # rows of down
+    inputs: slice | None  # of down; None: all
+
+
+def _own_expert(part: ModelPart, size: int, hidden: int, *, shared: bool = False) -> _OwnExpert:
+    inner = part.expert_columns(size, shared=shared)
+    if not part.sums:
+        return _OwnExpert(inner, part.expert_columns(hidden, shared=shared), None)
+    return _OwnExpert(inner, slice(None), None if inner == slice(0, size) else inner)
+
+
+def _expert(source: _Source, at: str, size: int, hidden: int, own: _OwnExpert, names: str = _DENSE) -> Mlp:
     gate, up, down = names.split()
     return Mlp(
-        gate=source.matrix(f"{at}{gate}.weight", size, hidden, pick=lambda w: w[own[0]]),
-        up=source.matrix(f"{at}{up}.weight", size, hidden, pick=lambda w: w[own[0]]),
-        down=source.matrix(f"{at}{down}.weight", hidden, size, pick=lambda w: w[own[1]]),
+        gate=source.matrix(f"{at}{gate}.weight", size, hidden, pick=lambda w: w[own.inner]),
+        up=source.matrix(f"{at}{up}.weight", size, hidden, pick=lambda w: w[own.inner]),
+        down=source.matrix(f"{at}{down}.weight", hidden, size, pick=lambda w: w[own.out], inputs=own.inputs),
     )
 
 
 def _expert_mlps(source: _Source, at: str, experts: RoutedExperts, hidden: int, part: ModelPart) -> list[Mlp]:
     """Three layouts: transformers 5's stacks (live models), Mixtral's w1 w3 w2, and a dense MLP's names for each expert."""
     size, mine = experts.intermediate_size, part.experts(experts.num)
-    own = inner, out = part.expert_columns(size), part.expert_columns(hidden)
+    own = _own_expert(part, size, hidden)
     if at + "gate_up_proj" not in source:
         names = "w1 w3 w2" if at + "0.w1.weight" in source else _DENSE
         return [_expert(source, f"{at}{e}.", size, hidden, own, names) for e in mine]
 
-    def stacked(name: str, e: int, rows: slice, cut: slice) -> Matrix:
+    def stacked(name: str, e: int, rows: slice, cut: slice, inputs: slice | None = None) -> Matrix:
         shape = (2 * size, hidden) if name == "gate_up_proj" else (hidden, size)
-        return source.matrix(at + name, experts.num, *shape, pick=lambda w: w[e, rows][cut])
+        return source.matrix(at + name, experts.num, *shape, pick=lambda w: w[e, rows][cut], inputs=inputs)
 
     return [
         Mlp(
-            gate=stacked("gate_up_proj", e, slice(size), inner),
-            up=stacked("gate_up_proj", e, slice(size, None), inner),
-            down=stacked("down_proj", e, slice(None), out),
+            gate=stacked("gate_up_proj", e, slice(size), own.inner),
+            up=stacked("gate_up_proj", e, slice(size, None), own.inner),
+            down=stacked("down_proj", e, slice(None), own.out, own.inputs),
         )
         for e in mine
     ]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, Rope, RoutedExperts, TransformerConfig
-from slipstream.inference.core import Batch, Generate
+from slipstream.inference.core import Batch, Generate, numbers_of
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import free_pages, untouched_zeros
 from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
@@ -230,22 +230,6 @@ def _whole(weight: Tensor) -> Tensor:
 
 def _put_vector(kept: Tensor, stored: Callable[[Tensor], Tensor], weight: Matrix) -> None:
     kept.copy_(stored(dequantize(weight).detach().float()).flatten())
-
-
-def numbers_of(batch: Batch, turn: Callable[[int], int]) -> tuple[array[int], ...]:
-    """The values of `_NUMBERS` of a batch's first step, with the blocks of all steps. `turn`: of a text of so many tokens."""
-    ids, first_row, start, turns, tables, table_at, logit_rows = (array("i") for _ in range(7))
-    first_row.append(0)
-    for chunk in batch.chunks:
-        ids.extend(chunk.request.tokens[chunk.start : chunk.stop])
-        ids.extend(chunk.draft)
-        start.append(chunk.start)
-        turns.append(turn(len(chunk.request.tokens)))
-        table_at.append(len(tables))
-        tables.extend(chunk.request.blocks[: -(-(chunk.stop + len(chunk.draft) + batch.steps - 1) // PANEL)])
-        first_row.append(len(ids))
-        logit_rows.extend(range(len(ids) - chunk.num_rows, len(ids)))
-    return ids, first_row, start, turns, tables, table_at, logit_rows
 
 
 class NativeDecoder:
@@ -747,7 +731,7 @@ class NativeDecoder:
     def forward(self, batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `core.Runner.forward`."""
         self.copy(batch.copies)
-        numbers = numbers_of(batch, self._turn)
+        numbers = numbers_of(batch, self._turn, PANEL)
         ids, *_, logit_rows = numbers
         if self.ranks is None:
             self._allocate(len(ids), len(logit_rows))
@@ -766,7 +750,7 @@ class NativeDecoder:
 
     def _generate(self, batch: Batch, draws: Draws, stop: ctypes.c_int32) -> list[list[int]]:
         self.copy(batch.copies)
-        ids, _, start, *_ = numbers = numbers_of(batch, self._turn)
+        ids, _, start, *_ = numbers = numbers_of(batch, self._turn, PANEL)
         self._allocate(len(ids), len(ids))
         adapters = self._adapters(batch)
         self._place(*numbers, adapters=adapters)

@@ -7,11 +7,12 @@ the file are kept for "stored", and if the model does not fit easily.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from slipstream.inference.config import ModelPart
+from slipstream.inference.config import TransformerConfig
 from slipstream.inference.runner import free_memory
 from slipstream.ops import cpu
 
@@ -30,7 +31,7 @@ class Opening(NamedTuple):
 
     kind: str  # of DTYPES, but not "auto"
     why: str = ""  # for the log; "" if it was requested
-    part: ModelPart | None = None  # that this process opens; None: all
+    cut: Callable[[TransformerConfig], TransformerConfig] | None = None  # to what this process opens; None: all
     by_layer: bool = False  # a layer is read when it is packed
 
 

@@ -1,10 +1,10 @@
 """The processes that compute one model, or its experts: rank 0 schedules, samples and answers, the others compute what it says.
 
 `config.ModelPart` says which columns of which product a process computes: with `tp_size` of all, heads and their cache included;
-else of experts, and every process computes the rest for the whole batch. A column of a product is computed by one process, in the
-order of one process, from whole rows of inputs: results are those of one process, bit for bit, and nothing that is quantized in
-groups is cut. On one host the rows are in memory that all processes map, and an exchange is a barrier (ranks_meet of
-csrc/decoder.c), four in a dense layer; between hosts gloo adds them to zeros.
+else of experts, and every process computes the rest for the whole batch. In the native forward a column of a product is computed by
+one process, in the order of one process, from whole rows of inputs: results are those of one process, bit for bit, and nothing that
+is quantized in groups is cut. On one host the rows are in memory that all processes map, and an exchange is a barrier (ranks_meet
+of csrc/decoder.c), four in a dense layer; between hosts gloo adds them to zeros. Other forwards add terms (`joined`).
 
 Rank 0 posts each forward to the others before it computes its own part: it writes the numbers to memory of all, and counts a word
 that the others wait for, spinning at first (between hosts it sends them, and a thread posts them there). Each forward has an
@@ -36,10 +36,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slipstream.inference.config import ModelPart
+from slipstream.inference.core import Batch, batch_of, numbers_of
 from slipstream.inference.load import LoadedModel
 from slipstream.ops import cpu, words
+from slipstream.parallel.exchange import Exchange, connect_activations
 from slipstream.world.join import init_distributed
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import Peer, meet
@@ -90,9 +93,12 @@ class ServingRanks:
         self.why = ""  # this engine cannot go on; "" if it can
         self.watch = Watch(_DAY_S)  # of the sums of transformers' code, whose waits end with `why`
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        self._sums: Exchange | None = None
+        self._nccl: dist.ProcessGroup | None = None  # of these
         self.axis = Axis("tp", self._group, tuple(range(size)), self.index, size)
         self._peers: list[Peer] = meet(self.axis)
-        self.neighbors = sum(peer.host == self._peers[self.index].host for peer in self._peers)  # processes on this host
+        here = [peer.rank for peer in self._peers if peer.host == self._peers[self.index].host]
+        self.neighbors, self.place = len(here), here.index(self.index)  # processes on this host, and which of them this is
         self.on_one_host = self.neighbors == size
         self._callback = _Exchange(self._exchange)  # kept: C has its address
         self._on_lost: Callable[[str], object] = lambda why: None
@@ -126,6 +132,22 @@ class ServingRanks:
         if len(set(known)) > 1:
             raise ValueError(f"the ranks differ; open one model with one dtype and token_budget on like processors: {known}")
         return loaded
+
+    def exchange(self, device: torch.device) -> Exchange:
+        """What adds up the terms of all processes. Over NCCL, if each has a GPU of its own, and gloo if they share one; of CPUs,
+        over shared memory within a host, and gloo between hosts. Collective."""
+        host, axis = self._peers[self.index].host, self.axis
+        uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
+        if len(set(self.gather((host, str(uuid))))) == self.size and device.type == "cuda":
+            self._nccl = dist.new_group(backend="nccl")
+            axis = replace(axis, group=self._nccl)
+        transport = "auto" if self.on_one_host else "gloo"
+        self._sums = connect_activations(axis, device, transport, self.watch, in_rank_order=True)
+        return self._sums
+
+    @property
+    def over_nccl(self) -> bool:
+        return self._nccl is not None
 
     def share(self, widths: Mapping[str, int], *, threads: int, message_nbytes: int) -> dict[str, int]:
         """Allocate what all processes fill: rows of these bytes. Returns their addresses. Pages take memory when written.
@@ -263,6 +285,8 @@ class ServingRanks:
             if self.why or (self.index == 0 and self._closing.is_set()):
                 return
             self.why, self.record.lost, self.watch.failure = why, 1, why
+        if self._nccl is not None:
+            self._nccl.abort()  # its kernels wait on the GPU, without end
         self._on_lost(why)
         if self.index == 0:
             self._send(why.encode())
@@ -304,8 +328,67 @@ class ServingRanks:
             thread.join()
         for link in self._links:
             link.close()
-        if dist.is_initialized() and self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        self._leave_groups()
         if self.index and self.why:
             raise PeerLostError(self.why)
+
+    def _leave_groups(self) -> None:
+        if self._sums is not None:
+            self._sums.close()
+        aborted = self._nccl if self.why else None
+        for group in (self._nccl, self._group):
+            if group is not None and group is not aborted and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._nccl = self._group = None
+
+
+class RanksRunner:
+    """A `core.Runner` over that of this process's part, whose forwards the others join: what rank 0 calls, they follow.
+
+    Creating it is collective. The sums of a forward are exchanges, so all are in it before rank 0 leaves it."""
+
+    generate = None  # several steps at once
+
+    def __init__(self, own: Any, ranks: ServingRanks, device: torch.device, *, embeds: bool = False) -> None:
+        """own: `decoder.Decoder`, or a runner that joins its parts as that does. embeds: it computes `hidden`, no logits."""
+        self.own, self.ranks, self._device, self._embeds = own, ranks, device, embeds
+        self.num_blocks, self.block_size, self.vocab_size = own.num_blocks, own.block_size, own.vocab_size
+        self.max_context, self.short_context, self.config = own.max_context, own.short_context, getattr(own, "config", None)
+        blocks = -(-self.max_context // self.block_size) + 1  # of a sequence
+        nbytes = 4 * (ranks.max_rows * (7 + min(blocks, self.num_blocks)) + 2 * self.num_blocks + 16)
+        ranks.share({}, threads=torch.get_num_threads(), message_nbytes=nbytes)
+
+    def put(self, role: str, weight: Any) -> None:
+        raise AssertionError(f"{role}: a model over processes is opened again for new weights")
+
+    def forward(self, batch: Batch) -> Tensor:
+        """As `core.Runner.forward`."""
+        with self.ranks.forward(batch.copies, (*numbers_of(batch, int, self.block_size), array("i"))):
+            return self._computed(lambda: self.own.forward(batch))
+
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """As `Decoder.hidden`."""
+        ids, first_row = array("i", chain(*texts)), array("i", accumulate(map(len, texts), initial=0))
+        others = [array("i")] * 5
+        with self.ranks.forward((), (ids, first_row, *others, array("i", chain(*types or ())))):
+            return self._computed(lambda: self.own.hidden(texts, types))
+
+    def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
+        """Compute this process's part of a forward that rank 0 has posted."""
+        *of_batch, types = numbers
+        if not self._embeds:
+            batch = batch_of(copies, of_batch)
+            self._computed(lambda: self.own.forward(batch))
+            return
+        ids, first_row, *_ = of_batch
+        texts, kinds = ([row[start:stop] for start, stop in pairwise(first_row)] for row in (ids, types))
+        self._computed(lambda: self.own.hidden(texts, kinds if types else None))
+
+    def _computed(self, compute: Callable[[], Tensor]) -> Tensor:
+        self.ranks.watch.step += 1  # operations of a forward are compared with those of earlier ones
+        result = compute()
+        if self._device.type == "cuda":  # the next forward's numbers are written over this one's, which others may not have read
+            torch.cuda.synchronize(self._device)
+        if self.ranks.why:
+            raise self.ranks.error()
+        return result

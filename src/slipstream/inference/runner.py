@@ -29,9 +29,16 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16  # tokens; the native cache supports no other
 _SHARE = {"cpu": 0.4, "cuda": 0.85}  # of the memory that is free after the weights are loaded
-ON_NATIVE = "weights_bytes, weights_folder, expert_cache_bytes, tp_size, ep_size and moe_tp_size"
+ON_NATIVE = "weights_bytes, weights_folder and expert_cache_bytes"
 _MAX_ON_CPU = 1 << 30  # bytes; other processes need host memory too
 _GENERIC_CONTEXT = 2048  # sizes the cache when the model's context is known only later; a single request may be longer
+
+
+def why_not_native(config: TransformerConfig, device: torch.device) -> str | None:
+    """Why the native forward does not run a model there; None if it does."""
+    from slipstream.inference import native
+
+    return native.why_not(config) if device.type == "cpu" else f"on {device.type}"
 
 
 class Sizes(NamedTuple):
@@ -76,14 +83,13 @@ def open_decoder(
     from slipstream.inference import native
     from slipstream.inference.decoder import head_shapes
 
-    config = replace(config, max_context=_context(config.max_context, sizes))
+    config, ranks = replace(config, max_context=_context(config.max_context, sizes)), sizes.ranks
     on_cpu = device.type == "cpu"
     reason = native.why_not(config) if on_cpu else _why_no_kernels(config, weights, device)
     cache_dtype = torch.bfloat16 if on_cpu and reason is None and dtype == torch.float16 else dtype
     blocks = _blocks(head_shapes(config), cache_dtype, sizes, config.max_context, device)
+    blocks = blocks if ranks is None else min(ranks.gather(blocks))
     if on_cpu and reason is None:
-        ranks = sizes.ranks
-        blocks = blocks if ranks is None else min(ranks.gather(blocks))
         more: dict[str, Any] = {"threads": sizes.threads, "expert_nbytes": sizes.expert_nbytes, "memory": sizes.memory}
         more["ranks"] = ranks
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, cache_dtype=cache_dtype, **more)
@@ -94,11 +100,11 @@ def open_decoder(
         if runner.store is None:
             return Opened(runner, forward)
         return Opened(runner, f"{forward}, {runner.store.describe()}", runner.store.use)
-    if any((sizes.ranks, sizes.expert_nbytes, sizes.memory)):
+    if any((sizes.expert_nbytes, sizes.memory)):
         why = reason or f"it is on {device}"
         raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU, which do not compute this model: {why}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=cache_dtype, device=device)
-    return _on_cache(config, weights, cache, dtype, reason, max_batch=sizes.max_running)
+    return _on_cache(config, weights, cache, dtype, reason, ranks, max_batch=sizes.max_running)
 
 
 def open_encoder(
@@ -113,31 +119,54 @@ def open_encoder(
         raise ValueError("a model that embeds texts has all layers in memory: leave out weights_bytes and weights_folder")
     config = replace(config, max_context=_context(config.max_context, sizes))
     blocks = max(-(-config.max_context // BLOCK_SIZE), 2 * ROWS // BLOCK_SIZE)
-    on_cpu = device.type == "cpu"
+    on_cpu, ranks = device.type == "cpu", sizes.ranks
     reason = native.why_not(config) if on_cpu else _why_no_kernels(config, weights, device)
+    if ranks is not None:
+        ranks.max_rows = max(ranks.gather(max(ROWS, config.max_context)))
     if on_cpu and reason is None:
-        options: dict[str, Any] = {"cache_dtype": torch.float32, "threads": sizes.threads, "keeps": False, "ranks": sizes.ranks}
-        if sizes.ranks is not None:
-            sizes.ranks.max_rows = max(sizes.ranks.gather(max(ROWS, config.max_context)))
+        options: dict[str, Any] = {"cache_dtype": torch.float32, "threads": sizes.threads, "keeps": False, "ranks": ranks}
         runner = native.NativeDecoder(config, weights, num_blocks=blocks, **options)
         return Opened(runner, f"native kernels, {_workers(runner)}")
-    if sizes.ranks is not None:
-        raise ValueError(f"{ON_NATIVE} need the native kernels on a CPU: {reason or f'the model is on {device.type}'}")
     cache = KVCache(head_shapes(config), num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
-    return _on_cache(config, weights, cache, dtype, reason, max_batch=0)
+    return _on_cache(config, weights, cache, dtype, reason, ranks, max_batch=0, embeds=True)
 
 
 def _on_cache(
-    config: TransformerConfig, weights: DecoderWeights, cache: KVCache, dtype: torch.dtype, reason: str | None, *, max_batch: int
+    config: TransformerConfig,
+    weights: DecoderWeights,
+    cache: KVCache,
+    dtype: torch.dtype,
+    reason: str | None,
+    ranks: ServingRanks | None,
+    *,
+    max_batch: int,
+    embeds: bool = False,
 ) -> Opened:
-    """The Triton kernels, or plain torch if there is a reason against them."""
+    """The Triton kernels, or plain torch if there is a reason against them. Collective with ranks."""
     from slipstream.inference.decoder import Decoder
 
+    exchange = None if ranks is None else ranks.exchange(cache.device)
+    if ranks is not None and len(reasons := set(ranks.gather(reason))) > 1:
+        raise ValueError(f"some ranks have the Triton kernels and others compute by torch: {reasons}; give all the same")
     if reason is not None:
-        return Opened(Decoder(config, weights, cache, dtype), f"torch ({reason})")
+        own = Decoder(config, weights, cache, dtype, exchange)
+        return _over(own, f"torch ({reason})", cache.device, ranks, embeds=embeds)
     from slipstream.inference.cuda import CudaDecoder
 
-    return Opened(CudaDecoder(config, weights, cache, dtype, max_batch=max_batch), "Triton kernels")
+    captures = ranks is None or ranks.over_nccl  # gloo's operations are no part of a graph
+    kernels = CudaDecoder(config, weights, cache, dtype, exchange, max_batch=max_batch if captures else 0)
+    forward = "Triton kernels" if captures else "Triton kernels without CUDA graphs"
+    return _over(kernels, forward, cache.device, ranks, embeds=embeds)
+
+
+def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks | None, *, embeds: bool = False) -> Opened:
+    """A runner of the whole model, or of the part of each process."""
+    if ranks is None:
+        return Opened(own, forward)
+    from slipstream.inference.ranks import RanksRunner
+
+    transport = "" if device.type == "cpu" else " over NCCL" if ranks.over_nccl else " over gloo: they share a GPU"
+    return Opened(RanksRunner(own, ranks, device, embeds=embeds), f"{forward} in {ranks.size} processes{transport}")
 
 
 def _workers(runner: NativeDecoder) -> str:
@@ -162,9 +191,9 @@ def open_generic(model: Any, sizes: Sizes) -> Opened:
     blocks = _blocks(shapes, model.dtype, sizes, sizes.max_context or _GENERIC_CONTEXT, model.device)
     blocks = blocks if sizes.ranks is None else min(sizes.ranks.gather(blocks))
     cache = KVCache(shapes, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=model.dtype, device=model.device)
-    runner = GenericDecoder(model, cache, sizes.ranks)
+    runner = GenericDecoder(model, cache, over_processes=sizes.ranks is not None)
     runner.max_context = _context(runner.max_context, sizes)
-    return Opened(runner, f"transformers' forward{'' if sizes.ranks is None else f' in {sizes.ranks.size} processes'}")
+    return _over(runner, "transformers' forward", model.device, sizes.ranks)
 
 
 def _context(limit: int, sizes: Sizes) -> int:

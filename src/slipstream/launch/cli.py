@@ -374,7 +374,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--group-size", type=int, choices=(32, 64, 128), metavar="N", help="int4 weights per scale; default 32")
     add("--device", metavar="DEVICE", help="cpu, cuda or cuda:1; default: cuda if available")
     add("--threads", type=_positive, metavar="N", help="CPU threads, 1 to 64; default: torch's (OMP_NUM_THREADS)")
-    tp = "processes on this host that compute the model together, each with its threads and part of the memory; default 1"
+    tp = "processes on this host that compute the model together, each with its GPU, or threads, and part of the memory; default 1"
     add("--tp", type=_positive, dest="tp_size", metavar="N", help=tp)
     add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json, for a MODEL without one")
     add("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="size of the KV cache: 512M, 2G; default: as needed")

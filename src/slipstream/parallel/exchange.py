@@ -1,10 +1,10 @@
 """Activations between the ranks of one axis: sums, gathers, reduce-scatters and all-to-alls, and their autograd functions.
 
 Every rank of the axis calls the same operations in the same order. Reductions add in rank order in fp32 (fp64 and integers in their
-own dtype) and round once, so all ranks get the same bits from shared memory and from gloo. NCCL adds in an order of its own, which
-is the same on all ranks. No operation overwrites its arguments. Of tensors without values (on meta, in a dry run), operations
-return the shapes and move nothing. An operation that is started returns before its result is there: the caller may compute, and
-must leave the argument unchanged, until it waits.
+own dtype) and round once, so all ranks get the same bits from shared memory and from gloo. NCCL adds in an order of its own, the
+same on all ranks, unless the ranks' is asked for. No operation overwrites its arguments. Of tensors without values (on meta, in a
+dry run), operations return the shapes and move nothing. An operation that is started returns before its result is there: the caller
+may compute, and must leave the argument unchanged, until it waits.
 
 LocalExchange   an axis of one rank
 SharedExchange  ranks of one host over shared memory: a message is written once, and read in place
@@ -195,8 +195,13 @@ class Exchange(ABC):
 
 def _add(out: Tensor, sources: Sequence[Tensor]) -> None:
     """out = sources, added in order and rounded once."""
-    if out.is_floating_point():
+    if out.is_floating_point() and out.device.type == "cpu":
         reduce_into(out, sources, 1.0, False)
+    elif out.is_floating_point():  # without the sum of squares
+        total = sources[0].to(torch.promote_types(out.dtype, torch.float32))
+        for source in sources[1:]:
+            total = total + source
+        out.copy_(total)
     else:
         torch.sum(torch.stack(list(sources)), 0, dtype=out.dtype, out=out)
 
@@ -376,21 +381,22 @@ def _window(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
 
 
 class GroupExchange(Exchange):
-    """torch.distributed. On gloo, reductions are all-to-alls or gathers and our own sums; on NCCL they are NCCL's.
+    """torch.distributed. On gloo, reductions are all-to-alls or gathers and our own sums; on NCCL they are NCCL's, or those too
+    (`in_rank_order`).
 
     Of a long sum over more than two ranks on gloo, only the first half, a reduce-scatter, runs while the caller computes.
     """
 
-    def __init__(self, comm: ProcessGroupComm) -> None:
+    def __init__(self, comm: ProcessGroupComm, *, in_rank_order: bool = False) -> None:
         super().__init__(comm.axis, comm.device)
-        self.comm, self.group = comm, comm.group
+        self.comm, self.group, self.sums_here = comm, comm.group, comm.on_host or in_rank_order
         self.chunk_nbytes = _CHUNK_NBYTES if comm.device.type == "cpu" else 0
 
     def close(self) -> None:
         self.comm.close()
 
     def _sum(self, flat: Tensor) -> Pending[Tensor]:
-        if not self.comm.on_host:
+        if not self.sums_here:
             out = flat.clone()
             return _of_work(dist.all_reduce(out, group=self.group, async_op=True), out)
         if self.size == 2 or flat.nbytes <= _GATHER_NBYTES:
@@ -402,7 +408,7 @@ class GroupExchange(Exchange):
     def _reduce_scatter(self, flat: Tensor, cuts: Sequence[int]) -> Pending[Tensor]:
         numels = [stop - start for start, stop in itertools.pairwise(cuts)]
         own = numels[self.index]
-        if not self.comm.on_host and len(set(numels)) == 1:
+        if not self.sums_here and len(set(numels)) == 1:
             out = flat.new_empty(own)
             return _of_work(dist.reduce_scatter_tensor(out, flat, group=self.group, async_op=True), out)
         return self._added(self._start_all_to_all(flat, numels, [own] * self.size), own)
@@ -440,17 +446,18 @@ def _of_work(work: Any, out: Tensor) -> Pending[Tensor]:
     return Pending(work.wait).then(lambda _: out)
 
 
-def connect_activations(axis: Axis, device: torch.device, transport: str, watch: Watch) -> Exchange:
-    """Make the exchange of one axis, as `connect_axis` chooses the transport. Collective over the axis."""
-    return exchange_over(connect_axis(axis, device, transport, watch))
+def connect_activations(axis: Axis, device: torch.device, transport: str, watch: Watch, *, in_rank_order: bool = False) -> Exchange:
+    """Make the exchange of one axis, as `connect_axis` chooses the transport. Collective over the axis. `in_rank_order`: of sums,
+    on NCCL too."""
+    return exchange_over(connect_axis(axis, device, transport, watch), in_rank_order=in_rank_order)
 
 
-def exchange_over(comm: Comm) -> Exchange:
+def exchange_over(comm: Comm, *, in_rank_order: bool = False) -> Exchange:
     """The exchange over a transport, which it closes. Collective over its axis."""
     if isinstance(comm, SharedComm):
         return SharedExchange(comm)
     if isinstance(comm, ProcessGroupComm):
-        return GroupExchange(comm)
+        return GroupExchange(comm, in_rank_order=in_rank_order)
     assert isinstance(comm, LocalComm), f"no exchange over {type(comm).__name__}"
     return LocalExchange(comm.axis, comm.device)
 

@@ -150,15 +150,17 @@ def needs_trial(model: nn.Module) -> bool:
     return not has_plan(model, _OWN)
 
 
-def cut(model: nn.Module, axis: Axis, trial: PlanTrial | None, watch: Watch | None = None) -> Exchange | None:
+def cut(model: nn.Module, axis: Axis, trial: PlanTrial | None, exchange: Exchange | None = None) -> Exchange | None:
     """Cut a model in place for this rank, by its own plan or the one of a trial, with which it is then to be compared. Collective.
 
-    `watch`: a failure of it ends waits for other ranks. Returns the exchange of sums; None: nothing is cut. Raises ValueError as
-    `slice_model`, before any layer is cut."""
+    Returns the exchange of sums, a new one by default; None: nothing is cut. Raises ValueError as `slice_model`, before any layer
+    is cut."""
     slices = slice_model(model, axis, _OWN if trial is None else replace(_OWN, partition=trial.partition))
     if slices is None:
         return None
-    slices.exchange = connect_activations(axis, next(model.parameters()).device, "auto", watch or Watch(_PATIENCE_S))
+    if exchange is None:
+        exchange = connect_activations(axis, next(model.parameters()).device, "auto", Watch(_PATIENCE_S))
+    slices.exchange = exchange
     return slices.exchange
 
 

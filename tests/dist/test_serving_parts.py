@@ -1,0 +1,150 @@
+"""Forwards that add the terms of several processes: what plain torch computes, of any family, on CPUs here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slipstream
+from slipstream.inference import native, ranks
+from slipstream.inference.generate import InferenceEngine
+from slipstream.parallel.exchange import connect_activations
+from slipstream.world.mesh import Axis
+from slipstream.world.peers import meet
+from slipstream.world.watch import Watch
+from tests.failing import Nursery
+from tests.inference import test_embedding, test_families, test_long_rope
+from tests.inference.twins import PROMPTS, SIZES, check_against_generate, decoder_of, serve, tiny
+from tests.pool import distributed
+
+_OPTIONS: dict[str, Any] = {"device": "cpu", "threads": 1}
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": SIZES,
+    "Qwen2": SIZES,  # biases of queries, keys and values
+    "Gemma2": {**SIZES, "head_dim": 16},  # norms of outputs, soft caps
+    "Qwen2Moe": {**SIZES, **_MOE},
+}
+
+
+@contextmanager
+def opened(model: Any, **options: Any) -> Iterator[InferenceEngine]:
+    """An engine whose forward is plain torch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "why_not", lambda config: "as asked")
+        with slipstream.init_inference(model, **_OPTIONS, **options) as engine:
+            where = "" if options.keys().isdisjoint(("tp_size", "mp_size", "moe")) else f" in {dist.get_world_size()} processes"
+            assert f"torch (as asked){where}" in engine.description
+            yield engine
+
+
+def check(case: str, **options: Any) -> None:
+    """As transformers generates, in random chunks and with drafts."""
+    model = tiny(case, **_FAMILIES[case]) if case in _FAMILIES else test_families.model_of(case)
+    with opened(model, dtype="fp32", **(options or {"tp_size": dist.get_world_size()})) as engine:
+        if engine.leads:
+            check_against_generate(model, engine.engine.runner)
+
+
+@distributed(world_size=2)
+def test_two_processes_compute_what_one_does() -> None:
+    for case in ("Qwen2", "Gemma2", "Qwen2Moe", "olmo2", "gptj", "opt-350m", "bloom"):
+        check(case)
+    check("deepseek-v3", tp_size=2, moe={"ep_size": 2})
+    check("Qwen2Moe", moe={"ep_size": 2})
+    check("Qwen2Moe", moe={"ep_size": 1, "tp_size": 2})
+
+
+@distributed(world_size=2)
+def test_between_hosts() -> None:
+    """Without shared memory: terms arrive by gloo."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "meet", lambda axis: [peer._replace(host=str(peer.rank)) for peer in meet(axis)])
+        for case in ("Gemma2", "olmo2", "Qwen2Moe"):
+            check(case)
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_more_processes_than_keys_and_values() -> None:
+    for case in test_families.CASES:
+        check(case, **({"tp_size": 4, "moe": {"ep_size": 4}} if case.startswith("deepseek") else {"tp_size": 4}))
+    for moe in ({"ep_size": 4}, {"ep_size": 2, "tp_size": 2}):
+        check("Qwen2Moe", moe=moe)
+
+
+@distributed(world_size=2)
+def test_quantized_weights_are_cut_as_those_of_the_whole() -> None:
+    model = tiny("Llama", **{**SIZES, "intermediate_size": 128})
+    for dtype in ("int8", "int4"):
+        with opened(model, dtype=dtype) as whole:
+            _, wanted = serve(whole.engine.runner, [[]] * len(PROMPTS), 0)
+        with opened(model, dtype=dtype, tp_size=2) as engine:
+            if engine.leads:
+                _, logits = serve(engine.engine.runner, [[]] * len(PROMPTS), 0)
+                for own, other in zip(logits, wanted, strict=True):
+                    assert (own[0] - other[0]).norm() < 0.05 * other[0].norm(), dtype  # sums of bf16 terms
+    with (
+        pytest.raises(ValueError, match=r"down_proj.weight: inputs \d+ to \d+ are no whole groups of 32, of a scale each"),
+        opened(tiny("Llama", **SIZES), dtype="int4", tp_size=2),
+    ):
+        pass
+
+
+@distributed(world_size=2)
+def test_texts_whose_frequencies_change() -> None:
+    """Other processes know how long the text of a chunk is."""
+    model = test_long_rope.model_of("phi3")
+    prompts = [text[: test_long_rope.LIMIT - 3] for text in test_long_rope.TEXTS]
+    with opened(model, dtype="fp32") as whole:
+        expected = whole.generate(prompts, max_new_tokens=8, ignore_eos=True, temperature=0)
+    with opened(model, dtype="fp32", tp_size=2) as engine:
+        if engine.leads:
+            found = engine.generate(prompts, max_new_tokens=8, ignore_eos=True, temperature=0)
+            assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+
+
+@distributed(world_size=2)
+def test_encoders() -> None:
+    for case in ("bert", "modernbert"):
+        model, texts = test_embedding.model_of(case), test_embedding.TEXTS
+        types = [[int(i > 2) for i in range(len(text))] for text in texts]
+        with opened(model, mp_size=2) as engine:
+            if engine.leads:
+                for text, vector in zip(texts, engine.embed(texts), strict=True):
+                    torch.testing.assert_close(vector, test_embedding.reference(model, text).mean(0), rtol=2e-4, atol=2e-4)
+                if case == "bert":
+                    runner: Any = engine.engine.runner
+                    whole = decoder_of(model, block_size=16)
+                    torch.testing.assert_close(runner.hidden(texts, types), whole.hidden(texts, types), rtol=2e-4, atol=2e-4)
+
+
+@distributed(world_size=(2, 3), transports=("shared", "gloo"))
+def test_sums_are_in_rank_order_whatever_the_batch(world_size: int, transport: str) -> None:
+    """The bits of a row are those of its terms in rank order, alone, and in batches that are sent in other ways."""
+    axis = Axis("tp", dist.group.WORLD, tuple(range(world_size)), dist.get_rank(), world_size)
+    exchange = connect_activations(axis, torch.device("cpu"), transport, Watch(60.0), in_rank_order=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        terms = [torch.randn(300, 96, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(world_size)]
+        total = terms[0].float()
+        for term in terms[1:]:
+            total = total + term.float()
+        for rows in (slice(0, 300), slice(7, 8), slice(5, 64)):
+            assert exchange.sum(terms[dist.get_rank()][rows]).equal(total[rows].to(dtype)), (dtype, rows)
+    exchange.close()
+
+
+@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path, hosts: int) -> None:
+    """In a sum over shared memory, or over gloo: rank 0's engine ends with its name, and so does its process."""
+    tiny("Llama", **SIZES).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"how": "kill", "split": {"tp_size": 2}, "forward": "torch", "nth": 40}
+    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, hosts=hosts, **options)
+    outcome = nursery.end()["it"]
+    assert outcome.codes[0] == 1, outcome
+    assert "rank 1" in outcome.records[0]["text"] and "is gone" in outcome.records[0]["text"], outcome
+    assert outcome.late(0, 1) < 5.0, outcome
