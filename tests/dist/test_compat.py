@@ -186,6 +186,21 @@ def test_a_copied_model_saves_its_own_weights(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
+def test_a_state_dict_of_released_parameters_has_their_names_and_shapes(tmp_path: Path) -> None:
+    """OpenRLHF looks which buffers are persistent, and which tensors it has not gathered."""
+    engine, *_ = initialize(model=toy.seeded(toy.Lm), config=toy.settings(3))
+    plain, state = toy.seeded(toy.Lm).state_dict(), engine.module.state_dict()
+    assert {name: value.shape for name, value in state.items()} == {name: value.shape for name, value in plain.items()}
+    with pytest.raises(RuntimeError, match=r"'(head|embedding|blocks\.\d)\..* not gathered here"):
+        torch.save(state, tmp_path / f"{engine.rank}.pt")
+    with zero.GatheredParameters(engine.module.parameters()):
+        state = engine.module.state_dict()
+        assert all(torch.equal(value, plain[name]) and not value.requires_grad for name, value in state.items())
+        assert all(value.requires_grad for value in engine.module.state_dict(keep_vars=True).values())
+    engine.destroy()
+
+
+@distributed(world_size=2)
 def test_an_engine_that_cannot_be_made_leaves_the_model_in_ranges() -> None:
     with zero.Init():
         model = toy.seeded(toy.Lm)

@@ -392,9 +392,11 @@ class DeepSpeedEngine(Engine):
         zero.show_ranges(self)
 
     def offload_states(self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False) -> None:
-        """`Engine.sleep` with DeepSpeed's names of states."""
+        """`Engine.sleep` with DeepSpeed's names of states. A no-op on a CPU, whose states are in host memory."""
         kinds = None if include is None else {_STATES[str(getattr(state, "value", state))] for state in include}
-        self.sleep(kinds, str(getattr(device, "value", device)))
+        place = str(getattr(device, "value", device))
+        if place != self.device.type:
+            self.sleep(kinds, place)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         self.wake()

@@ -28,6 +28,7 @@ _TOGETHER = (
     "--account",
     "--launcher_args",
 )
+_RANKED = 'command=$1; shift; exec "$command" --local_rank="$LOCAL_RANK" "$@"'
 _HYDRA = ("impi", "mvapich")  # their mpiexec is MPICH's
 
 
@@ -52,6 +53,9 @@ def translate(arguments: Sequence[str]) -> list[str]:
             translated.append(flag.replace("--num_accelerators", "--num_gpus"))
             translated += [value] if name in _VALUED and not equals else []
     translated += _together(seen)
+    if "--no_python" in seen and "--pass-local-rank" in translated:  # which is for scripts: a shell knows the rank
+        translated.remove("--pass-local-rank")
+        remaining = ["sh", "-c", _RANKED, "sh", *remaining]
     return _tuning(seen["--autotuning"], translated[1:], remaining) if "--autotuning" in seen else [*translated, *remaining]
 
 

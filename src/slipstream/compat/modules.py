@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder, Loader):
         if not fullname.startswith("deepspeed."):  # the package itself is a file
             return None
         if fullname.endswith(".__main__") and fullname.removesuffix(".__main__") in RUN:
-            return ModuleSpec(fullname, self)
+            return ModuleSpec(fullname, self, origin=fullname.removesuffix(".__main__"))  # sys.argv[0]
         # importlib.util.find_spec, which asks whether there is a module, gets None for one that has no names
         imports = sys._getframe(2).f_code.co_name != "find_spec"
         if fullname in MODULES or (imports and _why_not(fullname, "*") is not None):

@@ -32,6 +32,7 @@ from slipstream.zero import access
 from slipstream.zero.comm import Comm
 from slipstream.zero.hooks import Phase
 from slipstream.zero.init import asked, forget, supply
+from slipstream.zero.parameter import ReleasedParameter
 from slipstream.zero.unit import State, Unit
 
 
@@ -609,6 +610,7 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
             for inner in leaf.parameters():
                 vars(inner).setdefault("ds_z3_leaf_module", leaf)
         _guard_save_pretrained(engine.module)
+        _show_released(engine.module)
     if sharded and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
 
@@ -649,6 +651,27 @@ def _guard_save_pretrained(module: Any) -> None:
     save: Any = getattr(module, "save_pretrained", None)
     if save is not None and getattr(save, "func", None) is not _save_state:
         module.save_pretrained = partial(_save_state, save)  # deepcopy rebinds a partial, but not a closure, to the copied model
+
+
+def _show_released(module: Any) -> None:
+    """Let `module.state_dict()` have released parameters as they are: scripts look for names and shapes, and reads of values raise.
+
+    In DeepSpeed they are empty tensors there.
+    """
+    if getattr(module.state_dict, "func", None) is not _state_dict:
+        module.state_dict = partial(_state_dict, module.state_dict)  # a partial, as for save_pretrained
+
+
+def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
+    state = state_dict(*args, keep_vars=True, **kwargs)
+    if not keep_vars:
+        whole = {
+            name: value.detach()
+            for name, value in state.items()
+            if torch.is_tensor(value) and not isinstance(value, ReleasedParameter)
+        }
+        state.update(whole)
+    return state
 
 
 def _save_state(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
