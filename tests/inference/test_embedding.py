@@ -305,8 +305,10 @@ def test_the_routes(tmp_path: Path) -> None:
 
 
 def test_vectors_stall_no_other_request() -> None:
-    """While more requests than there are threads for bodies wait for vectors, another body is read and answered."""
+    """While more requests of one key wait for vectors than are computed at the same time, bodies are read, and another key's texts
+    are computed."""
     pytest.importorskip("uvicorn")
+    from slipstream.inference.server.prepare import VECTORS
     from tests.inference.test_server import call, serving
 
     begun, go = threading.Semaphore(0), threading.Event()
@@ -314,7 +316,7 @@ def test_vectors_stall_no_other_request() -> None:
     class Waiting(EmbeddingEngine):
         def embed(self, texts: Any, *, truncate: bool = False) -> Any:
             begun.release()
-            assert go.wait(20)
+            assert texts == ["quick"] or go.wait(20)
             return super().embed(texts, truncate=truncate)
 
     class Rows:
@@ -326,17 +328,25 @@ def test_vectors_stall_no_other_request() -> None:
 
     engine = Waiting(Rows(), byte_tokenizer(), Pooling(), vocab_size=VOCAB, model_name="rows[]")
     found = list[Any]()
-    with serving(engine) as address:  # type: ignore[arg-type]
+    with serving(engine, api_keys=["many", "other"]) as address:  # type: ignore[arg-type]
 
-        def ask(text: str) -> None:
-            found.append(json.loads(call(address, "POST", "/v1/embeddings", json.dumps({"input": [text, "b"]})).body))
+        def post(key: str, path: str, **fields: Any) -> Any:
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            reply = call(address, "POST", path, json.dumps(fields), headers)
+            assert reply.status == 200
+            return json.loads(reply.body)
 
-        threads = [threading.Thread(target=ask, args=("a" * 60,)) for _ in range(4)]
+        def ask() -> None:
+            found.append(post("many", "/v1/embeddings", input=["a" * 60, "b"]))
+
+        threads = [threading.Thread(target=ask) for _ in range(VECTORS + 8)]
         for thread in threads:
             thread.start()
-        for _ in threads:
+        for _ in range(VECTORS):
             assert begun.acquire(timeout=20)
-        assert call(address, "POST", "/tokenize", json.dumps({"prompt": "abc"})).status == 200
+        assert not begun.acquire(timeout=0.1), "the others wait"
+        post("many", "/tokenize", prompt="abc")
+        assert post("other", "/v1/embeddings", input="quick")["data"]
         go.set()
         for thread in threads:
             thread.join()

@@ -602,8 +602,9 @@ def opening(address: str, head: str, body: bytes = b"") -> socket.socket:
     return raw
 
 
-def active(address: str) -> int:
-    return int(re.search(rb"slipstream_http_requests_active (\d+)", call(address, "GET", "/metrics").body)[1])  # type: ignore[index]
+def active(address: str, key: str = "") -> int:
+    metrics = call(address, "GET", "/metrics", headers={"Authorization": f"Bearer {key}"}).body
+    return int(re.search(rb"slipstream_http_requests_active (\d+)", metrics)[1])  # type: ignore[index]
 
 
 def test_bodies_that_drip_or_never_come(engine: FakeEngine) -> None:
@@ -779,6 +780,28 @@ def test_schemas_that_compile_for_long_stop_nobody_else(engine: FakeEngine) -> N
                 thread.join()
         assert [reply.status for reply in replies] == [200] * 40
     assert not engine.running
+
+
+def test_schemas_are_compiled_for_keys_in_turn(engine: FakeEngine) -> None:
+    def ask(key: str, tokens: int) -> None:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        assert post(address, headers=headers, response_format=SLOW, max_tokens=tokens).status == 200
+
+    before = len(engine.submitted)
+    with serving(engine, schema_timeout_s=60, api_keys=["many", "one"]) as address, ThreadPoolExecutor(6) as clients:
+        engine.compiled.clear()
+        try:
+            waiting = [clients.submit(ask, "many", 20) for _ in range(5)]
+            until(lambda: active(address, "many") == 5)
+            time.sleep(0.2)  # until they are parsed, too
+            waiting.append(clients.submit(ask, "one", 7))
+            until(lambda: active(address, "many") == 6)
+            time.sleep(0.2)
+        finally:
+            engine.compiled.set()
+        for one in waiting:
+            one.result()
+    assert [params.max_tokens for params, *_ in engine.submitted[before:]] == [20, 7, 20, 20, 20, 20]
 
 
 def test_schemas_wait_neither_for_the_compiler_nor_for_their_turn_for_ever(engine: FakeEngine) -> None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLOW_CALLS = 32  # threads for what may take long: schemas, adapters, vectors, whose texts share forwards
+SLOW_CALLS = 256  # threads for what may take long: schemas, adapters, vectors (`server.prepare`), whose texts share forwards
 SWITCH_INTERVAL = 0.001  # seconds, as `server.run`'s
 LOOK = 0.1  # seconds between looks at the engine's health
 

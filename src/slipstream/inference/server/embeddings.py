@@ -102,7 +102,7 @@ async def _answer(
         ignored = without_effect(given)
         front.refuse(ignored, ignored)
         try:
-            response = await front.bodies.compute(lambda: compute(engine, given, cut))
+            response = await front.bodies.compute(lambda: compute(engine, given, cut), request.state.tenant)
         except ValueError as error:
             raise RequestError(str(error), param=params[str(error).startswith("text 2 of")]) from None
         except ClosedError as error:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -203,22 +204,27 @@ class Deadlines:
 
 
 class Compiling:
-    """Submits requests with a JSON schema or a grammar one at a time: the engine compiles it, which can take long and occupies one
-    of the threads that all requests share. A request waits at most `timeout_s` for its turn, and as long for the compiler."""
+    """Submits requests with a JSON schema or a grammar one at a time, of the tenants in turn: the engine compiles it, which can
+    take long and occupies one of the threads that all requests share. A request waits at most `timeout_s` for its turn, and as
+    long for the compiler."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Lock()  # for which each tenant has one request that waits
+        self._own = defaultdict[str, asyncio.Lock](asyncio.Lock)  # of each tenant
 
-    async def submit(self, start: Callable[[], asyncio.Future[Any]]) -> None:
+    async def submit(self, start: Callable[[], asyncio.Future[Any]], tenant: str) -> None:
         """Raises RequestError on a timeout. The submission that was started continues; the next one starts when it has ended."""
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise RequestError("other JSON schemas are being compiled", status=503, code="busy", retry_after=5) from None
-        handle = start()
-        handle.add_done_callback(lambda _: self._turn.release())
+        with ExitStack() as turns:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    for lock in (self._own[tenant], self._turn):
+                        await lock.acquire()
+                        turns.callback(lock.release)
+            except TimeoutError:
+                raise RequestError("other JSON schemas are being compiled", status=503, code="busy", retry_after=5) from None
+            handle, held = start(), turns.pop_all()
+        handle.add_done_callback(lambda _: held.close())
         try:
             async with asyncio.timeout(self.timeout_s):
                 await asyncio.shield(handle)
@@ -268,7 +274,7 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
                 if not work.params.constrained:
                     await asyncio.shield(start(prompt, number * work.n))
                 else:
-                    await compiling.submit(partial(start, prompt, number * work.n))
+                    await compiling.submit(partial(start, prompt, number * work.n), work.tenant)
         except ValueError as error:
             raise _refusal(str(error), work.constraint) from None
         except QueueFullError as error:

@@ -11,6 +11,7 @@ per MB.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from slipstream.inference.server.errors import RequestError
 
 SHORT = 64 << 10  # bytes; a body up to this size is always accepted
 THREADS = 2  # for short bodies
-VECTORS = 32  # threads for requests that wait for vectors
+VECTORS = 32  # requests of a tenant that wait for vectors at the same time, each in a thread
+TENANTS = 8  # that may do so
 BODIES = 16  # bodies of maximum size that may be in flight
 
 Result = TypeVar("Result")
@@ -76,7 +78,8 @@ class Bodies:
         self.nbytes = 0  # of all stored bodies
         self._short = ThreadPoolExecutor(THREADS, "slipstream-prepare")
         self._long = ThreadPoolExecutor(1, "slipstream-prepare-long")
-        self._vectors = ThreadPoolExecutor(VECTORS, "slipstream-vectors")
+        self._vectors = ThreadPoolExecutor(TENANTS * VECTORS, "slipstream-vectors")
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(VECTORS))
 
     @contextmanager
     def arriving(self) -> Iterator[Body]:
@@ -93,6 +96,7 @@ class Bodies:
         threads = self._long if body.size > SHORT else self._short
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: make(body.whole()))
 
-    async def compute(self, make: Callable[[], Result]) -> Result:
-        """Run `make()`, which may take long, in a thread that no body needs."""
-        return await asyncio.get_running_loop().run_in_executor(self._vectors, make)
+    async def compute(self, make: Callable[[], Result], tenant: str) -> Result:
+        """Run `make()`, which may take long, in a thread that no body needs. What a tenant has beyond VECTORS waits."""
+        async with self._turns[tenant]:
+            return await asyncio.get_running_loop().run_in_executor(self._vectors, make)
