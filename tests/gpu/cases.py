@@ -502,7 +502,7 @@ def family(place: int) -> Callable[[], None]:
         from tests.inference import test_embedding, test_families, test_long_rope
         from tests.inference import test_triton_families as checks
 
-        for name, dtype in itertools.product(checks.DECODERS[place::4], (torch.float32, torch.bfloat16)):
+        for name, dtype in itertools.product([*test_families.CASES][place::4], (torch.float32, torch.bfloat16)):
             checks.check_logits(test_families.model_of(name), checks.PROMPTS, dtype)
         for name, dtype in itertools.product([*test_embedding.CASES][place::4], (torch.float32, torch.bfloat16)):
             checks.check_hidden(test_embedding.model_of(name), checks.TEXTS, dtype)

@@ -19,6 +19,7 @@ _LINEAR = {"bias": None, "SLICE": 512, "GROUP": 32, "COLUMNS": 64, "num_warps": 
 _FEW, _MANY = {"TOGETHER": 1, "ROWS": 16}, {"TOGETHER": 4, "ROWS": 128, "COLUMNS": 128, "num_warps": 8}
 _PLAIN, _CODES = {"scale": None, "low": None, "FEATURES": 64}, {"FEATURES": 128}
 _HEADS = {"HEADS": 32, "DIM": 64}
+_LATENT = {"WINDOW": 0, "KV_HEADS": 1, "GROUP": 128, "PADDED": 128, "DIM": 576, "BLOCK_DIM": 128, "LANES": 128}
 _NO_ALIBI = {"slopes": None, "LANES": 16}
 _RMS, _LAYER = {"CENTERED": False, "bias": None, "post_bias": None, "AFTER": False}, {"CENTERED": True, "AFTER": True}
 _PLACE = {"PLANES": 4, "KV_HEADS": 8, "HALF": 32, "BLOCK": 64}
@@ -54,6 +55,7 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (linear._linear, {"x": BF16, "weight": "*u8"}, _LINEAR | _CODES | _MANY),
     (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | _NO_ALIBI),
     (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | {"LANES": 64}),
+    (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | _NO_ALIBI | _LATENT),
     (attention._combine, {"out": BF16}, _HEADS | {"WINDOW": 64, "BLOCK_DIM": 64}),
     (rows._add_norm, {"out": BF16}, _RMS | {"PLANES": 4, "BLOCK": 2048}),
     (rows._add_norm, {"out": BF16}, _LAYER | {"PLANES": 4, "BLOCK": 2048}),

@@ -96,6 +96,20 @@ def test_linear(kind: str, dtype: torch.dtype) -> None:
     close(products._by_triton(x[:7], matrix, bias), full[0, :7], dtype)  # of any module
 
 
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4"])
+def test_products_of_each_head(kind: str) -> None:
+    """Heads of rows that lie apart, into results that lie apart."""
+    heads, columns, features = 3, 40, 64
+    x, w = noise(5, heads, features + 8)[:, :, 8:], noise(heads * columns, features)
+    matrix = {"plain": w, "int8": to_int8(w), "int4": to_int4(w)}[kind]
+    tensors: Any = (*matrix, *(None,) * (3 - len(matrix))) if isinstance(matrix, (Int8, Int4)) else (matrix, None, None)
+    out = torch.zeros(1, 5, heads + 1, columns + 4, device=DEVICE)
+    linear(x, *tensors, None, out[:, :, :heads, 4:], 1)
+    close(out[0, :, :heads, 4:], torch.einsum("thf,hcf->thc", x, dequantize(matrix).unflatten(0, (heads, -1))), torch.float32)
+    out[:, :, :heads, 4:] = 0
+    assert not out.any(), "what is beside the result was written"
+
+
 def test_slices_follow_from_the_matrix() -> None:
     assert [num_slices(*shape) for shape in ((2048, 2048), (16384, 2048), (2048, 8192), (64, 64))] == [4, 1, 8, 1]
 
@@ -178,18 +192,19 @@ def test_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "cap", "alibi", "causal", "dtype"),
+    ("window", "cap", "alibi", "causal", "dim", "dtype"),
     [
-        pytest.param(0, 0.0, False, True, torch.float16, marks=DEAR),
-        (0, 3.0, False, True, torch.bfloat16),
-        (50, 0.0, True, True, torch.float32),
-        (50, 0.0, False, False, torch.float32),
-        pytest.param(0, 0.0, True, False, torch.float32, marks=DEAR),
+        pytest.param(0, 0.0, False, True, 24, torch.float16, marks=DEAR),
+        (0, 3.0, False, True, 24, torch.bfloat16),
+        (50, 0.0, True, True, 24, torch.float32),
+        (50, 0.0, False, False, 24, torch.float32),
+        pytest.param(0, 0.0, True, False, 24, torch.float32, marks=DEAR),
+        pytest.param(0, 0.0, False, True, 300, torch.float32, marks=DEAR),  # in three chunks
     ],
 )
-def test_attention(window: int, cap: float, alibi: bool, causal: bool, dtype: torch.dtype) -> None:
+def test_attention(window: int, cap: float, alibi: bool, causal: bool, dim: int, dtype: torch.dtype) -> None:
     """Two requests over scattered blocks, in one tile or many; what is not theirs is NaN."""
-    heads, kv_heads, dim, block_size, starts, lengths = 6, 2, 24, 16, (1100, 130), (21, 1)
+    heads, kv_heads, block_size, starts, lengths = 6, 2, 16, (1100, 130), (21, 1)
     slopes = torch.rand(heads, device=DEVICE) / 20 if alibi else None
     keys, values = (torch.full((99, block_size, kv_heads, dim), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2))
     order, tables, at, expected = torch.randperm(99).tolist(), [], [], []

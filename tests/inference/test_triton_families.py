@@ -11,25 +11,29 @@ from tests.inference.test_triton import DEAR, DEVICE, quick_interpreter, runner_
 from slipstream.inference.cuda import CudaDecoder, why_not
 from slipstream.inference.decoder import Decoder
 from slipstream.inference.models import from_hf, from_state
+from slipstream.inference.quantize import dequantize, quantize
 from slipstream.inference.weights import leaves, mapped
 from tests.inference import test_embedding, test_families, test_long_rope
 from tests.inference.test_native import Requests
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-NOT_YET = ("deepseek",)  # families of latent attention
-DECODERS = [name for name in test_families.CASES if not name.startswith(NOT_YET)]
-QUICK = ("gpt2", "cohere-norms", "opt-350m", "bert")
-LIMITS = {torch.float32: 1e-3 if DEVICE == "cuda" else 2e-4, torch.bfloat16: 0.05}  # of the norm
+QUICK = ("gpt2", "deepseek-v2-groups", "bert")
+QUANTIZED = ("gpt2", "opt-350m", "stablelm-norms", "deepseek-v2-groups", "deepseek-v3")
+LIMITS = {torch.float32: 1e-3 if DEVICE == "cuda" else 2e-4, torch.bfloat16: 0.05}  # of the norm of the logits
 
 
-def sides_of(model: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The twin and the kernels, which do not share memory."""
+def sides_of(model: Any, dtype: torch.dtype, kind: str = "") -> tuple[Any, Any, Any]:
+    """The twin, of weights that were quantized to `kind` if it is given, the kernels, and a copy of their weights."""
     config = from_hf(model.config.to_dict())
-    weights = mapped(from_state(config, model.to(dtype).state_dict()), lambda role, m: m.to(DEVICE))
-    assert why_not(config, weights, torch.device(DEVICE)) is None
-    copied = mapped(weights, lambda role, m: m.clone())
-    return runner_of(Decoder, config, copied, dtype), runner_of(CudaDecoder, config, weights, dtype, max_batch=2)
+
+    def weights() -> Any:
+        own = mapped(from_state(config, model.to(dtype).state_dict()), lambda role, m: m.to(DEVICE, copy=True))
+        return quantize(own, kind, 32) if kind else own
+
+    assert why_not(config, weights(), torch.device(DEVICE)) is None
+    plain = mapped(weights(), lambda role, m: dequantize(m).to(dtype))
+    return runner_of(Decoder, config, plain, dtype), runner_of(CudaDecoder, config, weights(), dtype, max_batch=2), weights()
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -37,10 +41,12 @@ def same(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
     assert error < LIMITS[dtype], f"{dtype}: off by {error:.3g} of the norm"
 
 
-def check_logits(model: Any, prompts: list[list[int]], dtype: torch.dtype = torch.float32, *, whole: bool = False) -> None:
+def check_logits(
+    model: Any, prompts: list[list[int]], dtype: torch.dtype = torch.float32, kind: str = "", *, whole: bool = False
+) -> None:
     """Prompts in chunks beside each other, then a token each, by a graph where there is a GPU (`whole`: neither): as the twin's,
     with the bits of a prompt alone, and again after all weights were put anew."""
-    twin, cuda = sides_of(model, dtype)
+    twin, cuda, weights = sides_of(model, dtype, kind)
     both = [Requests(side, 0) for side in (twin, cuda)]
     requests = [[side.request(prompt) for prompt in prompts] for side in both]
     ends = [len(prompt) for prompt in prompts]
@@ -53,7 +59,7 @@ def check_logits(model: Any, prompts: list[list[int]], dtype: torch.dtype = torc
         same(actual, expected, dtype)
         starts = stops
     for anew in (False, True):
-        for role, weight in leaves(twin.weights) if anew else ():
+        for role, weight in leaves(weights) if anew else ():
             cuda.put(role, weight)
         alone = Requests(cuda, 1)
         for prompt, logits in zip(prompts, actual, strict=True):
@@ -62,7 +68,7 @@ def check_logits(model: Any, prompts: list[list[int]], dtype: torch.dtype = torc
 
 def check_hidden(model: Any, texts: list[list[int]], dtype: torch.dtype = torch.float32) -> None:
     """Texts together, with and without types of their tokens: as the twin's, with the bits of a text alone."""
-    twin, cuda = sides_of(model, dtype)
+    twin, cuda, _ = sides_of(model, dtype)
     types = [[int(i > 2) for i in range(len(text))] for text in texts]
     actual = cuda.hidden(texts)
     same(actual, twin.hidden(texts), dtype)
@@ -79,9 +85,15 @@ PROMPTS = [[i * i % 127 + 1 for i in range(length)] for length in (3, 21)]
 TEXTS = [text[:40] for text in test_embedding.TEXTS[:4]]
 
 
-@pytest.mark.parametrize("case", quick(DECODERS))
+@pytest.mark.parametrize("case", quick(test_families.CASES))
 def test_logits(case: str) -> None:
     check_logits(test_families.model_of(case), PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=DEAR) for name in QUANTIZED])
+def test_logits_of_quantized_weights(case: str, kind: str) -> None:
+    check_logits(test_families.model_of(case), PROMPTS, kind=kind)
 
 
 @pytest.mark.parametrize("case", quick(test_long_rope.CASES))

@@ -65,6 +65,7 @@ def test_two_processes_of_other_families() -> None:
     sys.path.append(APART)
     for case in ("gpt-neox", "phi-norms", "opt-350m", "cohere-norms", "falcon"):
         check(test_families.model_of(case), "shared")
+    check(test_families.model_of("deepseek-v3"), "shared", tp_size=2, ep_size=2)
     for sizes in ({"tp_size": 2}, {"ep_size": 2}, {"moe_tp_size": 2}):
         check(tiny("Qwen2Moe", **SIZES, **_MOE), "shared", **sizes)
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import NORMS, Layer, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import NORMS, Latent, Layer, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
 from slipstream.inference.decoder import choose, soft_cap, text_batch
 from slipstream.inference.joined import JoinedParts
@@ -45,8 +45,6 @@ def why_not(config: TransformerConfig, weights: DecoderWeights, device: torch.de
     """Why these kernels cannot run this model; None if they can."""
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"compute capability {capability[0]}.{capability[1]}; the kernels need 8.0"
-    if config.latent is not None:
-        return "latent attention"
     if config.qk_norm == "whole" and config.part.tp_size > 1:
         return "norms over all heads, which are in several processes"
     groups = {shape_of(m)[1] // m.scale.shape[1] for _, m in leaves(weights) if isinstance(m, Int4)}
@@ -75,6 +73,11 @@ class _Product:
             linear(x, weight, scale, low, bias, out[:, :, begin : begin + len(weight)], self.slices)
             begin += len(weight)
         return out
+
+    def by_head(self, x: Tensor, out: Tensor) -> None:
+        """Multiply each head of x [T, heads, features] by its rows of the matrix: fp32 [T, heads, rows of a head]."""
+        weight, scale, low, _ = self.parts[0]
+        linear(x, weight, scale, low, None, out[None], self.slices)
 
 
 def _tensors(matrix: Matrix) -> tuple[Tensor, ...]:
@@ -143,11 +146,45 @@ class _Routed(NamedTuple):
         return out[None]
 
 
+class _Latents(NamedTuple):
+    """Latent attention (see `config.Latent`), whose heads of queries have the size of the one key."""
+
+    shape: Latent
+    latent: _Product
+    latent_norm: Norm | None
+    q_latent: _Product | None
+    q_latent_norm: Norm | None
+    q: _Product
+    k: _Product  # of each head
+    v: _Product
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """One plane [1, T, (H + 2) * D] of queries, the key, and the key as the value."""
+        turned, heads = self.shape.rotary_dim, self.k.columns // self.shape.rank
+        key = self.latent(h, summed=True)[0]
+        if self.q_latent is not None:
+            h = add_norm(self.q_latent(h, summed=True)[0], None, None, self.q_latent_norm, h.dtype)
+        q = self.q(h, summed=True)[0].unflatten(1, (heads, -1))
+        plane = torch.empty(len(h), heads + 2, key.shape[1], device=h.device)
+        plane[:, :heads, :turned] = q[:, :, :turned]
+        self.k.by_head(q[:, :, turned:].to(h.dtype), plane[:, :heads, turned:])
+        plane[:, heads:, :turned] = key[:, None, :turned]
+        plane[:, heads:, turned:] = add_norm(key[:, turned:].contiguous(), None, None, self.latent_norm, key.dtype)[:, None]
+        return plane.flatten(1)[None]
+
+    def values(self, mixed: Tensor) -> Tensor:
+        """[T, H * D] -> [T, H * value_dim]."""
+        heads = self.k.columns // self.shape.rank
+        out = torch.empty(len(mixed), heads, self.shape.value_dim, device=mixed.device)
+        self.v.by_head(mixed.unflatten(1, (heads, -1))[:, :, self.shape.rotary_dim :], out)
+        return out.flatten(1).to(mixed.dtype)
+
+
 class _Layer(NamedTuple):
     kind: Layer
     norms: dict[str, Norm]  # of NORMS
     head_norms: HeadNorms | None
-    qkv: _Product
+    qkv: _Product | _Latents
     out: _Product
     mlp: _DenseMlp | _Routed
 
@@ -188,9 +225,23 @@ class _Parts:
             kind=layer,
             norms={role: norm for role in NORMS if (norm := self._norm(at, w, role)) is not None},
             head_norms=self._head_norms(at, w) if self.config.qk_norm else None,
-            qkv=self._product(at, w, "q", "k", "v"),
+            qkv=self._product(at, w, "q", "k", "v") if self.config.latent is None else self._latents(at, self.config.latent, w),
             out=self._product(at, w, "out"),
             mlp=self._mlp(f"{at}mlp.", w.dense_mlp) if layer.experts is None else self._routed(at, layer.experts, w),
+        )
+
+    def _latents(self, at: str, latent: Latent, w: LayerWeights) -> _Latents:
+        norm, q_norm = (self._norm(at, w, role) for role in ("latent_norm", "q_latent_norm"))
+        q, k, v = (self._product(at, w, name) for name in ("q", "k", "v"))
+        return _Latents(
+            shape=latent,
+            latent=self._product(at, w, "latent"),
+            q_latent=None if w.q_latent is None else self._product(at, w, "q_latent"),
+            latent_norm=norm and norm._replace(eps=latent.eps, centered=False),
+            q_latent_norm=q_norm and q_norm._replace(eps=latent.eps, centered=False),
+            q=q,
+            k=k,
+            v=v,
         )
 
     def _norm(self, at: str, owner: DecoderWeights | LayerWeights, role: str) -> Norm | None:
@@ -199,7 +250,7 @@ class _Parts:
 
     def _vector(self, at: str, owner: DecoderWeights | LayerWeights, name: str) -> Tensor | None:
         """Memory for it, which `put` fills."""
-        if (stored := getattr(owner, name)) is None:
+        if (stored := getattr(owner, name, None)) is None:
             return None
         self.own[at + name] = torch.empty(stored.shape, device=stored.device)
         return self.own[at + name]
@@ -458,6 +509,7 @@ class CudaDecoder:
         q = place(layer.qkv(h), layer.head_norms, turns, step.angles, step.slots, keys, values, **heads)
         options: dict[str, Any] = {"cap": c.attn_softcap, "window": layer.kind.window, "slopes": self._slopes}
         mixed = attend(q, keys, values, step.positions, step.stops, step.tiles, scale=self._attn_scale, **options)
+        mixed = layer.qkv.values(mixed) if isinstance(layer.qkv, _Latents) else mixed
         return self._joined.planes(layer.out(mixed), self._joined.added)
 
     def _mlp(self, mlp: _DenseMlp | _Routed, h: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Paged attention: reads keys and values through block tables, for decode and prefill.
 
 Two kernels. `_attend` computes softmax attention of a *tile* (rows of one request) and a kv head over one range of positions
-(tiles.py): weighted values, maximum and sum of weights. `_combine` adds the ranges of each row and head in order.
+(tiles.py): weighted values, maximum and sum of weights. `_combine` adds the ranges of each row and head in order. Of heads that are
+wider than a tile can be (latent attention), each program computes all scores, and a chunk of the values' features.
 
 Lanes: the right-hand columns of a tile: GROUP query heads (padded to a power of two) for each of its rows.
 Suffixes: S positions, D features of a head, L lanes.
@@ -20,6 +21,7 @@ from slipstream.ops.triton.tiles import LEAST, multiply, num_ranges, range_of, r
 
 _POSITIONS = tl.constexpr(64)  # per step: the height of a matrix instruction
 _PROGRAMS = 256
+_WIDEST, _CHUNK = 256, 128  # features of a head that one program can hold; of a chunk
 
 
 class Tiles(NamedTuple):
@@ -64,7 +66,8 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1)
+    chunks: tl.constexpr = (DIM + BLOCK_DIM - 1) // BLOCK_DIM
+    tile, head, chunk = tl.program_id(0), tl.program_id(1) // chunks, tl.program_id(1) % chunks
     row, length = tl.load(tile_row + tile), tl.load(tile_length + tile)
     table = tables + tl.load(tile_table + tile)
     first = tl.load(positions + row)
@@ -78,7 +81,9 @@ def _attend(
     query_stop = tl.load(stops + row + query, mask=active, other=0)
     d = tl.arange(0, BLOCK_DIM)
     line = (row + query).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + lane % PADDED  # of [rows, heads]
-    q_DL = tl.load(q + line[None, :] * DIM + d[:, None], mask=active[None, :] & (d < DIM)[:, None], other=0.0)
+    of_q = q + line[None, :] * DIM + d[:, None]
+    q_DL = tl.load(of_q, mask=active[None, :] & (d < DIM)[:, None], other=0.0)
+    own = chunk * BLOCK_DIM + d  # of the values' features
     if slopes is not None:
         slope = tl.load(slopes + head * GROUP + lane % PADDED, mask=active, other=0.0)
     begin = 0
@@ -94,9 +99,14 @@ def _attend(
             position_mask = position < stop
             block = tl.load(table + position // BLOCK_SIZE, mask=position_mask, other=0)
             at = ((block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head) * DIM
-            mask = position_mask[:, None] & (d < DIM)[None, :]
-            k_SD = tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
-            score_SL = multiply(k_SD.to(q.dtype.element_ty), q_DL, tl.zeros((_POSITIONS, LANES), tl.float32)) * scale
+            score_SL = tl.zeros((_POSITIONS, LANES), tl.float32)
+            for begin_d in range(0, DIM, BLOCK_DIM):
+                if chunks > 1:
+                    q_DL = tl.load(of_q + begin_d, mask=active[None, :] & (begin_d + d < DIM)[:, None], other=0.0)
+                mask = position_mask[:, None] & (begin_d + d < DIM)[None, :]
+                k_SD = tl.load(keys + at[:, None] + begin_d + d[None, :], mask=mask, other=0.0)
+                score_SL = multiply(k_SD.to(q.dtype.element_ty), q_DL, score_SL)
+            score_SL *= scale
             if CAP > 0:
                 score_SL = CAP * (2 * tl.sigmoid(score_SL * (2 / CAP)) - 1)  # tanh
             ahead = position[:, None] - query_position[None, :]
@@ -110,7 +120,8 @@ def _attend(
             weight_SL = tl.exp(score_SL - new_max[None, :])
             shrink = tl.exp(running_max - new_max)
             weight = weight * shrink + tl.sum(weight_SL, 0)
-            v_SD = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype.element_ty)
+            mask = position_mask[:, None] & (own < DIM)[None, :]
+            v_SD = tl.load(values + at[:, None] + own[None, :], mask=mask, other=0.0).to(q.dtype.element_ty)
             # 0 times NaN is NaN: only queries that see a non-finite value may get NaN ([Note: Values that are not finite]).
             finite_SD = v_SD - v_SD == 0
             nonfinite_S = tl.min(finite_SD.to(tl.int32), 1) == 0
@@ -121,7 +132,7 @@ def _attend(
         to = line * num_ranges + part
         tl.store(stats + to * 2, running_max, mask=active)
         tl.store(stats + to * 2 + 1, weight, mask=active)
-        tl.store(sums + to[None, :] * DIM + d[:, None], sum_DL, mask=active[None, :] & (d < DIM)[:, None])
+        tl.store(sums + to[None, :] * DIM + own[:, None], sum_DL, mask=active[None, :] & (own < DIM)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_ranges"])
@@ -177,12 +188,13 @@ def attend(
     Returns [rows, heads * dim] in q's dtype."""
     num_rows, num_heads, dim = q.shape
     block_size, kv_heads = keys.shape[1:3]
-    ranges, num_tiles, block_dim = num_ranges(tiles.context), len(tiles.row), max(16, triton.next_power_of_2(dim))
+    ranges, num_tiles, width = num_ranges(tiles.context), len(tiles.row), max(16, triton.next_power_of_2(dim))
+    block_dim = width if width <= _WIDEST else _CHUNK
     sums = torch.empty(num_rows, num_heads, ranges, dim, device=q.device)
     stats = torch.empty(num_rows, num_heads, ranges, 2, device=q.device)
     programs = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # that share a tile's ranges
-    shape: dict[str, Any] = {"WINDOW": window, "DIM": dim, "BLOCK_DIM": block_dim, "enable_fp_fusion": False}
-    _attend[(num_tiles, kv_heads, programs)](
+    shape: dict[str, Any] = {"WINDOW": window, "DIM": dim, "enable_fp_fusion": False}
+    _attend[(num_tiles, kv_heads * -(-dim // block_dim), programs)](
         q,
         keys,
         values,
@@ -198,6 +210,7 @@ def attend(
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
         PADDED=padded_group(num_heads, kv_heads),
+        BLOCK_DIM=block_dim,
         BLOCK_SIZE=block_size,
         LANES=tiles.lanes,
         num_warps=4,
@@ -205,5 +218,6 @@ def attend(
         **shape,
     )
     out = torch.empty(num_rows, num_heads * dim, dtype=q.dtype, device=q.device)
-    _combine[(num_rows, num_heads)](sums, stats, positions, stops, out, ranges, HEADS=num_heads, num_warps=1, **shape)
+    heads = {"HEADS": num_heads, "BLOCK_DIM": width, "num_warps": 1}
+    _combine[(num_rows, num_heads)](sums, stats, positions, stops, out, ranges, **heads, **shape)
     return out
