@@ -1,5 +1,6 @@
 """Forwards that add the terms of several processes: what plain torch computes, of any family, on CPUs here."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,10 @@ import torch.distributed as dist
 
 import slipstream
 from slipstream.inference import native, ranks
+from slipstream.inference.config import ModelPart
 from slipstream.inference.generate import InferenceEngine
+from slipstream.inference.load import load
+from slipstream.inference.weights import Matrix, leaves
 from slipstream.parallel.exchange import connect_activations
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import meet
@@ -123,6 +127,42 @@ def test_encoders() -> None:
                     torch.testing.assert_close(runner.hidden(texts, types), whole.hidden(texts, types), rtol=2e-4, atol=2e-4)
 
 
+def tensors(m: Matrix) -> list[torch.Tensor]:
+    return [m] if isinstance(m, torch.Tensor) else list(m)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "Qwen2Moe"])
+def test_parts_are_the_whole_and_divide_its_memory(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "why_not", lambda config: "as asked")
+    wide = {**SIZES, "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384}
+    gpt = {"vocab_size": 1024, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    model = tiny(family, **(gpt if family == "GPT2" else {**wide, **(_MOE if family == "Qwen2Moe" else {})}))
+    for dtype in ("fp32", "int8"):
+        whole = dict(leaves(load(model, dtype=dtype).weights))
+        parts = [dict(leaves(load(model, dtype=dtype, part=ModelPart(index=i, tp_size=2)).weights)) for i in range(2)]
+        for role, weight in whole.items():
+            pieces: Any = [part[role] for part in parts if role in part]
+            by_inputs = role.endswith((".out", ".down"))
+            assert len(pieces) == (1 if role.endswith((".out_bias", ".down_bias")) else 2), role
+            for tensor, *own in zip(*map(tensors, (weight, *pieces)), strict=True):
+                cut = own[0].shape != tensor.shape
+                assert torch.equal(torch.cat(own, 1 if by_inputs else 0) if cut else own[-1], tensor), role
+                assert cut or tensor.dim() == 1 or role.endswith(("positions", "router", "shared_gate")), role
+        sizes = [sum(sum(one.nbytes for one in tensors(m)) for m in each.values()) for each in (whole, *parts)]
+        assert max(sizes[1:]) < 0.55 * sizes[0], sizes
+
+
+@distributed(world_size=2)
+def test_torchs_threads_are_divided() -> None:
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    torch.set_num_threads(cores)
+    try:
+        with slipstream.init_inference(tiny("Llama", **SIZES), device="cpu", tp_size=2):
+            assert torch.get_num_threads() == max(1, cores // 2)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @distributed(world_size=(2, 3), transports=("shared", "gloo"))
 def test_sums_are_in_rank_order_whatever_the_batch(world_size: int, transport: str) -> None:
     """The bits of a row are those of its terms in rank order, alone, and in batches that are sent in other ways."""
@@ -138,13 +178,17 @@ def test_sums_are_in_rank_order_whatever_the_batch(world_size: int, transport: s
     exchange.close()
 
 
-@pytest.mark.parametrize("hosts", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path, hosts: int) -> None:
-    """In a sum over shared memory, or over gloo: rank 0's engine ends with its name, and so does its process."""
+_DEAR = [pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (0, 1), (0, 2))]
+
+
+@pytest.mark.parametrize(("bad", "hosts"), [(1, 2), *_DEAR])
+def test_a_lost_process_ends_the_others(nursery: Nursery, tmp_path: Path, bad: int, hosts: int) -> None:
+    """In a sum over shared memory, or over gloo (as if of two hosts): the other process ends, and names it."""
     tiny("Llama", **SIZES).save_pretrained(tmp_path)
     options: dict[str, Any] = {"how": "kill", "split": {"tp_size": 2}, "forward": "torch", "nth": 40}
-    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=1, hosts=hosts, **options)
+    nursery.start("it", "serve_ranks", folder=str(tmp_path), bad=bad, hosts=hosts, **options)
     outcome = nursery.end()["it"]
-    assert outcome.codes[0] == 1, outcome
-    assert "rank 1" in outcome.records[0]["text"] and "is gone" in outcome.records[0]["text"], outcome
-    assert outcome.late(0, 1) < 5.0, outcome
+    assert outcome.codes[1 - bad] == 1, outcome
+    text = outcome.records[1 - bad]["text"]
+    assert f"rank {bad}" in text and "is gone" in text, outcome
+    assert outcome.late(1 - bad, bad) < 5.0, outcome

@@ -272,6 +272,7 @@ def _place(device: torch.device | str | None, threads: int | None, ranks: Servin
         return _gpu(place, ranks), threads
     if ranks is not None:
         threads = threads or min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks.neighbors))
+        torch.set_num_threads(min(threads, torch.get_num_threads()))
     return place, threads
 
 
