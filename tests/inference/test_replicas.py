@@ -200,13 +200,13 @@ def test_a_server_that_takes_no_outputs_stops_no_other(num_blocks: int, is_cut: 
         begun = engine.stats().forwards
         alone = [wait(ask(engine, prompt, LONG)).ids() for prompt in quick]
         forwards = engine.stats().forwards - begun
-    go, runner = threading.Event(), HashRunner(num_blocks=num_blocks)
+    go, submitted, runner = threading.Event(), threading.Event(), HashRunner(num_blocks=num_blocks)
+    runner.before = lambda batch: submitted.wait(30)  # type: ignore[assignment, return-value]
     with running(runner) as engine, routed(source := Shared(engine)) as behind, routed(Shared(engine)) as ahead:
-        go.set()
         answers = [Slow(go) for _ in slow]
         for prompt, answer in zip(slow, answers, strict=True):
             behind.submit(list(prompt.encode()), params, sink=answer, n=2)
-        go.clear()
+        submitted.set()
 
         def stands() -> bool:
             made = engine.stats().generated_tokens
