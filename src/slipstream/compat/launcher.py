@@ -53,10 +53,16 @@ def translate(arguments: Sequence[str]) -> list[str]:
             translated.append(flag.replace("--num_accelerators", "--num_gpus"))
             translated += [value] if name in _VALUED and not equals else []
     translated += _together(seen)
-    if "--no_python" in seen and "--pass-local-rank" in translated:  # which is for scripts: a shell knows the rank
-        translated.remove("--pass-local-rank")
-        remaining = ["sh", "-c", _RANKED, "sh", *remaining]
+    remaining = _ranked(seen, translated, remaining)
     return _tuning(seen["--autotuning"], translated[1:], remaining) if "--autotuning" in seen else [*translated, *remaining]
+
+
+def _ranked(seen: Mapping[str, str], translated: list[str], command: list[str]) -> list[str]:
+    """The command. A program that is not Python's gets its rank from a shell: the option of `slipstream run` is for scripts."""
+    if "--no_python" not in seen or "--pass-local-rank" not in translated:
+        return command
+    translated.remove("--pass-local-rank")
+    return ["sh", "-c", _RANKED, "sh", *command]
 
 
 def _tuning(mode: str, options: Sequence[str], script: Sequence[str]) -> list[str]:

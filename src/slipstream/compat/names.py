@@ -398,6 +398,9 @@ MISSING: Mapping[str, Mapping[str, str]] = {
     "deepspeed.inference.v2.engine_factory": {"build_engine_from_ds_checkpoint": _FLATTENED},
     "deepspeed.module_inject": {"*": _INJECTION},
     "deepspeed.elasticity": {"*": _ELASTIC},
+    "deepspeed.utils.zero_to_fp32": {
+        "*": "a reader of DeepSpeed's files; get_fp32_state_dict_from_zero_checkpoint reads both kinds"
+    },
     "deepspeed.linear": {"*": "DeepSpeed's quantized LoRA layers; use PEFT"},
     "deepspeed.autotuning": {"*": _TUNING},
 }

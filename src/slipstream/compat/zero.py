@@ -51,7 +51,10 @@ class ZeroParamStatus(enum.Enum):
 _ids = itertools.count()
 _engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()  # in the order of their creation, as on each rank
 _DATA: Any = torch.Tensor.data  # the slot of param.data
-_MARKS = ("tensor", "persist", "process_group", "id", "shape", "numel", "status", "active_sub_modules", "z3_leaf_module")
+_MARKS = frozenset(  # attributes of a parameter in stage 3
+    """ds_tensor ds_persist ds_process_group ds_id ds_shape ds_numel ds_status ds_active_sub_modules ds_z3_leaf_module
+    partition_numel""".split()  # noqa: SIM905
+)
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "__get__"})
 _TRANSPOSED = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "H", "mH"))  # attributes that are views
@@ -604,6 +607,7 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
         if not hasattr(marked, "ds_id"):
             marked.ds_id, marked.ds_status, marked.ds_active_sub_modules = next(_ids), ZeroParamStatus.NOT_AVAILABLE, set()
         marked.ds_shape, marked.ds_numel, marked.ds_persist = param.shape, param.numel(), False
+        marked.partition_numel = partial(_partition_numel, marked)
     if sharded:
         show_ranges(engine)
         for leaf in filter(z3_leaf_module, engine.module.modules()):
@@ -611,6 +615,7 @@ def set_attributes(engine: Any, before: Iterable[nn.Parameter]) -> None:
                 vars(inner).setdefault("ds_z3_leaf_module", leaf)
         _guard_save_pretrained(engine.module)
         _show_released(engine.module)
+        engine.module.cpu = partial(_to_cpu, engine.module)
     if sharded and engine.optimizer is not None:
         engine.optimizer.parameter_offload = ParameterOffload(engine.module)
 
@@ -642,7 +647,7 @@ def remove_attributes(params: Iterable[nn.Parameter], keep: Iterable[nn.Paramete
     excluded = set(map(id, keep))
     for param in params:
         for name in _MARKS if id(param) not in excluded else ():
-            vars(param).pop(f"ds_{name}", None)
+            vars(param).pop(name, None)
 
 
 def _guard_save_pretrained(module: Any) -> None:
@@ -660,6 +665,15 @@ def _show_released(module: Any) -> None:
     """
     if getattr(module.state_dict, "func", None) is not _state_dict:
         module.state_dict = partial(_state_dict, module.state_dict)  # a partial, as for save_pretrained
+
+
+def _to_cpu(module: nn.Module) -> nn.Module:
+    """`module.cpu()`, which Lightning calls after training: parameters of an engine stay where it has them."""
+    return module if any(map(is_zero_param, module.parameters())) else type(module).cpu(module)
+
+
+def _partition_numel(param: Any) -> int:
+    return int(param.ds_tensor.ds_numel)
 
 
 def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
