@@ -496,25 +496,25 @@ def layers_of_any_module_move_here_and_back() -> None:
 
 
 def family(place: int) -> Callable[[], None]:
-    """Every fourth family, decoders and encoders, as by plain torch, and each prompt with the same bits alone and among others."""
+    """Every eighth family, decoders and encoders, as by plain torch, and each prompt with the same bits alone and among others."""
 
     def body() -> None:
         from tests.inference import test_embedding, test_families, test_long_rope
         from tests.inference import test_triton_families as checks
 
-        for name, dtype in itertools.product([*test_families.CASES][place::4], (torch.float32, torch.bfloat16)):
+        for name, dtype in itertools.product([*test_families.CASES][place::8], (torch.float32, torch.bfloat16)):
             checks.check_logits(test_families.model_of(name), checks.PROMPTS, dtype)
-        for name, dtype in itertools.product([*test_embedding.CASES][place::4], (torch.float32, torch.bfloat16)):
+        for name, dtype in itertools.product([*test_embedding.CASES][place::8], (torch.float32, torch.bfloat16)):
             checks.check_hidden(test_embedding.model_of(name), checks.TEXTS, dtype)
-        for name in [*test_long_rope.CASES][place::4]:
+        for name in [*test_long_rope.CASES][place::8]:
             checks.check_logits(test_long_rope.model_of(name), test_long_rope.TEXTS, whole=True)
 
     body.__name__ = f"families_are_served_as_by_plain_torch_{place}"
     return body
 
 
-for quarter in range(4):
-    alone(family(quarter))
+for eighth in range(8):
+    alone(family(eighth))
 
 
 @alone
