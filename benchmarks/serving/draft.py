@@ -68,7 +68,7 @@ def train(channel: Any, folder: str, name: str) -> None:
         loss = F.cross_entropy(engine(tokens).logits.flatten(0, 1), targets.flatten(), ignore_index=data.IGNORED)
         engine.backward(loss)
         engine.step()
-    engine.save_16bit_model(str(Path(folder) / name))
+    engine.save_pretrained(str(Path(folder) / name))
     batches = text.validation(1, 0, 1)
     windows = [tokens[0, :PROMPT].tolist() for tokens, _ in batches[:: len(batches) // (ROUNDS * PROMPTS)]]
     (Path(folder) / "prompts.json").write_text(json.dumps(windows))

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,16 +48,25 @@ def on(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def rate(cores: Sequence[int], requests: int, *options: str) -> float:
-    """Output tokens per second of a server and its clients on these cores: requests of 64 + 64 tokens, 8 in flight for a core."""
+def rate(cores: Sequence[int], requests: int, *options: str, ready: Callable[[], object] = bool) -> float:
+    """Output tokens per second of a server and its clients on these cores: requests of 64 + 64 tokens, 8 in flight for a core.
+    `ready` is called before what is measured."""
     with on(cores), server(*options) as (address, _):
         command = [sys.executable, "-m", "slipstream.launch.cli", "bench-serve", f"http://{address}", "--json"]
         command += ["--prompt-tokens", "64", "--output-tokens", "64", "--concurrency", str(8 * len(cores))]
         results = []
-        for number in (4 * len(cores), requests * len(cores)):  # the first warms
+        for number, before in ((4 * len(cores), bool), (requests * len(cores), ready)):  # the first warms
+            before()
             done = subprocess.run([*command, "--requests", str(number)], cwd=ROOT, capture_output=True, text=True, check=True)
             results.append(json.loads(done.stdout))
         return float(results[-1]["output_tokens_per_second"])
+
+
+def apart(cores: Sequence[int], requests: int) -> float:
+    """Of a server and its clients on each core, which have nothing in common but the memory: the most that two replicas can do."""
+    both = threading.Barrier(len(cores), timeout=300)
+    with ThreadPoolExecutor(len(cores)) as servers:
+        return sum(servers.map(lambda core: rate([core], requests, "--threads", "1", ready=both.wait), cores))
 
 
 def hits(*options: str) -> float:
@@ -193,8 +202,10 @@ def token_time(wired: bool, streams: int = 16, length: int = 400) -> float:
 def run(options: Options) -> str:
     cores = sorted(os.sched_getaffinity(0))[:2]
     rounds, requests = options.num_rounds(3), 4 if options.quick else 24
-    pairs = [(rate(cores[:1], requests, "--threads", "1"), rate(cores, requests, *TWO)) for _ in range(rounds)]
-    one, two = (median(pair[i] for pair in pairs) for i in range(2))
+    turns = [
+        (rate(cores[:1], requests, "--threads", "1"), rate(cores, requests, *TWO), apart(cores, requests)) for _ in range(rounds)
+    ]
+    one, two, most = (median(turn[i] for turn in turns) for i in range(3))
     known = [hits("--threads", "1"), hits(*TWO)]
     times = [[token_time(wired) for _ in range(rounds)] for wired in (False, True)]
     alone, wired = (median(each) for each in times)
@@ -202,21 +213,24 @@ def run(options: Options) -> str:
     back, sizes = killed()
     gaps = [stall.measure(load.name, lambda address, load=load: stall.send(address, load), *TWO) for load in loads]  # type: ignore[misc]
     rows = [
-        ["output tokens per second", f"{one:.0f}", f"{two:.0f}"],
-        ["tokens of prompts that were cached", f"{known[0]:.3f}", f"{known[1]:.3f}"],
-        ["MB of engines' processes", *(f"{size:.0f}" for size in sizes)],
+        ["output tokens per second", f"{one:.0f}", f"{two:.0f}", f"{most:.0f}"],
+        ["tokens of prompts that were cached", f"{known[0]:.3f}", f"{known[1]:.3f}", "-"],
+        ["MB of engines' processes", *(f"{size:.0f}" for size in sizes), "-"],
     ]
     return "\n\n".join(
         (
             "SmolLM2-135M-Instruct. One engine, its HTTP and its clients on one core; two engines with a core each, HTTP and "
             f"clients on the same two. Prompts of {GROUPS} conversations share {SHARED} of {SHARED + OWN} tokens with {TURNS - 1} "
-            "others.",
-            table(["", "one on one core", "two"], rows),
+            "others. Two servers apart, each with its clients on a core, have only the memory in common.",
+            table(["", "one on one core", "two", "two servers apart"], rows),
             f"A token in the engine's process, without a model: {alone:.0f} us of the engine, {wired:.0f} us with the wire.",
             table(["load on two replicas", *stall.HEAD[1:]], gaps),
             verdicts(
                 [
-                    verdict("tokens per second of two over one", median(b / a for a, b in pairs), 1.9, at_least=True),
+                    verdict("tokens per second of two over one", median(b / a for a, b, _ in turns), 1.9, at_least=True),
+                    verdict(
+                        "tokens per second of two over two servers apart", median(b / c for _, b, c in turns), 0.95, at_least=True
+                    ),
                     verdict("prefix hits of two over one's", known[1] / known[0], 0.9, at_least=True),
                     verdict("us of a token for HTTP in the engine's process", wired - alone, 60, digits=0),
                     verdict("seconds until a killed replica serves again, under load", back, 5.0),
