@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from slipstream.inference.blocks import BlockPool
-from slipstream.inference.core import ForwardSize, Request, SamplingParams, Target, attended
+from slipstream.inference.core import NO_TARGET, ForwardSize, Request, SamplingParams, Target, attended
 from slipstream.inference.pace import RECENT, Pace
-from slipstream.inference.scheduler import LEAST_PROMPT, MISSED, SHARE, Scheduler, receivers
+from slipstream.inference.scheduler import LATE, LEAST_PROMPT, SHARE, Scheduler, receivers
 
 NOTHING = ForwardSize(0)
 
@@ -140,7 +141,7 @@ class Machine:
     def __init__(self, seed: int = 0, *, noise: float = 0.0, **options: object) -> None:
         settings: dict[str, object] = {"token_budget": 256, "max_running": 16, "max_waiting": 4096, "max_context": 2000}
         self.scheduler = Scheduler(BlockPool(4000, 16), **(settings | options))  # type: ignore[arg-type]
-        self.rng, self.noise, self.now = random.Random(seed), noise, 0.0
+        self.rng, self.noise, self.now, self.per_position = random.Random(seed), noise, 0.0, 0.0
         self.times: dict[Request, list[float]] = {}
 
     def run(self, requests: list[Request], limit: float = 1e9) -> None:
@@ -153,7 +154,9 @@ class Machine:
             if batch is None:
                 self.now = coming[0].arrival
                 continue
-            size, took = batch.size, (0.01 + 0.002 * batch.num_tokens) * self.rng.uniform(1 - self.noise, 1 + self.noise)
+            size = batch.size
+            took = 0.01 + 0.002 * size.tokens + self.per_position * size.positions
+            took *= self.rng.uniform(1 - self.noise, 1 + self.noise)
             self.now += took
             sampled = {request: [1] for chunk in batch.chunks for request in receivers(chunk)}
             for request in sampled:
@@ -168,7 +171,7 @@ class Machine:
         return within and all(target.wait_within is None or gap <= target.wait_within for gap in gaps)
 
 
-def asked(number: int, arrival: float, prompt: int, outputs: int, target: Target = Target()) -> Request:  # noqa: B008
+def asked(number: int, arrival: float, prompt: int, outputs: int, target: Target = NO_TARGET) -> Request:
     tokens = [number % 997, *range(prompt - 1)]
     return Request(id=str(number), tokens=tokens, params=SamplingParams(max_tokens=outputs), arrival=arrival, target=target)
 
@@ -220,27 +223,72 @@ def test_the_earliest_deadline_goes_first_and_no_target_is_one_of_ten_seconds() 
 
 
 def test_a_request_that_is_late_waits_for_a_bounded_time() -> None:
-    """More come without end than can be served in time; it is served before those that come later by MISSED steps of priority."""
+    """More come without end than can be served in time; it is served before those that come later by LATE steps of priority."""
     target = Target(1.0, 10.0)
     machine = Machine(max_running=1)
     late = asked(0, 0.0, 1900, 4, Target(0.001))
     others = [asked(number, 0.2 * number, 100, 4, target) for number in range(1, 500)]
     machine.run([late, *others])
     begun = machine.times[late][0]
-    steps = MISSED * machine.scheduler.patience
+    steps = LATE * machine.scheduler.patience
     assert steps - 1 <= begun <= steps + 20, begun
     assert late.missed and 100 < sum(one.missed for one in others) < 400
 
 
-def test_a_late_one_gives_up_its_place_and_its_answer_is_whole() -> None:
-    machine = Machine(max_running=2)
-    late = [asked(number, 0.0, 100, 400, Target(0.001)) for number in range(2)]
-    timely = asked(9, 2.0, 100, 4, Target(1.0))
-    machine.run([*late, timely])
-    assert not timely.missed and machine.times[timely][0] < 3.0
-    assert machine.scheduler.counters.preemptions == 1
-    assert [len(machine.times[one]) for one in late] == [400, 400]
+def test_a_late_prompt_gives_up_its_place_and_an_answer_that_has_begun_goes_on() -> None:
+    machine = Machine(max_running=1)
+    late, timely = asked(1, 0.0, 1900, 8, Target(0.001)), asked(9, 1.0, 100, 4, Target(1.0))
+    machine.run([late, timely])
+    assert not timely.missed and late.missed and machine.scheduler.counters.preemptions == 1
+    assert len(machine.times[late]) == 8
+    machine = Machine(max_running=1)
+    begun, other = asked(2, 0.0, 100, 200, Target(0.001)), asked(9, 1.0, 100, 4, Target(1.0))
+    machine.run([begun, other])
+    assert begun.missed and other.missed and machine.scheduler.counters.preemptions == 0
+    assert max(after - before for before, after in pairwise(machine.times[begun])) < 0.1
     machine.scheduler.pool.check([])
+
+
+def test_an_urgent_prompt_passes_one_that_runs() -> None:
+    machine = Machine(max_context=9000)
+    long, urgent = asked(1, 0.0, 8000, 1), asked(2, 0.5, 20, 1, Target(1.0))
+    machine.run([long, urgent])
+    assert not urgent.missed and machine.times[urgent][0] < 1.2 < 15 < machine.times[long][0]
+
+
+def test_a_target_takes_half_of_the_time_from_other_tenants_at_most() -> None:
+    """The streams want more than any forward can give; another key's prompt is computed at half of the full rate at least."""
+    seconds = {}
+    for wanted in (Target(), Target(None, 0.001), Target(None, 0.021)):
+        machine = Machine()
+        streams = [replace(asked(number, 0.0, 20, 1500, wanted), tenant="a") for number in range(4)]
+        prompt = replace(asked(9, 1.0, 1900, 1), tenant="b")
+        machine.run([*streams, prompt], limit=60.0)
+        seconds[wanted] = machine.times[prompt][0] - 1.0
+    most = 2.3 * seconds[Target()]
+    assert max(seconds.values()) <= most, seconds
+
+
+def test_cached_prompts_and_long_contexts_are_judged_as_they_are() -> None:
+    """All but a few tokens of a prompt are cached: it is in time, and beside a stream its context counts."""
+    machine = Machine(max_context=9000)
+    machine.per_position = 5e-7  # at 4,000 positions as much as the token itself
+    machine.run([asked(1, 0.0, 4000, 1), asked(3, 0.0, 20, 100)])
+    again = asked(1, machine.now, 4001, 1, Target(0.5))
+    machine.run([again])
+    assert again.num_cached >= 3984 and not again.missed
+    start = machine.now
+    stream = asked(7, start, 20, 60, Target(None, 0.1))
+    longer = asked(1, start + 0.2, 4600, 1)
+    machine.run([stream, longer])
+    assert longer.num_cached >= 3984 and not stream.missed
+
+
+def test_without_splitting_a_target_limits_no_prompt() -> None:
+    machine = Machine(split=False, token_budget=2000)
+    stream, prompt = asked(1, 0.0, 20, 300, Target(None, 0.02)), asked(2, 1.0, 500, 1)
+    machine.run([stream, prompt])
+    assert machine.times[prompt][0] < 3.0
 
 
 def test_siblings_have_the_target_of_their_prompt() -> None:

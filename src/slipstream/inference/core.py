@@ -7,7 +7,6 @@ request: many positions of a prompt, or the one token that was sampled last.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +97,9 @@ class SamplingParams:
         return penalized or bool(self.logit_bias)
 
 
+LONGEST = 1e9  # seconds of a target
+
+
 class Target(NamedTuple):
     """The latency that a request wants; None: any."""
 
@@ -108,11 +110,12 @@ class Target(NamedTuple):
 NO_TARGET = Target()
 
 
-def check_target(target: Target) -> None:
-    """Raise ValueError, which names the value, unless both are positive numbers."""
-    for name, value in target._asdict().items():
-        if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
-            raise ValueError(f"{name} is {value!r:.100}; it must be a number of seconds above 0")
+def target_of(first_within: float | None, wait_within: float | None) -> Target:
+    """Raises ValueError, which names the value, unless both are positive numbers."""
+    for name, value in (("first_within", first_within), ("wait_within", wait_within)):
+        if value is not None and not (isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= LONGEST):  # type: ignore[operator]
+            raise ValueError(f"{name} is {value!r:.100}; it must be a number of seconds, above 0 and at most {LONGEST:g}")
+    return Target(*(None if value is None else float(value) for value in (first_within, wait_within)))
 
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
@@ -132,7 +135,7 @@ class Request:
     salt: str = ""  # prefixes are shared only between requests of one salt
     tenant: str = ""  # whose share of the engine it uses: an API key
     target: Target = NO_TARGET
-    missed: bool = False  # the target, already or for certain; only the scheduler changes it
+    missed: bool = False  # the target, by the clock; only the scheduler changes it
     elsewhere: int = 0  # tokens that its tenant has had of other engines, while another one had requests at this one
     adapter: Any = None  # what the runner adds to the model for it (`adapters.Packed`)
     arrival: float = 0.0  # seconds, of one clock

@@ -37,8 +37,7 @@ from slipstream.inference.core import (
     RequestPhase,
     Runner,
     SamplingParams,
-    Target,
-    check_target,
+    target_of,
 )
 from slipstream.inference.draft_model import FEW, DraftModel
 from slipstream.inference.drafts import accept
@@ -282,14 +281,15 @@ class Engine:
         elsewhere: int = 0,
         first_within: float | None = None,
         wait_within: float | None = None,
+        waited: float = 0.0,
     ) -> Handle:
         """Queue a prompt for `n` answers of the model, or of one of `adapters`, and return at once. Lower `priority` goes first.
         Only requests of the same `salt` and `adapter` share the prefix cache; those of different `tenant` share the engine evenly.
-        `first_within` and `wait_within`: the request's target, seconds to the first token and between tokens (`core.Target`).
-        Raises ValueError if the request can never be served, QueueFullError if the queue is full, ClosedError if none is."""
-        ids, target = self.encode(prompt), Target(first_within, wait_within)
+        `first_within` and `wait_within`: the request's target, seconds to the first token and between tokens (`core.Target`);
+        `waited`: seconds that it has waited elsewhere. Raises ValueError if the request can never be served, QueueFullError if the
+        queue is full, ClosedError if none is."""
+        ids, target = self.encode(prompt), target_of(first_within, wait_within)
         self._check(ids, params, n)
-        check_target(target)
         with self._lock:
             self._check_open()
             used, salt = self._adapter(adapter, salt)
@@ -311,7 +311,7 @@ class Engine:
                 elsewhere=elsewhere,
                 target=target,
                 adapter=used,
-                arrival=now,
+                arrival=now - waited,
                 seed=seed + index,
             )
             handle.sequences.append(self._sequence(index, handle, request, ids))
@@ -784,9 +784,9 @@ class Engine:
         if self._drafter is not None:
             self._drafter.forget(sequence.request)
         self._meters.finished[finish] += 1
-        if sequence.request.target != NO_TARGET and finish in (Finish.STOP, Finish.LENGTH):
+        if sequence.request.target != NO_TARGET:
             self._meters.targets_missed += sequence.request.missed
-            self._meters.targets_met += not sequence.request.missed
+            self._meters.targets_met += not sequence.request.missed and finish in (Finish.STOP, Finish.LENGTH)
         now = time.perf_counter()
         self._meters.whole.add(now - sequence.submitted)
         if sequence.first_token:

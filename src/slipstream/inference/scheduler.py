@@ -31,13 +31,13 @@ can use every block, and `add` rejects requests that do not fit an empty pool: e
 [Note: Targets]
 A request may say within how many seconds it wants its first token, and each token after the one before. Its arrival counts later by
 the first of these, up to `patience`, which is what counts for a request that says nothing: so the earliest deadline goes first.
-While a request generates that says the second, forwards take prompts as with a `token_interval` of SHARE of it: some forwards take
-longer.
+While a request generates that says the second, a forward takes prompts for no longer than SHARE of it (some take longer than
+expected); of those of other tenants at least for as long as without any prompt.
 
-A request that has missed its target, or could not meet it with the whole machine, lets those go first that still can: an answer
-that comes too late is of no use to who set the target, and above capacity the engine would compute nothing else. It goes back by
-MISSED steps of priority, so that it waits for a bounded time, too, and one that runs gives up its place to one of its tenant that
-still can.
+A request that has missed its target, or could not meet it with the whole machine, goes back by LATE steps of priority: an answer
+that comes too late is of no use to who set the target, and above capacity the engine would compute nothing else. So it waits for a
+bounded time, too. If it has no token yet, it gives up its place to one of its tenant that may still be in time; an answer that has
+begun goes on.
 
 [Note: Fair shares]
 Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
@@ -72,14 +72,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from slipstream.inference.blocks import BlockPool
-from slipstream.inference.core import NO_TARGET, Batch, Chunk, Finish, ForwardSize, QueueFullError, Request, RequestPhase
+from slipstream.inference.core import NO_TARGET, Batch, Chunk, Finish, ForwardSize, QueueFullError, Request, RequestPhase, attended
 from slipstream.inference.drafts import Lookup
 from slipstream.inference.pace import Pace
 
 STEPS_SECONDS = 0.025  # several steps are made at once if they take less: a reader does not see the tokens come together
 STEP = 4096  # tokens of a tenant's share that a step of priority is worth
 SHARE = 0.6  # of the time between tokens that a request wants, for a forward
-MISSED = 6  # steps of priority that a request loses with its target
+LATE = 6  # steps of priority that a request loses with its target
+NOTHING = ForwardSize(0)
 LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever token_interval says
 
 
@@ -112,6 +113,7 @@ class _Entry:
     admitted: bool = False  # has run, even if it is preempted now
     lookup: Lookup | None = None
     num_draft: int = 0  # tokens to guess next: adapted to how many were accepted last
+    late: bool = False  # it has missed its target, or cannot meet it
     token_at: float = 0.0  # when it got its last token; seconds of the caller's clock
 
 
@@ -247,7 +249,7 @@ class Scheduler:
         `now`: seconds, of the clock of arrivals. Only targets need it."""
         self._give_up(now)
         self._make_room()
-        plan = _Plan(self._budget())
+        plan = _Plan(self.token_budget, within=self._within())
         if self.split:
             self._generate(plan)
             self._add_prompts(plan)
@@ -320,8 +322,13 @@ class Scheduler:
     def _give_up(self, now: float) -> None:
         """Put back the requests that cannot meet their targets any more: [Note: Targets]."""
         per_token = self.pace.per_token() if self._targeted else 0.0
-        for request in [one for one in self._targeted if now + per_token * _pending(one) > self._deadline(one)]:
-            self._miss(request)
+        for request in list(self._targeted):
+            deadline, num = self._deadline(request), _pending(request)
+            request.missed = now > deadline
+            if now + per_token * num > deadline and request.phase is RequestPhase.WAITING and not request.missed:
+                num -= len(self.pool.match(request.tokens, self._salt(request))) * self.pool.block_size
+            if now + per_token * num > deadline:
+                self._put_back(request)
 
     def _deadline(self, request: Request) -> float:
         """Of its next token."""
@@ -332,34 +339,38 @@ class Scheduler:
 
     def _note_time(self, request: Request, now: float) -> None:
         """It gets tokens now."""
-        if request in self._targeted and now > self._deadline(request):
-            self._miss(request)
+        if not request.missed and now > self._deadline(request):
+            request.missed = True
+            if request in self._targeted:
+                self._put_back(request)
         self._entries[request].token_at = now
 
-    def _miss(self, request: Request) -> None:
+    def _put_back(self, request: Request) -> None:
         entry, queue = self._entries[request], self.running if request.phase is RequestPhase.RUNNING else self.waiting
-        request.missed = True
         del self._targeted[request]
         queue.remove(request)
-        entry.rank = (entry.rank[0] + MISSED * self.patience, entry.rank[1])
+        entry.late, entry.rank = True, (entry.rank[0] + LATE * self.patience, entry.rank[1])
         insort(queue, request, key=self._rank)
 
-    def _interval(self) -> float | None:
+    def _within(self) -> float | None:
         """Seconds for a forward, so that those who generate get their tokens in time; None: any."""
-        waits = (one.target.wait_within for one in self.running if one in self._targeted and _pending(one) == 1)
-        wanted = [SHARE * wait for wait in waits if wait is not None]
-        return min([*wanted, *(() if self.token_interval is None else (self.token_interval,))], default=None)
+        generating = [one for one in self.running if _pending(one) == 1]
+        if not generating or not self.split:
+            return None
+        waits = (one.target.wait_within for one in generating if one in self._targeted)
+        within = min((SHARE * wait for wait in waits if wait is not None), default=math.inf)
+        if len(self._active) > 1:
+            size = ForwardSize(len(generating), len(generating), sum(len(one.tokens) for one in generating))
+            within = max(within, 2 * self.pace.seconds(size))
+        within = min(within, self.token_interval or math.inf)
+        return None if within == math.inf else within
 
-    def _budget(self) -> int:
-        """Tokens of the next forward."""
-        generating = [len(request.tokens) for request in self.running if _pending(request) == 1]
-        interval = self._interval()
-        if interval is None or not generating:
-            return self.token_budget
-        given = ForwardSize(len(generating), len(generating), sum(generating))
-        context = next((one.num_computed for one in self.running if _pending(one) > 1), 0)
-        fitting = self.pace.max_tokens(interval, given, context, self.token_budget)
-        return min(self.token_budget, max(fitting, given.tokens + LEAST_PROMPT))
+    def _fitting(self, plan: _Plan, context: int) -> int:
+        """How many tokens of a prompt, of which `context` are computed, fit in what is left of the forward's budget and time."""
+        if plan.within is None:
+            return plan.budget
+        fitting = self.pace.max_tokens(plan.within, plan.size, context, plan.size.tokens + plan.budget) - plan.size.tokens
+        return min(plan.budget, max(fitting, LEAST_PROMPT - plan.prompts, 0))
 
     def _generate(self, plan: _Plan) -> None:
         """Add one token for each generation; if it needs a block and none is free, less important requests are preempted."""
@@ -372,22 +383,23 @@ class Scheduler:
     def _add_prompts(self, plan: _Plan) -> None:
         """Add parts of prompts, of one tenant if several have requests: [Note: Fair shares]."""
         if len(self._active) < 2:
-            self._continue(plan, self.running)
-            self._admit(plan)
+            self._add_by_rank(plan)
             return
         firsts = self._firsts([one for one in self.running if _pending(one) > 1] + self.waiting)
         generations = len(plan.chunks)
         for tenant in sorted(firsts, key=lambda tenant: self._share(firsts[tenant])):
             if len(plan.chunks) == generations:
-                self._continue(plan, [one for one in self.running if one.tenant == tenant])
-                self._admit(plan, tenant)
+                self._add_by_rank(plan, tenant)
 
-    def _continue(self, plan: _Plan, running: Sequence[Request]) -> None:
-        """Add the next part of each running prompt, as far as budget and free blocks allow. Generations may have used blocks that
-        `_admit` reckoned with; once they have ended, there are enough for all running prompts."""
-        for request in running:
-            if _pending(request) > 1:
-                self._plan(plan, request, min(_pending(request), self._capacity(request)))
+    def _add_by_rank(self, plan: _Plan, tenant: str | None = None) -> None:
+        """Add parts of prompts, of a tenant or all: of each that runs, as far as free blocks allow, and before it of those that
+        wait and go first. Generations may have used blocks that `_admit` reckoned with; once they have ended, there are enough for
+        all running prompts."""
+        for request in [one for one in self.running if _pending(one) > 1 and tenant in (None, one.tenant)]:
+            self._admit(plan, tenant, before=request)
+            fitting = self._fitting(plan, request.num_computed)
+            self._plan(plan, request, min(_pending(request), self._capacity(request), fitting))
+        self._admit(plan, tenant)
 
     def _make_room(self) -> None:
         """Preempt requests that yield to the head of the queue until it fits."""
@@ -399,11 +411,12 @@ class Scheduler:
 
     def _yielding(self, head: Request) -> list[Request]:
         """The running requests, by rank, that give up their places to a waiting one: those of tenants that run more than their part
-        if its own runs less; else of its own tenant those that have missed their target, if it may still meet its own."""
+        if its own runs less; else of its own tenant those that are late and have no token yet, if it may still be in time."""
         running = [one for one in self.running if one.tenant == head.tenant]
         if len(running) < self._part() and (surplus := self._surplus()):
             return surplus
-        return [one for one in running if one.missed and self._rank(one) > self._rank(head)] if head in self._targeted else []
+        late = [one for one in running if self._entries[one].late and not one.num_generated]
+        return [one for one in late if self._rank(one) > self._rank(head)] if head in self._targeted else []
 
     def _part(self) -> int:
         """The sequences that each tenant has a right to run."""
@@ -431,17 +444,18 @@ class Scheduler:
             return None
         return cached
 
-    def _admit(self, plan: _Plan, tenant: str | None = None) -> None:
-        """Admit requests from the queue, of a tenant or all, in order, up to the first that does not fit."""
-        if not self.waiting:
-            return
-        owed = self._owed()
-        while plan.budget and self.pool.num_free > owed:
-            request = self._head()
-            if request is None or tenant not in (None, request.tenant) or (cached := self._fit(request, owed)) is None:
+    def _admit(self, plan: _Plan, tenant: str | None = None, before: Request | None = None) -> None:
+        """Admit requests from the queue, of a tenant or all, in order, up to the first that does not fit or goes after `before`."""
+        owed = -1
+        while plan.budget and (request := self._head()) is not None and tenant in (None, request.tenant):
+            if before is not None and self._rank(before) < self._rank(request):
+                break
+            owed = self._owed() if owed < 0 else owed
+            if self.pool.num_free <= owed or not self._fitting(plan, 0) or (cached := self._fit(request, owed)) is None:
                 break
             hits = len(cached) * self.pool.block_size
-            if not self.split and len(request.tokens) - hits > plan.budget:
+            fitting = self._fitting(plan, hits)
+            if not fitting or (not self.split and len(request.tokens) - hits > fitting):
                 self.pool.free(cached)
                 break
             self.waiting.remove(request)
@@ -452,7 +466,7 @@ class Scheduler:
             self.counters.prefix_queries += len(request.tokens)
             self.counters.prefix_hits += hits
             request.phase, request.blocks, request.num_computed = RequestPhase.RUNNING, cached, hits
-            self._plan(plan, request, _pending(request))
+            self._plan(plan, request, min(_pending(request), fitting))
             owed += self._blocks_owed(request)
 
     def _head(self) -> Request | None:
@@ -506,7 +520,7 @@ class Scheduler:
         if not all(_generates(chunk) and chunk.request.is_plain for chunk in chunks):
             return 1
         step = self.pace.seconds(Batch(tuple(chunks), ()).size)
-        within = min(STEPS_SECONDS, self._interval() or STEPS_SECONDS)
+        within = min(STEPS_SECONDS, plan.within or STEPS_SECONDS)
         steps = min([self.most_steps, int(within / step) if step else 1, *(1 + self._room(chunk) for chunk in chunks)])
         while steps > 1 and self.pool.num_free < sum(
             self.pool.num_lacking(chunk.request.blocks, chunk.stop, chunk.start + steps) for chunk in chunks
@@ -533,7 +547,7 @@ class Scheduler:
     def _join(self, request: Request) -> None:
         """It counts for its tenant's share and for targets, until `_withdraw`."""
         self._active[request.tenant] += 1
-        if request.target != NO_TARGET and not request.missed:
+        if request.target != NO_TARGET and not self._entries[request].late:
             self._targeted[request] = None
 
     def _withdraw(self, request: Request) -> None:
@@ -557,11 +571,14 @@ class Scheduler:
         return self._entries[request].rank
 
     def _plan(self, plan: _Plan, request: Request, num: int) -> None:
-        if num := min(num, plan.budget):
+        if (num := min(num, plan.budget)) > 0:
             chunk = Chunk(request, request.num_computed, request.num_computed + num)
             plan.copies += self.pool.reserve(request.blocks, chunk.start, chunk.stop)
+            plan.prompts += num if _pending(request) > 1 else 0
             plan.chunks.append(chunk)
             plan.budget -= num
+            tokens, rows, positions = plan.size
+            plan.size = ForwardSize(tokens + num, rows + chunk.samples, positions + attended(chunk.start, chunk.stop))
 
     def _secure(self, request: Request, order: list[Request]) -> bool:
         """Preempt the last of `order` until the next position of `request` has a block. False if it was preempted itself."""
@@ -598,6 +615,7 @@ class Scheduler:
         """Start a sibling at the end of the prompt that `first` has computed."""
         sibling.missed = first.missed
         self._enter(sibling, self._entries[first].rank[0])
+        self._entries[sibling].late = self._entries[first].late
         self._join(sibling)
         self._entries[sibling].admitted = True
         sibling.phase, sibling.num_cached, sibling.num_computed = RequestPhase.RUNNING, first.num_cached, first.num_computed
@@ -640,6 +658,9 @@ class _Plan:
     budget: int  # tokens left
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    within: float | None = None  # seconds that it may take; None: any
+    size: ForwardSize = NOTHING
+    prompts: int = 0  # tokens of these
 
 
 def _pending(request: Request) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -43,7 +44,7 @@ class Ticket:
     prompt: Sequence[int]
     params: SamplingParams
     sink: Sink
-    more: Mapping[str, Any]  # n, priority, salt, tenant, adapter
+    more: Mapping[str, Any]  # n, priority, salt, tenant, adapter, first_within, wait_within
     keys: Sequence[int] = ()  # of its prefixes, `router.prefix_keys`
     number: int = 0  # at its engine
     engine: RemoteEngine | None = None
@@ -53,6 +54,7 @@ class Ticket:
     moves: int = 0  # engines that have ended with it
     uncached: int = 0  # tokens of the prompt that its engine has to compute, as the router knows
     elsewhere: int = 0  # `Request.elsewhere`
+    arrival: float = field(default_factory=time.monotonic)
     generated: int = 0
     unfinished: set[int] = field(default_factory=set)  # sequences
 
@@ -152,7 +154,7 @@ class RemoteEngine:
         ticket.unfinished = set(range(ticket.more["n"]))
         self._tickets[ticket.number] = ticket
         try:
-            more = {**ticket.more, "elsewhere": ticket.elsewhere}
+            more = {**ticket.more, "elsewhere": ticket.elsewhere, "waited": time.monotonic() - ticket.arrival}
             self._ask("submit", ticket.number, ticket.prompt, wire.packed_params(ticket.params), more)
         except Exception:
             self._tickets.pop(ticket.number, None)

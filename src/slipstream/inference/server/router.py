@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from slipstream.inference import stats, wire
-from slipstream.inference.core import Finish, QueueFullError, SamplingParams, Target, check_target
+from slipstream.inference.core import Finish, QueueFullError, SamplingParams, target_of
 from slipstream.inference.embedding import Embedded, EmbeddingEngine, Pooling, Scored
 from slipstream.inference.engine import ClosedError, Engine, Sink
 from slipstream.inference.server.process import Connected, EngineProcess, ReplicaError, Spare, Zygote
@@ -251,9 +251,8 @@ class Router:
             raise ValueError(f"{self.model_name} embeds texts and does not generate: POST /v1/embeddings")
         if not self.healthy:
             raise ClosedError(self.why or "the engine is closed")
-        check_target(Target(first_within, wait_within))
         more = {"n": n, "priority": priority, "salt": salt, "tenant": tenant, "adapter": adapter}
-        more |= {"first_within": first_within, "wait_within": wait_within}
+        more |= target_of(first_within, wait_within)._asdict()
         keys = prefix_keys(prompt, self.block_size, salt, adapter)
         ticket = Ticket(prompt=prompt, params=params, sink=sink, more=more, keys=keys)
         self._place(ticket)
