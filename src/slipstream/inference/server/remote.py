@@ -161,12 +161,12 @@ class RemoteEngine:
             raise
 
     def cancel(self, ticket: Ticket) -> None:
-        if self._link is not None:
-            self._link.send("cancel", ticket.number)
+        if (link := self._link) is not None:
+            link.send("cancel", ticket.number)
 
     def hold(self, ticket: Ticket, held: bool) -> None:
-        if self._link is not None:
-            self._link.send("hold", ticket.number, held)
+        if (link := self._link) is not None:  # read once: another thread sets it to None
+            link.send("hold", ticket.number, held)
 
     def call(self, name: str, *arguments: Any, timeout: float | None = None) -> Any:
         """Raises what the engine raises, LostError, TimeoutError."""
