@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slipstream.inference.generate import Completion, Delta, GenerationError, InferenceEngine
     from slipstream.inference.initialize import init_inference, pipeline
     from slipstream.inference.listener import Listener
+    from slipstream.inference.replica import settle
     from slipstream.inference.served import ServedForward, token_logprobs
 
 _HOMES = {
@@ -18,6 +19,7 @@ _HOMES = {
     **dict.fromkeys(("QueueFullError", "SamplingParams"), "core"),
     **dict.fromkeys(("init_inference", "pipeline"), "initialize"),
     "Listener": "listener",
+    "settle": "replica",
     **dict.fromkeys(("ServedForward", "token_logprobs"), "served"),
 }
 
@@ -33,6 +35,7 @@ __all__ = [
     "init_inference",
     "num_bytes",
     "pipeline",
+    "settle",
     "token_logprobs",
 ]
 

@@ -124,8 +124,7 @@ def serve(options: argparse.Namespace) -> int:
         raise ValueError("--engine-tls-ca is for engines on other hosts; add --engines, or leave it out")
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
-        from slipstream.inference import recommended, server
-        from slipstream.inference.replica import settle
+        from slipstream.inference import recommended, server, settle
 
         server.check(options.cors_origin, options.otlp_traces)
         try:
@@ -162,8 +161,7 @@ def engine(options: argparse.Namespace) -> int:
     secret, certificate = _secret(options, os.environ), _certificate(options.tls_cert, options.tls_key)
     with ExitStack() as stack:
         sockets = _bound(options.host, options.port, stack)
-        from slipstream.inference import Listener
-        from slipstream.inference.replica import settle
+        from slipstream.inference import Listener, settle
 
         opened = stack.enter_context(_engine(options))
         listener = Listener.of(opened, options.model, secret, certificate)
