@@ -112,10 +112,12 @@ NO_TARGET = Target()
 
 def target_of(first_within: float | None, wait_within: float | None) -> Target:
     """Raises ValueError, which names the value, unless both are positive numbers."""
-    for name, value in (("first_within", first_within), ("wait_within", wait_within)):
-        if value is not None and not (isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= LONGEST):  # type: ignore[operator]
+    values: dict[str, Any] = {"first_within": first_within, "wait_within": wait_within}
+    for name, value in values.items():
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value <= LONGEST):
             raise ValueError(f"{name} is {value!r:.100}; it must be a number of seconds, above 0 and at most {LONGEST:g}")
-    return Target(*(None if value is None else float(value) for value in (first_within, wait_within)))
+    return Target(**{name: None if value is None else float(value) for name, value in values.items()})
 
 
 _INTEGERS = ("max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed")
