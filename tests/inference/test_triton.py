@@ -197,7 +197,7 @@ def test_ranges() -> None:
         pytest.param(0, 0.0, False, True, 24, torch.float16, marks=DEAR),
         (0, 3.0, False, True, 24, torch.bfloat16),
         (50, 0.0, True, True, 24, torch.float32),
-        (50, 0.0, False, False, 24, torch.float32),
+        (10, 0.0, False, False, 24, torch.float32),
         pytest.param(0, 0.0, True, False, 24, torch.float32, marks=DEAR),
         pytest.param(0, 0.0, False, True, 300, torch.float32, marks=DEAR),  # in three chunks
     ],
