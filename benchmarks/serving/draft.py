@@ -59,9 +59,18 @@ def train(channel: Any, folder: str, name: str) -> None:
             eos_token_id=None,
         )
     )
+    embedding = model.get_input_embeddings().weight
+    torch.nn.init.normal_(embedding, std=0.3)  # as the recipe's, whose rate is fast
+    body = [parameter for parameter in model.parameters() if parameter is not embedding]
     config = json.loads((RECIPE / "ds_config.json").read_text()) | {"train_micro_batch_size_per_gpu": WINDOWS}
     engine, _, loader, _ = slipstream.initialize(
-        model=model, model_parameters=model.parameters(), training_data=text.train(), config=config
+        model=model,
+        model_parameters=[
+            {"params": body},
+            {"params": [embedding], "lr": recipe.EMBEDDING_LR * config["optimizer"]["params"]["lr"], "weight_decay": 0.0},
+        ],
+        training_data=text.train(),
+        config=config,
     )
     loss = torch.zeros(())
     for tokens, targets in islice(slipstream.RepeatingLoader(loader), config["scheduler"]["params"]["total_num_steps"]):

@@ -88,6 +88,7 @@ class Session:
     def __init__(self, engine: Engine | EmbeddingEngine, link: wire.Link) -> None:
         self.engine, self.link = engine, link
         self._handles: dict[int, Handle] = {}  # unfinished ones, by the server's numbers
+        self._held: set[int] = set()  # by the server, whose clients do not read
 
     def run(self) -> None:
         """Serve until the other end closes the connection; what is unfinished then is cancelled."""
@@ -95,10 +96,12 @@ class Session:
             for kind, number, *rest in self.link.messages:
                 match kind:
                     case "cancel":
+                        self._held.discard(number)
                         if (handle := self._handles.pop(number, None)) is not None:
                             self.engine.cancel(handle)
                     case "hold":
                         if (handle := self._handles.get(number)) is not None:
+                            (self._held.add if rest[0] else self._held.discard)(number)
                             self.engine.hold(handle, *rest)
                     case "submit":
                         prompt, params, more = rest
@@ -111,6 +114,11 @@ class Session:
                         call() if name == "stats" else slow.submit(call)
             for handle in list(self._handles.values()):
                 self.engine.cancel(handle)
+
+    def _resume(self, number: int) -> None:
+        """The server has taken what was sent."""
+        if (handle := self._handles.get(number)) is not None and number not in self._held:
+            self.engine.hold(handle, False)
 
     @property
     def idle(self) -> bool:
@@ -133,9 +141,10 @@ class Session:
                 unfinished -= 1
                 if not unfinished:
                     self._handles.pop(number, None)
+                    self._held.discard(number)
             if self.link.full and (handle := self._handles.get(number)) is not None:  # or the next output holds it
                 self.engine.hold(handle, True)
-                self.link.when_room(partial(self.engine.hold, handle, False))
+                self.link.when_room(partial(self._resume, number))
 
         self._handles[number] = self.engine.submit(prompt, wire.params_of(params), sink=sink, **more)
         if not unfinished:

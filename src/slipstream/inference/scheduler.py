@@ -58,7 +58,8 @@ with a prompt of the tenant with the least has no others' prompts: with those it
 [Note: Held requests]
 A request whose outputs nobody takes is held: nothing is computed for it, it has no place among the running ones and no blocks.
 Those that it had stay in the prefix cache until others need them, so that it goes on where it was, at the cost of the last, partial
-block; until then its tenant counts as away. A target that passes meanwhile is missed.
+block (of all, without a prefix cache); until then its tenant counts as away, and it has no part in `max_waiting`, or clients that
+do not read would keep others from an idle engine. A target that passes meanwhile is missed.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens, but prompt and output together may have {self.max_context} "
                 f"(the context, and a cache of {self.pool.num_blocks} blocks of {self.pool.block_size}); shorten it"
             )
-        num_waiting = sum(request.tenant == tenant for queue in (self.waiting, self.held) for request in queue)
+        num_waiting = sum(request.tenant == tenant for request in self.waiting)
         if num_waiting >= self.max_waiting:
             raise QueueFullError(f"{num_waiting} requests wait, and max_waiting is {self.max_waiting}; try again later")
 
