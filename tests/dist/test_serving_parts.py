@@ -1,17 +1,20 @@
 """Forwards that add the terms of several processes: what plain torch computes, of any family, on CPUs here."""
 
 import os
+import queue
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import slipstream
-from slipstream.inference import native, ranks
+from slipstream.inference import native, ranks, runner
 from slipstream.inference.config import ModelPart
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.load import load
@@ -19,7 +22,7 @@ from slipstream.inference.weights import Matrix, leaves
 from slipstream.parallel.exchange import connect_activations
 from slipstream.world.mesh import Axis
 from slipstream.world.peers import meet
-from slipstream.world.watch import Watch
+from slipstream.world.watch import PeerLostError, Watch
 from tests.failing import Nursery
 from tests.inference import test_embedding, test_families, test_long_rope
 from tests.inference.twins import PROMPTS, SIZES, check_against_generate, decoder_of, serve, tiny
@@ -176,6 +179,61 @@ def test_sums_are_in_rank_order_whatever_the_batch(world_size: int, transport: s
         for rows in (slice(0, 300), slice(7, 8), slice(5, 64)):
             assert exchange.sum(terms[dist.get_rank()][rows]).equal(total[rows].to(dtype)), (dtype, rows)
     exchange.close()
+
+
+class Group:
+    """An NCCL group, as far as it ends: its destruction, and its abort, wait until no graph has its operations."""
+
+    def __init__(self) -> None:
+        self.has_no_graph, self.is_aborted = threading.Event(), threading.Event()
+
+    def abort(self) -> None:
+        self.has_no_graph.wait()
+        self.is_aborted.set()
+
+
+@distributed(world_size=2)
+def test_graphs_end_before_their_group() -> None:
+    """In an orderly end, and in one by a failure, of which the other process hears while the abort waits."""
+    for failing in (None, 0, 1):
+        serving, group, heard = ranks.ServingRanks(ModelPart(tp_size=2), max_rows=8), Group(), queue.Queue[str]()
+        serving._nccl = cast("Any", group)
+        serving.release = group.has_no_graph.set
+        serving.share({}, threads=1, message_nbytes=64)
+        serving.gather("ready")
+        serving.start(lambda copies, numbers: None, heard.put)
+        destroyed: list[Any] = []
+        if serving.index == failing:
+            serving.fail("it has no memory")
+        if failing is not None:
+            assert heard.get(timeout=20) == "it has no memory"
+            assert not group.is_aborted.is_set()
+
+        def destroy(one: Any, group: Group = group, destroyed: list[Any] = destroyed) -> None:
+            assert group.has_no_graph.is_set()
+            destroyed.append(one)
+
+        with patch.object(dist, "destroy_process_group", destroy):
+            with pytest.raises(PeerLostError, match="no memory") if serving.index and failing is not None else nullcontext():
+                serving.close()
+        assert (group in destroyed) == (failing is None) and group.is_aborted.is_set() == (failing is not None)
+        dist.barrier()
+
+
+@distributed(world_size=2)
+def test_an_opening_that_fails_on_one_process_is_known_to_the_other() -> None:
+    """Which may wait for it on its GPU."""
+
+    def compute(*args: Any, **options: Any) -> Any:
+        raise next(one for one in args if isinstance(one, ranks.ServingRanks)).error()
+
+    bad, name = dist.get_rank() == 1, "rank 1 cannot open the model: MemoryError: no room"
+    with patch.object(runner, "_on_cache", side_effect=MemoryError("no room") if bad else compute):
+        with (
+            pytest.raises(MemoryError if bad else PeerLostError, match="no room" if bad else name),
+            opened(tiny("Llama", **SIZES), tp_size=2),
+        ):
+            pass
 
 
 _DEAR = [pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (0, 1), (0, 2))]

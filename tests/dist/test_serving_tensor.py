@@ -547,6 +547,7 @@ def test_refusals(tmp_path: Path) -> None:
     refused("GPTBigCodeForCausalLM has no plan for tensor parallelism, and none was found", source=foreign, tp_size=2)
     refused("dtype is int8: a GPTBigCodeForCausalLM is cut over processes in float dtypes", source=foreign, tp_size=2, dtype="int8")
     refused("the ranks differ", tp_size=2, dtype="int8" if dist.get_rank() else "bf16")
+    refused("the ranks differ.*max_running 4.*max_running 5", tp_size=2, max_running=4 + dist.get_rank())
 
 
 def test_keys_of_deepspeed() -> None:

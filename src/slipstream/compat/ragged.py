@@ -159,7 +159,8 @@ class InferenceEngineV2:
         try:
             runner: Any = open_runner(model, sizes._replace(ranks=ranks), **where)
             ranks.start(runner.follow, lambda why: logger.error("the engine has ended: %s", why))
-        except BaseException:
+        except BaseException as error:
+            ranks.fail_opening(error)
             with suppress(PeerLostError):
                 closing.close()
             raise

@@ -80,7 +80,8 @@ def open_engine(model: Any, *, ep_size: int = 1, moe_tp_size: int = 1, tp_size: 
     ranks = ServingRanks(part, max_rows=budget)
     try:
         return InferenceEngine(*assemble(model, ranks=ranks, **options))
-    except BaseException:
+    except BaseException as error:
+        ranks.fail_opening(error)
         with suppress(PeerLostError):
             ranks.close()
         raise
@@ -238,7 +239,7 @@ def _add_draft(loop: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | Non
 def _draft(draft: Any, vocab_size: int, tokenizer: Tokenizer | None, place: torch.device, sizes: Sizes) -> Opened:
     """The forward of a draft model, in the precision of its weights. Raises ValueError unless its tokens are the model's."""
     if place.type != "cpu" or sizes.ranks:
-        where = "experts are split over processes" if sizes.ranks else f"the model runs on {place}"
+        where = "the model is cut over processes" if sizes.ranks else f"the model runs on {place}"
         raise ValueError(f"draft needs a CPU and one process, and here {where}; leave it out")
     source = find_source(draft)
     if is_config(source):
@@ -271,6 +272,7 @@ def _place(device: torch.device | str | None, threads: int | None, ranks: Servin
     if place.type == "cuda":
         return _gpu(place, ranks), threads
     if ranks is not None:
+        ranks.compute_on(place)
         threads = threads or min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // ranks.neighbors))
         torch.set_num_threads(min(threads, torch.get_num_threads()))
     return place, threads
@@ -282,7 +284,8 @@ def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes
     options: dict[str, Any] = {"part": ranks.part if ranks else None, "by_layer": sizes.memory is not None}
     read = partial(load, source, dtype=kind, group_size=group, device=place, **options)
     try:
-        loaded = ranks.together(read) if ranks else read()
+        equal = {"device": _kind_of(place), "max_running": sizes.max_running, "max_context": sizes.max_context}
+        loaded = ranks.together(read, **equal) if ranks else read()
     except UnsupportedModel as error:
         _check_transformers_serves(sizes, error)
         return _serve_by_transformers(source, kind, place, group, sizes)
@@ -390,16 +393,24 @@ def _weights_text(kind: str, dtype: torch.dtype) -> str:
 
 
 def _gpu(place: torch.device, ranks: ServingRanks | None) -> torch.device:
-    """Add the number of the GPU: of processes of one host, each has the next; else the current one, which is thread-local, and
-    another thread runs the model."""
+    """Add the number of the GPU: of processes of one host, each has the next of those that it sees (one, if the launcher gives each
+    its own); else the current one, which is thread-local, and another thread runs the model. Collective with ranks."""
     count = torch.cuda.device_count()
     if (place.index or 0) >= count:
         raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
-    numbered = place.index is not None
-    if ranks is not None and ranks.neighbors > count and not numbered:
+    if ranks is None:
+        return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
+    own = place if place.index is not None else torch.device("cuda", ranks.place % count)
+    ranks.compute_on(own)
+    if not ranks.have_a_device_each and place.index is None:
         share = 'with device="cuda:0" they share the first, slowly'
-        raise ValueError(f"{ranks.neighbors} processes of this host need a GPU each, and torch sees {count}: {share}")
-    return place if numbered else torch.device("cuda", torch.cuda.current_device() if ranks is None else ranks.place)
+        raise ValueError(f"{ranks.neighbors} processes of this host need a GPU each, and torch sees {count} in one: {share}")
+    return own
+
+
+def _kind_of(place: torch.device) -> str:
+    """The kind of a device, for comparing."""
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
 
 
 def _transformers_model(source: Any, kind: str, place: torch.device, group_size: int) -> Any:

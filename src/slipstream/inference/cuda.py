@@ -367,10 +367,7 @@ class CudaDecoder:
         self._rope_tables = {layer.rope: self._rope_table(layer.rope) for layer in config.layers if layer.rope}
         self._parts = _Parts(config, weights)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
-        if max_batch and cache.device.type == "cuda" and not any(layer.experts for layer in config.layers):
-            self._capture(max_batch)
-        if cache.device.type == "cuda":
-            torch.cuda.synchronize(cache.device)  # the engine's thread uses another stream
+        self.capture(max_batch)
 
     def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
         """Cosine and sine, fp32 [max_context, rotary_dim / 2]; if long texts have other frequencies, these follow."""
@@ -438,6 +435,21 @@ class CudaDecoder:
         tokens, positions, angles, stops, slots, rows, tile_row, tile_length, tile_table, tables = lists
         tiles = Tiles(tile_row, tile_length, tile_table, tables, lanes, context)
         return _Step(tokens, positions, angles, stops, slots, rows, tiles)
+
+    def capture(self, max_batch: int) -> None:
+        """Capture graphs for batches of up to `max_batch` rows, if the model can have them."""
+        if max_batch and self.cache.device.type == "cuda" and not any(layer.experts for layer in self.config.layers):
+            self._capture(max_batch)
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize(self.cache.device)  # the engine's thread uses another stream
+
+    def close(self) -> None:
+        """Free the graphs, with what they have captured of `exchange`. No forward may run."""
+        if self._graphs:
+            torch.cuda.synchronize(self.cache.device)
+        for graph, _ in self._graphs.values():
+            graph.reset()  # a frame of a traceback may have it
+        self._graphs = {}
 
     @torch.inference_mode()
     def _capture(self, max_batch: int) -> None:

@@ -36,10 +36,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slipstream.inference.config import ModelPart
-from slipstream.inference.core import Batch, batch_of, numbers_of
 from slipstream.inference.load import LoadedModel
 from slipstream.ops import cpu, words
 from slipstream.parallel.exchange import Exchange, connect_activations
@@ -60,6 +58,7 @@ _LOOK_S = 0.1  # the longest that a thread does not see that this process closes
 _SPIN_US, _SPINS = 1000, 80_000  # of a wait before it sleeps: for the next forward, longer than rank 0 takes between two; in one
 _CROWDED_SPINS = 100  # if the processes of this host have more threads than cores
 _NAMED_S = 3.0  # for rank 0 to name a lost process
+_ABORT_S = 10.0  # for the end of operations on GPUs that wait for a lost process
 
 
 class RanksRecord(ctypes.Structure):
@@ -95,11 +94,14 @@ class ServingRanks:
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._sums: Exchange | None = None
         self._nccl: dist.ProcessGroup | None = None  # of these
+        self._aborting: threading.Thread | None = None
+        self.release: Callable[[], object] = bool  # drops the graphs that have operations of the group, which waits for that to end
         self.axis = Axis("tp", self._group, tuple(range(size)), self.index, size)
         self._peers: list[Peer] = meet(self.axis)
         here = [peer.rank for peer in self._peers if peer.host == self._peers[self.index].host]
         self.neighbors, self.place = len(here), here.index(self.index)  # processes on this host, and which of them this is
         self.on_one_host = self.neighbors == size
+        self.sharing, self.have_a_device_each = self.neighbors, False
         self._callback = _Exchange(self._exchange)  # kept: C has its address
         self._on_lost: Callable[[str], object] = lambda why: None
         self._sending, self._losing = threading.Lock(), threading.Lock()
@@ -117,32 +119,43 @@ class ServingRanks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def together(self, read: Callable[[], LoadedModel]) -> LoadedModel:
-        """`read()`. Raises ValueError on all ranks if one fails or is unlike the others: all must compute the same bits."""
+    def compute_on(self, device: torch.device) -> None:
+        """Set `sharing`, the processes of this host that compute on the same device, and `have_a_device_each`. Collective."""
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        every = self.gather((self._peers[self.index].host, device.type, uuid))
+        self.sharing, self.have_a_device_each = every.count(every[self.index]), len(set(every)) == self.size
+
+    def together(self, read: Callable[[], LoadedModel], **options: object) -> LoadedModel:
+        """`read()`. Raises ValueError on all ranks if one fails or is unlike the others: all must compute the same bits, by equal
+        operations. `options`: what else must be equal."""
         told = ""
         try:
             loaded = read()
             model = hashlib.sha256(repr(replace(loaded.config, part=ModelPart())).encode()).hexdigest()[:8]
-            told = f"model {model}, {loaded.opening.kind}, {loaded.dtype}, token_budget {self.max_rows}, instructions {cpu.isa()}"
+            options |= {"token_budget": self.max_rows, "instructions": cpu.isa(), "part": replace(loaded.config.part, index=0)}
+            told = f"model {model}, {loaded.opening.kind}, {loaded.dtype}, {', '.join(f'{key} {options[key]}' for key in options)}"
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             raise
         finally:
             known = self.gather(told)
         if len(set(known)) > 1:
-            raise ValueError(f"the ranks differ; open one model with one dtype and token_budget on like processors: {known}")
+            raise ValueError(f"the ranks differ; open one model with the same options on like processors: {known}")
         return loaded
 
     def exchange(self, device: torch.device) -> Exchange:
         """What adds up the terms of all processes. Over NCCL, if each has a GPU of its own, and gloo if they share one; of CPUs,
-        over shared memory within a host, and gloo between hosts. Collective."""
-        host, axis = self._peers[self.index].host, self.axis
-        uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
-        if len(set(self.gather((host, str(uuid))))) == self.size and device.type == "cuda":
+        over shared memory within a host, and gloo between hosts. Collective, after `compute_on`."""
+        axis, transport = self.axis, "auto" if self.on_one_host else "gloo"
+        if device.type == "cuda" and self.have_a_device_each:
             self._nccl = dist.new_group(backend="nccl")
             axis = replace(axis, group=self._nccl)
-        transport = "auto" if self.on_one_host else "gloo"
+            if self.why:  # `_lose` has found no group to abort
+                raise self.error()
         self._sums = connect_activations(axis, device, transport, self.watch, in_rank_order=True)
+        if self.over_nccl:  # makes the communicator while no rank has work of its own that can fail
+            self._sums.sum(torch.zeros(self.size, device=device))
+            torch.cuda.synchronize(device)
         return self._sums
 
     @property
@@ -229,10 +242,9 @@ class ServingRanks:
         except PeerLostError as error:
             self._lose(str(error))
         except BaseException as error:
-            logger.exception("rank %d cannot compute its part of a forward", self.index)
-            why = f"rank {self.index} failed: {type(error).__name__}: {error}"
-            self._send(why.encode())
-            self._lose(why)
+            if not self.why:  # else it comes of another's end, and of the abort of its operations
+                logger.exception("rank %d cannot compute its part of a forward", self.index)
+                self.fail(f"rank {self.index} failed: {type(error).__name__}: {error}")
         finally:
             self._closing.set()
 
@@ -279,17 +291,29 @@ class ServingRanks:
     def _gone(self, rank: int) -> str:
         return f"rank {rank} (pid {self._peers[rank].pid}) is gone: its process was killed, crashed, or exited without cleanup"
 
+    def fail(self, why: str) -> None:
+        """This process cannot go on: end the others' waits for it."""
+        if self.index:
+            self._send(why.encode())
+        self._lose(why)
+
+    def fail_opening(self, error: BaseException) -> None:
+        if self.why:
+            error.add_note(self.why)  # it comes of another's end
+        self.fail(f"rank {self.index} cannot open the model: {type(error).__name__}: {error}")
+
     def _lose(self, why: str) -> None:
         """End waits, tell rank 0's engine, and of rank 0 the other processes."""
         with self._losing:
             if self.why or (self.index == 0 and self._closing.is_set()):
                 return
             self.why, self.record.lost, self.watch.failure = why, 1, why
-        if self._nccl is not None:
-            self._nccl.abort()  # its kernels wait on the GPU, without end
         self._on_lost(why)
         if self.index == 0:
             self._send(why.encode())
+        if self._nccl is not None:  # its kernels wait on the GPU, without end; the abort itself, until `release` has dropped graphs
+            self._aborting = threading.Thread(target=self._nccl.abort, name="slipstream-abort", daemon=True)
+            self._aborting.start()
 
     def _send(self, message: bytes) -> None:
         for link in self._links:
@@ -328,6 +352,10 @@ class ServingRanks:
             thread.join()
         for link in self._links:
             link.close()
+        try:
+            self.release()
+        except RuntimeError:  # of a device that has failed
+            logger.exception("rank %d cannot free its graphs", self.index)
         self._leave_groups()
         if self.index and self.why:
             raise PeerLostError(self.why)
@@ -335,60 +363,10 @@ class ServingRanks:
     def _leave_groups(self) -> None:
         if self._sums is not None:
             self._sums.close()
+        if self._aborting is not None:
+            self._aborting.join(_ABORT_S)
         aborted = self._nccl if self.why else None
         for group in (self._nccl, self._group):
             if group is not None and group is not aborted and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._nccl = self._group = None
-
-
-class RanksRunner:
-    """A `core.Runner` over that of this process's part, whose forwards the others join: what rank 0 calls, they follow.
-
-    Creating it is collective. The sums of a forward are exchanges, so all are in it before rank 0 leaves it."""
-
-    generate = None  # several steps at once
-
-    def __init__(self, own: Any, ranks: ServingRanks, device: torch.device, *, embeds: bool = False) -> None:
-        """own: `decoder.Decoder`, or a runner that joins its parts as that does. embeds: it computes `hidden`, no logits."""
-        self.own, self.ranks, self._device, self._embeds = own, ranks, device, embeds
-        self.num_blocks, self.block_size, self.vocab_size = own.num_blocks, own.block_size, own.vocab_size
-        self.max_context, self.short_context, self.config = own.max_context, own.short_context, getattr(own, "config", None)
-        blocks = -(-self.max_context // self.block_size) + 1  # of a sequence
-        nbytes = 4 * (ranks.max_rows * (7 + min(blocks, self.num_blocks)) + 2 * self.num_blocks + 16)
-        ranks.share({}, threads=torch.get_num_threads(), message_nbytes=nbytes)
-
-    def put(self, role: str, weight: Any) -> None:
-        raise AssertionError(f"{role}: a model over processes is opened again for new weights")
-
-    def forward(self, batch: Batch) -> Tensor:
-        """As `core.Runner.forward`."""
-        with self.ranks.forward(batch.copies, (*numbers_of(batch, int, self.block_size), array("i"))):
-            return self._computed(lambda: self.own.forward(batch))
-
-    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """As `Decoder.hidden`."""
-        ids, first_row = array("i", chain(*texts)), array("i", accumulate(map(len, texts), initial=0))
-        others = [array("i")] * 5
-        with self.ranks.forward((), (ids, first_row, *others, array("i", chain(*types or ())))):
-            return self._computed(lambda: self.own.hidden(texts, types))
-
-    def follow(self, copies: Sequence[tuple[int, int]], numbers: Sequence[array[int]]) -> None:
-        """Compute this process's part of a forward that rank 0 has posted."""
-        *of_batch, types = numbers
-        if not self._embeds:
-            batch = batch_of(copies, of_batch)
-            self._computed(lambda: self.own.forward(batch))
-            return
-        ids, first_row, *_ = of_batch
-        texts, kinds = ([row[start:stop] for start, stop in pairwise(first_row)] for row in (ids, types))
-        self._computed(lambda: self.own.hidden(texts, kinds if types else None))
-
-    def _computed(self, compute: Callable[[], Tensor]) -> Tensor:
-        self.ranks.watch.step += 1  # operations of a forward are compared with those of earlier ones
-        result = compute()
-        if self._device.type == "cuda":  # the next forward's numbers are written over this one's, which others may not have read
-            torch.cuda.synchronize(self._device)
-        if self.ranks.why:
-            raise self.ranks.error()
-        return result

@@ -154,7 +154,11 @@ def _on_cache(
     from slipstream.inference.cuda import CudaDecoder
 
     captures = ranks is None or ranks.over_nccl  # gloo's operations are no part of a graph
-    kernels = CudaDecoder(config, weights, cache, dtype, exchange, max_batch=max_batch if captures else 0)
+    kernels = CudaDecoder(config, weights, cache, dtype, exchange, max_batch=max_batch if ranks is None else 0)
+    if ranks is not None and captures:
+        ranks.release = kernels.close
+        ranks.gather("ready")  # an operation in a graph waits on the GPU for the other processes'
+        kernels.capture(max_batch)
     forward = "Triton kernels" if captures else "Triton kernels without CUDA graphs"
     return _over(kernels, forward, cache.device, ranks, embeds=embeds)
 
@@ -163,7 +167,7 @@ def _over(own: Runner, forward: str, device: torch.device, ranks: ServingRanks |
     """A runner of the whole model, or of the part of each process."""
     if ranks is None:
         return Opened(own, forward)
-    from slipstream.inference.ranks import RanksRunner
+    from slipstream.inference.ranks_runner import RanksRunner
 
     transport = "" if device.type == "cpu" else " over NCCL" if ranks.over_nccl else " over gloo: they share a GPU"
     return Opened(RanksRunner(own, ranks, device, embeds=embeds), f"{forward} in {ranks.size} processes{transport}")
@@ -203,7 +207,7 @@ def _context(limit: int, sizes: Sizes) -> int:
 
 
 def _blocks(shapes: list[HeadShape], dtype: torch.dtype, sizes: Sizes, context: int, device: torch.device) -> int:
-    sharing = sizes.replicas * (1 if sizes.ranks is None else sizes.ranks.neighbors)  # processes of this host
+    sharing = sizes.replicas * (1 if sizes.ranks is None else sizes.ranks.sharing)  # processes that divide the memory
     available = int(free_memory(device) * _SHARE[device.type]) // sharing
     if sizes.spare_bytes is not None:
         available = max(0, free_memory(device) - sizes.spare_bytes) // sharing
