@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import slipstream
-from slipstream.inference import native, ranks, runner
+from slipstream.inference import assembly, native, ranks, runner
 from slipstream.inference.config import ModelPart
 from slipstream.inference.generate import InferenceEngine
 from slipstream.inference.load import load
@@ -234,6 +235,28 @@ def test_an_opening_that_fails_on_one_process_is_known_to_the_other() -> None:
             opened(tiny("Llama", **SIZES), tp_size=2),
         ):
             pass
+
+
+@distributed(world_size=2)
+def test_which_gpu_a_process_has() -> None:
+    """By its place on the host, or the only one that its launcher shows it. GPUs are those of a table here."""
+    serving = ranks.ServingRanks(ModelPart(tp_size=2), max_rows=8)
+    for seen, asked, own, sharing in (
+        (("ab", "ab"), "cuda", (0, 1), 1),
+        (("a", "b"), "cuda", (0, 0), 1),
+        (("ab", "ab"), "cuda:0", (0, 0), 2),
+        (("a", "a"), "cuda", None, 2),
+    ):
+        mine = seen[serving.index]
+
+        def properties(device: torch.device, mine: str = mine) -> SimpleNamespace:
+            return SimpleNamespace(uuid=mine[device.index or 0])
+
+        shown = patch.multiple(torch.cuda, device_count=lambda mine=mine: len(mine), get_device_properties=properties)
+        with shown, nullcontext() if own else pytest.raises(ValueError, match="2 processes of this host need a GPU each"):
+            assert assembly._place(asked, None, serving)[0] == torch.device("cuda", own[serving.index] if own else 0)
+        assert (serving.sharing, serving.have_a_device_each) == (sharing, sharing == 1)
+    serving.close()
 
 
 _DEAR = [pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 1), (0, 1), (0, 2))]

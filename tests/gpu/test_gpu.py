@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.cases import ALONE, CASES
+from tests.gpu.cases import ALONE, CASES, TOGETHER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -61,8 +61,8 @@ def start(world: int, names: list[str], devices: int = 1) -> tuple[dict[str, dic
 @pytest.mark.parametrize("world", WORLDS, ids=lambda n: f"world{n}")
 def test_on_cuda(world: int, name: str) -> None:
     """Fresh processes for each, so that a case that fails takes no other with it; `pytest -n 8` runs eight at once."""
-    if world > 1 and name in ALONE:
-        pytest.skip("a case of one process")
+    if name in (ALONE if world > 1 else TOGETHER):
+        pytest.skip("a case of another number of processes")
     done, printed = start(world, [name])
     assert name in done, f"the processes ended in it:\n{printed[-6000:]}"
     assert not done[name]["trouble"], done[name]["trouble"]

@@ -19,8 +19,9 @@ _LINEAR = {"bias": None, "SLICE": 512, "GROUP": 32, "COLUMNS": 64, "num_warps": 
 _FEW, _MANY = {"TOGETHER": 1, "ROWS": 16}, {"TOGETHER": 4, "ROWS": 128, "COLUMNS": 128, "num_warps": 8}
 _PLAIN, _CODES = {"scale": None, "low": None, "FEATURES": 64}, {"FEATURES": 128}
 _HEADS = {"HEADS": 32, "DIM": 64}
-_LATENT = {"num_stages": 2, "WINDOW": 0, "KV_HEADS": 1, "GROUP": 128, "PADDED": 128, "DIM": 576, "BLOCK_DIM": 128, "LANES": 128}
+_LATENT = {"num_stages": 1, "WINDOW": 0, "KV_HEADS": 1, "GROUP": 128, "PADDED": 128, "DIM": 576, "BLOCK_DIM": 128, "LANES": 128}
 _NO_ALIBI = {"slopes": None, "LANES": 16}
+_WIDE = {"DIM": 256, "BLOCK_DIM": 128, "LANES": 64, "num_stages": 1}  # in fp32
 _RMS, _LAYER = {"CENTERED": False, "bias": None, "post_bias": None, "AFTER": False}, {"CENTERED": True, "AFTER": True}
 _PLACE = {"PLANES": 4, "KV_HEADS": 8, "HALF": 32, "BLOCK": 64}
 _SPARSE: dict[str, Any] = {
@@ -56,6 +57,11 @@ KERNELS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | _NO_ALIBI),
     (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | {"LANES": 64}),
     (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | _NO_ALIBI | _LATENT),
+    (attention._attend, dict.fromkeys(("q", "keys", "values"), BF16), _ATTEND | _WIDE | {"BLOCK_DIM": 256}),
+    (attention._attend, {}, _ATTEND | _WIDE | {"DIM": 128}),
+    (attention._attend, {}, _ATTEND | _WIDE),
+    (linear._linear, {}, _LINEAR | _PLAIN | _FEW | {"FEATURES": 32, "num_stages": 6}),
+    (linear._linear, {}, _LINEAR | _PLAIN | _FEW | {"FEATURES": 32, "ROWS": 64, "num_stages": 6}),
     (attention._combine, {"out": BF16}, _HEADS | {"WINDOW": 64, "BLOCK_DIM": 64}),
     (rows._add_norm, {"out": BF16}, _RMS | {"PLANES": 4, "BLOCK": 2048}),
     (rows._add_norm, {"out": BF16}, _LAYER | {"PLANES": 4, "BLOCK": 2048}),
@@ -134,7 +140,9 @@ def main() -> None:
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         kernel_code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         code = kernel_code.asm["ptx"]
+        products = "fp32" if FP32 in (signature.get("weight"), signature.get("keys")) else "16 bits"
         report = {"module": module, "kernel": kernel.__name__, "shared": kernel_code.metadata.shared, "fused": "fma.rn.f32" in code}
+        report["products"] = products
         print(json.dumps(report | {"wgmma": "wgmma.mma_async" in code, "mma": "mma.sync" in code}), flush=True)
 
 

@@ -281,7 +281,8 @@ def _place(device: torch.device | str | None, threads: int | None, ranks: Servin
 def _serve(source: Any, kind: str, place: torch.device, group: int, sizes: Sizes) -> _Ready:
     """Load the model, by our own forward if it has one, else by transformers'. Collective with ranks."""
     ranks = sizes.ranks
-    options: dict[str, Any] = {"part": ranks.part if ranks else None, "by_layer": sizes.memory is not None}
+    options: dict[str, Any] = {"by_layer": sizes.memory is not None}
+    options |= {"part": ranks.part, "devices": ranks.num_devices} if ranks else {}
     read = partial(load, source, dtype=kind, group_size=group, device=place, **options)
     try:
         equal = {"device": _kind_of(place), "max_running": sizes.max_running, "max_context": sizes.max_context}
@@ -398,11 +399,12 @@ def _gpu(place: torch.device, ranks: ServingRanks | None) -> torch.device:
     count = torch.cuda.device_count()
     if (place.index or 0) >= count:
         raise ValueError(f'device is {place}, and torch sees {count} GPUs here; give device="cpu"')
+    numbered = place.index is not None
     if ranks is None:
-        return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
-    own = place if place.index is not None else torch.device("cuda", ranks.place % count)
+        return place if numbered else torch.device("cuda", torch.cuda.current_device())
+    own = place if numbered else torch.device("cuda", ranks.place % count)
     ranks.compute_on(own)
-    if not ranks.have_a_device_each and place.index is None:
+    if not (ranks.have_a_device_each or numbered):
         share = 'with device="cuda:0" they share the first, slowly'
         raise ValueError(f"{ranks.neighbors} processes of this host need a GPU each, and torch sees {count} in one: {share}")
     return own

@@ -50,6 +50,7 @@ def load(
     device: torch.device | str = "cpu",
     part: ModelPart | None = None,
     by_layer: bool = False,
+    devices: int = 1,
 ) -> LoadedModel:
     """Read a model and move its weights to `device`.
 
@@ -58,9 +59,11 @@ def load(
     (a file's 4-bit blocks are kept for "int4" and dequantized for "int8"). "auto": "stored", except for GGUF files of quantized
     blocks, which follow the rule of `precision`. group_size: weights per scale in int4. part: of the model; the rest is not read.
     by_layer: the layers of a folder or GGUF file are not read but by `DecoderWeights.read_layer`, one at a time.
+    devices: among which `part` divides the model, with memory of their own.
     """
     on = torch.device(device)
-    opening = Opening(parse_dtype(dtype), cut=None if part is None else partial(_cut, part, on), by_layer=by_layer)
+    cut_to = None if part is None else partial(_cut, part, on)
+    opening = Opening(parse_dtype(dtype), cut=cut_to, by_layer=by_layer, devices=devices)
     loaded = _read(source, opening, group_size, on)
     kind, has_head = loaded.opening.kind, loaded.config.has_head
     weights = quantize(loaded.weights, kind, group_size, has_head=has_head) if kind in QUANTIZED else loaded.weights
@@ -307,7 +310,7 @@ def _gguf(path: Path, asked: Opening, group: int, device: torch.device) -> Loade
     sizes = [(math.prod(one.shape), is_block(one), form_of(one, all_forms) is not None) for one in file.tensors.values()]
     if asked.kind == "auto" and any(block for _, block, _ in sizes):
         mostly = sum(size * (2 * kept - 1) for size, block, kept in sizes if block) >= 0
-        opening = choose(sum(size for size, _, _ in sizes), mostly, device)
+        opening = choose(sum(size for size, _, _ in sizes) // asked.devices, mostly, device)
     opening = opening._replace(cut=asked.cut, by_layer=asked.by_layer)
     forms = {"stored": all_forms, "int4": (Int4,)}.get(opening.kind, ())
     whole = opening.kind == "stored" and device.type == "cpu"  # the embedding and the head are kept, too

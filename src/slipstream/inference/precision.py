@@ -33,6 +33,7 @@ class Opening(NamedTuple):
     why: str = ""  # for the log; "" if it was requested
     cut: Callable[[TransformerConfig], TransformerConfig] | None = None  # to what this process opens; None: all
     by_layer: bool = False  # a layer is read when it is packed
+    devices: int = 1  # that hold the model together
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> str:

@@ -101,7 +101,7 @@ class ServingRanks:
         here = [peer.rank for peer in self._peers if peer.host == self._peers[self.index].host]
         self.neighbors, self.place = len(here), here.index(self.index)  # processes on this host, and which of them this is
         self.on_one_host = self.neighbors == size
-        self.sharing, self.have_a_device_each = self.neighbors, False
+        self.sharing, self.num_devices = self.neighbors, 1
         self._callback = _Exchange(self._exchange)  # kept: C has its address
         self._on_lost: Callable[[str], object] = lambda why: None
         self._sending, self._losing = threading.Lock(), threading.Lock()
@@ -120,10 +120,10 @@ class ServingRanks:
         return values
 
     def compute_on(self, device: torch.device) -> None:
-        """Set `sharing`, the processes of this host that compute on the same device, and `have_a_device_each`. Collective."""
+        """Set `sharing`, the processes of this host that compute on the same device, and `num_devices` of all. Collective."""
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         every = self.gather((self._peers[self.index].host, device.type, uuid))
-        self.sharing, self.have_a_device_each = every.count(every[self.index]), len(set(every)) == self.size
+        self.sharing, self.num_devices = every.count(every[self.index]), len(set(every))
 
     def together(self, read: Callable[[], LoadedModel], **options: object) -> LoadedModel:
         """`read()`. Raises ValueError on all ranks if one fails or is unlike the others: all must compute the same bits, by equal
@@ -157,6 +157,10 @@ class ServingRanks:
             self._sums.sum(torch.zeros(self.size, device=device))
             torch.cuda.synchronize(device)
         return self._sums
+
+    @property
+    def have_a_device_each(self) -> bool:
+        return self.num_devices == self.size
 
     @property
     def over_nccl(self) -> bool:

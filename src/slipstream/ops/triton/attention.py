@@ -21,7 +21,7 @@ from slipstream.ops.triton.tiles import LEAST, multiply, num_ranges, range_of, r
 
 _POSITIONS = tl.constexpr(64)  # per step: the height of a matrix instruction
 _PROGRAMS = 256
-_WIDEST, _CHUNK = 256, 128  # features of a head that one program can hold; of a chunk
+_WIDEST, _CHUNK = {2: 256, 4: 128}, 128  # features of a head that one program can hold, by bytes of a number; of a chunk
 
 
 class Tiles(NamedTuple):
@@ -189,7 +189,7 @@ def attend(
     num_rows, num_heads, dim = q.shape
     block_size, kv_heads = keys.shape[1:3]
     ranges, num_tiles, width = num_ranges(tiles.context), len(tiles.row), max(16, triton.next_power_of_2(dim))
-    block_dim = width if width <= _WIDEST else _CHUNK
+    block_dim = width if width <= _WIDEST[q.itemsize] else _CHUNK
     sums = torch.empty(num_rows, num_heads, ranges, dim, device=q.device)
     stats = torch.empty(num_rows, num_heads, ranges, 2, device=q.device)
     programs = min(ranges, max(1, _PROGRAMS // (num_tiles * kv_heads)))  # that share a tile's ranges
@@ -214,7 +214,7 @@ def attend(
         BLOCK_SIZE=block_size,
         LANES=tiles.lanes,
         num_warps=4,
-        num_stages=2 if block_dim * keys.itemsize <= 256 else 1,
+        num_stages=2 if width * keys.itemsize <= 256 else 1,
         **shape,
     )
     out = torch.empty(num_rows, num_heads * dim, dtype=q.dtype, device=q.device)
