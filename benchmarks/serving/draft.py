@@ -59,7 +59,7 @@ def train(channel: Any, folder: str, name: str) -> None:
             eos_token_id=None,
         )
     )
-    embedding = model.get_input_embeddings().weight
+    embedding = model.model.embed_tokens.weight
     torch.nn.init.normal_(embedding, std=0.3)  # as the recipe's, whose rate is fast
     body = [parameter for parameter in model.parameters() if parameter is not embedding]
     config = json.loads((RECIPE / "ds_config.json").read_text()) | {"train_micro_batch_size_per_gpu": WINDOWS}
