@@ -158,7 +158,7 @@ def test_refusals(folder: Path) -> None:
             slipstream.init_inference(source, **{**_OPTIONS, **options})
 
     refused("ep_size \\(3\\) x moe_tp_size \\(1\\) need 3 processes, and 2 run this: .*slipstream run --nproc 3", ep_size=3)
-    refused("the ranks differ; open one model .*bfloat16, tok.*int8, tor", ep_size=2, dtype="int8" if dist.get_rank() else "bf16")
+    refused("the ranks differ; open one model .*bfloat16, tor.*int8, tor", ep_size=2, dtype="int8" if dist.get_rank() else "bf16")
     refused("token_budget 64.*token_budget 65", ep_size=2, token_budget=64 + dist.get_rank())
     refused("do not split .*intermediate_size=16", moe={"ep_size": 1, "tp_size": 2}, source=narrow())
     refused("do not split a model without experts", source=tiny("Llama", **SIZES), ep_size=2)

@@ -291,6 +291,30 @@ def test_without_splitting_a_target_limits_no_prompt() -> None:
     assert machine.times[prompt][0] < 3.0
 
 
+def test_a_target_that_is_too_tight_is_no_worse_than_none() -> None:
+    """Beside a flood without targets; and its waits are still those that it wants."""
+    begun, longest = {}, {}
+    for wanted in (Target(), Target(0.001), Target(0.001, 0.1)):
+        machine = Machine(max_running=4)
+        flood = [asked(number, 0.3 * number, 200, 40) for number in range(1, 120)]
+        own = asked(0, 10.0, 60, 40, wanted)
+        machine.run([*flood, own])
+        begun[wanted], times = machine.times[own][0] - 10.0, machine.times[own]
+        longest[wanted] = max(after - before for before, after in pairwise(times))
+    assert max(begun.values()) <= begun[Target()] + 1.0, begun
+    assert longest[Target(0.001, 0.1)] <= 0.1 < longest[Target(0.001)], longest
+
+
+def test_a_held_request_has_no_target() -> None:
+    machine, own = Machine(), asked(0, 0.0, 60, 40, Target(1.0, 0.1))
+    machine.run([own], limit=0.3)
+    machine.scheduler.hold(own)
+    machine.now += 5.0
+    machine.scheduler.resume(own)
+    machine.run([])
+    assert len(machine.times[own]) == 40 and not own.missed
+
+
 def test_siblings_have_the_target_of_their_prompt() -> None:
     machine, target = Machine(), Target(1.0, 1.0)
     first, other = asked(0, 0.0, 64, 8, target), asked(0, 0.0, 64, 8, target)

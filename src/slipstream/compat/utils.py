@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -37,8 +37,13 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """Show the calls of a function in the profiler's traces, by its name."""
-    decorated: Callable[..., Any] = torch.profiler.record_function(func.__qualname__)(func)
-    return decorated
+
+    @wraps(func)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return recorded
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

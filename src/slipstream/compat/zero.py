@@ -677,7 +677,8 @@ def _partition_numel(param: Any) -> int:
 
 
 def _state_dict(state_dict: Callable[..., Any], *args: Any, keep_vars: bool = False, **kwargs: Any) -> Any:
-    state = state_dict(*args, keep_vars=True, **kwargs)
+    keep_vars = keep_vars or (len(args) > 2 and bool(args[2]))  # torch's old form: destination, prefix, keep_vars
+    state = state_dict(*args[:2], keep_vars=True, **kwargs)
     if not keep_vars:
         whole = {
             name: value.detach()

@@ -140,6 +140,12 @@ class _Sequence:
         is_scored = is_first and self.request.params.prompt_logprobs is not None
         return replace(output, prompt_logprobs=tuple(self.handle.scored or [None])) if is_scored else output
 
+    def is_late(self, now: float) -> bool:
+        """Whether it has missed its target: at a token, or because the next one is due."""
+        target = self.request.target
+        within, since = (target.wait_within, self.last_token) if self.last_token else (target.first_within, self.request.arrival)
+        return self.request.missed or (within is not None and now - since > within)
+
     def end(self, finish: Finish, error: str | None = None) -> Output:
         """Return the Output that ends the sequence without another token."""
         return replace(self._output("", (), finish), error=error)
@@ -785,8 +791,9 @@ class Engine:
             self._drafter.forget(sequence.request)
         self._meters.finished[finish] += 1
         if sequence.request.target != NO_TARGET:
-            self._meters.targets_missed += sequence.request.missed
-            self._meters.targets_met += not sequence.request.missed and finish in (Finish.STOP, Finish.LENGTH)
+            missed = sequence.is_late(time.perf_counter())
+            self._meters.targets_missed += missed
+            self._meters.targets_met += not missed and finish in (Finish.STOP, Finish.LENGTH)
         now = time.perf_counter()
         self._meters.whole.add(now - sequence.submitted)
         if sequence.first_token:

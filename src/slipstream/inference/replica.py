@@ -112,8 +112,8 @@ class Session:
                         name, arguments = rest
                         call = partial(self._answer, number, _CALLS[name], self.engine, *arguments)
                         call() if name == "stats" else slow.submit(call)
-            for handle in list(self._handles.values()):
-                self.engine.cancel(handle)
+        for handle in list(self._handles.values()):  # also of submissions that have ended meanwhile
+            self.engine.cancel(handle)
 
     def _resume(self, number: int) -> None:
         """The server has taken what was sent."""
@@ -147,8 +147,9 @@ class Session:
                 self.link.when_room(partial(self._resume, number))
 
         self._handles[number] = self.engine.submit(prompt, wire.params_of(params), sink=sink, **more)
-        if not unfinished:
-            self._handles.pop(number, None)  # the sink was first
+        if not unfinished:  # the sink was first
+            self._handles.pop(number, None)
+            self._held.discard(number)
 
 
 def _embed(engine: EmbeddingEngine, texts: Sequence[str | Sequence[int]], truncate: bool) -> dict[str, Any]:

@@ -34,10 +34,10 @@ the first of these, up to `patience`, which is what counts for a request that sa
 While a request generates that says the second, a forward takes prompts for no longer than SHARE of it (some take longer than
 expected); of those of other tenants at least for as long as without any prompt.
 
-A request that has missed its target, or could not meet it with the whole machine, goes back by LATE steps of priority: an answer
-that comes too late is of no use to who set the target, and above capacity the engine would compute nothing else. So it waits for a
-bounded time, too. If it has no token yet, it gives up its place to one of its tenant that may still be in time; an answer that has
-begun goes on.
+A request that has missed its target, or could not meet it with the whole machine, is *late*: an answer that comes too late is of no
+use to who set the target, and above capacity the engine would compute nothing else. It counts as one without a target; but while
+one of its tenant waits that may still be in time, that one goes first, unless it arrived LATE steps of priority later. If a late
+one has no token yet, it gives up its place, too; an answer that has begun goes on.
 
 [Note: Fair shares]
 Requests of several *tenants* (API keys) are admitted in the order of what their tenants have had: a virtual token counter (Sheng et
@@ -59,7 +59,7 @@ with a prompt of the tenant with the least has no others' prompts: with those it
 A request whose outputs nobody takes is held: nothing is computed for it, it has no place among the running ones and no blocks.
 Those that it had stay in the prefix cache until others need them, so that it goes on where it was, at the cost of the last, partial
 block (of all, without a prefix cache); until then its tenant counts as away, and it has no part in `max_waiting`, or clients that
-do not read would keep others from an idle engine. A target that passes meanwhile is missed.
+do not read would keep others from an idle engine. It has no target any more.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ from slipstream.inference.pace import Pace
 STEPS_SECONDS = 0.025  # several steps are made at once if they take less: a reader does not see the tokens come together
 STEP = 4096  # tokens of a tenant's share that a step of priority is worth
 SHARE = 0.6  # of the time between tokens that a request wants, for a forward
-LATE = 6  # steps of priority that a request loses with its target
+LATE = 6  # steps of priority that a late request lets others of its tenant go first by, who may be in time
+MATCHED = 16  # forwards for which it is believed what the cache has of a prompt
 NOTHING = ForwardSize(0)
 LEAST_PROMPT = 8  # tokens of a forward that are left for prompts, whatever token_interval says
 
@@ -115,6 +116,7 @@ class _Entry:
     lookup: Lookup | None = None
     num_draft: int = 0  # tokens to guess next: adapted to how many were accepted last
     late: bool = False  # it has missed its target, or cannot meet it
+    matched: tuple[int, int] | None = None  # the number of forwards when it was looked up, and the tokens that the cache had
     token_at: float = 0.0  # when it got its last token; seconds of the caller's clock
 
 
@@ -172,6 +174,7 @@ class Scheduler:
         self._entries: dict[Request, _Entry] = {}
         self._num_added = 0
         self._targeted: dict[Request, None] = {}  # unfinished requests that may still meet their target
+        self._urgent: set[str] = set()  # tenants of which one of these waits
         self._served: dict[str, int] = {}  # tenant -> its virtual token counter
         self._floor = 0  # the counter of the last tenant that had requests, when none has
         self._active: Counter[str] = Counter()  # tenant -> its unfinished requests
@@ -213,6 +216,7 @@ class Scheduler:
         if request in self._entries and request not in self.held:
             self._withdraw(request)
             request.phase = RequestPhase.WAITING
+            request.target, request.missed = NO_TARGET, False  # the pauses of its own client are no misses
             self.held[request] = None
 
     def resume(self, request: Request) -> None:
@@ -321,15 +325,23 @@ class Scheduler:
     # ---- the parts of a batch, in the order of `schedule`
 
     def _give_up(self, now: float) -> None:
-        """Put back the requests that cannot meet their targets any more: [Note: Targets]."""
+        """Find the requests that cannot meet their targets any more: [Note: Targets]."""
         per_token = self.pace.per_token() if self._targeted else 0.0
         for request in list(self._targeted):
             deadline, num = self._deadline(request), _pending(request)
             request.missed = now > deadline
             if now + per_token * num > deadline and request.phase is RequestPhase.WAITING and not request.missed:
-                num -= len(self.pool.match(request.tokens, self._salt(request))) * self.pool.block_size
+                num -= self._cached(request)
             if now + per_token * num > deadline:
                 self._put_back(request)
+        self._urgent = {one.tenant for one in self._targeted if one.phase is RequestPhase.WAITING and not self.pausing}
+
+    def _cached(self, request: Request) -> int:
+        """Tokens of a waiting prompt that the cache has, or had a few forwards ago."""
+        entry, now = self._entries[request], self.counters.forwards
+        if entry.matched is None or now >= entry.matched[0] + MATCHED:
+            entry.matched = now, len(self.pool.match(request.tokens, self._salt(request))) * self.pool.block_size
+        return entry.matched[1]
 
     def _deadline(self, request: Request) -> float:
         """Of its next token."""
@@ -347,18 +359,26 @@ class Scheduler:
         self._entries[request].token_at = now
 
     def _put_back(self, request: Request) -> None:
+        """From now on it is as one without a target, but for `_order`."""
         entry, queue = self._entries[request], self.running if request.phase is RequestPhase.RUNNING else self.waiting
         del self._targeted[request]
         queue.remove(request)
-        entry.late, entry.rank = True, (entry.rank[0] + LATE * self.patience, entry.rank[1])
+        within = min(request.target.first_within or self.patience, self.patience)
+        entry.late, entry.rank = True, (entry.rank[0] + self.patience - within, entry.rank[1])
         insort(queue, request, key=self._rank)
+
+    def _order(self, request: Request) -> tuple[float, int]:
+        """Its rank; later, if it is late while one of its tenant waits that may be in time."""
+        importance, number = self._rank(request)
+        late = self._entries[request].late and request.tenant in self._urgent
+        return (importance + LATE * self.patience if late else importance), number
 
     def _within(self) -> float | None:
         """Seconds for a forward, so that those who generate get their tokens in time; None: any."""
         generating = [one for one in self.running if _pending(one) == 1]
         if not generating or not self.split:
             return None
-        waits = (one.target.wait_within for one in generating if one in self._targeted)
+        waits = (one.target.wait_within for one in generating)
         within = min((SHARE * wait for wait in waits if wait is not None), default=math.inf)
         if len(self._active) > 1:
             size = ForwardSize(len(generating), len(generating), sum(len(one.tokens) for one in generating))
@@ -417,7 +437,7 @@ class Scheduler:
         if len(running) < self._part() and (surplus := self._surplus()):
             return surplus
         late = [one for one in running if self._entries[one].late and not one.num_generated]
-        return [one for one in late if self._rank(one) > self._rank(head)] if head in self._targeted else []
+        return [one for one in late if self._order(one) > self._order(head)] if head in self._targeted else []
 
     def _part(self) -> int:
         """The sequences that each tenant has a right to run."""
@@ -449,7 +469,7 @@ class Scheduler:
         """Admit requests from the queue, of a tenant or all, in order, up to the first that does not fit or goes after `before`."""
         owed = -1
         while plan.budget and (request := self._head()) is not None and tenant in (None, request.tenant):
-            if before is not None and self._rank(before) < self._rank(request):
+            if before is not None and self._order(before) < self._order(request):
                 break
             owed = self._owed() if owed < 0 else owed
             if self.pool.num_free <= owed or not self._fitting(plan, 0) or (cached := self._fit(request, owed)) is None:
@@ -475,18 +495,23 @@ class Scheduler:
         return min(self._firsts(self.waiting).values(), key=self._share, default=None)
 
     def _firsts(self, requests: Sequence[Request]) -> dict[str, Request]:
-        """The first request of each tenant that may be computed now."""
+        """The first request of each tenant that may be computed now. `requests` are in the order of rank."""
         firsts: dict[str, Request] = {}
+        sure = set[str]()  # tenants of which no later one goes first
         for request in requests:
             if self._entries[request].admitted or not self.pausing:
-                firsts.setdefault(request.tenant, request)
-                if len(firsts) == len(self._active):
-                    break
+                known = firsts.get(request.tenant)
+                if known is None or self._order(request) < self._order(known):
+                    firsts[request.tenant] = request
+                if not self._entries[request].late or request.tenant not in self._urgent:
+                    sure.add(request.tenant)
+                    if len(sure) == len(self._active):
+                        break
         return firsts
 
     def _share(self, request: Request) -> tuple[int, tuple[float, int]]:
         """What its tenant has had, and its rank: the least goes first."""
-        return self._served[request.tenant] + STEP * request.priority, self._rank(request)
+        return self._served[request.tenant] + STEP * request.priority, self._order(request)
 
     def _add_drafts(self, plan: _Plan) -> None:
         """Spend the remaining budget and free blocks on draft tokens for the generations."""

@@ -139,7 +139,7 @@ class Link:
     def _lose(self) -> None:
         """End the connection, with what is unsent: its reader ends."""
         with self._changed:
-            self._closed, self._unsent = True, []
+            self._closed, self._unsent, self._ahead = True, [], 0
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 

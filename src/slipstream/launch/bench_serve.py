@@ -16,7 +16,7 @@ import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -76,7 +76,8 @@ _LATENCIES: dict[str, tuple[str, Callable[[RequestTimes], float]]] = {  # name o
 class Client:
     """A client of the server under test; opens one HTTP connection per request."""
 
-    def __init__(self, url: str, key: str | None, timeout: float) -> None:
+    def __init__(self, url: str, key: str | None, timeout: float, more: Mapping[str, Any] | None = None) -> None:
+        """`more`: fields of each request."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a server URL; write http://127.0.0.1:8000")
@@ -84,7 +85,7 @@ class Client:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._host, self._port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self._timeout = timeout
+        self._timeout, self._more = timeout, more or {}
         self._headers = [("host", parts.netloc), ("connection", "close"), ("content-type", "application/json")]
         if key is not None:
             self._headers.append(("authorization", f"Bearer {key}"))
@@ -108,6 +109,7 @@ class Client:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._more,
         }
         try:
             async with self._send("POST", "/v1/completions", json.dumps(body).encode()) as chunks:
@@ -292,7 +294,8 @@ def show(results: dict[str, Any]) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Run the benchmark. Returns 0, 1 if requests failed, or 130 after Ctrl-C, which still prints the results so far."""
-    server, requests = Client(options.url, options.api_key, options.timeout), trace(options)
+    targets = {name: getattr(options, name) for name in ("first_within", "wait_within")} if options.send_targets else {}
+    server, requests = Client(options.url, options.api_key, options.timeout, targets), trace(options)
     done: list[RequestTimes] = []
     failed: list[tuple[RequestTimes, str]] = []
     interrupted = False

@@ -505,6 +505,7 @@ def _add_bench_serve(commands: argparse._SubParsersAction[_Parser]) -> None:
     add = parser.add_argument_group("results").add_argument
     add("--first-within", type=_above_zero, metavar="SECONDS", help="target: time to first token")
     add("--wait-within", type=_above_zero, metavar="SECONDS", help="target: longest time between tokens")
+    add("--send-targets", action="store_true", help="send both with each request, for Slipstream; else only the results are judged")
     add("--json", action="store_true", help="print JSON, times in seconds")
 
 

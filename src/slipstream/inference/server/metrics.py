@@ -107,8 +107,8 @@ def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
     one("forwards_total", "counter", "Forward passes of the model.", lambda stats: stats.forwards)
     one("expert_hits_total", "counter", "Experts of a layer needed and found in memory.", lambda stats: stats.expert_hits)
     one("expert_misses_total", "counter", "Experts of a layer needed and read from disk.", lambda stats: stats.expert_misses)
-    one("targets_met_total", "counter", "Sequences whose request's latency target was met.", lambda stats: stats.targets_met)
-    one("targets_missed_total", "counter", "And those whose target was missed.", lambda stats: stats.targets_missed)
+    one("targets_met_total", "counter", "Sequences whose latency target was met.", lambda stats: stats.targets_met)
+    one("targets_missed_total", "counter", "Sequences whose latency target was missed.", lambda stats: stats.targets_missed)
     of_engines("finished_total", "counter", "Finished sequences by reason.", _ends)
     answers = [("", "", f'path="{path}",status="{status}"', num) for (path, status), num in sorted(traffic.answers.items())]
     metric("http_requests_total", "counter", "HTTP responses by path and status.", answers)

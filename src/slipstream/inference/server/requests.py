@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from slipstream.inference.core import MAX_STOP, SamplingParams
+from slipstream.inference.core import LONGEST, MAX_STOP, SamplingParams
 from slipstream.inference.server.errors import RequestError
 
 MAX_SEQUENCES = 128  # per request: prompts x n
@@ -69,7 +69,7 @@ NOT_SERVED = explained("not_served", "this OpenAI field is not supported; leave 
 Never = Annotated[None, NOT_SERVED]
 Empty = Annotated[list[Any], Field(max_length=0)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Number = Annotated[
     float | Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?$", max_length=20)],
