@@ -111,6 +111,22 @@ def test_one_who_moves_or_runs_is_no_standstill(caplog: pytest.LogCaptureFixture
         assert ranks.beat(0.02) == [None, None]
 
 
+def test_a_stopped_rank_is_named_and_no_standstill(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it has published last."""
+    ranks = Ranks()
+    ranks.wait(0, "exchange for rank 1")
+    ranks.wait(1, "weights for rank 0")
+    assert ranks.beat(0.02) == [None, None]
+    monitor, watch = ranks.monitors.pop(), ranks.watches.pop()
+    assert ranks.beat() == [None]
+    named = r"rank 1 has been busy for .*\nrank .*\n0 .* exchange for rank 1\n1 .* \(gives no sign: stopped\?\)"
+    assert re.search(named, caplog.text)
+    ranks.monitors.append(monitor)
+    ranks.watches.append(watch)
+    assert ranks.beat(0.02) == [None, None]
+    assert None not in ranks.beat(), "it goes on, and does not move"
+
+
 class Clock:
     """The time of day as the monitors see it, without waiting for it."""
 

@@ -28,6 +28,7 @@ from slipstream.world.watch import PeerLostError, Pulse, Watch, living
 logger = logging.getLogger(__name__)
 
 _MOST_MISSES = 3
+_STILL = 3  # statuses that a rank publishes without progress before it counts as standing still
 _NOTICE = 2.5  # beats between the decision to fail and the failure, so that all ranks have read it
 _SLICE = 0.02  # seconds between two looks at whether the others have read it
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -37,6 +38,7 @@ _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 class RankStatus:
     """One rank's last published status."""
 
+    number: int  # of the statuses that it has published before
     step: int
     phase: str
     unit: str
@@ -44,6 +46,30 @@ class RankStatus:
     moved: str  # changes whenever the rank makes progress
     awaits: tuple[str, int] | None  # the ledger and number of the operation that it waits for
     ledgers: dict[str, tuple[list[int], int, dict[str, str]]]  # name -> ranks, launched, in flight
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one rank's statuses have shown since this rank waits. Times are in seconds, of this rank's clock.
+
+    [Note: Silent ranks] A process that is stopped (SIGSTOP, a debugger, a suspended host) publishes nothing, and the last status
+    that it published, perhaps "waits", says nothing about it. So a rank stands still only if it keeps publishing.
+    """
+
+    moved: str
+    since: float  # when `moved` changed
+    number: int  # of the status in which it changed
+    last: int = -1  # number of the last status
+    heard: float = 0.0  # when that came
+
+    def add(self, status: RankStatus, now: float) -> None:
+        if status.moved != self.moved:
+            self.moved, self.since, self.number = status.moved, now, status.number
+        if status.number != self.last:
+            self.last, self.heard = status.number, now
+
+    def is_still(self, now: float, standstill_s: float) -> bool:
+        return now - self.since > standstill_s and self.last - self.number >= _STILL
 
 
 class StatusMonitor:
@@ -54,7 +80,8 @@ class StatusMonitor:
         self.ranks, self.index, self.group = axis.ranks, axis.index, axis.group
         self.subject = threading.get_ident()  # the training thread
         self.names = watch.names
-        self.seen: dict[int, tuple[str, float]] = {}  # index -> (moved, since when)
+        self.seen: dict[int, Seen] = {}  # by index
+        self.published = 0
         self.named_at = 0.0
         # When to fail (wall clock, so that all ranks fail together), whether a rank was lost, and the error text
         self.verdict: tuple[float, bool, str] | None = None
@@ -81,6 +108,7 @@ class StatusMonitor:
             return
         status = self._own_status(watch)
         self.store.set(f"at{self.index}", json.dumps(asdict(status)))
+        self.published += 1
         for rank in list(watch.peers.gone()):
             if rank not in watch.left and self.store.check([f"left{rank}"]):
                 watch.left.add(rank)
@@ -172,7 +200,7 @@ class StatusMonitor:
             )
             for ledger in watch.ledgers
         }
-        return RankStatus(watch.step, watch.phase, watch.unit, wait_for, moved, watch.awaits, ledgers)
+        return RankStatus(self.published, watch.step, watch.phase, watch.unit, wait_for, moved, watch.awaits, ledgers)
 
     def _look(self, watch: Watch) -> None:
         keys = [f"at{index}" for index in range(len(self.ranks))]
@@ -181,13 +209,14 @@ class StatusMonitor:
         statuses = [RankStatus(**json.loads(text)) for text in self.store.multi_get(keys)]
         now = time.monotonic()
         for index, status in enumerate(statuses):
-            moved, since = self.seen.get(index, ("", now))
-            self.seen[index] = (status.moved, since if moved == status.moved else now)
+            seen = self.seen.setdefault(index, Seen(status.moved, now, status.number))
+            seen.add(status, now)
+            if now - seen.heard > watch.standstill_s:
+                status.wait_for, status.awaits = "", None
         if not all(status.wait_for for status in statuses):
             self._warn_of_busy(watch, statuses, now)
             return
-        still_s = min(now - since for _, since in self.seen.values())
-        if still_s > watch.standstill_s and not self._can_move(statuses):
+        if all(seen.is_still(now, watch.standstill_s) for seen in self.seen.values()) and not self._can_move(statuses):
             text = (
                 "all ranks wait for each other in operations that can never match (they took different numbers of "
                 "forwards, backwards or steps, or called collective methods on some ranks only):\n" + self._table(statuses)
@@ -196,13 +225,14 @@ class StatusMonitor:
 
     def _warn_of_busy(self, watch: Watch, statuses: Sequence[RankStatus], now: float) -> None:
         """The first rank that waits names the ranks that keep it waiting."""
-        waited = now - self.seen[self.index][1]
+        waited = now - self.seen[self.index].since
         first_waiting = next(index for index, status in enumerate(statuses) if status.wait_for or index == self.index)
         if waited > watch.name_busy_s and now - self.named_at > watch.name_busy_s and first_waiting == self.index:
             self.named_at = now
             busy = [rank for rank, status in zip(self.ranks, statuses, strict=True) if not status.wait_for]
             subject = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {busy} have"
-            logger.warning("%s been busy for %.0f s while others wait:\n%s", subject, waited, self._table(statuses))
+            silent = [index for index, seen in self.seen.items() if now - seen.heard > watch.standstill_s]
+            logger.warning("%s been busy for %.0f s while others wait:\n%s", subject, waited, self._table(statuses, silent))
 
     def _can_move(self, statuses: Sequence[RankStatus]) -> bool:
         """Whether some wait may still end by itself, because all its ranks have entered the same operation."""
@@ -221,12 +251,11 @@ class StatusMonitor:
                 return True
         return False
 
-    def _table(self, statuses: Sequence[RankStatus]) -> str:
+    def _table(self, statuses: Sequence[RankStatus], silent: Sequence[int] = ()) -> str:
         rows: list[tuple[str, ...]] = [("rank", "place", "step", "phase", "unit", "waits in")]
-        rows += [
-            (str(rank), self.names.get(rank, ""), str(status.step), status.phase, status.unit or "-", status.wait_for or "(runs)")
-            for rank, status in zip(self.ranks, statuses, strict=True)
-        ]
+        for index, (rank, status) in enumerate(zip(self.ranks, statuses, strict=True)):
+            waits = "(gives no sign: stopped?)" if index in silent else status.wait_for or "(runs)"
+            rows.append((str(rank), self.names.get(rank, ""), str(status.step), status.phase, status.unit or "-", waits))
         if not self.names:
             rows = [(row[0], *row[2:]) for row in rows]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
