@@ -87,6 +87,14 @@ class Tied(toy.Net):
         return self.out(self.body(self.inp(x) + self.second(x)))
 
 
+class TiedReused(Reused):
+    """A block ends its backward while that of the next one, which reads one of its weights, has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
 class Direct(toy.Net):
     def forward(self, x: Tensor) -> Any:
         h = self.body(self.inp(x))
@@ -328,6 +336,7 @@ SCENARIOS: dict[str, Scenario] = {
     "checkpoint of reused blocks, reentrant": Scenario(plain, CheckpointedReusedReentrant),
     "checkpoint inside blocks": Scenario(plain, CheckpointedInside),
     "tied": Scenario(plain, Tied),
+    "tied, and reused across depth": Scenario(plain, TiedReused),
     "parameters used directly": Scenario(plain, Direct),
     "used directly, two graphs at once": Scenario(interleaved, Direct),
     "used directly, a retained graph": Scenario(retained, Direct),

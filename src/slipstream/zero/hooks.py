@@ -222,7 +222,7 @@ class Hooks:
         # result. The key has n because the root is gathered first and last: by unit alone, it would prefetch the first block twice.
         self.follows: dict[tuple[Phase, int, int], tuple[Unit, ...]] = {}
         self.last: tuple[Phase, int, int] | None = None
-        self.active: dict[int, int] = {}  # unit index -> number of its block's calls inside their backward
+        self.active: dict[int, int] = {}  # unit index -> number of calls that need it inside their backward
         self.drops: Dropped | None = None
         self.handles: list[Any] = []
         self.root_units = [unit for unit in units if unit.block is None]
@@ -426,17 +426,21 @@ class Hooks:
         self._enter_backward()
         if call.entered != self.passes:
             call.entered = self.passes
-            for unit in call.own:
+            for unit in call.units:
                 self.active[unit.index] = self.active.get(unit.index, 0) + 1
         self._gather(call.units)
 
     def _on_input_grad(self, call: _Call, grad: Tensor) -> None:
-        """At the end of a block's backward, complete its units: gradients that have not landed are of unused parameters."""
+        """At the end of a block's backward, complete its units: gradients that have not landed are of unused parameters.
+
+        Not those that another call needs, whose backward has begun: the hook of the output that is this call's input runs first.
+        """
         if call.entered != self.passes or self.phase is not Phase.BACKWARD:
             return
         call.entered = 0
-        for unit in call.own:
+        for unit in call.units:
             self.active[unit.index] -= 1
+        for unit in call.own:
             if self.active[unit.index] == 0:
                 self._complete(unit, reduce=self.reducer.any_landed(unit))
 
