@@ -576,6 +576,17 @@ def test_dropout_in_slices() -> None:
     assert alike == [True, False, True] * STEPS
 
 
+def build_derived(kind: str) -> nn.Module:
+    """A model of a type of its own, whose configuration derives from that of a known one."""
+    model: Any = build(kind)
+
+    class Derived(type(model.config)):  # type: ignore[misc]
+        model_type = "derived"
+
+    model.config.__class__ = Derived
+    return model  # type: ignore[no-any-return]
+
+
 @distributed(world_size=2)
 def test_a_partition_config() -> None:
     def specs(*entries: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -590,6 +601,8 @@ def test_a_partition_config() -> None:
     compare("gpt2", 2, 2, blocks=specs(fused, gathered, kept))
     compare("llama", 0, 2, blocks={"tensor_parallel": {"tp": {"tp_size": 2}, "preset_model": "llama"}})
     compare("mistral", 0, 2, blocks={"tensor_parallel": {"autotp_size": 2, "preset_model": "mistral"}})  # transformers' plan
+    compare("gpt2", 0, 2, model=build_derived)
+    compare("gpt2", 0, 2, model=build_derived, blocks=specs(fused))
 
 
 @distributed(world_size=2)

@@ -24,6 +24,7 @@ from slipstream.moe.layer import Experts, mark_experts
 from slipstream.moe.listed import ListedExperts, adopt_list, experts_in, why_whole
 from slipstream.moe.routers import keys_of_routers, set_routers
 from slipstream.parallel.exchange import Exchange
+from slipstream.parallel.slicing import model_types
 from slipstream.world.mesh import Axis, Differs, Mesh, Split
 from slipstream.zero.leaves import Part, Ranges, cuts_of, is_quantized, mark_part, parts_of, take
 from slipstream.zero.recording import keep_source
@@ -177,7 +178,7 @@ def _check_preset(model: nn.Module, plan: ExpertPlan, layers: Sequence[_RoutedLa
     if plan.preset is None:
         return
     types, config = _PRESETS[plan.preset], getattr(model, "config", None)
-    found = [kind for each in (config, getattr(config, "text_config", None)) if (kind := getattr(each, "model_type", None))]
+    found = [*model_types(config), *model_types(getattr(config, "text_config", None))]
     other = next((layer.name for layer in layers if not _OF_PRESETS.search(layer.name)), None)
     text = ""
     if found and not set(types) & set(found):

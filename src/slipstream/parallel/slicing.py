@@ -59,7 +59,7 @@ class CutSpec(NamedTuple):
     patterns       regular expressions, matched from the beginning of a parameter's name
     shape          parts of a fused weight: [3, -1] three equal ones, [[q, k, v], -1] of these lengths
     partition_dim  the dimension of `shape` that is cut
-    model_types    the values of config.model_type that the entry is for; none: all
+    model_types    the values of config.model_type that the entry is for, also of a class that it derives from; none: all
     gather_output  all ranks get the whole output of a column layer
     grad_allreduce with skip: gradients of the layer are sums over the ranks
     """
@@ -312,31 +312,29 @@ def _refuse_unmatched(model: nn.Module, rules: list[tuple[Callable[[str], Any], 
 
 def _own_specs(model: nn.Module, plan: TensorPlan) -> list[CutSpec]:
     """The entries of partition_config for this type of model."""
-    kind = getattr(getattr(model, "config", None), "model_type", "")
-    return [spec for spec in _partition(plan.partition).layer_specs if not spec.model_types or kind in spec.model_types]
+    kinds = model_types(getattr(model, "config", None))
+    return [spec for spec in _partition(plan.partition).layer_specs if not spec.model_types or set(kinds) & set(spec.model_types)]
+
+
+def model_types(config: Any) -> list[str]:
+    """The model_type of a configuration of transformers, then those of the classes that it derives from; [] of none."""
+    every = (getattr(each, "model_type", None) for each in (config, *type(config).__mro__))
+    return list(dict.fromkeys(kind for kind in every if kind))
 
 
 def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], Any], Cut]]:
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", "")
+    kinds = model_types(getattr(model, "config", None))
     partition = _partition(plan.partition)
     rules = [(_of_parameters(pattern), _cut_of(spec)) for spec in _own_specs(model, plan) for pattern in spec.patterns]
     if rules and not partition.use_default_specs:
         return rules + _compiled([(re.escape(name), _HEAD) for name in partition.lm_head_patterns])
-    if plan.preset is not None:
-        if plan.preset in RULES:
-            return rules + _compiled(RULES[plan.preset])
-        if plan.preset != kind:  # a model of that kind may have transformers' own plan
-            known = ", ".join(sorted(RULES))
-            raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {known}, nor the model's type, {kind!r}")
-    if kind in RULES:
-        return rules + _compiled(RULES[kind])
-    styles: dict[str, str] = {}
-    for each in (model, getattr(model, "base_model", None)):
-        if each is not None:
-            styles |= getattr(each, "_tp_plan", None) or {}
-    for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
-        styles |= getattr(part, "base_model_tp_plan", None) or {}
+    if plan.preset is not None and plan.preset not in (*RULES, *kinds):  # a model of that kind may have transformers' own plan
+        known, kind = ", ".join(sorted(RULES)), kinds[0] if kinds else ""
+        raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {known}, nor the model's type, {kind!r}")
+    for known_kind in (plan.preset or "", *kinds):
+        if known_kind in RULES:
+            return rules + _compiled(RULES[known_kind])
+    styles = _styles_of(model)
     unknown = sorted({style for style in styles.values() if style not in _STYLES})
     if unknown:
         raise ValueError(
@@ -344,6 +342,17 @@ def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], 
             "layers to cut in tensor_parallel.partition_config with use_default_specs false"
         )
     return rules + _compiled([(re.escape(name).replace(r"\*", r"\w+"), _STYLES[style]) for name, style in styles.items()])
+
+
+def _styles_of(model: nn.Module) -> dict[str, str]:
+    """Transformers' plan of a model: the styles of layers, by their names."""
+    config = getattr(model, "config", None)
+    styles: dict[str, str] = {}
+    for each in (model, getattr(model, "base_model", None)):
+        styles |= getattr(each, "_tp_plan", None) or {}
+    for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
+        styles |= getattr(part, "base_model_tp_plan", None) or {}
+    return styles
 
 
 def _of_parameters(pattern: str) -> Callable[[str], Any]:
