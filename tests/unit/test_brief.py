@@ -16,10 +16,14 @@ from slipstream.world.watch import PeerLostError, Watch
 WORDS = "slipstream.world.watch.PeerLostError: rank 1 has ended its script\nrank 0 waited in a collective of torch's"
 
 
-def lost(tmp_path: Path) -> PeerLostError:
+PLAIN = "def step(wait):\n    wait(0.0)\n\nstep(wait)\n"
+BY_CONTEXTLIB = "import contextlib\nwith contextlib.ExitStack() as stack:\n    stack.callback(wait, 0.0)\n"
+
+
+def lost(tmp_path: Path, text: str = PLAIN) -> PeerLostError:
     """An error that a script has got out of a wait of ours."""
     script = tmp_path / "train.py"
-    script.write_text("def step(wait):\n    wait(0.0)\n\nstep(wait)\n")
+    script.write_text(text)
     watch = Watch(timeout_s=9)
     watch.failure = "rank 1 has ended its script"
     with pytest.raises(PeerLostError) as raised:
@@ -36,6 +40,7 @@ def test_words_and_the_scripts_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "    wait(0.0)",
         "SLIPSTREAM_TRACEBACK=1 shows the whole traceback",
     ]
+    assert f'{tmp_path}/train.py", line 2, in <module>' in brief.describe(lost(tmp_path, BY_CONTEXTLIB)).splitlines()[2]
     monkeypatch.setenv(brief.SWITCH, "1")
     full = brief.describe(lost(tmp_path))
     assert full.startswith(f"{WORDS} ") and "Traceback (most" in full and "watch.py" in full

@@ -675,6 +675,8 @@ def test_estimates_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_memory - device > 11 and device - all_device > 1 and 4 * 14 < host < all_host - 4
     assert 14 / 2 * 2 < host_2 < 16 and in_memory_2 - device_2 > 4
     assert inside.model_to_params(torch.nn.Linear(3, 4)) == (16, 16)
+    for none in ((0, 0), (size, 0)):
+        inside.estimate_zero3_model_states_mem_needs_all_cold(*none)
 
 
 @pytest.mark.usefixtures("group")

@@ -59,7 +59,8 @@ def model_to_params(model: nn.Module) -> tuple[int, int]:
 
 
 def _sized(total: float, largest: float) -> nn.Module:
-    total, largest = int(total), int(largest)
+    total = int(total)
+    largest = int(largest) or total or 1
     sizes = [largest] * (total // largest) + [total % largest] * bool(total % largest)
     return nn.ModuleList(nn.ParameterList([torch.empty(size, device="meta")]) for size in sizes)
 

@@ -7,7 +7,6 @@ lost tokens; the sum of the auxiliary losses of the forwards, and their number.
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ class ExpertLoad(NamedTuple):
 
     routes: tuple[int, ...]  # to each expert, before any is dropped
     dropped: float  # share of the routes
-    loss: float  # the mean auxiliary loss of the layer's forwards; NaN: the layer computes none
+    loss: float | None  # the mean auxiliary loss of the layer's forwards; None: the layer computes none, or had no forward
     lost: int = 0  # finite tokens whose weights are not finite: the router's logits are NaN or infinite
 
     @property
@@ -41,7 +40,7 @@ class ExpertLoad(NamedTuple):
         each = " ".join(map(str, self.routes))
         if len(routes) > _MOST_EXPERTS:
             each = f"{routes[0]} to {routes[-1]}, half of the experts {routes[len(routes) // 4]} to {routes[len(routes) * 3 // 4]}"
-        loss = "" if math.isnan(self.loss) else f", auxiliary loss {self.loss:.4g}"
+        loss = "" if self.loss is None else f", auxiliary loss {self.loss:.4g}"
         lost = f", NaN or infinite logits for {self.lost} tokens" if self.lost else ""
         return f"max over mean {self.peak:.2f}, dropped {self.dropped:.2%}{loss}{lost}, routes {each}"
 
@@ -128,7 +127,7 @@ class LoadMeter:
 
     def load(self, vector: Tensor) -> ExpertLoad:
         *routes, dropped, lost, loss, forwards = vector.tolist()
-        mean = loss / forwards if forwards else math.nan
+        mean = loss / forwards if forwards else None
         return ExpertLoad(tuple(map(int, routes)), dropped / max(sum(routes), 1), mean, int(lost))
 
 
@@ -176,7 +175,7 @@ def entry(step: int, loads: Mapping[str, ExpertLoad]) -> str:
     worst = max(loads, key=lambda name: loads[name].peak)
     total = sum(sum(load.routes) for load in loads.values())
     dropped = sum(load.dropped * sum(load.routes) for load in loads.values()) / max(total, 1)
-    losses = [load.loss for load in loads.values() if not math.isnan(load.loss)]
+    losses = [load.loss for load in loads.values() if load.loss is not None]
     head = f"step {step}, {len(loads)} layers of experts: max over mean {loads[worst].peak:.2f} in {worst!r}, dropped {dropped:.2%}"
     if losses:
         head += f", auxiliary loss {sum(losses) / len(losses):.4g}"

@@ -37,10 +37,11 @@ def describe(error: BaseException) -> str:
 
 
 def tell(message: str, frames: Sequence[FrameSummary], full: str) -> str:
-    """`message` and the innermost of `frames` outside torch and Slipstream; `message` and `full` if the environment asks for it."""
+    """`message` and the innermost of `frames` outside torch, Slipstream and the standard library; `message` and `full` if the
+    environment asks for it."""
     if os.environ.get(SWITCH, "0") not in ("", "0"):
         return f"{message}{full}"
-    own = [frame for frame in frames if not frame.filename.startswith(_libraries())] or list(frames[:1])
+    own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames[:1])
     lines = [FrameSummary(frame.filename, frame.lineno, frame.name, line=frame.line) for frame in own[-1:]]
     return f"{message}{''.join(traceback.format_list(lines))}{SWITCH}=1 shows the whole traceback\n"
 
@@ -68,9 +69,13 @@ def last_checkpoint(records: str | None = None) -> str:
     return f"the last complete checkpoint is {os.path.basename(complete)!r} in {os.path.dirname(complete)}"
 
 
-def _libraries() -> tuple[str, ...]:
-    modules = (sys.modules.get(name) for name in ("slipstream", "torch"))
-    return tuple(os.path.join(os.path.dirname(file), "") for module in modules if (file := getattr(module, "__file__", None)))
+def _is_library(filename: str) -> bool:
+    def holds(name: str) -> bool:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return file is not None and filename.startswith(os.path.join(os.path.dirname(file), ""))
+
+    is_standard = holds("os") and "site-packages" not in filename  # which has a folder for other packages, without an environment
+    return holds("slipstream") or holds("torch") or is_standard
 
 
 def install_hook() -> None:
