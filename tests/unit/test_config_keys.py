@@ -56,6 +56,7 @@ PROOFS = {
         "test_limits_of_rollouts": "hybrid_engine.max_out_tokens",
         "test_memory_between_rollouts": "hybrid_engine.release_inference_cache",
         "test_compile": "compile.enabled compile.backend compile.kwargs",
+        "test_layers_are_quantized_by_rules": "weight_quantization.",
         "test_timers": "timers.",
         "test_the_autotuning_block": "autotuning.",
         "test_flops_profiler": "flops_profiler.",
@@ -194,10 +195,6 @@ def asking(switch: Key) -> Any:
         "zero_optimization.zenflow.topk_ratio": 0.2,
         "zero_optimization.zeropp_loco_param.err_beta": 0.5,
         "data_types.buffer_dtype": "bf16",
-        "data_types.keep_in_fp32_modules": ["lm_head"],
-        "weight_quantization.enabled": True,
-        "weight_quantization.quantized_initialization": {"num_bits": 4},
-        "weight_quantization.post_init_quant": {"fc": {"num_bits": 4}},
     }
     return special.get(switch.name, not switch.default if isinstance(switch.default, bool) else 2)
 
@@ -213,17 +210,12 @@ def test_a_feature_that_is_not_built_is_refused(switch: Key) -> None:
 
 @pytest.mark.parametrize("switch", [name for name, key in SWITCHES.items() if key.off])
 def test_a_feature_that_is_off_parses(switch: str) -> None:
-    raw = nest(switch, table()[switch].default)
-    if "weight_quantization" in raw:  # on by being there
-        raw["weight_quantization"]["enabled"] = False
-    assert resolved(raw).notes == ()
+    assert resolved(nest(switch, table()[switch].default)).notes == ()
 
 
 def test_a_block_that_asks_by_being_there() -> None:
     with pytest.raises(ValueError, match="ZenFlow"):
         resolved({"zero_optimization": {"stage": 2, "zenflow": {}}})
-    with pytest.raises(ValueError, match=r"weight_quantization\.enabled = True asks for weight quantization"):
-        resolved({"weight_quantization": {"num_bits": 4}})
     with pytest.raises(ValueError, match="DataStates"):
         resolved({"datastates_ckpt": {}})
 

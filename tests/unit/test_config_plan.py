@@ -24,9 +24,10 @@ from slipstream.train.schedules import build_scheduler
 from tests.unit.test_config_schema import ACCELERATE
 
 # The plan has these blocks whole: test_compression.py, test_monitors.py, test_curriculum.py, test_curriculum_data.py,
-# test_random_ltd.py and test_elasticity.py have their keys.
+# test_random_ltd.py, test_elasticity.py and test_weight_quantization.py have their keys.
 WHOLE = (
     "compression_training.",
+    "weight_quantization.",
     "quantize_training.",
     "eigenvalue.",
     "tensorboard.",
@@ -491,7 +492,7 @@ OLDER = {"zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param",
 def test_every_honored_key_is_in_the_plan() -> None:
     sections = [Plan, *(kind for kind in vars(plans).values() if isinstance(kind, type) and kind.__name__.endswith("Plan"))]
     names = {json.name.removesuffix(".*") for section in sections for keys in json_keys(section).values() for json in keys}
-    names -= {"*", "curriculum_learning", "data_efficiency", "slipstream.monitors"}  # blocks as the config has them
+    names -= {"*", "curriculum_learning", "data_efficiency", "slipstream.monitors", "weight_quantization"}  # blocks as they are
     names = {key for key in TRAINED if key.startswith("sparse_attention.")} | names - {"sparse_attention"}  # another one
     assert names | CHECKED | OLDER == TRAINED and not names & (CHECKED | OLDER)
 
@@ -683,6 +684,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "data_types.grad_accum_dtype": dtypes,
     "data_types.param_dtype": dtypes,
     "data_types.buffer_dtype": dtypes,
+    "data_types.keep_in_fp32_modules": st.sampled_from(["auto", [], ["e_score*"]]),
     "zero_optimization.ignore_unused_parameters": st.booleans(),
     "zero_optimization.stage": st.integers(0, 3),
     "zero_optimization.zero_quantized_weights": flags,

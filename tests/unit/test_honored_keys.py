@@ -378,6 +378,50 @@ class Buffered(nn.Module):
         return self.linear(x).float().square().mean()
 
 
+class Routed(nn.Module):
+    """Its class names buffers, as transformers' do; its child names one more, for itself, and one for fp16 alone."""
+
+    _keep_in_fp32_modules_strict = ("bias*1",)
+
+    class Child(nn.Module):
+        _keep_in_fp32_modules_strict = ("scale",)
+        _keep_in_fp32_modules = ("shift",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("bias_1", "scale", "shift", "plain"):
+                self.register_buffer(name, torch.full((2,), 1.001))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.child = nn.Linear(2, 2), self.Child()
+        self.register_buffer("scale", torch.full((2,), 1.001))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).float().square().mean()
+
+
+def test_data_types_keep_in_fp32_modules() -> None:
+    """Buffers whose names match keep their values; "auto" and nothing mean what the model's class says, unless all have a dtype."""
+    for weights, types, expected in (
+        ("bf16", {}, {"child.bias_1", "child.scale"}),
+        ("bf16", {"keep_in_fp32_modules": "auto"}, {"child.bias_1", "child.scale"}),
+        ("fp16", {}, {"child.bias_1", "child.scale", "child.shift"}),
+        ("bf16", {"keep_in_fp32_modules": []}, set()),
+        ("bf16", {"keep_in_fp32_modules": ["child.p*n", "shift"]}, {"child.plain", "child.shift"}),
+        ("bf16", {"buffer_dtype": "bf16"}, set()),
+        ("bf16", {"buffer_dtype": "bf16", "keep_in_fp32_modules": "plain"}, {"child.plain"}),
+        ("fp32", {"keep_in_fp32_modules": []}, {"scale", *(f"child.{name}" for name in ("bias_1", "scale", "shift", "plain"))}),
+    ):
+        engine = toy.make(Routed(), 3, dtype=weights, data_types=types)
+        buffers = dict(engine.module.named_buffers())
+        assert {name for name, buffer in buffers.items() if buffer.dtype is torch.float32} == expected, (weights, types)
+        assert all((buffer == 1.001).all() for name, buffer in buffers.items() if name in expected)
+        engine.destroy()
+    with pytest.raises(ValueError, match=r"keep_in_fp32_modules \(\['\(bias'\]\): no regular expression"):
+        toy.make(Routed(), 3, dtype="bf16", data_types={"keep_in_fp32_modules": ["(bias"]})
+
+
 def test_data_types_buffer_dtype() -> None:
     """All buffers of numbers; without the key, saved ones follow the weights."""
     narrow, wide = torch.bfloat16, torch.float32

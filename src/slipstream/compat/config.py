@@ -309,7 +309,7 @@ _ATTRIBUTES: Mapping[str, Callable[[_Read], Any]] = {
     "zero_enabled": lambda read: read.value("zero_optimization.stage") > 0,
     "float16_config": lambda read: DeepSpeedFP16Config(**read.block("fp16")),
     "bfloat16_config": lambda read: DeepSpeedBF16Config(**(read.block("bf16") or read.block("bfloat16"))),
-    "keep_in_fp32_modules": lambda read: read.value("data_types.keep_in_fp32_modules") or "auto",
+    "keep_in_fp32_modules": lambda read: "auto" if (names := read.value("data_types.keep_in_fp32_modules")) is None else names,
     "optimizer_name": _Read.optimizer_name,
     "optimizer_params": lambda read: read.block("optimizer").get("params"),
     "scheduler_params": lambda read: read.block("scheduler").get("params"),

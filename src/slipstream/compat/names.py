@@ -38,6 +38,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer",
     },
     "deepspeed.inference.engine": {"slipstream.compat.inference": "InferenceEngine"},
+    "deepspeed.inference.quantization.quantization": {"slipstream.compat.zero": "_init_group_wise_weight_quantization"},
     "deepspeed.inference.config": {"slipstream.compat.inference": "DeepSpeedInferenceConfig"},
     "deepspeed.ops.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
     "deepspeed.ops.transformer.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},

@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -26,6 +26,9 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.utils._pytree import tree_map
 
 from slipstream.compat.utils import z3_leaf_module
+from slipstream.ops.rows import RowForm, quantize_rows
+from slipstream.quantized import row_forms
+from slipstream.quantized.rules import layers_with_rules, quantize_layers, rules_of
 from slipstream.train.engine import Engine
 from slipstream.world.join import init_distributed
 from slipstream.zero import access
@@ -518,19 +521,29 @@ class _HeldReader:
 
     reads_parts = False
 
-    def __init__(self, named: Mapping[str, Any]) -> None:
-        self.named = named
+    def __init__(self, named: Mapping[str, Any], model: nn.Module) -> None:
+        self.named, self.model = named, model
         self._values: dict[str, Tensor] = {}
         self.freed: set[int] = set()  # ids of parameters whose ranges are freed
 
     def __contains__(self, name: str) -> bool:
         return name in self.named
 
+    @cached_property
+    def _forms(self) -> dict[str, RowForm]:
+        """Of weights that the config quantizes; the held ones have floats."""
+        held = {name for name, param in self.named.items() if param.is_floating_point()}
+        return {name: form for name, form in row_forms(self.model).items() if name in held}
+
     def dtype(self, name: str) -> torch.dtype:
-        return self.named[name].dtype
+        return torch.uint8 if name in self._forms else self.named[name].dtype
 
     def fetch(self, names: Sequence[str]) -> None:
-        self._values = {name: _all_gather(self.named[name]).reshape(-1) for name in names}
+        self._values = {name: self._value(name).reshape(-1) for name in names}
+
+    def _value(self, name: str) -> Tensor:
+        values, form = _all_gather(self.named[name]), self._forms.get(name)
+        return values if form is None else quantize_rows(values, form)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self._values[name][start:stop]
@@ -551,7 +564,7 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
     if model is None or not named:
         yield
         return
-    reader = _HeldReader(named)
+    reader = _HeldReader(named, model)
     if asked(model) is None:
         supply(model, reader)
     for param in named.values():
@@ -567,6 +580,23 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
             error.add_note(f"{len(reader.freed)} parameters of the model were already moved to the engine: build the model again")
         raise
     remove_attributes(named.values())
+
+
+def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:
+    """Quantize the layers that `weight_quantization` of a config dict names, in place; returns the model. For models without an
+    engine: `initialize` does it too. Layers that `Init` has sharded are gathered one at a time and sharded again, which is
+    collective. Raises ValueError as `layers_with_rules`."""
+    from slipstream.config.features import InferenceWeightQuantization  # pydantic is slow to import
+
+    block = InferenceWeightQuantization.model_validate(ds_config["weight_quantization"])
+    for names, form in layers_with_rules(model, rules_of(block.model_dump())):
+        weight = model.get_submodule(names[0]).weight
+        group = getattr(weight, "ds_process_group", None)
+        with GatheredParameters([weight]):
+            packed = quantize_layers(model, names, form)
+        if is_held(weight):
+            _hold(packed, group)
+    return model
 
 
 def materialize(model: nn.Module) -> None:

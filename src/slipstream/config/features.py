@@ -3,12 +3,16 @@
 The rules are those of `schema.py`, which has the core and the root: DeepSpeed's names and defaults, one field per key.
 """
 
+# ruff: noqa: RUF012 (pydantic copies a mutable default for every instance)
+
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from slipstream.config.keys import Feature
-from slipstream.config.values import MIB, Block, Count, Positive, Real, Size, Word, honored, no_effect, switch
+from slipstream.config.values import MIB, Bits, Block, Count, Even, Positive, Real, Size, Word, honored, no_effect, switch
 
 # Parallelism
 
@@ -144,14 +148,26 @@ class HybridEngine(Block):
     enable_cuda_graph: bool = no_effect(False, "serving captures CUDA graphs where its kernels run")
 
 
+_IN_ROWS = "codes are symmetric around 0, in groups of a row's columns, so that each rank quantizes and reads rows of its own"
+
+
+class GroupQuantization(Block):
+    num_bits: Bits = honored(8, "Bits of a weight: 4 (NF4) or 8 (integers).")
+    group_size: Even = honored(64, "Columns of a row that share a scale.")
+    group_dim: Size = no_effect(1, _IN_ROWS)
+    symmetric: bool = no_effect(False, _IN_ROWS)
+
+
+_BY_LAYER = "each entry of post_init_quant, and quantized_initialization, has its own num_bits and group_size"
+
+
 class InferenceWeightQuantization(Block):
-    feature = Feature("weight quantization for inference", "drop the block weight_quantization, or set its enabled to false")
-    enabled: bool = switch(True, off=(False, {}))
-    num_bits: Count = 8
-    q_type: str = "symmetric"
-    q_groups: Count = 1
-    quantized_initialization: dict[str, Any] = switch({}, off=(False, {}))
-    post_init_quant: dict[str, Any] = switch({}, off=(False, {}))
+    enabled: bool = honored(True, "Quantize the layers that the block names, and freeze their weights (ZeRO-Inference).")
+    num_bits: Count = no_effect(8, _BY_LAYER)
+    q_type: str = no_effect("symmetric", _BY_LAYER)
+    q_groups: Count = no_effect(1, _BY_LAYER)
+    quantized_initialization: Annotated[GroupQuantization | None, BeforeValidator(lambda value: value or None)] = None
+    post_init_quant: Annotated[dict[str, GroupQuantization], BeforeValidator(lambda value: value or {})] = {}
 
 
 class Compile(Block):

@@ -292,6 +292,7 @@ class PrecisionPlan:
     )
     # None = saved buffers follow the weights, others keep their own
     buffer_dtype: torch.dtype | None = key("data_types.buffer_dtype", read=DTYPES.get)
+    fp32_buffers: list[str] | None = key("data_types.keep_in_fp32_modules")  # patterns; None = as the model says
     master_dtype: torch.dtype = of(
         Json("fp16.fp16_master_weights_and_grads", shown=_is(torch.float16)),
         Json("bf16.bf16_master_weights_and_grads", shown=_is(torch.bfloat16)),
@@ -464,6 +465,8 @@ class Plan:
     compression: Mapping[str, Any] | None = block("*")
     data: DataPlan
     checkpoint: CheckpointPlan
+    # The block weight_quantization, if it names layers; quantized/rules.py reads it.
+    quantized: Mapping[str, Any] | None = block("weight_quantization.*")
     fused_layers: bool = key("slipstream.fused_layers")
     products: str = key("slipstream.products")
     broadcast_buffers: bool = key("slipstream.broadcast_buffers")  # broadcast rank 0's before each forward

@@ -85,6 +85,7 @@ AUTO: Mapping[str, Auto] = MappingProxyType(
             "fp16 on CUDA devices without bf16, unless bf16 is on",
             lambda parsed, facts: facts.device_type == "cuda" and not facts.supports_bf16 and not _on(parsed, "bf16.enabled"),
         ),
+        "data_types.keep_in_fp32_modules": Auto("as the model's class says", lambda parsed, facts: None),
         "gradient_clipping": Auto("1.0", lambda parsed, facts: 1.0),
     }
 )
@@ -161,6 +162,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         profile=values.section(ProfilePlan) if values["flops_profiler.enabled"] else None,
         traffic=values.section(TrafficPlan) if values["comms_logger.enabled"] else None,
         trace=values.section(TracePlan) if values.parsed.config.slipstream.trace is not None else None,
+        quantized=_quantized(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
         checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),
@@ -646,6 +648,15 @@ def _eigenvalues(values: Values) -> list[dict[str, Any]]:
     config = values.parsed.config
     blocks = [each.model_dump() for each in (config.eigenvalue, config.quantize_training.eigenvalue)]
     return [block for block in blocks if block.pop("enabled")]
+
+
+def _quantized(values: Values) -> dict[str, Any] | None:
+    block = values.parsed.config.weight_quantization
+    asks = block is not None and block.enabled and (block.quantized_initialization or block.post_init_quant)
+    if block is not None and asks:
+        return block.model_dump()
+    values.idle("weight_quantization", "derived: no layer is named, or the block is off")
+    return None
 
 
 def _sparse(values: Values) -> dict[str, Any] | None:

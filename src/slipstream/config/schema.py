@@ -64,9 +64,6 @@ _ROUNDING = "gradients are summed in fp32 and divided once at the end"
 # Features that are not built yet
 
 _AMP = 'use "bf16", "fp16" or "torch_autocast" with "enabled": true'
-_FP32_BUFFERS = Feature(
-    "a list of buffers that stay in fp32", "drop the key; data_types.buffer_dtype sets the dtype of all buffers"
-)
 _GDS = Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory")
 _GRAPHS = Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs')
 _DATASTATES = Feature("DataStates checkpoints", "drop the key; checkpoints are already atomic and sharded")
@@ -141,7 +138,10 @@ class DataTypes(Block):
     )
     param_dtype: DtypeOrNone = honored(None, "Dtype of the weights if neither fp16 nor bf16 is enabled.")
     buffer_dtype: DtypeOrNone = honored(None, "Dtype of all buffers.")
-    keep_in_fp32_modules: Names | None = switch(None, _FP32_BUFFERS, off=(None, []))
+    keep_in_fp32_modules: Names | None = honored(
+        None,
+        "Patterns of names of buffers that stay fp32 in bf16 and fp16; auto, or not set: those that models of transformers name.",
+    )
 
 
 # ZeRO and offload

@@ -91,6 +91,8 @@ def _wire_dtype(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_integral), Field(ge=-sys.maxsize, le=sys.maxsize)]
 Seed = Annotated[int, BeforeValidator(_integral), Field(ge=0, le=1 << 63)]
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
+Bits = Annotated[Literal[4, 8], BeforeValidator(_stage)]
+Even = Annotated[int, BeforeValidator(_integral), Field(ge=2, le=sys.maxsize, multiple_of=2)]
 Count = Annotated[int, BeforeValidator(_integral), Field(ge=1, le=sys.maxsize)]
 Size = Annotated[int, BeforeValidator(_truncated), Field(ge=0, le=sys.maxsize)]
 Real = Annotated[float, BeforeValidator(numeric), Field(allow_inf_nan=False)]

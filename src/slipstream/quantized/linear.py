@@ -1,4 +1,4 @@
-"""Linear layers with frozen quantized weights (ops/rows.py), for training adapters on top (QLoRA).
+"""Linear layers and embeddings with frozen quantized weights (ops/rows.py), for inference and for adapters on top (QLoRA).
 
 A quantized weight is an ordinary parameter of dtype uint8: the engine shards, offloads, gathers and saves its bytes. The forward
 and the backward each dequantize it, and do not keep the result.
@@ -7,7 +7,7 @@ and the backward each dequantize it, and do not keep the result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,11 @@ from slipstream.zero.shown import Reads
 class QuantizedLinear(nn.Linear):
     """`nn.Linear` with a frozen quantized weight, uint8 [out_features, form.row_nbytes]. Only input and bias get gradients."""
 
-    def __init__(self, linear: nn.Linear, form: RowForm) -> None:
+    def __init__(self, linear: nn.Linear, form: RowForm, weight: nn.Parameter | None = None) -> None:
+        """`weight`: the packed one; None: that of `linear`, packed."""
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
-        weight = linear.weight.detach()
-        if weight.is_meta:
-            packed = torch.empty(len(weight), form.row_nbytes, dtype=torch.uint8, device="meta")
-        else:
-            packed = quantize_rows(weight, form)
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = packed_rows(linear.weight, form) if weight is None else weight
         self.bias = linear.bias
         self.train(linear.training)
 
@@ -47,12 +43,52 @@ class QuantizedLinear(nn.Linear):
         return dequantize_rows(self.weight, self.form, torch.float32)
 
     def reset_parameters(self) -> None:
-        raise ValueError(
-            "a quantized weight has no initializer: load it from files (slipstream.zero.load), or quantize a model with weights"
-        )
+        raise ValueError(_NO_INITIALIZER)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, bits={self.form.bits}, block={self.form.block}"
+
+
+class QuantizedEmbedding(nn.Embedding):
+    """`nn.Embedding` with a frozen quantized weight, uint8 [num_embeddings, form.row_nbytes]. Only the rows of a batch's tokens are
+    dequantized, to a dtype that follows casts of the module."""
+
+    _like: Tensor
+
+    def __init__(self, embedding: nn.Embedding, form: RowForm, weight: nn.Parameter, dtype: torch.dtype | None = None) -> None:
+        """`weight`: the packed one. `dtype`: of the result; None: of `embedding`."""
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim, self.form = embedding.num_embeddings, embedding.embedding_dim, form
+        self.padding_idx, self.max_norm, self.norm_type = embedding.padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self.weight = weight
+        self.register_buffer("_like", torch.empty(0, dtype=dtype or embedding.weight.dtype), persistent=False)
+        self.train(embedding.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = F.embedding(input.reshape(-1), self.weight)
+        return dequantize_rows(rows, self.form, self._like.dtype).view(*input.shape, self.embedding_dim)
+
+    def reset_parameters(self) -> None:
+        raise ValueError(_NO_INITIALIZER)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bits={self.form.bits}, block={self.form.block}"
+
+
+_NO_INITIALIZER = (
+    "a quantized weight has no initializer: load it from files (slipstream.zero.load), or quantize a model with weights"
+)
+
+
+def packed_rows(weight: Tensor, form: RowForm) -> nn.Parameter:
+    """[rows, columns] -> uint8 [rows, row_nbytes], frozen; on meta if `weight` is."""
+    weight = weight.detach()
+    if weight.is_meta:
+        packed = torch.empty(len(weight), form.row_nbytes, dtype=torch.uint8, device="meta")
+    else:
+        packed = quantize_rows(weight, form)
+    return nn.Parameter(packed, requires_grad=False)
 
 
 class _QuantizedProduct(torch.autograd.Function):
@@ -107,7 +143,7 @@ def quantize(
         return pack(model, kind_of(dtype, block), block=block or BLOCKS[0], include=include, skip=skip)
     bits, block = bits or 4, block or 64
     chosen = _layers(model, include, skip)
-    _refuse(model, chosen)
+    refuse(model, chosen)
     for layer, names in chosen.items():
         quantized = QuantizedLinear(layer, RowForm(bits=bits, columns=layer.in_features, block=block))
         for name in names:
@@ -129,8 +165,12 @@ def _layers(model: nn.Module, include: Sequence[str], skip: Sequence[str]) -> di
     return chosen
 
 
-def _refuse(model: nn.Module, chosen: Mapping[nn.Linear, Sequence[str]]) -> None:
-    """Raise ValueError for layers that cannot be quantized now."""
+def nothing(name: str) -> bool:
+    return False
+
+
+def refuse(model: nn.Module, chosen: Mapping[Any, Sequence[str]], is_unread: Callable[[str], bool] = nothing) -> None:
+    """Raise ValueError for layers that cannot be quantized now. `is_unread`: whether the parameter of a name has no values yet."""
     for unit in access.units_of(model.parameters()):
         if unit.shown.reads is not Reads.COPY:
             raise ValueError(
@@ -142,14 +182,15 @@ def _refuse(model: nn.Module, chosen: Mapping[nn.Linear, Sequence[str]]) -> None
         if frozen and layer.weight.requires_grad:
             raise ValueError(
                 f"layer {name!r} is trained, because its weight requires a gradient and others do not: quantizing would freeze an "
-                f"adapter. Quantize before adapters are added, leave the layer out with skip={[name]}, or freeze it with "
-                f"requires_grad_(False)"
+                f"adapter. Quantize before adapters are added, leave the layer out (skip={[name]}, or no rule of the config), or "
+                f"freeze it with requires_grad_(False)"
             )
     for layer, (name, *_) in chosen.items():
-        if not layer.weight.is_meta and not bool(layer.weight.isfinite().all()):
-            raise ValueError(f"layer {name!r} has non-finite weights; leave it out with skip={[name]}")
+        if not layer.weight.is_meta and not is_unread(f"{name}.weight") and not bool(layer.weight.isfinite().all()):
+            raise ValueError(f"layer {name!r} has non-finite weights; leave it out (skip={[name]}, or no rule of the config)")
 
 
 def row_forms(model: nn.Module) -> dict[str, RowForm]:
     """The byte format of each quantized weight, by the parameter's name."""
-    return {f"{name}.weight": module.form for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear | QuantizedEmbedding)]
+    return {f"{name}.weight": module.form for name, module in layers}

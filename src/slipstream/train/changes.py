@@ -20,6 +20,8 @@ from slipstream.observe import memory, traffic
 from slipstream.observe.profile import profile_step
 from slipstream.observe.trace import trace_steps
 from slipstream.ops import matmul
+from slipstream.quantized.linear import nothing
+from slipstream.quantized.rules import quantize_by_rules, rules_of
 from slipstream.train.adaptive import adapt_batch
 from slipstream.train.curriculum import shorten_sequences
 from slipstream.train.figures import monitor
@@ -28,6 +30,7 @@ from slipstream.train.noise import measure_noise
 from slipstream.train.random_ltd import drop_tokens
 from slipstream.train.second_order import SecondOrder, mean_over, most_over
 from slipstream.train.trial import follow_trial
+from slipstream.zero.init import Load, asked
 
 if TYPE_CHECKING:
     from slipstream.train.engine import Engine
@@ -51,6 +54,14 @@ def _sparse_attention(model: nn.Module, plan: Plan) -> Callable[[Engine], None]:
 
 def _multiply(model: nn.Module, plan: Plan) -> None:
     matmul.use(plan.products == "onednn")
+
+
+def _quantize(model: nn.Module, plan: Plan) -> None:
+    """First, so that what other changes copy of a layer is quantized, too."""
+    if plan.quantized is not None:
+        reader = asked(model)
+        is_unread = nothing if reader is None or isinstance(reader, Load) else reader.__contains__
+        quantize_by_rules(model, rules_of(plan.quantized), plan.precision.param_dtype, is_unread)
 
 
 def _fuse_layers(model: nn.Module, plan: Plan) -> None:
@@ -110,6 +121,7 @@ def _observe(model: nn.Module, plan: Plan) -> Callable[[Engine], None] | None:
 
 CHANGES: tuple[Change, ...] = (
     _multiply,
+    _quantize,
     _sparse_attention,
     _fuse_layers,
     drop_layers,

@@ -51,7 +51,7 @@ from slipstream.train.handle import OptimizerHandle
 from slipstream.train.loaders import Loader, build_loader, scaled_schedule
 from slipstream.train.local_steps import LocalSteps
 from slipstream.train.pipeline import agree_on_kinds, kept, pipeline_engine, prepare
-from slipstream.train.precision import Precision
+from slipstream.train.precision import Precision, buffer_rule
 from slipstream.train.progress import log_layout, log_plan
 from slipstream.train.recipe import CODE_BITS, build_optimizer, mark_kinds, recipe_of, scheduler_of, warn_of_frozen
 from slipstream.train.states import States
@@ -60,8 +60,8 @@ from slipstream.world.join import init_distributed, local_device, local_world_si
 from slipstream.world.mesh import Mesh, build_mesh
 from slipstream.world.watch import Watch
 from slipstream.zero import access
-from slipstream.zero.buffers import spread_first
-from slipstream.zero.build import build_units, connect, convert_buffers
+from slipstream.zero.buffers import convert_buffers, spread_first
+from slipstream.zero.build import build_units, connect
 from slipstream.zero.comm import gather_objects
 from slipstream.zero.init import Load, asked, forget
 from slipstream.zero.leaves import differs_of, parts_of
@@ -425,7 +425,7 @@ def _engine(
     if recipe.tiers.weights is Tier.DISK and mesh.is_first:
         kept = sum(unit.weights.resident_nbytes // unit.weights.dtype.itemsize for unit in units)
         warn_of_resident_weights(plan.offload, plan.sources, sum(unit.weights.numel for unit in units), kept)
-    convert_buffers(model, recipe.weights_dtype, precision.buffer_dtype)
+    convert_buffers(model, buffer_rule(precision))
     states = States(
         model=model,
         plan=plan,

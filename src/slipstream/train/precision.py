@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.config.plan import LossScalePlan, PrecisionPlan
 from slipstream.zero import transforms
+from slipstream.zero.buffers import BufferRule
 from slipstream.zero.trees import map_tensors, tensors_in
 
 _MIXED = re.compile(
@@ -116,6 +117,11 @@ class _Scale(torch.autograd.Function):
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype is torch.float16 else tensor
+
+
+def buffer_rule(plan: PrecisionPlan) -> BufferRule:
+    weights = None if plan.param_dtype is torch.float32 else plan.param_dtype
+    return BufferRule(weights=weights, stated=plan.buffer_dtype, in_fp32=plan.fp32_buffers)
 
 
 class Precision:

@@ -20,6 +20,7 @@ from slipstream.optim.onebit import mark_uncompressed
 from slipstream.optim.rules import Rule
 from slipstream.train import compiled
 from slipstream.train.disk_space import tiers_of
+from slipstream.train.precision import buffer_rule
 from slipstream.train.schedules import build_scheduler, check_steps_alone
 from slipstream.zero.build import Recipe
 from slipstream.zero.leaves import forget_kinds, mark_part, mark_rows
@@ -46,7 +47,7 @@ def recipe_of(plan: Plan, inner: torch.optim.Optimizer | None, rule: Rule | None
         placement = replace(placement, grads=False)
     return Recipe(
         placement=placement,
-        weights_dtype=None if precision.param_dtype is torch.float32 else precision.param_dtype,
+        weights_dtype=buffer_rule(precision).weights,
         master_dtype=precision.master_dtype,
         grads_dtype=precision.grad_accum_dtype,
         wire_dtype=None if precision.comm_dtype in CODE_BITS else precision.comm_dtype,

@@ -31,19 +31,12 @@ from slipstream.train import schedules
 from slipstream.train.agreement import options
 from slipstream.train.gate import Obstacle
 from slipstream.train.origins import Carried, Origin, carry_states
+from slipstream.train.precision import buffer_rule
 from slipstream.train.states import States
 from slipstream.world.watch import PeerError
 from slipstream.zero import access, memory
-from slipstream.zero.build import (
-    BuildContext,
-    UnitPlan,
-    allocate,
-    build_block,
-    convert_buffers,
-    disk_needs,
-    longest_on_wire,
-    plan_units,
-)
+from slipstream.zero.buffers import convert_buffers
+from slipstream.zero.build import BuildContext, UnitPlan, allocate, build_block, disk_needs, longest_on_wire, plan_units
 from slipstream.zero.comm import first_said, gather_objects
 from slipstream.zero.hooks import Slots
 from slipstream.zero.leaves import differs_of, named_leaves, open_up, whole_shape
@@ -492,7 +485,7 @@ class Change:
             unit.rename(index, group.name, block, [self.leaves[name] for name in group.param_names])
         states.units[:] = units  # in place: the updater holds the same list
         self._refit_ring()
-        convert_buffers(self.model, states.recipe.weights_dtype, states.plan.precision.buffer_dtype)
+        convert_buffers(self.model, buffer_rule(states.plan.precision))
 
     def _take_writes(self) -> None:
         """Write rank 0's modified values into the units that stay."""

@@ -1,15 +1,17 @@
-"""A model's buffers (running statistics, masks) on several ranks: the first rank's values are saved and distributed.
+"""A model's buffers (running statistics, masks): their dtypes in an engine, and their values on several ranks.
 
-Each rank updates its buffers from its own batches, and nothing reduces them. DDP and DeepSpeed keep the first rank's, too.
+The first rank's are saved and distributed. Each rank updates its buffers from its own batches, and nothing reduces them. DDP and
+DeepSpeed keep the first rank's, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.zero.comm import Comm
@@ -44,3 +46,62 @@ def spread_first(buffers: Sequence[Tensor], comm: Comm) -> None:
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(cast(Any, tensor))
+
+
+class BufferRule(NamedTuple):
+    weights: torch.dtype | None = None  # dtype of the weights; None: they keep theirs
+    stated: torch.dtype | None = None  # of all buffers
+    in_fp32: Sequence[str] | None = None  # patterns, with *, that are searched in names. None: as classes of transformers say
+
+
+BUFFERS_STAY = BufferRule()
+
+
+def buffer_dtypes(model: nn.Module, rule: BufferRule) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.dtype]]:
+    """Yield each buffer as (module, name, buffer, its dtype in an engine).
+
+    That is `stated`, if it is not None. Otherwise persistent buffers get the dtype of the weights, as in `model.to(dtype)`, and
+    derived ones (rotary frequencies, registered with persistent=False) keep theirs. Integers and floats of 8 bits or less, which
+    are codes, keep their dtype.
+
+    With weights in 16 bits, buffers of `in_fp32` are fp32. Without it and without `stated`, they are those that transformers'
+    `from_pretrained` keeps: in bf16, the biases of DeepSeek-V3's routers, which differ by less than bf16 resolves, would choose
+    other experts.
+    """
+    kept = _kept_in_fp32(model, rule)
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            dtype = rule.stated or (None if name in module._non_persistent_buffers_set else rule.weights)
+            if kept is not None and kept.search(f"{path}.{name}".removeprefix(".")):
+                dtype = torch.float32
+            yield module, name, buffer, dtype if dtype and buffer.is_floating_point() and buffer.itemsize > 1 else buffer.dtype
+
+
+def convert_buffers(model: nn.Module, rule: BufferRule) -> None:
+    """Convert the model's buffers to the dtypes of `buffer_dtypes`."""
+    for module, name, buffer, dtype in list(buffer_dtypes(model, rule)):
+        if buffer.dtype is not dtype:
+            setattr(module, name, buffer.to(dtype))
+
+
+def _kept_in_fp32(model: nn.Module, rule: BufferRule) -> re.Pattern[str] | None:
+    """Of the names of buffers that are fp32 beside weights in 16 bits."""
+    if rule.weights not in (torch.bfloat16, torch.float16):
+        return None
+    of_classes = rule.in_fp32 is None and rule.stated is None
+    below = _of_classes(model, rule.weights) if of_classes else [("", pattern) for pattern in rule.in_fp32 or ()]
+    found = [f"^{re.escape(path)}[.].*{_regex(each)}" if path else _regex(each) for path, each in below]
+    try:
+        return re.compile("|".join(found)) if found else None
+    except re.error as error:
+        raise ValueError(f"data_types.keep_in_fp32_modules ({rule.in_fp32}): no regular expression, but for *: {error}") from None
+
+
+def _regex(pattern: str) -> str:
+    return pattern.replace("*", ".*")  # as transformers reads it: other signs are those of a regular expression
+
+
+def _of_classes(model: nn.Module, weights: torch.dtype) -> set[tuple[str, str]]:
+    """(path of a module, pattern below it) where its class has a list of names for fp32: for both dtypes, or fp16 alone."""
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if weights is torch.float16 else [])]
+    return {(path, name) for path, module in model.named_modules() for each in lists for name in getattr(module, each, None) or ()}

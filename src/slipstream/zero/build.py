@@ -6,7 +6,7 @@ that an error leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -389,25 +389,3 @@ def longest_on_wire(parts: Iterable[tuple[Comms, Layout, Dtypes]], recipe: Recip
             key = comms.carrier(dtypes), dtypes.wire
             longest[key] = max(longest.get(key, 0), numel_on_wire(layout.numel, dtypes, comms.dp.size))
     return longest
-
-
-def buffer_dtypes(
-    model: nn.Module, weights: torch.dtype | None, stated: torch.dtype | None
-) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.dtype]]:
-    """Yield each buffer as (module, name, buffer, its dtype in an engine): `stated`, if that is not None.
-
-    Otherwise persistent buffers get the dtype of the weights, as in `model.to(dtype)`, and derived ones (rotary frequencies,
-    registered with persistent=False) keep theirs. Integers and floats of 8 bits or less, which are codes, keep their dtype.
-    """
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            is_saved = name not in module._non_persistent_buffers_set
-            dtype = (stated or (weights if is_saved else None)) if buffer.is_floating_point() and buffer.itemsize > 1 else None
-            yield module, name, buffer, dtype or buffer.dtype
-
-
-def convert_buffers(model: nn.Module, weights: torch.dtype | None, stated: torch.dtype | None) -> None:
-    """Convert the model's buffers to the dtypes of `buffer_dtypes`."""
-    for module, name, buffer, dtype in list(buffer_dtypes(model, weights, stated)):
-        if buffer.dtype is not dtype:
-            setattr(module, name, buffer.to(dtype))

@@ -28,8 +28,8 @@ from torch.utils.flop_counter import flop_registry
 from slipstream.config.plan import Plan
 from slipstream.train.planning.even_routes import even_routes
 from slipstream.train.planning.predict import ComputeWork, Moment, Profile
-from slipstream.train.precision import Precision
-from slipstream.zero.build import buffer_dtypes
+from slipstream.train.precision import Precision, buffer_rule
+from slipstream.zero.buffers import BUFFERS_STAY, BufferRule, buffer_dtypes
 from slipstream.zero.leaves import named_leaves
 from slipstream.zero.trees import map_tensors
 from slipstream.zero.trees import tensors_in as tensors_in  # for observe/, too
@@ -88,8 +88,7 @@ def dry_run(model: nn.Module, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
     with FakeTensorMode(allow_non_fake_inputs=True):
         resize = partial(_like, size=plan.batch.micro_batch_size, to=micro_batch_size)
         inputs, keywords = map_tensors(tuple(args), resize), map_tensors(dict(kwargs), resize)
-        half = None if plan.precision.param_dtype is torch.float32 else plan.precision.param_dtype
-        ghost = without_memory(model, half, plan.precision.buffer_dtype)
+        ghost = without_memory(model, buffer_rule(plan.precision))
         meter = _Meter(ghost)
         precision = Precision(plan.precision, torch.device("cpu"))
         if plan.activations.way == "recompute":
@@ -165,20 +164,20 @@ def _like(tensor: Tensor, size: int, to: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
 
 
-def without_memory(
-    model: nn.Module, half: torch.dtype | None = None, buffer_dtype: torch.dtype | None = None, device: str = "cpu"
-) -> nn.Module:
+def without_memory(model: nn.Module, rule: BufferRule = BUFFERS_STAY, device: str = "cpu") -> nn.Module:
     """A copy of the model, without hooks, with parameters and buffers on a device: "cpu" under FakeTensorMode, or "meta".
 
-    half, buffer_dtype: an engine's dtypes, of parameters and buffers that have others now
+    rule: an engine's dtypes, of parameters and buffers that have others now
     """
     memo: dict[int, Any] = {}
     for leaf in named_leaves(model):
         for param in {id(each): each for each in (leaf.tensor, leaf.whole)}.values():
             with torch._C.DisableTorchFunctionSubclass():  # released parameters have shapes
-                fake = torch.empty(tuple(param.shape), dtype=param.dtype if leaf.exact else half or param.dtype, device=device)
+                fake = torch.empty(
+                    tuple(param.shape), dtype=param.dtype if leaf.exact else rule.weights or param.dtype, device=device
+                )
                 memo.setdefault(id(param), nn.Parameter(fake, requires_grad=param.requires_grad))
-    for _, _, buffer, dtype in buffer_dtypes(model, half, buffer_dtype):
+    for _, _, buffer, dtype in buffer_dtypes(model, rule):
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=dtype, device=device)
     for value in (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)):
         memo.setdefault(id(value), torch.empty(value.shape, dtype=value.dtype, device=device))

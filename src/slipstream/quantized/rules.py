@@ -1,0 +1,98 @@
+"""Quantize layers as the config says, before an engine has them: DeepSpeed's `weight_quantization` (ZeRO-Inference).
+
+rule   a text that is searched in the names of layers, with bits and the columns of a scale; "" is in every name, and comes last
+layer  an `nn.Linear` or `nn.Embedding`, no subclass. The output head too, and layers that share a weight, if each has a rule
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.ops.rows import RowForm
+from slipstream.quantized.linear import QuantizedEmbedding, QuantizedLinear, nothing, packed_rows, refuse
+
+logger = logging.getLogger(__name__)
+
+_KINDS = (nn.Linear, nn.Embedding)
+Rules = Mapping[str, Mapping[str, Any]]  # text -> num_bits, group_size
+
+
+def rules_of(block: Mapping[str, Any]) -> Rules:
+    """Those of a block `weight_quantization`."""
+    everywhere = block.get("quantized_initialization")
+    return {**(block.get("post_init_quant") or {}), **({"": everywhere} if everywhere else {})}
+
+
+def layers_with_rules(model: nn.Module, rules: Rules) -> list[tuple[list[str], RowForm]]:
+    """The names of the layers that share a weight, and how it is to be quantized; without those that are quantized already.
+
+    Raises ValueError if two texts are in a layer's name, or if no layer has a rule."""
+    holders: dict[int, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for param in module._parameters.values():
+            if param is not None:
+                holders.setdefault(id(param), {})[name] = module
+    chosen, whole, done = [], [], False
+    for name, module in model.named_modules():
+        done |= isinstance(module, QuantizedLinear | QuantizedEmbedding)
+        if type(module) not in _KINDS or _text_of(name, rules) is None:
+            continue
+        sharing = holders.pop(id(module.weight), {})
+        texts = [_text_of(each, rules) for each in sharing]
+        if any(type(each) not in _KINDS for each in sharing.values()) or None in texts or not all(sharing):
+            whole.append(name)
+        elif sharing:
+            rule = rules[str(texts[0])]
+            columns = module.embedding_dim if isinstance(module, nn.Embedding) else module.in_features
+            chosen.append((list(sharing), RowForm(bits=rule["num_bits"], columns=int(columns), block=rule["group_size"])))
+    if not chosen and not done:
+        raise ValueError(
+            f"weight_quantization: no nn.Linear and no nn.Embedding of {type(model).__name__} has one of {sorted(rules)} in its "
+            f"name; give post_init_quant keys that are parts of layers' names"
+        )
+    if whole:
+        logger.warning("weight_quantization leaves out layers that share their weight with others: %s", ", ".join(whole))
+    return chosen
+
+
+def quantize_layers(
+    model: nn.Module, names: Sequence[str], form: RowForm, dtype: torch.dtype | None = None, *, unread: bool = False
+) -> nn.Parameter:
+    """Replace layers that share a weight; returns the one that they share now.
+
+    dtype   of what embeddings return; None: their own
+    unread  the weight is on meta, until its values are read"""
+    layers: list[Any] = [model.get_submodule(name) for name in names]
+    weight = packed_rows(layers[0].weight.to("meta") if unread else layers[0].weight, form)
+    made: dict[nn.Module, nn.Module] = {}  # a layer with two names stays one
+    for name, layer in zip(names, layers, strict=True):
+        if layer not in made:
+            is_linear = isinstance(layer, nn.Linear)
+            made[layer] = QuantizedLinear(layer, form, weight) if is_linear else QuantizedEmbedding(layer, form, weight, dtype)
+        model.set_submodule(name, made[layer])
+    return weight
+
+
+def quantize_by_rules(model: nn.Module, rules: Rules, dtype: torch.dtype, is_unread: Callable[[str], bool] = nothing) -> None:
+    """Replace the layers that have a rule, in place.
+
+    dtype      of what embeddings return
+    is_unread  of the name of a parameter: its value is read later
+
+    Raises ValueError, with nothing changed, for the reasons of `layers_with_rules` and of `quantize`."""
+    chosen = layers_with_rules(model, rules)
+    refuse(model, {model.get_submodule(names[0]): names for names, _ in chosen}, is_unread)
+    for names, form in chosen:
+        quantize_layers(model, names, form, dtype, unread=any(is_unread(f"{name}.weight") for name in names))
+
+
+def _text_of(name: str, rules: Rules) -> str | None:
+    found = [text for text in rules if text and text in name]
+    if len(found) > 1:
+        raise ValueError(f"weight_quantization.post_init_quant: the name of layer {name!r} has {found}; leave one in it")
+    return found[0] if found else "" if "" in rules else None
