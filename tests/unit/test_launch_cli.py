@@ -415,6 +415,14 @@ sys.exit(cli.main(["generate", "smollm2", "x"]))
     assert (done.returncode, done.stderr) == (code, "")
 
 
+def test_a_full_disk_is_one_line() -> None:
+    script = "from slipstream.launch import cli, talk\ntalk.generate = lambda options: print('x') or 0\n"
+    script += "raise SystemExit(cli.main(['generate', 'smollm2', 'x']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "slipstream generate: No space left on device: its output\n")
+
+
 def test_ctrl_c_while_torch_imports_numpy(tmp_path: Path) -> None:
     """Torch drops exceptions of that import."""
     script = """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import json
 import os
@@ -598,9 +599,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # during an import or while a model loads
         return 130
-    except BrokenPipeError:  # the reader of stdout has closed it (`| head`)
+    except OSError as error:
+        closed = isinstance(error, BrokenPipeError)  # by the reader of stdout (`| head`)
+        if not closed and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes its buffer at exit
-        return 141
+        if closed:
+            return 141
+        print(f"slipstream {options.command}: {error.strerror}: {error.filename or 'its output'}", file=sys.stderr)
+        return 1
 
 
 def _execute(options: argparse.Namespace) -> int:
