@@ -134,6 +134,7 @@ class FakeEngine:
         self.healthy = True
         self.submitted: list[tuple[SamplingParams, int, int]] = []
         self.targets: list[tuple[float | None, float | None]] = []
+        self.waited: list[float] = []  # seconds from the arrival of each body
         self.cancelled: list[Handle] = []
         self.asked: set[str] = set()
         self.generated = 0
@@ -157,6 +158,7 @@ class FakeEngine:
         adapter: str,
         first_within: float | None,
         wait_within: float | None,
+        waited: float,
         sink: Callable[[Any], None],
     ) -> Handle:
         if wrong := [token for token in prompt if token >= VOCAB]:
@@ -176,6 +178,7 @@ class FakeEngine:
         with self.lock:
             self.submitted.append((params, n, priority))
             self.targets.append((first_within, wait_within))
+            self.waited.append(waited)
             self.running.append(handle)
         return handle
 

@@ -698,6 +698,8 @@ def test_targets_go_to_the_engine() -> None:
             wait(submit(router, "a prompt", replace(GREEDY, ignore_eos=True), **target))
         stats = router.stats()
         assert (stats.targets_met, stats.targets_missed) == (1, 2)
+        wait(submit(router, "a prompt", first_within=900.0, waited=901.0))  # before it was submitted
+        assert router.stats().targets_missed == 3
         for wrong in (0, -1.0, float("nan"), float("inf"), 10**40, True, "1"):
             with pytest.raises(ValueError, match=f"first_within is {wrong!r}; it must be a number of seconds, above 0"):
                 submit(router, "a prompt", first_within=wrong)

@@ -460,6 +460,26 @@ def test_other_errors_have_the_same_form(address: str) -> None:
     assert "POST" in call(address, "GET", COMPLETIONS).headers["allow"]
 
 
+def test_a_slash_at_the_end_of_a_path_changes_nothing(address: str, engine: FakeEngine) -> None:
+    """A redirect would lead the clients of a proxy to an address that is the server's own."""
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [USER]}),
+        (COMPLETIONS, {"prompt": "hi"}),
+        (COMPLETIONS, {"n": 0}),
+    ]
+    for path, more in bodies:
+        body = json.dumps({"model": "fake/model", "seed": 1, **more})
+        plain, slashed = (call(address, "POST", path + end, body) for end in ("", "/"))
+        one, other = ({**json.loads(reply.body), "id": 0, "created": 0} for reply in (plain, slashed))
+        assert (slashed.status, other) == (plain.status, one)
+    for path in ("/health", "/v1/models", "/v1/models/fake/model", "/"):
+        assert call(address, "GET", path + "/").body == call(address, "GET", path).body
+    assert 'path="other",status="307"' not in call(address, "GET", "/metrics/").body.decode()
+    with serving(engine, api_keys=["key"]) as guarded_address:
+        assert call(guarded_address, "GET", "/health/").status == 200
+        assert post(guarded_address, COMPLETIONS + "/").status == 401
+
+
 HOSTILE = [
     *(b"", b"null", b"[]", b'"', b"{", b"\xff\xfe", b"\x00", b"nan", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000),
     *(b'{"model": "\\ud800"}', b'{"model": "fake/model", "prompt": "\\ud800"}', '{"model": "fake/model"}'.encode("utf-16")),
@@ -816,6 +836,7 @@ def test_schemas_are_compiled_for_keys_in_turn(engine: FakeEngine) -> None:
         for one in waiting:
             one.result()
     assert [params.max_tokens for params, *_ in engine.submitted[before:]] == [20, 7, 20, 20, 20, 20]
+    assert min(engine.waited[before + 2 :]) > 0.4, "time to the first token counts from the arrival, not from the turn to compile"
 
 
 def test_schemas_wait_neither_for_the_compiler_nor_for_their_turn_for_ever(engine: FakeEngine) -> None:

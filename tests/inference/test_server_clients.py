@@ -387,8 +387,9 @@ def test_fields_of_responses_without_effect(address: str) -> None:
         "text": {"verbosity": "low"},
     }
     body |= {"reasoning": {"effort": "high", "summary": "auto"}, "tools": [{"type": "web_search"}], "prompt_cache_key": "x"}
+    body["max_tokens"] = 7  # which is max_output_tokens here
     reply = call(address, "POST", "/v1/responses", json.dumps(body))
-    named = "include, prompt_cache_key, reasoning.effort, reasoning.summary, text.verbosity, tools.web_search"
+    named = "include, max_tokens, prompt_cache_key, reasoning.effort, reasoning.summary, text.verbosity, tools.web_search"
     assert reply.headers["x-slipstream-ignored"] == named, reply.body
     for tools in ([{"type": "mcp"}], [{"type": "function", "name": "add"}, {"type": "mcp"}]):
         allowed = {"type": "allowed_tools", "mode": "auto", "tools": tools}

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,7 +137,7 @@ def test_a_loop_that_is_closed_leaves_nothing_running(caplog: pytest.LogCaptureF
             await asyncio.Event().wait()
 
         work, box = Work(prompts=[b"x"], params=params, n=2, priority=0, salt=""), Mailbox(Unread(1), 2)
-        run = generation(engine, work, receive, Compiling(1), box)  # type: ignore[arg-type]
+        run = generation(engine, work, receive, Compiling(1), box, time.perf_counter())  # type: ignore[arg-type]
         async for _ in await run.__aenter__():
             return run
 
@@ -239,6 +240,22 @@ def test_targets_are_counted() -> None:
         assert texts == [texts[0]] * 4
         metrics = call(address, "GET", "/metrics").body.decode().splitlines()
         assert "slipstream_targets_met_total 2" in metrics and "slipstream_targets_missed_total 4" in metrics
+
+
+def test_an_adapter_that_is_unloaded_meanwhile_is_not_answered_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its name was checked, and before the request is submitted."""
+    adapter = SimpleNamespace(key="a")
+    with served(open_adapter=lambda name, folder: adapter, adapters={"a": "folder"}) as (engine, address):
+        tokenizer: Any = engine.tokenizer
+        encode = tokenizer.encode
+
+        def unloads(*given: Any, **more: Any) -> Any:
+            engine.unload_adapter("a")
+            return encode(*given, **more)
+
+        monkeypatch.setattr(tokenizer, "encode", unloads)
+        reply = call(address, "POST", "/v1/completions", json.dumps({"model": "a", "prompt": "hello", "max_tokens": 2}))
+        assert reply.status == 400 and "there is no adapter 'a'" in reply.error["message"]
 
 
 def test_an_engine_that_dies_tells_everybody() -> None:

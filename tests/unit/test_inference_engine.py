@@ -523,6 +523,26 @@ def opened(runner: HashRunner | None = None, **options: Any) -> Iterator[Inferen
         assert engine.engine.stats().blocks_used == 0
 
 
+def test_targets_of_generate() -> None:
+    """Of every form; the answers are those without one."""
+
+    async def streamed(engine: InferenceEngine, **target: Any) -> str:
+        return "".join([delta.text async for delta in engine.agenerate("a prompt", max_new_tokens=4, **target)])
+
+    with opened() as engine:
+        expected = engine.generate("a prompt", max_new_tokens=4).text
+        for target, counts in (({"first_within": 900.0, "wait_within": 900.0}, (4, 0)), ({"first_within": 1e-9}, (0, 4))):
+            before = engine.engine.stats()
+            assert engine.generate("a prompt", max_new_tokens=4, **target).text == expected
+            assert "".join(delta.text for delta in engine.generate("a prompt", stream=True, max_new_tokens=4, **target)) == expected
+            assert asyncio.run(streamed(engine, **target)) == expected
+            engine.generate(torch.tensor([list(b"a prompt")]), max_new_tokens=4, **target)
+            after = engine.engine.stats()
+            assert (after.targets_met - before.targets_met, after.targets_missed - before.targets_missed) == counts
+        with pytest.raises(ValueError, match="first_within is 0; it must be a number of seconds"):
+            engine.generate("a prompt", first_within=0)
+
+
 def test_forms_of_generate() -> None:
     with opened(max_waiting=3) as engine:
         one = engine.generate("prompt 1", max_new_tokens=9)

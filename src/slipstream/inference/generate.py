@@ -287,9 +287,13 @@ class InferenceEngine:
         stream: bool = False,
         n: int = 1,
         adapter: str | None = None,
+        first_within: float | None = None,
+        wait_within: float | None = None,
         **settings: Any,
     ) -> Any:
         """Generate answers to `prompts`, all in one batch. `adapter`: the name of a loaded one; None: the model alone.
+        `first_within` and `wait_within`: each prompt's target, seconds from its way into the engine's queue to the first token, and
+        between tokens.
 
         | prompts | returns | with stream=True |
         |---|---|---|
@@ -301,18 +305,27 @@ class InferenceEngine:
         consumer, cancels the unfinished answers. What the consumer has not taken waits in memory, at most all of these answers: an
         engine that waited for it would stop its other callers.
         """
+        whose = {"adapter": adapter or "", "first_within": first_within, "wait_within": wait_within}
         if isinstance(prompts, torch.Tensor) or "input_ids" in settings or "inputs" in settings:
-            return self._generate_tensor(prompts, params, stream, n, adapter, settings)
+            return self._generate_tensor(prompts, params, stream, n, whose, settings)
         params, n = _sampling(params, n, settings)
         batch, single = _as_list(prompts)
-        deltas = self._deltas(batch, params, n, adapter)
+        deltas = self._deltas(batch, params, n, whose)
         if stream:
             return deltas
         completions = _assemble(deltas, len(batch), n, params)
         return completions[0] if single and n == 1 else completions
 
     async def agenerate(
-        self, prompts: Any, params: SamplingParams | None = None, *, n: int = 1, adapter: str | None = None, **settings: Any
+        self,
+        prompts: Any,
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        adapter: str | None = None,
+        first_within: float | None = None,
+        wait_within: float | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Delta]:
         """`generate(stream=True)` for asyncio. Tokenizing and compiling a schema do not block the event loop."""
         params, n = _sampling(params, n, settings)
@@ -327,7 +340,8 @@ class InferenceEngine:
             submitted.exception()  # retrieved, so that asyncio does not log it
             feed.cancel()
 
-        feed = await asyncio.to_thread(_Feed, self.engine, batch, params, n, send, adapter)
+        whose = {"adapter": adapter or "", "first_within": first_within, "wait_within": wait_within}
+        feed = await asyncio.to_thread(_Feed, self.engine, batch, params, n, send, whose)
         submitting: asyncio.Future[None] | None = None
         try:
             while not feed.over:
@@ -345,11 +359,11 @@ class InferenceEngine:
                 submitting.add_done_callback(abandon)
 
     def _deltas(
-        self, batch: Sequence[str | TokenIds], params: SamplingParams, n: int, adapter: str | None = None
+        self, batch: Sequence[str | TokenIds], params: SamplingParams, n: int, whose: Mapping[str, Any]
     ) -> Generator[Delta]:
         """Submit the prompts before returning, so that invalid requests raise here."""
         outputs: queue.SimpleQueue[tuple[int, Output]] = queue.SimpleQueue()
-        feed = _Feed(self.engine, batch, params, n, lambda *item: outputs.put(item), adapter)
+        feed = _Feed(self.engine, batch, params, n, lambda *item: outputs.put(item), whose)
 
         def follow() -> Generator[Delta]:
             owner = self  # keeps the engine open: a collected InferenceEngine closes it
@@ -371,7 +385,13 @@ class InferenceEngine:
         return deltas
 
     def _generate_tensor(
-        self, ids: Tensor | None, params: SamplingParams | None, stream: bool, n: int, adapter: str | None, settings: dict[str, Any]
+        self,
+        ids: Tensor | None,
+        params: SamplingParams | None,
+        stream: bool,
+        n: int,
+        whose: Mapping[str, Any],
+        settings: dict[str, Any],
     ) -> Any:
         """transformers' convention: rows of token ids in, rows of prompt and answer out, padded on the right."""
         tensors = [ids, settings.pop("input_ids", None), settings.pop("inputs", None)]
@@ -383,7 +403,7 @@ class InferenceEngine:
         mask = torch.ones_like(rows) if mask is None else mask.reshape(rows.shape)
         batch = [row[row_mask.bool()].tolist() for row, row_mask in zip(rows, mask, strict=True)]
         params, n = _sampling(params, n, settings)
-        deltas = self._deltas(batch, params, n, adapter)
+        deltas = self._deltas(batch, params, n, whose)
         if stream:
             return deltas
         answers = [torch.tensor(one.token_ids, dtype=ids.dtype) for one in _assemble(deltas, len(batch), n, params)]
@@ -403,9 +423,10 @@ class _Feed:
         params: SamplingParams,
         n: int,
         send: Callable[[int, Output], object],
-        adapter: str | None = None,
+        whose: Mapping[str, Any],
     ) -> None:
-        self.engine, self.params, self.n, self.send, self.adapter = engine, params, n, send, adapter or ""
+        """`whose`: adapter and target, of `Engine.submit`."""
+        self.engine, self.params, self.n, self.send, self.whose = engine, params, n, send, whose
         self.pending = deque((number, engine.encode(prompt)) for number, prompt in enumerate(batch))
         self.handles: list[Handle] = []
         self.live = 0  # unfinished answers
@@ -430,9 +451,7 @@ class _Feed:
         while self.can_submit:
             number, ids = self.pending[0]
             try:
-                self.handles.append(
-                    self.engine.submit(ids, self.params, n=self.n, sink=partial(self.send, number), adapter=self.adapter)
-                )
+                self.handles.append(self.engine.submit(ids, self.params, n=self.n, sink=partial(self.send, number), **self.whose))
             except QueueFullError:
                 self.queue_free = False
                 break

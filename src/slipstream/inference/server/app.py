@@ -139,7 +139,8 @@ def create_app(
     if not isinstance(engine, Models):
         front.serving(engine)  # which checks it
     # No /docs: FastAPI's pages load scripts from a CDN.
-    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, responses={code: _ERRORS[code] for code in (401, 500)})
+    described: dict[int | str, Any] = {code: _ERRORS[code] for code in (401, 500)}
+    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, responses=described)
     app.state.traffic, app.state.deadlines = front.traffic, front.deadlines
     app.add_middleware(AdmissionGate, api_keys=api_keys, priority_keys=priority_keys, traffic=front.traffic)
     if cors_origins:  # outside the gate: a browser asks without a key whether it may send one

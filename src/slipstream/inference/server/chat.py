@@ -249,8 +249,8 @@ def _moved(schema: Any, to: str) -> Any:
             return schema
 
 
-def prepare(server: Serving, request: ChatRequest, caller: Caller, ignored: Sequence[str] = ()) -> Prepared:
-    """`ignored`: fields without effect that were left out of `request`. Raises RequestError."""
+def prepare(server: Serving, request: ChatRequest, caller: Caller) -> Prepared:
+    """Raises RequestError."""
     server.check_number(1, request.n or 1)
     text, unread = _render(server, request)
     prompt = server.encode(text, "messages", special=False)
@@ -277,7 +277,7 @@ def prepare(server: Serving, request: ChatRequest, caller: Caller, ignored: Sequ
         calls=form_of(server.tokenizer.template),
         thinking=thinking,
     )
-    more = [*ignored, *unread, *(["tools.function.strict"] if free else [])]
+    more = [*unread, *(["tools.function.strict"] if free else [])]
     constraint = _constraining(request)
     return server.prepared(request, [prompt], params, form, caller, n=request.n or 1, constraint=constraint, ignored=more)
 

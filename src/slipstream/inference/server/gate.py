@@ -81,6 +81,8 @@ class AdmissionGate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        # Served, not redirected: a proxy's clients would be sent to an address that only the proxy knows.
+        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         path = scope["path"] if scope["path"] in COUNTED else "other"
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -234,9 +235,11 @@ class Compiling:
 
 
 @asynccontextmanager
-async def running(engine: Served, work: Work, receive: Receive, compiling: Compiling, mailbox: Mailbox) -> AsyncIterator[Batches]:
-    """Submit `work` and yield its outputs, by way of `mailbox`, which it closes; on exit, cancel the unfinished sequences. Raises
-    RequestError if the engine rejects it or fails."""
+async def running(
+    engine: Served, work: Work, receive: Receive, compiling: Compiling, mailbox: Mailbox, arrived: float
+) -> AsyncIterator[Batches]:
+    """Submit `work` and yield its outputs, by way of `mailbox`, which it closes; on exit, cancel the unfinished sequences.
+    `arrived`: when its body had, perf_counter. Raises RequestError if the engine rejects it or fails."""
     loop = asyncio.get_running_loop()
     handles: list[asyncio.Future[Any]] = []
     unfinished = [work.n] * len(work.prompts)
@@ -246,7 +249,8 @@ async def running(engine: Served, work: Work, receive: Receive, compiling: Compi
             mailbox.post(first + output.index, output)
 
         whose: dict[str, Any] = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter, **work.target._asdict()}
-        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, **whose)
+        waited = time.perf_counter() - arrived  # to be prepared, and for the compiler of schemas
+        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, waited=waited, **whose)
 
     def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
         """Submit in a worker thread. The caller must shield the future, else a cancellation loses the handle."""
@@ -311,9 +315,10 @@ async def _batches(mailbox: Mailbox, unfinished: list[int], n: int) -> Batches:
 class Answer(Response):
     """The response. It runs the work itself, so that an error before the first byte still sets the status."""
 
-    def __init__(self, front: Front, engine: Served, prepared: Prepared) -> None:
+    def __init__(self, front: Front, engine: Served, prepared: Prepared, arrived: float) -> None:
+        """`arrived`: when its body had, perf_counter."""
         super().__init__()
-        self.front, self.engine, self.work, self.form = front, engine, prepared.work, prepared.form
+        self.front, self.engine, self.work, self.form, self.arrived = front, engine, prepared.work, prepared.form, arrived
         options = prepared.request.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
         self.write = self._stream if prepared.request.stream else self._respond
@@ -333,7 +338,7 @@ class Answer(Response):
             late = RequestError(f"the request did not finish within {timeout_s:g} s", status=504, code="timeout")
             async with (
                 front.deadlines.within(timeout_s, late),
-                running(self.engine, self.work, receive, front.compiling, mailbox) as batches,
+                running(self.engine, self.work, receive, front.compiling, mailbox, self.arrived) as batches,
             ):
                 await self.write(batches, mailbox, tracked)
         except ClientLeftError:

@@ -118,10 +118,10 @@ def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
         "Responses whose client disconnected before their end.",
         [("", "", "", traffic.abandoned)],
     )
-    of_engines("time_to_first_token_seconds", "histogram", "From submission.", lambda stats: _histogram(stats.time_to_first_token))
+    of_engines("time_to_first_token_seconds", "histogram", "From arrival.", lambda stats: _histogram(stats.time_to_first_token))
     of_engines("time_between_tokens_seconds", "histogram", "Per sequence.", lambda stats: _histogram(stats.between_tokens))
     of_engines(
-        "queue_seconds", "histogram", "From submission to the first forward, per request.", lambda stats: _histogram(stats.queue)
+        "queue_seconds", "histogram", "From arrival to the first forward, per request.", lambda stats: _histogram(stats.queue)
     )
     of_engines(
         "prefill_seconds",
@@ -132,7 +132,7 @@ def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
     of_engines(
         "decode_seconds", "histogram", "From the first token to the end, per sequence.", lambda stats: _histogram(stats.decode)
     )
-    of_engines("request_seconds", "histogram", "From submission to the end, per sequence.", lambda stats: _histogram(stats.whole))
+    of_engines("request_seconds", "histogram", "From arrival to the end, per sequence.", lambda stats: _histogram(stats.whole))
     of_engines("request_prompt_tokens", "histogram", "Per request.", lambda stats: _histogram(stats.prompt_lengths))
     of_engines("request_output_tokens", "histogram", "Per sequence.", lambda stats: _histogram(stats.output_lengths))
     lines += _of_processes(models)

@@ -117,16 +117,18 @@ class ResponsesRequest(Fields):
 
 def prepare(server: Serving, request: ResponsesRequest, caller: Caller) -> Prepared:
     """Raises RequestError."""
+    own = {*without_effect(request), *request.hosted()}
+    server.front.refuse(sorted(own), without_effect(request))
     try:
         chat = ChatRequest.model_validate(request.chat())
     except ValidationError as error:
         raise _renamed(refused(error)) from None
     try:
-        prepared = prepare_chat(server, chat, caller, [*without_effect(request), *request.hosted()])
+        prepared = prepare_chat(server, chat, caller)
     except RequestError as error:
         raise _renamed(error) from None
     assert isinstance(prepared.form, ChatFormat)
-    ignored = sorted(_CHAT.get(name, name) for name in prepared.ignored)
+    ignored = sorted({*own, *(_CHAT.get(name, name) for name in prepared.ignored)})
     work = replace(prepared.work, constraint=_CHAT.get(prepared.work.constraint, prepared.work.constraint))
     return prepared._replace(work=work, form=ResponsesFormat(request, prepared.form), ignored=ignored)
 

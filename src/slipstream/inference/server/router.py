@@ -245,6 +245,7 @@ class Router:
         adapter: str = "",
         first_within: float | None = None,
         wait_within: float | None = None,
+        waited: float = 0.0,
     ) -> Ticket:
         """Raises as `Engine.submit`."""
         if self.embeds:
@@ -254,7 +255,8 @@ class Router:
         more = {"n": n, "priority": priority, "salt": salt, "tenant": tenant, "adapter": adapter}
         more |= target_of(first_within, wait_within)._asdict()
         keys = prefix_keys(prompt, self.block_size, salt, adapter)
-        ticket = Ticket(prompt=prompt, params=params, sink=sink, more=more, keys=keys)
+        arrival = time.monotonic() - waited
+        ticket = Ticket(prompt=prompt, params=params, sink=sink, more=more, keys=keys, arrival=arrival)
         self._place(ticket)
         return ticket
 

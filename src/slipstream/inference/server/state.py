@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class Front:
             return server.engine, prepare(server, server.parsed(kind, body), caller)
 
         engine, prepared = await self.receive(request, make)
-        return Answer(self, engine, prepared)
+        return Answer(self, engine, prepared, request.state.arrived)
 
     async def respond(self, request: Request, kind: type[RequestT], compute: Callable[[Serving, RequestT], Any]) -> Response:
         """Receive the body and return what `compute` makes of it. Its fields without effect are all unknown ones or labels. Raises
@@ -159,6 +160,7 @@ class Front:
         with self.bodies.arriving() as body:
             async with self.deadlines.within(self.limits.body_timeout_s, late):
                 await self._read(request, body)
+            request.state.arrived = time.perf_counter()
             yield await self.bodies.prepare(partial(make, await self.models.pick(self, request, body)), body)
 
     async def _read(self, request: Request, body: Body) -> None:
@@ -222,7 +224,8 @@ class Serving:
             target=Target(request.first_within, request.wait_within),
             salt=f"{caller.salt}:{request.cache_salt or ''}",
             tenant=caller.tenant,
-            adapter=request.model if request.model in self.engine.adapters else "",
+            # Even if it was unloaded since the name was checked: the model alone would answer in its name.
+            adapter="" if request.model in (None, self.engine.model_name) else request.model,
             constraint=constraint,
         )
         return Prepared(request, work, form, names)
