@@ -250,6 +250,7 @@ def test_json_and_tools(ai: Any, engine: FakeEngine) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
     assert json.loads(ask(response_format=form).message.content) == {"a": 7}
+    assert json.loads(ask(response_format={"type": "json_object", "schema": schema}).message.content) == {"a": 7}
     assert ask(response_format={"type": "json_object"}).message.content == "{}"
     assert json.loads(engine.submitted[-1][0].json_schema or "") == {"type": "object"}
     named = ask(tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "add"}})

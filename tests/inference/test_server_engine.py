@@ -5,10 +5,12 @@ engine that dies. Each client gets what it would get alone, or is told; no block
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -20,14 +22,15 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
-from slipstream.inference.core import Batch, Finish, SamplingParams  # noqa: E402
-from slipstream.inference.engine import Engine  # noqa: E402
+from slipstream.inference.constrain import Constraint  # noqa: E402
+from slipstream.inference.core import Batch, Finish, Request, SamplingParams  # noqa: E402
+from slipstream.inference.engine import Engine, Handle  # noqa: E402
 from slipstream.inference.server import Router  # noqa: E402
 from slipstream.inference.server import generation as generation_module  # noqa: E402
 from slipstream.inference.server.generation import Compiling, Mailbox, Unread, Work  # noqa: E402
 from slipstream.inference.server.generation import running as generation  # noqa: E402
 from tests.inference.test_replicas import Shared  # noqa: E402
-from tests.inference.test_server import USER, call, serving, until  # noqa: E402
+from tests.inference.test_server import USER, call, opening, serving, until  # noqa: E402
 from tests.unit.test_inference_engine import HashRunner, ask, byte_tokenizer, running, wait  # noqa: E402
 
 LENGTH = 12
@@ -125,6 +128,34 @@ def test_hundreds_of_clients() -> None:
         stats = engine.stats()
     assert stats.preemptions and stats.cached_tokens
     assert sum(stats.finished.values()) == len(numbers)
+
+
+def test_what_has_ended_leaves_nothing() -> None:
+    """Whole answers, streams, clients that left, refusals: no object of theirs, no block (`served` looks), and each is counted."""
+
+    def live() -> Counter[str]:
+        gc.collect()
+        return Counter(kind.__name__ for kind in map(type, gc.get_objects()) if kind in (Request, Handle, Mailbox, Constraint))
+
+    before, some = live(), {"model": "model", "prompt": "hi", "max_tokens": 9}
+    asks: list[dict[str, Any]] = [
+        {"n": 3, "logprobs": 2},
+        {"stream": True, "stop": ["x"]},
+        {"guided_regex": "[a-f]{3}"},
+        {"prompt": ["a", "b"], "echo": True},
+        {"max_tokens": 10**6},
+        {"guided_regex": "("},
+    ]
+    with served() as (engine, address):
+        for ask in asks * 3:
+            call(address, "POST", "/v1/completions", json.dumps(some | ask))
+        body = json.dumps(some | {"max_tokens": 150, "ignore_eos": True, "n": 2, "stream": True}).encode()
+        with closing(opening(address, f"Content-Length: {len(body)}", body)) as raw:
+            assert raw.recv(10)
+        until(lambda: sum(engine.stats().finished.values()) == 3 * (3 + 1 + 1 + 2) + 2)
+        stats = engine.stats()
+        assert sum(stats.whole.counts) == sum(stats.output_lengths.counts) == sum(stats.finished.values())
+        until(lambda: live() == before)
 
 
 def test_a_loop_that_is_closed_leaves_nothing_running(caplog: pytest.LogCaptureFixture) -> None:

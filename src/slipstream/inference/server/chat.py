@@ -112,11 +112,14 @@ class JsonSchema(Fields):
 class ResponseFormat(Fields):
     type: Annotated[Literal["text", "json_object", "json_schema"], explained("type", "must be text, json_object or json_schema")]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")  # llama.cpp's, and instructor's: of json_object
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise wrong("json_schema", "type json_schema needs the field json_schema, and other types must not have it")
+        if self.schema_ is not None and self.type != "json_object":
+            raise wrong("schema", "is of type json_object; type json_schema has it in json_schema")
         return self
 
 
@@ -197,8 +200,8 @@ class ChatRequest(SampledFields):
         """The JSON schema of the response format; None for text."""
         if self.response_format is None or self.response_format.type == "text":
             return None
-        given = self.response_format.json_schema
-        return {"type": "object"} if given is None else given.schema_
+        given = self.response_format.json_schema or self.response_format
+        return {"type": "object"} if given.schema_ is None else given.schema_
 
     def forced_schema(self) -> Any:
         """The JSON schema of a forced call: of the function's arguments, or of {"name", "arguments"} for several functions."""
