@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.checkpoint import CheckpointError
 from slipstream.launch import agent
 from slipstream.train.autosave import Preempted
 from slipstream.world import brief
@@ -235,6 +236,64 @@ def test_checkpoints_in_the_memory_of_hosts(tmp_path: Path) -> None:
     with on_host(0, per_host=4):  # one host is left, and it lacks a file
         engine = engine_of(3)
         assert engine.global_steps == 4 and engine.saves.auto.hosts is None
+        engine.destroy()
+
+
+@distributed(world_size=4)
+def test_directories_of_each_host(tmp_path: Path) -> None:
+    """Two hosts of two ranks, each with the files of its own. The same ranks load them, others too, and what came goes again."""
+
+    def on_host(per_host: int = 2) -> Any:
+        return mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(per_host), "LOCAL_RANK": str(rank % per_host)})
+
+    def engine_of(stage: int) -> Any:
+        return toy.make(toy.seeded(toy.Lm), stage, checkpoint={"use_node_local_storage": True})
+
+    def files(number: int, tag: str) -> list[str]:
+        return sorted(path.name for path in (tmp_path / f"host{number}" / tag).glob("*.bin"))
+
+    def load(stage: int, number: int, tag: str | None = None, per_host: int = 2) -> None:
+        with on_host(per_host):
+            engine = engine_of(stage)
+            path, state = engine.load_checkpoint(str(tmp_path / f"host{number}"), tag)
+            assert path is not None and state == {"mine": 7} and torch.equal(toy.checksum(engine), expected)
+            engine.destroy()
+        dist.barrier()
+
+    rank = dist.get_rank()
+    host = rank // 2
+    own = [f"rank_0000{2 * host}.bin", f"rank_0000{2 * host + 1}.bin"]
+    with on_host():
+        engine = engine_of(3)
+        for i in range(2):
+            toy.step(engine, toy.tokens(rank, i))
+        expected = toy.checksum(engine)
+        engine.save_checkpoint(str(tmp_path / f"host{host}"), "two", client_state={"mine": 7})
+        engine.save_checkpoint(str(tmp_path / f"host{host}"), "later", client_state={"mine": 7}, save_latest=False)
+        assert files(host, "two") == files(host, "later") == own
+        with pytest.raises(CheckpointError, match="is not this host's own"):
+            engine.save_checkpoint(str(tmp_path / "both"), "two")
+        dist.barrier()
+        assert not list((tmp_path / "both").iterdir())
+        engine.destroy()
+    for stage in (3, 0):
+        load(stage, host)
+        assert files(host, "two") == files(host, "later") == own
+    load(2, number := {0: 0, 2: 1}.get(rank, 10 + rank), per_host=1)  # four hosts: the first and the third have saved
+    assert number < 10 or not list((tmp_path / f"host{number}").iterdir())
+    assert files(host, "two") == files(host, "later") == own
+    if rank == 0:
+        (tmp_path / "host1" / "later" / "rank_00003.bin").write_bytes(b"short")
+    dist.barrier()
+    with on_host():
+        engine = engine_of(2)
+        before = toy.checksum(engine)
+        with pytest.raises(CheckpointError, match=r"no host has rank_00003.bin, whole, of later"):
+            engine.load_checkpoint(str(tmp_path / f"host{host}"), "later")
+        assert engine.load_checkpoint(str(tmp_path / f"none{host}")) == (None, {})
+        with pytest.raises(CheckpointError, match="never"):
+            engine.load_checkpoint(str(tmp_path / f"host{host}"), "never")
+        assert torch.equal(toy.checksum(engine), before)
         engine.destroy()
 
 

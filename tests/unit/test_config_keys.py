@@ -56,6 +56,7 @@ PROOFS = {
         "test_limits_of_rollouts": "hybrid_engine.max_out_tokens",
         "test_memory_between_rollouts": "hybrid_engine.release_inference_cache",
         "test_compile": "compile.enabled compile.backend compile.kwargs",
+        "test_directories_of_each_host": "checkpoint.use_node_local_storage",
         "test_layers_are_quantized_by_rules": "weight_quantization.",
         "test_timers": "timers.",
         "test_the_autotuning_block": "autotuning.",
@@ -202,7 +203,7 @@ def asking(switch: Key) -> Any:
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
 def test_a_feature_that_is_not_built_is_refused(switch: Key) -> None:
     with pytest.raises(ValueError) as error:
-        resolved(nest(switch.name, asking(switch)), DataWorld(ranks=2, one_host=False))
+        resolved(nest(switch.name, asking(switch)))
     text, feature = str(error.value), switch.feature
     assert feature is not None
     assert switch.name in text and feature.what in text and feature.remedy in text and "not built yet" in text
@@ -222,9 +223,12 @@ def test_a_block_that_asks_by_being_there() -> None:
 
 def test_node_local_storage_has_no_effect_on_one_host() -> None:
     raw = {"checkpoint": {"use_node_local_storage": True}}
-    assert resolved(raw).idle == {"checkpoint.use_node_local_storage": "all ranks share one host and its disk"}
-    with pytest.raises(ValueError, match="checkpoints on node-local disks"):
-        resolved(raw, DataWorld(ranks=2, one_host=False))
+    why = "checkpoint.use_node_local_storage has no effect here: all ranks share one host and its disk"
+    assert resolved(raw).notes == (why,)
+    several = DataWorld(ranks=2, one_host=False)
+    assert resolved(raw, several).notes == ()
+    with pytest.raises(ValueError, match=r"checkpoint.writer.decoupled .* drop one of them"):
+        resolved({"checkpoint": {"use_node_local_storage": True, "writer": {"decoupled": True}}}, several)
 
 
 def test_settings_of_a_feature_that_is_off_are_quiet() -> None:

@@ -819,6 +819,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "hybrid_engine.max_out_tokens": st.integers(1, 999),
     "hybrid_engine.release_inference_cache": flags,
     "checkpoint.load_universal": flags,
+    "checkpoint.use_node_local_storage": flags,
     "checkpoint.writer.decoupled": flags,
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),
     "slipstream.timeout_s": st.floats(1e-3, 1e6) | st.just(math.inf),

@@ -10,7 +10,7 @@ from slipstream.checkpoint.background import AsyncSave, Staging
 from slipstream.checkpoint.conversion import convert
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import FlatSlice
-from slipstream.checkpoint.hosts import Hosts, complete_newest
+from slipstream.checkpoint.hosts import Hosts, complete_newest, completed
 from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, retry_if_replaced
 from slipstream.checkpoint.save import Content, save, save_async
 
@@ -25,6 +25,7 @@ __all__ = [
     "Staging",
     "TensorInfo",
     "complete_newest",
+    "completed",
     "convert",
     "latest_tag",
     "load",

@@ -203,7 +203,13 @@ class Draft:
         sweep(directory, tag)
         self.save_id = save_id or secrets.token_hex(8)
         self.folder = directory / f"{tag}.tmp-{self.save_id}"
-        self.folder.mkdir()
+        try:
+            self.folder.mkdir()
+        except FileExistsError:  # of another host's rank, by the same number
+            raise CheckpointError(
+                f"{directory} is not this host's own: {ONE_PLACE}, or another one on each host, and "
+                "checkpoint.use_node_local_storage says which"
+            ) from None
         self._lock = lock_folder(self.folder)
         if self._lock is None:
             raise CheckpointError(f"another process is removing {self.folder}; save again")

@@ -1,7 +1,9 @@
-"""Checkpoints in the memory of several hosts, each with a directory of its own: a host that is lost takes none with it.
+"""Checkpoints of several hosts, each with a directory of its own, on its disk or in its memory.
 
-    save              a host's directory gets the metadata, the files of its own ranks and those of the host before it
+    save              a host's directory gets the metadata and the files of its own ranks; in memory also those of the host before
+                      it, so that a host that is lost takes none with it
     complete_newest   ranks that start again, on whichever hosts are left, complete the newest checkpoint in each directory
+    completed         while a checkpoint is loaded, each directory has the files of the others, too
 
 Files travel through torch's process group. While ranks start again, each host needs room for the whole checkpoint.
 """
@@ -12,7 +14,8 @@ import errno
 import os
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.directory import LATEST, committed_tags, remove, sweep, write_synced
+from slipstream.checkpoint.directory import LATEST, committed_tags, read_latest, remove, sweep, write_synced
 from slipstream.checkpoint.document import METADATA, file_name
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.load import load_metadata
@@ -32,12 +35,17 @@ _CHUNK = 1 << 26  # bytes of a message
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The ranks of a group on hosts of `per_host` consecutive ranks. index: this rank's place in the group."""
+    """The ranks of a group on hosts of `per_host` consecutive ranks.
+
+    index      this rank's place in the group
+    in_memory  the directories are: one host may be lost, and memory is their room
+    """
 
     group: dist.ProcessGroup
     index: int
     size: int
     per_host: int
+    in_memory: bool
 
     @property
     def is_leader(self) -> bool:
@@ -48,7 +56,8 @@ class Hosts:
     def files(self) -> set[str]:
         """The data files that this host's directory gets."""
         first = self.index - self.index % self.per_host
-        return {file_name(rank % self.size) for rank in range(first - self.per_host, first + self.per_host)}
+        before = first - self.per_host if self.in_memory else first
+        return {file_name(rank % self.size) for rank in range(before, first + self.per_host)}
 
     def copy_to_next(self, folder: Path, sizes: Mapping[str, int]) -> None:
         """Send this rank's file to the next host, and write the one from the host before. Collective."""
@@ -149,11 +158,37 @@ def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
 
     Collective. Raises CheckpointError on every rank, for instance if a host has no room for it.
     """
-    ranks, step, parent = Ranks(hosts.group), f"the checkpoint in memory {directory} was not completed", Path(directory)
-    holdings = ranks.gather(step, lambda: _holding(parent, hosts.index) if hosts.is_leader else None)
-    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None], after))
+    ranks, step = Ranks(hosts.group), f"the checkpoint in memory {directory} was not completed"
+    return _complete(ranks, step, Path(directory), hosts, None, after) is not None
+
+
+@contextmanager
+def completed(directory: str, tag: str | None, hosts: Hosts, *, universal: bool = False) -> Iterator[str | None]:
+    """Inside, each host's directory has all files of checkpoint `tag`; yields the tag. None: the latest of the first host with one.
+
+    Collective. Files that came from other hosts are removed at the end. Raises CheckpointError on every rank, for instance if a
+    file is on no host. A tag that no host has, or that is of DeepSpeed's format, is left to the reader."""
+    ranks, step, parent = Ranks(hosts.group), f"checkpoint {directory}/{tag or LATEST} was not loaded", Path(directory)
+    if tag is None:
+        latest = ranks.gather(step, lambda: read_latest(parent, universal) if hosts.is_leader else None)
+        tag = ranks.decide(step, lambda: next((each for each in latest if each is not None), None))
+    made = None if tag is None else _complete(ranks, step, parent, hosts, tag, -2)
+    try:
+        yield tag
+    finally:
+        for path in () if made is None else made[0]:
+            path.unlink(missing_ok=True)
+        if made is not None and made[1]:
+            remove(parent / str(tag))
+
+
+def _complete(ranks: Ranks, step: str, parent: Path, hosts: Hosts, tag: str | None, after: int) -> tuple[list[Path], bool] | None:
+    """Move what each host's directory lacks of a checkpoint: `tag`, or the newest of more than `after` steps that is whole. Returns
+    what this rank has written, and whether that is a folder of its own; None: the hosts have none. Collective."""
+    holdings = ranks.gather(step, lambda: _holding(parent, hosts, tag) if hosts.is_leader else None)
+    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None], tag, after))
     if chosen is None:
-        return False
+        return None
     newest, moves = chosen
     folder, own = parent / newest.tag, [move for move in moves if move.to == hosts.index]
     is_new = any(move.name == METADATA for move in own)
@@ -169,7 +204,7 @@ def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
             if folder.exists():  # of another save at the same step, which is not whole
                 remove(folder)
             os.rename(target, folder)
-        if hosts.is_leader:
+        if hosts.is_leader and hosts.in_memory:
             write_synced(parent / LATEST, f"{newest.tag}\n".encode())
 
     try:
@@ -179,14 +214,15 @@ def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
             (target / move.name).unlink(missing_ok=True)
         raise
     ranks.gather(step, commit)
-    return True
+    return [folder / move.name for move in own], is_new
 
 
-def _holding(parent: Path, leader: int) -> _Holding:
+def _holding(parent: Path, hosts: Hosts, wanted: str | None) -> _Holding:
+    """What this leader's directory has: of the checkpoint `wanted`, or of all."""
     parent.mkdir(parents=True, exist_ok=True)
     sweep(parent, "")
     held = []
-    for tag in committed_tags(parent):
+    for tag in committed_tags(parent) if wanted is None else [wanted]:
         try:
             metadata = load_metadata(parent, tag)
         except CheckpointError:
@@ -196,26 +232,31 @@ def _holding(parent: Path, leader: int) -> _Holding:
         steps = int(metadata.shared.get("counters", {}).get("global_steps", -1))
         held.append(_Held(metadata.save_id, tag, steps, sizes, frozenset(present)))
     space = os.statvfs(parent)
-    return _Holding(leader, min(space.f_bavail * space.f_frsize, available_memory()), held)
+    free = space.f_bavail * space.f_frsize
+    return _Holding(hosts.index, min(free, available_memory()) if hosts.in_memory else free, held)
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else -1
 
 
-def _choose(holdings: Sequence[_Holding], after: int) -> tuple[_Held, list[Move]] | None:
-    """The newest checkpoint of more than `after` steps of which each file is on some host, and the moves that complete it."""
+def _choose(holdings: Sequence[_Holding], tag: str | None, after: int) -> tuple[_Held, list[Move]] | None:
+    """The newest checkpoint of more than `after` steps of which each file is on some host, and the moves that complete it. Raises
+    CheckpointError if `tag` has files that are on none."""
     by_id: dict[str, dict[int, _Held]] = {}  # then by leader
     for holding in holdings:
         for held in holding.held:
             by_id.setdefault(held.save_id, {})[holding.leader] = held
-    newest, parts = None, dict[int, _Held]()
+    newest, parts, lost = None, dict[int, _Held](), set[str]()
     for hosts in by_id.values():
         any_held = next(iter(hosts.values()))
-        is_whole = any_held.sizes.keys() <= set().union(*(held.present for held in hosts.values()))
-        if is_whole and any_held.steps > (after if newest is None else newest.steps):
+        lost = any_held.sizes.keys() - set().union(*(held.present for held in hosts.values()))
+        if not lost and any_held.steps > (after if newest is None else newest.steps):
             newest, parts = any_held, hosts
     if newest is None:
+        if tag is not None and lost:
+            files = ", ".join(sorted(lost))
+            raise CheckpointError(f"no host has {files}, whole, of {tag}: start on the hosts that saved it, or load another tag")
         return None
     sends, moves = Counter[int](), list[Move]()
     for leader, free, _ in holdings:

@@ -58,7 +58,7 @@ def save(directory: str | os.PathLike[str], tag: str, *, hosts: Hosts | None = N
     different one, `tag_validation` decides between an error ("Fail"), a warning ("Warn") and nothing ("Ignore"). A checkpoint
     with the same tag is replaced. `keep`: how many checkpoints stay in the directory, the newest ones. `mesh`: the axes of `group`
     and their sizes, outermost first; None: one axis. Ranks of an equal mesh get their `per_rank` back. `hosts`: each host has a
-    `directory` of its own, which gets the files of the host before it, too (hosts.py).
+    `directory` of its own (hosts.py).
     """
     pending = _begin(directory, tag, None, hosts, **content)
     try:
@@ -120,7 +120,8 @@ class PendingSave:
     def commit_on(self, hosts: Hosts) -> None:
         """Commit on each host. Collective."""
         content = self.ranks.decide(self.step, self.content)
-        self.ranks.gather(self.step, lambda: hosts.copy_to_next(self.writer.folder, content.files))
+        if hosts.in_memory:
+            self.ranks.gather(self.step, lambda: hosts.copy_to_next(self.writer.folder, content.files))
         self.ranks.gather(self.step, lambda: self.commit(content, hosts.files) if self.draft is not None else None)
 
     def tidy(self) -> None:

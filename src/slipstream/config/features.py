@@ -277,13 +277,8 @@ class Checkpoint(Block):
         "warn", "Action if ranks pass different tags to `save_checkpoint`: `ignore`, `warn` or `fail`."
     )
     load_universal: bool = honored(False, "A load without a tag prefers `latest_universal` to `latest`.")
-    use_node_local_storage: bool = switch(
-        False,
-        Feature(
-            "checkpoints on node-local disks",
-            "set it to false and save to a shared directory",
-            moot_on_one_host="all ranks share one host and its disk",
-        ),
+    use_node_local_storage: bool = honored(
+        False, "The directory is another one on each host, on its own disk: it gets the files of the host's ranks."
     )
     parallel_write: ParallelWrite = ParallelWrite()
     checkpoint_serialization: bool = no_effect(True, _WRITER)

@@ -37,7 +37,6 @@ class Feature:
 
     what: str
     remedy: str
-    moot_on_one_host: str = ""  # why it is not needed if all ranks share a host; it is then logged, not refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +76,12 @@ def counts() -> Counts:
     return Counts(*(len(of_fate(fate)) for fate in Fate))
 
 
-def refuse(leaves: Iterable[KeyValue], *, one_host: bool) -> None:
+def refuse(leaves: Iterable[KeyValue]) -> None:
     """Raise one ValueError that names every enabled feature that is not built yet."""
     refusals = []
     for leaf in leaves:
         feature = _asked(leaf)
-        if feature is not None and not (feature.moot_on_one_host and one_host):
+        if feature is not None:
             asked = f"{leaf.path} = {shown(leaf.value)} asks for {feature.what}"
             refusals.append(f"{asked}, which is not built yet; {feature.remedy}")
     if refusals:
@@ -95,13 +94,8 @@ def without_effect(leaves: Iterable[KeyValue]) -> dict[str, str]:
     idle = {}
     for leaf in leaves:
         key = table()[leaf.key]
-        if not leaf.given or leaf.value == key.default:
-            continue
-        feature = _asked(leaf)
-        if key.fate is Fate.NO_EFFECT:
+        if leaf.given and leaf.value != key.default and key.fate is Fate.NO_EFFECT:
             idle[leaf.path] = key.reason
-        elif feature is not None:
-            idle[leaf.path] = feature.moot_on_one_host
     return idle
 
 

@@ -369,6 +369,7 @@ class DataPlan:
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"] = key("checkpoint.tag_validation")
     asynchronous: bool = key("checkpoint.writer.decoupled")
+    per_host: bool = key("checkpoint.use_node_local_storage")  # each host has a directory of its own
     universal: bool = key("checkpoint.load_universal")  # a load without a tag prefers `latest_universal` to `latest`
     keep: int | None = key("slipstream.keep_checkpoints")  # number of newest checkpoints to keep in a directory; None = all
     folder: str | None = key("slipstream.checkpoint.folder")  # of checkpoints that the engine saves by itself; None = none

@@ -64,6 +64,7 @@ class Case:
         self.quantizes = any(values[f"{path}.enabled"] for path in quantized)
         self.compiler_given = values.is_given("compile.backend") or values.is_given("compile.kwargs")
         self.compile_decided = values.is_given("compile.enabled") or values.is_given("compile.disable")
+        self.one_host = world.one_host
         self.replicas = world.ranks // plan.mesh.model_size  # ranks that have samples of their own
         self.sharing = world.ranks // plan.mesh.pp  # ranks that have a replica of a dense parameter
         self.shards = self.zero.shard_size or (plan.mesh.sp * plan.mesh.tp if plan.local_steps.every else self.sharing)
@@ -200,6 +201,11 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
 
 
 REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.asynchronous and not c.one_host,
+        "checkpoint.writer.decoupled commits when all files are in one directory, and checkpoint.use_node_local_storage has one on "
+        "each host; drop one of them",
+    ),
     Refusal(
         lambda c: c.plan.trace is not None and (len(c.plan.trace.steps) != 2 or c.plan.trace.steps[0] >= c.plan.trace.steps[1]),
         "slipstream.trace.steps {c.plan.trace.steps} are not the first step that is traced and a later one, before which the trace "
@@ -479,6 +485,10 @@ NO_EFFECT: tuple[Refusal, ...] = (
         lambda c: c.values["checkpoint.writer.decoupled"] and c.offload.uses_disk,
         "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next step "
         "overwrites them in place",
+    ),
+    Refusal(
+        lambda c: c.plan.checkpoint.per_host and c.one_host,
+        "checkpoint.use_node_local_storage has no effect here: all ranks share one host and its disk",
     ),
     Refusal(
         lambda c: c.zero.coded_frozen and c.zero.stage < 3,

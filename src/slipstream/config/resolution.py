@@ -120,7 +120,7 @@ def resolve(raw: Mapping[str, Any], *, world: DataWorld, facts: ModelFacts, over
     from slipstream.config.parse import parse  # pydantic is slow to import
 
     parsed = parse(_overridden(raw, overrides or {}))
-    keys.refuse(parsed.leaves.values(), one_host=world.one_host)
+    keys.refuse(parsed.leaves.values())
     case = case_of(Values(parsed, facts, frozenset(overrides or ())), world)
     for text in matching(REFUSALS, case):
         raise ValueError(text)

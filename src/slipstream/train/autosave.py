@@ -69,17 +69,11 @@ class Autosave:
 
     def _find_memory(self, world: Axis) -> str | None:
         """The folder on this host. Collective over the world."""
-        folder, own = os.environ.get(brief.MEMORY), local_world_size()
-        folders, sizes, places = zip(*gather_objects((folder, own, local_rank()), world), strict=True)
-        why = ""
+        folder = os.environ.get(brief.MEMORY)
+        folders = gather_objects(folder, world)
+        self.hosts, why = hosts_of(world, in_memory=True)
         if None in folders:
             why = "only `slipstream run` with --max-restarts or --elastic has a place"
-        elif len(set(sizes)) > 1 or world.size % own or list(places) != [i % own for i in range(world.size)]:
-            why = f"each host must have as many ranks as the others, consecutive ones; these have {', '.join(map(str, sizes))}"
-        elif own < world.size and "cpu:" not in dist.get_backend_config(world.group):
-            why = 'the process group sends nothing between CPUs; init_process_group("cpu:gloo,cuda:nccl") does'
-        elif own < world.size and world.group is not None:
-            self.hosts = Hosts(world.group, world.index, world.size, own)
         if why and self.is_first:
             logger.warning("slipstream.checkpoint.memory_every_steps has no effect here: %s", why)
         return None if why else folder
@@ -162,6 +156,19 @@ class Autosave:
             number, handler = self._handlers.popitem()
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
+
+
+def hosts_of(world: Axis, *, in_memory: bool) -> tuple[Hosts | None, str]:
+    """The hosts of several, whose directories are their own; None for one host, or with why it cannot be. Collective."""
+    own = local_world_size()
+    sizes, places = zip(*gather_objects((own, local_rank()), world), strict=True)
+    if len(set(sizes)) > 1 or world.size % own or list(places) != [i % own for i in range(world.size)]:
+        return None, f"each host must have as many ranks as the others, consecutive ones; these have {', '.join(map(str, sizes))}"
+    if own == world.size or world.group is None:
+        return None, ""
+    if "cpu:" not in dist.get_backend_config(world.group):
+        return None, 'the process group sends nothing between CPUs; init_process_group("cpu:gloo,cuda:nccl") does'
+    return Hosts(world.group, world.index, world.size, own, in_memory), ""
 
 
 def _steps_in(directory: str, group: dist.ProcessGroup | None) -> int:

@@ -8,20 +8,21 @@ checkpoint can be served. Per rank: random states, and the data position if each
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
 from slipstream import checkpoint
-from slipstream.checkpoint import CheckpointError, FlatSlice
+from slipstream.checkpoint import CheckpointError, FlatSlice, Hosts
 from slipstream.checkpoint.errors import Ranks
-from slipstream.train.autosave import Autosave
+from slipstream.train.autosave import Autosave, hosts_of
 from slipstream.train.loaders import Loader
 from slipstream.train.saving import entries
 from slipstream.train.states import States
 from slipstream.world import brief
-from slipstream.world.mesh import Axis
+from slipstream.world.mesh import Axis, Mesh
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Saves:
     def __init__(self, states: States) -> None:
         self.states, self.plan, self.mesh = states, states.plan.checkpoint, states.mesh
         self.auto = Autosave(self.plan, self.mesh)
+        self.hosts = _own_directories(self.mesh) if self.plan.per_host else None
         self.staging = checkpoint.Staging(pinned=states.device.type == "cuda")  # host memory of asynchronous saves
         self._in_flight: checkpoint.AsyncSave | None = None
 
@@ -95,7 +97,16 @@ class Saves:
         if self.plan.asynchronous and not in_memory:
             self._in_flight = checkpoint.save_async(directory, tag, self.staging, **options)
         else:
-            checkpoint.save(directory, tag, hosts=self.auto.hosts if in_memory else None, **options)
+            checkpoint.save(directory, tag, hosts=self.auto.hosts if in_memory else self.hosts, **options)
+
+    @contextmanager
+    def complete(self, directory: str, tag: str | None) -> Iterator[str | None]:
+        """Inside, what is to be loaded is whole on each host. Yields its tag; None: the latest. Collective."""
+        if self.hosts is None or directory == self.auto.memory:
+            yield tag
+        else:
+            with checkpoint.completed(directory, tag, self.hosts, universal=self.plan.universal) as found:
+                yield found
 
     def finish(self) -> None:
         """Wait for the asynchronous save in flight. Collective; raises the same CheckpointError on every rank, once."""
@@ -160,3 +171,11 @@ def agree(world: Axis, step: str, arguments: Mapping[str, Any]) -> None:
                     raise CheckpointError(f"{name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}; pass the same on all")
 
     ranks.decide(step, compare)
+
+
+def _own_directories(mesh: Mesh) -> Hosts | None:
+    """The hosts, each with a directory of its own; None: there is one. Raises ValueError where that cannot be. Collective."""
+    hosts, why = hosts_of(mesh.world, in_memory=False)
+    if why:
+        raise ValueError(f"checkpoint.use_node_local_storage: {why}; or set it to false, and save to a directory that all share")
+    return hosts
