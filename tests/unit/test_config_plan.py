@@ -821,6 +821,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint.load_universal": flags,
     "checkpoint.use_node_local_storage": flags,
     "checkpoint.writer.decoupled": flags,
+    "datastates_ckpt": st.sampled_from([False, {}, {"host_cache_size": 16}]),
     "slipstream.transport": st.sampled_from(["auto", "shared", "gloo"]),
     "slipstream.timeout_s": st.floats(1e-3, 1e6) | st.just(math.inf),
     "slipstream.poison_released": flags,

@@ -170,32 +170,34 @@ class InferenceWeightQuantization(Block):
     post_init_quant: Annotated[dict[str, GroupQuantization], BeforeValidator(lambda value: value or {})] = {}
 
 
+_COMPILED = "the engine schedules gathers, reductions and offload of compiled models as of others"
+
+
 class Compile(Block):
-    feature = Feature(
-        "DeepCompile", 'set compile.deepcompile to false; {"compile": {"enabled": true}} is torch.compile of each block'
-    )
     enabled: bool = honored(False, "Apply `torch.compile` to each repeated block, or to the model if it has none.")
     disable: bool = honored(False, "True: do not compile, even if `enabled` is true.")
     backend: str = honored("inductor", "Backend of `torch.compile`, by name or as `module.attribute`.")
     kwargs: dict[str, Any] = honored({}, "Other arguments of `torch.compile` (`mode`, `fullgraph`, `dynamic`, ...).")
-    deepcompile: bool = switch()
-    autoep_non_moe: bool = False
-    free_activation: bool = False
-    free_activation_threshold: Size = 10 * MIB
-    offload_activation: bool = False
-    offload_activation_pin_memory: bool = True
-    offload_opt_states: bool = False
-    double_buffer: bool = True
-    symmetric_memory: bool = False
-    debug_log: bool = False
-    offload_parameters: bool = False
-    sync_before_reduce: bool = False
-    sync_after_reduce: bool = False
-    sync_before_allgather: bool = False
-    sync_after_allgather: bool = False
-    keep_int_input_tensors: bool = True
-    keep_all_input_tensors: bool = False
-    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = None
+    deepcompile: bool = no_effect(False, _COMPILED)
+    autoep_non_moe: bool = no_effect(False, _COMPILED)
+    free_activation: bool = no_effect(False, _COMPILED)
+    free_activation_threshold: Size = no_effect(10 * MIB, _COMPILED)
+    offload_activation: bool = no_effect(False, _COMPILED)
+    offload_activation_pin_memory: bool = no_effect(True, _COMPILED)
+    offload_opt_states: bool = no_effect(False, _COMPILED)
+    double_buffer: bool = no_effect(True, _COMPILED)
+    symmetric_memory: bool = no_effect(False, _COMPILED)
+    debug_log: bool = no_effect(False, _COMPILED)
+    offload_parameters: bool = no_effect(False, _COMPILED)
+    sync_before_reduce: bool = no_effect(False, _COMPILED)
+    sync_after_reduce: bool = no_effect(False, _COMPILED)
+    sync_before_allgather: bool = no_effect(False, _COMPILED)
+    sync_after_allgather: bool = no_effect(False, _COMPILED)
+    keep_int_input_tensors: bool = no_effect(True, _COMPILED)
+    keep_all_input_tensors: bool = no_effect(False, _COMPILED)
+    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = no_effect(
+        None, "sequence_parallel_size and tensor_parallel.autotp_size share sequences and layers, in compiled models, too"
+    )
 
 
 class ActivationCheckpointing(Block):

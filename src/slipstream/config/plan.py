@@ -368,7 +368,7 @@ class DataPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
     tag_validation: Literal["ignore", "warn", "fail"] = key("checkpoint.tag_validation")
-    asynchronous: bool = key("checkpoint.writer.decoupled")
+    asynchronous: bool = of(Json("checkpoint.writer.decoupled"), Json("datastates_ckpt", shown=lambda on: {} if on else False))
     per_host: bool = key("checkpoint.use_node_local_storage")  # each host has a directory of its own
     universal: bool = key("checkpoint.load_universal")  # a load without a tag prefers `latest_universal` to `latest`
     keep: int | None = key("slipstream.keep_checkpoints")  # number of newest checkpoints to keep in a directory; None = all

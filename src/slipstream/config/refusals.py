@@ -203,8 +203,8 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.asynchronous and not c.one_host,
-        "checkpoint.writer.decoupled commits when all files are in one directory, and checkpoint.use_node_local_storage has one on "
-        "each host; drop one of them",
+        "asynchronous checkpoints (checkpoint.writer.decoupled, datastates_ckpt) are committed once all files are in one folder, and "
+        "checkpoint.use_node_local_storage has one on each host; drop one of them",
     ),
     Refusal(
         lambda c: c.plan.trace is not None and (len(c.plan.trace.steps) != 2 or c.plan.trace.steps[0] >= c.plan.trace.steps[1]),
@@ -482,9 +482,9 @@ NO_EFFECT: tuple[Refusal, ...] = (
         f"{_OPTIMIZER}.ratio has no effect with device cpu: all optimizer states are offloaded",
     ),
     Refusal(
-        lambda c: c.values["checkpoint.writer.decoupled"] and c.offload.uses_disk,
-        "checkpoint.writer.decoupled has no effect with states on nvme: they are saved synchronously, because the next step "
-        "overwrites them in place",
+        lambda c: c.values.asks_to_write_later and c.offload.uses_disk,
+        "checkpoint.writer.decoupled (or datastates_ckpt) has no effect with states on nvme: they are saved synchronously, because "
+        "the next step overwrites them in place",
     ),
     Refusal(
         lambda c: c.plan.checkpoint.per_host and c.one_host,

@@ -165,7 +165,7 @@ def case_of(values: Values, world: DataWorld) -> Case:
         quantized=_quantized(values),
         data=values.section(DataPlan),
         # With states on disk, the next step overwrites in place what a background thread would still read.
-        checkpoint=values.section(CheckpointPlan, asynchronous=values["checkpoint.writer.decoupled"] and not offload.uses_disk),
+        checkpoint=values.section(CheckpointPlan, asynchronous=values.asks_to_write_later and not offload.uses_disk),
         debug=values.section(DebugPlan),
         idle=keys.without_effect(values.parsed.leaves.values()),
         notes=(),
@@ -251,6 +251,11 @@ class Values:
         """Create a section of the plan. Fields that are not computed have one key each and are read."""
         read = {name: json for name, json in json_keys(kind).items() if name not in computed}
         return kind(**{name: json.read(self[json.name]) for name, (json,) in read.items()}, **computed)
+
+    @property
+    def asks_to_write_later(self) -> bool:
+        """Asynchronous checkpoints; DeepSpeed's second engine for them asks by being there, as `{}`."""
+        return bool(self["checkpoint.writer.decoupled"]) or self["datastates_ckpt"] is not False
 
     def tier(self, states: str) -> Any:
         """The device of `offload_optimizer` or `offload_param`, or of its older boolean form."""

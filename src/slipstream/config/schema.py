@@ -58,15 +58,13 @@ _PINNED = "host buffers for GPU copies are always pinned"
 _STREAMED = "the optimizer always prefetches chunks and writes them back asynchronously"
 _DIRECT = "weights are read directly into the memory that the forward uses, one unit ahead"
 _SUBMITTED = "I/O requests are always submitted as soon as the queue has a free slot and reaped as they complete"
+_NONE_LATE = "every weight is updated at every step, none late, and the host's update runs beside transfers"
 _UNSCALED = "bf16 has the exponent range of fp32 and needs no loss scale"
 _ROUNDING = "gradients are summed in fp32 and divided once at the end"
 
 # Features that are not built yet
 
 _AMP = 'use "bf16", "fp16" or "torch_autocast" with "enabled": true'
-_GDS = Feature("GPUDirect Storage", "set aio.use_gds to false; transfers go through pinned host memory")
-_GRAPHS = Feature("graph harvesting", 'drop the key; torch.compile(mode="reduce-overhead") captures CUDA graphs')
-_DATASTATES = Feature("DataStates checkpoints", "drop the key; checkpoints are already atomic and sharded")
 
 # Optimizer, schedule, precision
 
@@ -170,17 +168,16 @@ class OffloadOptimizer(Block):
 
 
 class ZenFlow(Block):
-    feature = Feature("ZenFlow", "drop the block zero_optimization.zenflow")
-    topk_ratio: Annotated[Real, Field(gt=0, lt=1)] = switch(0.1, off=())
-    select_strategy: str = "auto"
-    select_interval: Int | str = "auto"
-    update_interval: Int | str = "auto"
-    overlap_step: bool = False
-    offload: bool = False
-    auto_ratio: Fraction = 0.99
-    full_warm_up_rounds: Size = 0
-    pt_reserved_cores_perc: Fraction = 0.5
-    steps_per_epoch: Size | None = None
+    topk_ratio: Annotated[Real, Field(gt=0, lt=1)] = no_effect(0.1, _NONE_LATE)
+    select_strategy: str = no_effect("auto", _NONE_LATE)
+    select_interval: Int | str = no_effect("auto", _NONE_LATE)
+    update_interval: Int | str = no_effect("auto", _NONE_LATE)
+    overlap_step: bool = no_effect(False, _NONE_LATE)
+    offload: bool = no_effect(False, _NONE_LATE)
+    auto_ratio: Fraction = no_effect(0.99, _NONE_LATE)
+    full_warm_up_rounds: Size = no_effect(0, _NONE_LATE)
+    pt_reserved_cores_perc: Fraction = no_effect(0.5, _NONE_LATE)
+    steps_per_epoch: Size | None = no_effect(None, _NONE_LATE)
 
 
 class LeafModule(Block):
@@ -261,7 +258,7 @@ class Aio(Block):
     intra_op_parallelism: Size = honored(1, "I/O threads if the kernel does not allow io_uring.")
     single_submit: bool = no_effect(False, _SUBMITTED)
     overlap_events: bool = no_effect(True, _SUBMITTED)
-    use_gds: bool = switch(False, _GDS)
+    use_gds: bool = no_effect(False, "transfers between the disk and a GPU go through pinned host memory")
 
 
 class MeshSizes(Block):
@@ -446,7 +443,9 @@ class Config(Block):
     hybrid_engine: features.HybridEngine = features.HybridEngine()
     weight_quantization: features.InferenceWeightQuantization | None = None
     compile: features.Compile = features.Compile()
-    graph_harvesting: bool = switch(False, _GRAPHS)
+    graph_harvesting: bool = no_effect(
+        False, 'the optimizer is one pass over flat states; compile.kwargs {"mode": "reduce-overhead"} captures CUDA graphs'
+    )
     disable_python_gc: bool = no_effect(
         False, "Slipstream does not change Python's garbage collector; call gc.disable() in the script"
     )
@@ -476,7 +475,7 @@ class Config(Block):
     elasticity: features.Elasticity = features.Elasticity()
     checkpoint: features.Checkpoint = features.Checkpoint()
     nebula: features.Nebula = features.Nebula()
-    datastates_ckpt: bool | dict[str, Any] = switch(False, _DATASTATES)
+    datastates_ckpt: bool | dict[str, Any] = honored(False, "Write checkpoints asynchronously, as `checkpoint.writer.decoupled`.")
     dataloader_drop_last: bool = honored(False, "Drop the last incomplete batch of an epoch.")
     vocabulary_size: Size | None = no_effect(None, "DeepSpeed uses it only to print an alignment hint")
     slipstream: Slipstream = Slipstream()
