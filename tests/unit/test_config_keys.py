@@ -225,7 +225,7 @@ def test_node_local_storage_has_no_effect_on_one_host() -> None:
     assert resolved(raw).notes == (why,)
     several = DataWorld(ranks=2, one_host=False)
     assert resolved(raw, several).notes == ()
-    with pytest.raises(ValueError, match=r"asynchronous checkpoints .* drop one of them"):
+    with pytest.raises(ValueError, match=r"asynchronous checkpoints .* drop one of the two"):
         resolved({"checkpoint": {"use_node_local_storage": True, "writer": {"decoupled": True}}}, several)
 
 

@@ -203,8 +203,8 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.asynchronous and not c.one_host,
-        "asynchronous checkpoints (checkpoint.writer.decoupled, datastates_ckpt) are committed once all files are in one folder, and "
-        "checkpoint.use_node_local_storage has one on each host; drop one of them",
+        "asynchronous checkpoints (checkpoint.writer.decoupled, datastates_ckpt) are committed when all files are in one folder; "
+        "checkpoint.use_node_local_storage has one on each host: drop one of the two",
     ),
     Refusal(
         lambda c: c.plan.trace is not None and (len(c.plan.trace.steps) != 2 or c.plan.trace.steps[0] >= c.plan.trace.steps[1]),
