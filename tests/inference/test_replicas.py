@@ -547,13 +547,18 @@ def test_an_end_that_is_silent_is_lost() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_is_stopped_is_replaced(folder: Path) -> None:
-    """It takes requests and does not end; those that it has not begun are answered by the other, which nobody waits for."""
+    """It takes requests and does not end; those that it has not begun are answered by the other, which nobody waits for. No schema
+    is to blame for its silence."""
     cores = [[], []]
     with Spare() as spare, closing(Router.local(str(folder), {"threads": 1}, cores, spare).open()) as router:
         stopped = router._sources[0].pid  # type: ignore[attr-defined]
         os.kill(stopped, signal.SIGSTOP)
-        with ThreadPoolExecutor(12) as clients:
+        some = {"model": router.model_name, "max_tokens": 4, "guided_regex": "[ab]{2}"}
+        asked = [json.dumps({"prompt": f"schema {number}", **some}) for number in range(3)]
+        with serving(router) as address, ThreadPoolExecutor(15) as clients:  # type: ignore[arg-type]
+            constrained = [clients.submit(call, address, "POST", COMPLETIONS, ask) for ask in asked]
             answers = list(clients.map(lambda number: submit(router, f"prompt {number}"), range(12)))
+            assert [reply.result().status for reply in constrained] == [200] * 3
         assert all(wait(one).last().finish is not Finish.ERROR for one in answers)
         until(lambda: router.engines[0].starts == 2 and router.engines[0].state is ReplicaState.READY)
         assert router._sources[0].pid != stopped  # type: ignore[attr-defined]

@@ -46,6 +46,7 @@ from slipstream.inference.server.prepare import Bodies
 from slipstream.inference.server.requests import Fields
 from slipstream.inference.server.router import Served
 from slipstream.inference.server.state import Front, Limits, Prepared
+from slipstream.inference.wire import BEAT, SILENCE
 
 Route = Callable[[Front, Request], Awaitable[Response]]
 # Routes with a body: path, function, its request and its response. A generation is prepared (`Front.answer`) ...
@@ -102,7 +103,7 @@ def create_app(
     max_output_tokens: int | None = None,
     request_timeout_s: float = 600.0,
     body_timeout_s: float = 30.0,
-    schema_timeout_s: float = 10.0,
+    schema_timeout_s: float = 1.5 * BEAT * SILENCE,  # an engine that stops is lost before, and another one compiles it
     read_timeout_s: float = 30.0,
 ) -> FastAPI:
     """Return the ASGI application over `engine`.
