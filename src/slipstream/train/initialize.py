@@ -176,7 +176,10 @@ def _checked_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"initialize(model=) must be a torch.nn.Module, not {model!r}")
     for unit in access.units_of(model.parameters()):
-        raise ValueError(f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first")
+        raise ValueError(
+            f"parameter {unit.names[0]!r} already belongs to an engine; call that engine's destroy() first, or build the model "
+            "again if nothing refers to the engine any more"
+        )
     return model
 
 

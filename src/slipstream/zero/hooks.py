@@ -237,7 +237,8 @@ class Hooks:
         trainable = [unit for unit in self.units if unit.full.is_floating_point() and not unit.exact]
         self.frozen = [(unit, i) for unit in trainable for i in range(len(unit.params))]
         exact = {id(param): param for unit in self.units if unit.exact for param in unit.model_params}
-        self.codes = [param for param in exact.values() if param.is_floating_point()]  # integers cannot require gradients
+        # integers cannot require gradients
+        self.fixed = [param for param in exact.values() if param.is_floating_point() or param.is_complex()]
         self._hook_gradients()
         if not any(unit.placement.weights for unit in self.units):
             return
@@ -258,10 +259,10 @@ class Hooks:
             self.handles.append(_grad_hook(unit.params[i], self, unit, i))
         self.frozen = frozen
 
-    def _refuse_codes(self) -> None:
-        """Raise ValueError if a quantized parameter has been made to require a gradient."""
+    def _refuse_fixed(self) -> None:
+        """Raise ValueError if a quantized or complex parameter has been made to require a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            trained = next((whole for whole in self.codes if whole.requires_grad), None)
+            trained = next((whole for whole in self.fixed if whole.requires_grad), None)
         if trained is not None:
             name = next(name for name, param in self.model.named_parameters() if param is trained)
             raise ValueError(trainable_error(name, trained))
@@ -309,7 +310,7 @@ class Hooks:
             return None
         if torch.is_grad_enabled():
             self._refuse_gradients()
-            self._refuse_codes()
+            self._refuse_fixed()
         if self.phase is Phase.BACKWARD and not _in_backward():
             self.abandon_backward()
         if self.phase is Phase.BACKWARD:  # the whole model is being recomputed

@@ -237,7 +237,12 @@ def open_up(model: nn.Module) -> None:
 
 
 def trainable_error(name: str, whole: nn.Parameter) -> str:
-    """The error text for a quantized parameter that requires a gradient."""
+    """The error text for a quantized or complex parameter that requires a gradient."""
+    if whole.is_complex():
+        return (
+            f"parameter {name!r} is complex ({whole.dtype}) and requires a gradient, but optimizers update real elements here: "
+            f"keep torch.view_as_real(...) of it as the parameter, with torch.view_as_complex in the forward, or freeze it"
+        )
     parts = ", ".join(place.suffix for place in _places(whole))
     return (
         f"parameter {name!r} is quantized (its parts: {parts}) and requires a gradient, but no optimizer can update it: "
@@ -259,15 +264,14 @@ def _refuse_distributed(model: nn.Module) -> None:
 
 
 def refuse_trainable(model: nn.Module) -> None:
-    """Raise ValueError if a quantized parameter requires a gradient or is on meta, or if any parameter is a DTensor."""
+    """Raise ValueError if a quantized parameter requires a gradient or is on meta, a complex one requires a gradient, or any
+    parameter is a DTensor."""
     _refuse_distributed(model)
     for name, whole in model.named_parameters():
-        parts = [place.suffix for place in _places(whole)]
-        if not parts:
-            continue
-        if whole.requires_grad:
+        is_in_parts = any(True for _ in _places(whole))
+        if whole.requires_grad and (is_in_parts or whole.is_complex()):
             raise ValueError(trainable_error(name, whole))
-        if whole.is_meta:
+        if is_in_parts and whole.is_meta:
             raise ValueError(
                 f"parameter {name!r} is a {type(whole).__name__} on meta, and no initializer can fill its parts. Load the "
                 f"quantized model before initialize"
