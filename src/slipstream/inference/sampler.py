@@ -91,11 +91,11 @@ class Draws(NamedTuple):
 class _Kernel:
     """The C version of `_twin`, for all rows of a call, on the threads that torch has."""
 
-    def __init__(self, kernels: ctypes.CDLL, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._rows = vocab_size, (_Sampling * 0)()
         self._team = Team(min(torch.get_num_threads(), len(os.sched_getaffinity(0)), MAX_THREADS))
-        self._choose = kernels.slipstream_choose
-        self._choose.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        pointer, long = ctypes.c_void_p, ctypes.c_int64
+        self._choose = build.function("slipstream_choose", ctypes.c_int, pointer, pointer, long, long, pointer)
 
     def __call__(self, logits: Floats, rows: Sequence[LogitsRow]) -> list[int]:
         """The token of each row, or -1 if none can be sampled. `logits`: [rows, vocab], contiguous, with the rows' edits."""
@@ -192,8 +192,7 @@ class Sampler:
         self.vocab_size = vocab_size
         # Reused: page faults of fresh memory of this size would cost more than the arithmetic.
         self._weights = np.empty(vocab_size, dtype=np.float32)
-        kernels = build.load().kernels
-        self._kernel = None if kernels is None else _Kernel(kernels, vocab_size)
+        self._kernel = None if build.load().kernels is None else _Kernel(vocab_size)
         self._edits: dict[Request, _Edits] = {}
 
     def check(self, params: SamplingParams) -> None:

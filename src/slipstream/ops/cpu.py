@@ -14,7 +14,8 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,68 +41,43 @@ class OpReport(NamedTuple):
     reason: str
 
 
-class _Kernels(NamedTuple):
-    sum_ranks: Callable[..., float]
-    step: Callable[..., None]
-    copy_stream: Callable[..., None]
-    quantize_int8: Callable[..., None]
-    quantize_int4: Callable[..., None]
-    dequantize_int8: Callable[..., None]
-    dequantize_int4: Callable[..., None]
-    dequantize_rows: Callable[..., None]
-    wire_encode: Callable[..., None]
-    wire_sum: Callable[..., float]
-    onebit: Callable[..., None]
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_SUM = (ctypes.c_double, _pointer, _pointer, _long, _long, _int, _float, _pointer)
+_KERNELS: dict[str, tuple[Any, ...]] = {  # the types of their results and arguments
+    "sum_ranks": _SUM,
+    "step": (None, _int, ctypes.c_char_p, _long, _long, _pointer),
+    "copy_stream": (None, _pointer, _pointer, _long),
+    "quantize_int8": (None, _pointer, _int, _long, _long, _long, _pointer, _pointer),
+    "quantize_int4": (None, _pointer, _int, _long, _long, _long, _pointer, _pointer, _pointer),
+    "dequantize_int8": (None, _pointer, _long, _long, _long, _pointer, _pointer),
+    "dequantize_int4": (None, _pointer, _long, _long, _long, _pointer, _pointer, _pointer),
+    "dequantize_rows": (None, _pointer, _int, _pointer, _long, _long, _pointer, _pointer),
+    "wire_encode": (None, _pointer, _int, _long, _int, _pointer, _pointer, _float),
+    "wire_sum": _SUM,
+    "onebit": (None, _int, _pointer, _long, _long),
+}
 
 
 @functools.cache
-def _kernels() -> _Kernels | None:
-    library = build.load().kernels
-    if library is None:
-        return None
-    pointer, integer, long, double = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
-    kernels = _Kernels(*(getattr(library, f"slipstream_{name}") for name in _Kernels._fields))
-    library.slipstream_sum_ranks.restype = double
-    library.slipstream_sum_ranks.argtypes = [pointer, pointer, long, long, integer, ctypes.c_float, pointer]
-    library.slipstream_step.restype = None
-    library.slipstream_step.argtypes = [integer, ctypes.c_char_p, long, long, pointer]
-    library.slipstream_copy_stream.restype = None
-    library.slipstream_copy_stream.argtypes = [pointer, pointer, long]
-    for kind, parts in (("int8", 2), ("int4", 3)):
-        for name, arguments in ((f"quantize_{kind}", [pointer, integer]), (f"dequantize_{kind}", [pointer])):
-            function = getattr(library, f"slipstream_{name}")
-            function.restype, function.argtypes = None, [*arguments, long, long, long, *[pointer] * parts]
-    kernels.dequantize_rows.restype = None  # type: ignore[attr-defined]
-    kernels.dequantize_rows.argtypes = [pointer, integer, pointer, long, long, pointer, pointer]  # type: ignore[attr-defined]
-    library.slipstream_wire_encode.restype = None
-    library.slipstream_wire_encode.argtypes = [pointer, integer, long, integer, pointer, pointer, ctypes.c_float]
-    library.slipstream_wire_sum.restype = double
-    library.slipstream_onebit.restype, library.slipstream_onebit.argtypes = None, [integer, pointer, long, long]
-    library.slipstream_wire_sum.argtypes = [pointer, pointer, long, long, integer, ctypes.c_float, pointer]
-    return kernels
+def _kernels() -> Any:
+    """The native kernels by name, as attributes; None without a library."""
+    found = {name: build.function(f"slipstream_{name}", *types) for name, types in _KERNELS.items()}
+    return None if None in found.values() else SimpleNamespace(**found)
 
 
 def report() -> list[OpReport]:
     """The implementation of each op on CPU tensors, and the reason for it. Compiles the kernels if necessary."""
-    library = build.load()
-    kernels, native = library.kernels, "torch"
-    if kernels is not None:
-        kernels.slipstream_kernels_isa.restype = ctypes.c_char_p
-        native = f"native {kernels.slipstream_kernels_isa().decode()}"
-    names = ("sum_ranks", "adamw", "lion", "sgd", "adagrad", "lamb", *_Kernels._fields[2:])
-    rows = [OpReport(name, native, library.reason) for name in names]
-    decoder = f"native {isa()}" if kernels else "torch"
-    words = "native" if kernels else "torch"
-    return [*rows, OpReport("decoder", decoder, library.reason), OpReport("words", words, library.reason)]
+    reason, found = build.load().reason, build.function("slipstream_kernels_isa", ctypes.c_char_p)
+    native = "torch" if found is None else f"native {found().decode()}"
+    names = ("sum_ranks", "adamw", "lion", "sgd", "adagrad", "lamb", *list(_KERNELS)[2:])
+    others = {"decoder": f"native {isa()}", "words": "native"} if found else dict.fromkeys(("decoder", "words"), "torch")
+    return [OpReport(name, kernels, reason) for name, kernels in (dict.fromkeys(names, native) | others).items()]
 
 
 def isa() -> str:
     """The native code's instruction set: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable"; "" without native code."""
-    library = build.load().kernels
-    if library is None:
-        return ""
-    library.slipstream_isa.restype = ctypes.c_char_p
-    return str(library.slipstream_isa().decode())
+    found = build.function("slipstream_isa", ctypes.c_char_p)
+    return "" if found is None else str(found().decode())
 
 
 def use_isa(name: str) -> bool:
@@ -120,7 +96,7 @@ def sum_ranks(out: Tensor, sources: Sequence[Tensor], *, alpha: float, accumulat
     target, source = DTYPES.get(out.dtype), DTYPES.get(dtype)
     kinds = {(tensor.dtype, tensor.is_cpu) for tensor in sources}
     if target is None or source is None or kinds != {(dtype, out.is_cpu)} or not are_flat(out, *sources):
-        raise refusal("sum_ranks", {"out": out, **_numbered(sources)})
+        raise refusal("sum_ranks", {"out": out, **{f"sources[{i}]": tensor for i, tensor in enumerate(sources)}})
     start, width, out_width = out.data_ptr(), WIDTHS[source], WIDTHS[target]
     pointers = [tensor.data_ptr() for tensor in sources]
     for i, pointer in enumerate(pointers):
@@ -191,12 +167,7 @@ def quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     w = w.contiguous()
     rows, columns = w.shape
     codes, scale = torch.empty_like(w, dtype=torch.int8), torch.empty(rows)
-    pointers = (codes.data_ptr(), scale.data_ptr())
-
-    def run(begin: int, end: int) -> None:
-        kernels.quantize_int8(w.data_ptr(), DTYPES[w.dtype], columns, begin, end, *pointers)
-
-    in_threads(run, rows, torch.get_num_threads(), least=BLOCK // max(columns, 1) + 1, multiple=1)
+    in_groups(kernels.quantize_int8, w, (DTYPES[w.dtype], columns), (codes, scale), rows, BLOCK // max(columns, 1) + 1)
     return codes, scale
 
 
@@ -208,11 +179,7 @@ def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
     codes, scale = codes.contiguous(), scale.contiguous()
     rows, columns = codes.shape
     w = torch.empty(rows, columns)
-
-    def run(begin: int, end: int) -> None:
-        kernels.dequantize_int8(w.data_ptr(), columns, begin, end, codes.data_ptr(), scale.data_ptr())
-
-    in_threads(run, rows, torch.get_num_threads(), least=THREAD_NUMEL // max(columns, 1) + 1, multiple=1)
+    in_groups(kernels.dequantize_int8, w, (columns,), (codes, scale), rows, THREAD_NUMEL // max(columns, 1) + 1)
     return w
 
 
@@ -233,12 +200,7 @@ def quantize_int4(w: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     w = w.contiguous()
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
     scale, low = torch.empty(2, rows, columns // group)
-    pointers = (codes.data_ptr(), scale.data_ptr(), low.data_ptr())
-
-    def run(begin: int, end: int) -> None:
-        kernels.quantize_int4(w.data_ptr(), DTYPES[w.dtype], group, begin, end, *pointers)
-
-    in_threads(run, scale.numel(), torch.get_num_threads(), least=BLOCK // group, multiple=1)
+    in_groups(kernels.quantize_int4, w, (DTYPES[w.dtype], group), (codes, scale, low), scale.numel(), BLOCK // group)
     return codes, scale, low
 
 
@@ -250,12 +212,8 @@ def dequantize_int4(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
     codes, scale, low = codes.contiguous(), scale.float().contiguous(), low.float().contiguous()
     w = torch.empty(len(codes), 2 * codes.shape[1])
     group = w.shape[1] // max(scale.shape[1], 1)
-    pointers = (codes.data_ptr(), scale.data_ptr(), low.data_ptr())
-
-    def run(begin: int, end: int) -> None:
-        kernels.dequantize_int4(w.data_ptr(), group, begin, end, *pointers)
-
-    in_threads(run, scale.numel(), torch.get_num_threads(), least=THREAD_NUMEL // max(group, 1) + 1, multiple=1)
+    least = THREAD_NUMEL // max(group, 1) + 1
+    in_groups(kernels.dequantize_int4, w, (group,), (codes, scale, low), scale.numel(), least)
     return w
 
 
@@ -263,6 +221,13 @@ def _check_matrix(op: str, w: Tensor) -> None:
     if w.dtype not in DTYPES or w.dim() != 2:
         kinds = "torch.float32, torch.bfloat16 or torch.float16"
         raise ValueError(f"{op}: w is {w.dtype} of shape {tuple(w.shape)}; it must be a matrix of {kinds}")
+
+
+def in_groups(kernel: Any, w: Tensor, settings: Sequence[Any], parts: Sequence[Tensor], groups: int, least: int) -> None:
+    """Call a kernel of a matrix `w`, whose codes and scales are `parts`, for all groups (or rows), `least` or more at a time."""
+    pointers = [part.data_ptr() for part in parts]
+    run = functools.partial(kernel, w.data_ptr(), *settings)
+    in_threads(lambda begin, end: run(begin, end, *pointers), groups, torch.get_num_threads(), least=least, multiple=1)
 
 
 def in_threads(
@@ -285,10 +250,6 @@ def in_threads(
 def _pool(process: int) -> ThreadPoolExecutor:
     """The pool of process `process`: a fork does not copy its parent's threads."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix=f"slipstream-ops-{process}")
-
-
-def _numbered(sources: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"sources[{i}]": tensor for i, tensor in enumerate(sources)}
 
 
 def refusal(op: str, tensors: dict[str, Tensor], floating: bool = True) -> ValueError:

@@ -112,13 +112,12 @@ class _Ring:
     name = "io_uring"
 
     def __init__(self, file: int, block_nbytes: int, queue_depth: int) -> None:
-        library = build.load()
+        library, error = build.load(), ctypes.c_int()
         if library.kernels is None:
             raise OSError(errno.ENOSYS, f"the native kernels are not available ({library.reason})")
-        native, error = library.kernels, ctypes.c_int()
-        native.slipstream_disk_open.restype = ctypes.c_void_p
-        native.slipstream_disk_open.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int))
-        handle = native.slipstream_disk_open(file, block_nbytes, queue_depth, error)
+        integer, native = ctypes.c_int, library.kernels
+        start = build.function("slipstream_disk_open", ctypes.c_void_p, integer, ctypes.c_int64, integer, ctypes.c_void_p)
+        handle = start(file, block_nbytes, queue_depth, ctypes.byref(error))
         if handle is None:
             raise OSError(error.value, f"the kernel refuses io_uring: {os.strerror(error.value)}")
         self._native, self._handle = native, ctypes.c_void_p(handle)

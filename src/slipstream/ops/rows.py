@@ -91,13 +91,8 @@ def _dequantize(packed: Tensor, bits: int, columns: int, block: int, dtype: torc
         return in_torch(packed, form, dtype)
     packed, out = packed.contiguous(), torch.empty(len(packed), columns, dtype=dtype)
     shape = (ctypes.c_int64 * 5)(bits, columns, block, form.code_nbytes, form.row_nbytes)
-    pairs = _pairs(packed.device)
-
-    def run(begin: int, end: int) -> None:
-        kernels.dequantize_rows(out.data_ptr(), code, shape, begin, end, packed.data_ptr(), pairs.data_ptr())
-
     least = cpu.THREAD_NUMEL // max(columns, 1) + 1
-    cpu.in_threads(run, len(packed), torch.get_num_threads(), least=least, multiple=1)
+    cpu.in_groups(kernels.dequantize_rows, out, (code, shape), (packed, _pairs(packed.device)), len(packed), least)
     return out
 
 
