@@ -18,7 +18,7 @@ from functools import partial
 
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from slipstream.optim.loop import step_by_rule, step_each
+from slipstream.optim.loop import checked, step_by_rule, step_each
 from slipstream.optim.rules import LAMB
 
 
@@ -37,23 +37,9 @@ class Lamb(Optimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or eps < 0:
-            raise ValueError(f"Lamb: lr ({lr}), weight_decay ({weight_decay}), eps ({eps}) must not be negative")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Lamb: betas {tuple(betas)} must lie in [0, 1)")
-        if not 0 <= min_coeff <= max_coeff:
-            raise ValueError(f"Lamb: must have 0 <= min_coeff ({min_coeff}) <= max_coeff ({max_coeff})")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": tuple(betas),
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }
-        super().__init__(params, defaults)
+        options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
+        options |= {"weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, checked("Lamb", options))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return step_each(self, closure, partial(step_by_rule, LAMB))

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from slipstream.optim.loop import step_by_rule, step_each
+from slipstream.optim.loop import checked, step_by_rule, step_each
 from slipstream.optim.rules import LION
 
 
@@ -28,11 +28,7 @@ class Lion(Optimizer):
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
     ) -> None:
-        if lr < 0 or weight_decay < 0:
-            raise ValueError(f"Lion: lr ({lr}) and weight_decay ({weight_decay}) must not be negative")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"Lion: betas {tuple(betas)} must lie in [0, 1)")
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+        super().__init__(params, checked("Lion", {"lr": lr, "betas": betas, "weight_decay": weight_decay}))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         return step_each(self, closure, partial(step_by_rule, LION))

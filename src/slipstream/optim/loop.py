@@ -15,6 +15,19 @@ from slipstream.zero.leaves import is_stack
 Update = Callable[[dict[str, Any], Tensor, Tensor, dict[str, Any]], None]
 
 
+def checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group. Raises ValueError for rates below 0, and for betas and bounds of trust ratios that cannot be."""
+    rates = {key: options[key] for key in ("lr", "weight_decay", "eps") if key in options}
+    if any(rate < 0 for rate in rates.values()):
+        raise ValueError(f"{name}: {', '.join(f'{key} ({rate})' for key, rate in rates.items())} must not be negative")
+    if not all(0 <= beta < 1 for beta in options["betas"]):
+        raise ValueError(f"{name}: betas {tuple(options['betas'])} must lie in [0, 1)")
+    least, most = (options.get(key, 0) for key in ("min_coeff", "max_coeff"))
+    if not 0 <= least <= most:
+        raise ValueError(f"{name}: must have 0 <= min_coeff ({least}) <= max_coeff ({most})")
+    return options | {"betas": tuple(options["betas"])}
+
+
 @torch.no_grad()
 def step_each(optimizer: Optimizer, closure: Callable[[], float] | None, update: Update) -> float | None:
     """Evaluate `closure`, then call update(state, param, grad, group) for each parameter that has a gradient and elements.

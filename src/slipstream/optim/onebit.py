@@ -48,7 +48,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from slipstream.ops import Partial, onebit
 from slipstream.optim import rules
-from slipstream.optim.loop import step_each
+from slipstream.optim.loop import checked, step_each
 from slipstream.optim.native import NativeSteps
 from slipstream.optim.rounds import Round, Rounds
 from slipstream.optim.sharded import UpdatePiece
@@ -122,7 +122,7 @@ class OneBitAdam(OneBitOptimizer):
         bias_correction: bool = True,
         freeze_step: int = 100_000,
     ) -> None:
-        common = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
+        common = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
         super().__init__(params, defaults("OneBitAdam", common, {"freeze_step": freeze_step}))
 
     @staticmethod
@@ -168,17 +168,12 @@ class ZeroOneAdam(OneBitOptimizer):
 
 def defaults(name: str, common: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
     """The options of a group. Raises ValueError for values that cannot be."""
-    lr, eps, decay = common["lr"], common["eps"], common["weight_decay"]
-    if lr < 0 or decay < 0 or eps < 0:
-        raise ValueError(f"{name}: lr ({lr}), weight_decay ({decay}), eps ({eps}) must not be negative")
-    if not all(0 <= beta < 1 for beta in common["betas"]):
-        raise ValueError(f"{name}: betas {common['betas']} must lie in [0, 1)")
     for key, value in counts.items():
         if int(value) != value or value < 1:
             why = "the variance needs at least one step before it is frozen" if "freeze" in key else "it counts steps, from 1"
             raise ValueError(f"{name}: {key} is {value}; {why}")
     whole = {key: int(value) for key, value in counts.items()}
-    return common | whole | {"non_freeze": False, "exp_avg_mask": None}
+    return checked(name, common) | whole | {"non_freeze": False, "exp_avg_mask": None}
 
 
 def all_rounds(optimizer: Optimizer) -> list[Rounds]:
