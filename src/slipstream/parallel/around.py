@@ -41,11 +41,11 @@ class _Wrapped:
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), state  # type: ignore[attr-defined]
 
 
-def class_before(ours: type, own: type, **attributes: Any) -> type:
-    """The class that has ours before a module's own one, under the name of that; the same one for the same pair."""
+def class_before(ours: type, own: type, name: str = "", **attributes: Any) -> type:
+    """The class that has ours before a module's own one, by default under the name of that; the same one for the same pair."""
     if (ours, own) not in _CLASSES:
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-        _CLASSES[ours, own] = type(own.__name__, (ours, own), names | attributes)
+        names = {"__module__": own.__module__, "__qualname__": name or own.__qualname__, "__doc__": own.__doc__}
+        _CLASSES[ours, own] = type(name or own.__name__, (ours, own), names | attributes)
     return _CLASSES[ours, own]
 
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.config.plan import TensorPlan
-from slipstream.parallel.exchange import Exchange, connect_activations
+from slipstream.parallel.exchange import Exchange, LocalExchange, connect_activations
 from slipstream.parallel.slicing import has_plan, is_transposed, slice_model
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import Watch
@@ -328,19 +328,11 @@ class _BlockSteps:
                 yield CutRegion(tuple(sorted(columns)), tuple(sorted(rows)))
 
 
-class _Share(Exchange):
-    """A rank without others: sums are its own shares."""
-
-    def close(self) -> None:
-        pass
+class _Share(LocalExchange):
+    """A rank without others: sums, which are all that a region has, are its own shares."""
 
     def _sum(self, flat: Tensor) -> Pending[Tensor]:
         return Pending(None, flat)
-
-    def _no_sum(self, *given: Any) -> Any:
-        raise NotImplementedError("a region has only sums")
-
-    _gather = _reduce_scatter = _start_all_to_all = _no_sum  # type: ignore[assignment]
 
 
 class _RowsSeenError(Exception):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.config.arguments import load_config
 from slipstream.config.plan import TensorPlan
 from slipstream.parallel import tensor
-from slipstream.parallel.around import connect_before, connect_behind
+from slipstream.parallel.around import class_before, connect_before, connect_behind, first_of, with_first
 from slipstream.parallel.exchange import even_shares
 from slipstream.parallel.module import PipelineModule
 from slipstream.parallel.sequence import Heads, deal_heads
@@ -764,15 +764,9 @@ def _draws(model: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in (*rates, *modules, *numbers))
 
 
-_CLASSES: dict[tuple[type, type], type] = {}
-
-
 def sliced_class(cls: type, mixin: type[Sliced]) -> type:
     """A subclass of a layer's class, so that `isinstance` still holds."""
-    key = (cls, mixin)
-    if key not in _CLASSES:
-        _CLASSES[key] = type(f"{mixin.__name__}Parallel{cls.__name__}", (mixin, cls), {"__module__": __name__})
-    return _CLASSES[key]
+    return class_before(mixin, cls, f"{mixin.__name__}Parallel{cls.__name__}", __module__=__name__)
 
 
 def _can_deal(queries: int, keys: int, size: int) -> bool:
@@ -799,10 +793,7 @@ def _first_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def _first_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def post(module: nn.Module, args: Any, output: Any) -> Any:
-        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-    return post
+    return lambda module, args, output: with_first(output, change(first_of(output)))
 
 
 def _around(module: nn.Module, slices: Slices) -> None:
