@@ -35,7 +35,7 @@ from slipstream.checkpoint.deepspeed_experts import ExpertFiles, ExpertSlot, num
 from slipstream.checkpoint.deepspeed_parts import Cuts, DeepSpeedPart, PartPlace, layers_of, parts_of
 from slipstream.checkpoint.document import SLACK, Document, Entry, Piece, ZipRecord
 from slipstream.checkpoint.errors import CheckpointError
-from slipstream.checkpoint.flat_slice import Box, Shape, boxes_in, check_cover, whole_box
+from slipstream.checkpoint.flat_slice import Shape, boxes_in, check_cover, whole_box
 from slipstream.checkpoint.pickled import Array, Record, Stored, read
 from slipstream.checkpoint.values import encode
 
@@ -132,11 +132,9 @@ class _Import:
         owner = stage, part.slice if place.is_copy else -1
         return place if self.owners.setdefault(name, owner) == owner else None
 
-    def _add(
-        self, name: str, shape: Shape, start: int, stored: Stored, first: int, numel: int, places: tuple[Box, ...] = ()
-    ) -> None:
-        """Record that elements [first, first + numel) of a stored tensor are the parameter's elements from `start`, or those of
-        `places` in it."""
+    def _add(self, name: str, place: PartPlace, stored: Stored, start: int = 0, first: int = 0, numel: int | None = None) -> None:
+        """Record that elements [first, first + numel) of a stored tensor (default: all) are those of `place` from `start` on."""
+        shape, numel = place.whole, stored.numel if numel is None else numel
         if stored.at < 0 or first + numel > stored.numel:
             raise CheckpointError(
                 f"{name!r}: {numel} elements from {first} of a tensor of shape {stored.shape} in {stored.path.name}"
@@ -150,7 +148,7 @@ class _Import:
         if record is not None:
             record = self._records.setdefault(record, record._replace(file=file))
         at, parts = stored.at + first * stored.dtype.itemsize, self.pieces.setdefault(name, [])
-        for box in boxes_in(places or (whole_box(shape),), start, start + numel):
+        for box in boxes_in(place.boxes or (whole_box(shape),), start, start + numel):
             parts.append(Piece(box=box, file=file, at=at, crc32=(), zip_record=record))
             at += box.numel * stored.dtype.itemsize
 
@@ -224,11 +222,11 @@ class _Import:
         """Add elements [first, first + numel) of a parameter and its states, which are those from `start` of the slot."""
         name, place = slot
         if master is not None:
-            self._add(f"model.{name}", place.whole, start, master, first, numel, place.boxes)
+            self._add(f"model.{name}", place, master, start, first, numel)
         scalars = self.steps.setdefault(name, {})
         for key, value in state.items():
             if isinstance(value, Stored) and value.shape:
-                self._add(f"optim.{key}.{name}", place.whole, start, value, first, numel, place.boxes)
+                self._add(f"optim.{key}.{name}", place, value, start, first, numel)
             elif key not in scalars:
                 scalars[key] = value
         if state and "step" not in scalars and "step" in groups[0]:  # DeepSpeed's Adam keeps the step in the group
@@ -272,8 +270,7 @@ class _Import:
             place = PartPlace(shapes[0]) if self.experts.is_autoep(name) else self.cuts.place(name, index, shapes)
             slot = self.experts.slot(name, place)
             if slot is not None and f"model.{slot.name}" not in known and not (place.is_copy and index):
-                whole, boxes, _ = slot.place
-                self._add(f"model.{slot.name}", whole, 0, slices[index], 0, slices[index].numel, boxes)
+                self._add(f"model.{slot.name}", slot.place, slices[index])
 
     def _universal(self) -> None:
         trained = {name: shape for part in self.parts for name, shape in part.trained.items()}
@@ -326,11 +323,13 @@ class _Import:
         for name, stored in module.items():
             is_other = name in other_names or self.experts.known_as(name) in self.steps or self.experts.is_alias(name, module)
             if not is_other and isinstance(stored, Stored) and len(part.model_files) == 1:
-                self._add_stored("model", name, stored, part, lambda other, name=name: other.model["module"][name].shape)  # type: ignore[misc]
+                place = self._place(name, part, lambda other, name=name: other.model["module"][name].shape)  # type: ignore[misc]
+                if place is not None:
+                    self._add(f"model.{self.experts.known_as(name)}", place, stored)
         for name in buffers if module else ():
             target = f"buffer.{self.experts.known_as(name)}"
             if part.slice == 0 and target not in self.pieces and not self.experts.is_alias(name, module):
-                self._add(target, module[name].shape, 0, module[name], 0, module[name].numel)
+                self._add(target, PartPlace(module[name].shape), module[name])
 
     def _fragments(self, part: DeepSpeedPart) -> None:
         """Add the frozen parameters of which each rank's file has a range."""
@@ -343,15 +342,7 @@ class _Import:
                 place = self._place(name, part, lambda other, name=name: tuple(other.model["frozen_param_shapes"][name]))  # type: ignore[misc]
                 target = f"model.{self.experts.known_as(name)}"
                 if place is not None and (start < math.prod(shape) or target not in self.pieces):
-                    numel = min(stored.numel, math.prod(shape) - start)
-                    self._add(target, place.whole, start, stored, 0, numel, place.boxes)
-
-    def _add_stored(
-        self, kind: str, name: str, stored: Stored, part: DeepSpeedPart, shapes: Callable[[DeepSpeedPart], Shape]
-    ) -> None:
-        place = self._place(name, part, shapes)
-        if place is not None:
-            self._add(f"{kind}.{self.experts.known_as(name)}", place.whole, 0, stored, 0, stored.numel, place.boxes)
+                    self._add(target, place, stored, start, numel=min(stored.numel, math.prod(shape) - start))
 
     def _layers(self) -> None:
         """Add the frozen parameters and the buffers of a pipeline's layers, which have files of their own."""
@@ -371,10 +362,8 @@ class _Import:
                     place = self.cuts.place(name, index, [states[i][key].shape for i in range(self.degree)])
                     is_buffer = name in buffers
                     if index == 0 or not (is_buffer or place.is_copy):
-                        whole = PartPlace(stored.shape) if is_buffer else place
-                        self._add(
-                            f"{'buffer' if is_buffer else 'model'}.{name}", whole.whole, 0, stored, 0, stored.numel, whole.boxes
-                        )
+                        kind, part = ("buffer", PartPlace(stored.shape)) if is_buffer else ("model", place)
+                        self._add(f"{kind}.{name}", part, stored)
 
     # -- values --
 
@@ -445,7 +434,7 @@ class _Import:
             return value.value.tolist()
         if isinstance(value, Stored):
             name = f"$shared/{len(self.shapes)}"
-            self._add(name, value.shape, 0, value, 0, value.numel)
+            self._add(name, PartPlace(value.shape), value)
             return {"$tensor": name}
         if isinstance(value, Record):
             return self._skeleton({key: item for key, item in vars(value).items() if key != "args"}, path)
