@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -291,29 +291,36 @@ def _render(server: Serving, request: ChatRequest) -> tuple[str, list[str]]:
     mark = f"{uuid.uuid4().hex} "  # where the final message ends
     if request.continue_final_message:
         messages[-1]["content"] = _marked(messages[-1]["content"], mark)
-    tools = [tool.model_dump(exclude_none=True) for tool in request.offered()] or None
     given, known = request.variables(), server.tokenizer.variables
     if wrong_ones := given.keys() & {"messages", "tools", "add_generation_prompt"}:
         field = f"chat_template_kwargs.{min(wrong_ones)}"
         raise RequestError(f"{field}: it has a field of its own", param=field)
     starts = not request.continue_final_message and request.add_generation_prompt is not False
     variables = {name: value for name, (_, value) in given.items() if name in known}
-    try:
-        text = server.tokenizer.chat(messages, tools=tools, add_generation_prompt=starts, **variables)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(str(error), param="messages") from None
+    text = templated(server, messages, request.offered(), starts, variables)
     if request.continue_final_message:
         text, found, after = text.rpartition(mark[:-1])
         if not found:
             message = "continue_final_message: the chat template leaves out or changes the last message's content"
             raise RequestError(message, param="continue_final_message")
         text = text if after.startswith(" ") else text.rstrip()  # as the template strips the content
-    if tools and not request.forced() and not server.tokenizer.supports_tools:
+    if request.offered() and not request.forced() and not server.tokenizer.supports_tools:
         message = f'the chat template of {server.engine.model_name} ignores tools, so tool_choice "auto" would never call one; '
         message += 'set tool_choice to "required" or to a function, which forces a call with the function\'s schema'
         raise RequestError(message, param="tools", code="unsupported_parameter")
     read = {field for name, (field, _) in given.items() if name in known}  # reasoning_effort none sets two of which one is enough
     return text, sorted({field for field, _ in given.values()} - read)
+
+
+def templated(
+    server: Serving, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], starts: bool, variables: Mapping[str, Any]
+) -> str:
+    """The text of a chat; starts: with the beginning of an answer. Raises RequestError."""
+    dumped = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    try:
+        return server.tokenizer.chat(messages, tools=dumped, add_generation_prompt=starts, **variables)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(str(error), param="messages") from None
 
 
 def _marked(content: Any, mark: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from slipstream.inference.server.bodies import TextBody, TokensBody
-from slipstream.inference.server.chat import Message, Tool
+from slipstream.inference.server.chat import Message, Tool, templated
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.requests import MAX_MESSAGES, Fields, TokenId, wrong
 from slipstream.inference.server.state import Serving
@@ -43,14 +43,8 @@ def tokenize(server: Serving, given: TokenizeRequest) -> TokensBody:
     if given.messages is None:
         text, special = given.prompt or "", given.add_special_tokens is not False
     else:
-        try:
-            text = server.tokenizer.chat(
-                [message.for_template() for message in given.messages],
-                tools=[tool.model_dump(exclude_none=True) for tool in given.tools or ()] or None,
-                add_generation_prompt=given.add_generation_prompt is not False,
-            )
-        except (ValueError, RecursionError) as error:
-            raise RequestError(str(error), param="messages") from None
+        messages = [message.for_template() for message in given.messages]
+        text = templated(server, messages, given.tools or (), given.add_generation_prompt is not False, {})
         special = False
     try:
         ids = server.tokenizer.encode(text, special=special, max_tokens=MAX_TOKENS)
