@@ -252,7 +252,7 @@ def test_what_layers_on_disk_do_not_go_with(folder: Path, disk: str, tmp_path: P
     nowhere = "weights_folder: there is no folder '.*nowhere' that can be written; create it, on a local disk"
     refused(nowhere, weights_folder=tmp_path / "nowhere")
     refused(nowhere, weights_bytes="1G", weights_folder=tmp_path / "nowhere")  # also where all layers fit in memory
-    monkeypatch.setattr(slipstream.ops.disk, "_free", lambda _: 4096)
+    monkeypatch.setattr(slipstream.ops.disk, "num_free", lambda _: 4096)
     refused("has 4096 bytes free of the [0-9]+ needed; free space there or use another folder")
     monkeypatch.undo()
     monkeypatch.setattr(NativeDecoder, "_layer", lambda *_: pytest.fail("a layer was read"))

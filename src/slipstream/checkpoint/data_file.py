@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from slipstream.checkpoint.document import BLOCK
 from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError
 from slipstream.ops.checksum import crc32
-from slipstream.ops.disk import ALIGNMENT, Disk, Transfer, aligned
+from slipstream.ops.disk import ALIGNMENT, Disk, Transfer, aligned, num_free
 
 _STAGE, _STAGES = 8 * BLOCK, 4
 _STEP = 64 * BLOCK  # bytes of `begin` between two stamps
@@ -37,7 +38,9 @@ class DataFile:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes, self._at = path, nbytes, 0
-        self._num_free = _num_free(path.parent)  # before this file uses some of them
+        self._num_free = 0
+        with suppress(OSError):  # the write then fails and reports it
+            self._num_free = num_free(path.parent)  # before this file uses some of them
         try:
             self._file, self._direct = _create(path)
             self._disk = _allocated(path, self._file, _rounded(max(nbytes, 1)))
@@ -120,14 +123,6 @@ class DataFile:
         if error.errno == errno.ENOSPC:
             text += f": it needs {self._nbytes} bytes, and {self._path.absolute().parent} had {self._num_free} free"
         return CheckpointError(text)
-
-
-def _num_free(folder: Path) -> int:
-    try:
-        facts = os.statvfs(folder)
-    except OSError:  # the write then fails and reports it
-        return 0
-    return facts.f_bavail * facts.f_frsize
 
 
 def _rounded(nbytes: int) -> int:

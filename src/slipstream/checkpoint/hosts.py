@@ -28,6 +28,7 @@ from slipstream.checkpoint.directory import LATEST, committed_tags, read_latest,
 from slipstream.checkpoint.document import METADATA, file_name
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.load import load_metadata
+from slipstream.ops.disk import num_free
 from slipstream.ops.pages import available_memory
 
 _CHUNK = 1 << 26  # bytes of a message
@@ -231,8 +232,7 @@ def _holding(parent: Path, hosts: Hosts, wanted: str | None) -> _Holding:
         present = {name for name, size in sizes.items() if _size(parent / tag / name) == size}
         steps = int(metadata.shared.get("counters", {}).get("global_steps", -1))
         held.append(_Held(metadata.save_id, tag, steps, sizes, frozenset(present)))
-    space = os.statvfs(parent)
-    free = space.f_bavail * space.f_frsize
+    free = num_free(parent)
     return _Holding(hosts.index, min(free, available_memory()) if hosts.in_memory else free, held)
 
 

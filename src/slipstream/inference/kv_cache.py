@@ -7,7 +7,6 @@ all blocks.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import weakref
@@ -101,14 +100,3 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def reserved_nbytes() -> int:
     """Bytes of all `untouched_zeros` of this process, written or not."""
     return sum(map(len, _mappings))
-
-
-def free_pages(tensor: Tensor) -> None:
-    """Free the full pages of a CPU tensor, which read as zeros afterwards."""
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if start < stop:
-        refused = ctypes.CDLL(None, use_errno=True).madvise(
-            ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
-        )
-        assert refused == 0, f"madvise: errno {ctypes.get_errno()}"

@@ -26,7 +26,7 @@ from slipstream.inference.adapters import ROLES
 from slipstream.inference.config import NO_LATENT, NORMS, Rope, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch, Generate, numbers_of
 from slipstream.inference.expert_store import LINE, ExpertStore
-from slipstream.inference.kv_cache import free_pages, untouched_zeros
+from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
 from slipstream.inference.models import shape_of
 from slipstream.inference.quantize import dequantize
@@ -35,7 +35,7 @@ from slipstream.inference.sampler import Draws
 from slipstream.inference.weights import Codes, DecoderWeights, LayerWeights, Matrix, Mlp
 from slipstream.ops import build
 from slipstream.ops.matrices import CODES, PANEL, TYPES, MatrixRecord, Table, bias_table, fill, is_centred, record_of, tables_of
-from slipstream.ops.pages import Pool
+from slipstream.ops.pages import Pool, free_pages
 from slipstream.ops.team import MAX_THREADS, Team
 
 # Fields of the C structs that have the name, and the value, of one of `TransformerConfig` and of `RoutedExperts`.

@@ -314,7 +314,7 @@ def preflight(
     """Check that a Disk of `nbytes` works in `folder`, and measure its rates, in about 0.3 s. Raises ValueError as Disk does."""
     disk = Disk(folder, nbytes, block_nbytes=block_nbytes, queue_depth=queue_depth, threads=threads, engine=engine)
     try:
-        free = _free(folder) + disk.nbytes
+        free = num_free(folder) + disk.nbytes
         probe = min(disk.nbytes, probe_nbytes // ALIGNMENT * ALIGNMENT)
         source, target = (aligned(min(probe, block_nbytes * queue_depth)) for _ in range(2))
         source.random_(generator=torch.Generator())  # virtual disks may elide zeros; leaves the global generator untouched
@@ -412,7 +412,7 @@ def _create(folder: str, nbytes: int) -> int:
     try:
         if kind := _IN_MEMORY.get(_file_system(file)):
             raise ValueError(f"{folder} is a {kind}, which is in memory; use a folder on a disk, or offload to the host ('cpu')")
-        free = _free(folder)
+        free = num_free(folder)
         if nbytes > free:
             raise ValueError(f"{folder} has {free} bytes free of the {nbytes} needed; free space there or use another folder")
         try:
@@ -428,7 +428,8 @@ def _create(folder: str, nbytes: int) -> int:
     return file
 
 
-def _free(folder: str) -> int:
+def num_free(folder: str | os.PathLike[str]) -> int:
+    """Bytes of the file system that this user can write."""
     facts = os.statvfs(folder)
     return facts.f_bavail * facts.f_frsize
 

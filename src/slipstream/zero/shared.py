@@ -12,7 +12,6 @@ fences     no rank overwrites memory that others may still read: a published wei
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 import os
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.ops import Partial, words
+from slipstream.ops import Partial, pages, words
 from slipstream.world.mesh import Axis
 from slipstream.world.watch import PeerError, Watch
 from slipstream.zero.comm import Buffer, Comm, Cuts, Pending, T, broadcast_from, gather_objects, reduce_into
@@ -37,7 +36,6 @@ _SPIN_US = 200
 _SLICE_MS = 200  # how long a wait sleeps between checks for failed peers
 _EXCHANGE_NUMEL = 8192
 _UNLIKE = "ranks called different collective methods of the engine at the same time; every rank must call the same ones"
-_MADV_REMOVE = 9  # frees pages that several processes map
 
 
 def hosts_agree(axis: Axis) -> bool:
@@ -71,11 +69,8 @@ def open_segment(pid: int, peer_fd: int, nbytes: int) -> mmap.mmap:
 
 def free_pages(tensor: Tensor) -> None:
     """Free the pages inside `tensor`, a part of a segment, for all ranks: it then reads as zeros. A no-op for other memory."""
-    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
-    stop = (tensor.data_ptr() + tensor.nbytes) // _PAGE * _PAGE
-    if start < stop and not tensor.untyped_storage().resizable():
-        result = ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_REMOVE)
-        assert result == 0, "madvise of a shared mapping"
+    if not tensor.untyped_storage().resizable():
+        pages.free_pages(tensor, is_shared=True)
 
 
 def _views(mapping: mmap.mmap, requests: Sequence[tuple[int, torch.dtype]], start: int = 0) -> list[Tensor]:

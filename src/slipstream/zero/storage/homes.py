@@ -7,9 +7,6 @@ Pages    host memory at a fixed address whose pages can be freed and filled agai
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.disk import DiskError, Transfer, aligned
+from slipstream.ops.pages import free_pages
 from slipstream.zero.comm import Pending
 from slipstream.zero.gather import Gather
 from slipstream.zero.placement import Tier, Tiers
@@ -306,9 +304,7 @@ class Pages:
         self.memory = aligned(round_up(nbytes, PAGE))
 
     def free(self) -> None:
-        address, nbytes = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.memory.numel())
-        result = ctypes.CDLL(None, use_errno=True).madvise(address, nbytes, mmap.MADV_DONTNEED)
-        assert result == 0, os.strerror(ctypes.get_errno())
+        free_pages(self.memory)
 
 
 def _nothing() -> None:
