@@ -232,6 +232,5 @@ def _refresh_master(unit: Unit, i: int) -> None:
         return
     refuse_writes(unit)
     slot = unit.layout.slots[i]
-    start, stop = max(slot.offset, unit.optim_span[0]), min(slot.offset + slot.numel, unit.optim_span[1])
-    if start < stop:
-        unit.master.put(start - unit.optim_span[0], unit.full[start:stop])
+    inside, of_param = slot.common(unit.optim_span)
+    unit.master.put(inside.start, unit.full[slice(*slot.span)][of_param])

@@ -88,10 +88,7 @@ class UnitWindow:
         grad = self.params[i].grad
         if grad is None or grad.dtype == dtype:
             return  # autograd accumulates into `.grad`
-        if i in self._sums:
-            self._sums[i].add_(grad)
-        else:
-            self._sums[i] = grad.to(dtype)
+        self.add(i, grad, None, dtype)
         self.params[i].grad = None
 
     def unreduced(self, i: int) -> Tensor | None:
