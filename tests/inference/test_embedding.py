@@ -192,7 +192,7 @@ def test_calls_share_forwards() -> None:
         config: Any = None
         num_blocks, max_context = 64, 64
 
-        def hidden(self, texts: Any) -> Tensor:
+        def hidden(self, texts: Any, types: Any = None) -> Tensor:
             sizes.append(len(texts))
             begun.set()
             assert go.wait(20)
@@ -221,7 +221,7 @@ def test_no_call_waits_for_all_texts_of_another() -> None:
         config: Any = None
         num_blocks, max_context = 4, 64  # texts of a forward
 
-        def hidden(self, texts: Any) -> Tensor:
+        def hidden(self, texts: Any, types: Any = None) -> Tensor:
             batches.append([text[0] for text in texts])
             begun.set()
             assert go.wait(20)
@@ -323,7 +323,7 @@ def test_vectors_stall_no_other_request() -> None:
         config: Any = None
         num_blocks, max_context = 64, 64
 
-        def hidden(self, texts: Any) -> Tensor:
+        def hidden(self, texts: Any, types: Any = None) -> Tensor:
             return torch.tensor([[float(token)] for text in texts for token in text])
 
     engine = Waiting(Rows(), byte_tokenizer(), Pooling(), vocab_size=VOCAB, model_name="rows[]")

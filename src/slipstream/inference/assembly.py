@@ -19,6 +19,7 @@ from slipstream.inference import generic, outputs, precision, trained
 from slipstream.inference.adapters import Opener, opener
 from slipstream.inference.config import ModelPart
 from slipstream.inference.core import Runner
+from slipstream.inference.cross_encoder import CrossEncoder
 from slipstream.inference.draft_model import FEW, MOST, DraftModel
 from slipstream.inference.embedding import EmbeddingEngine, Pooling
 from slipstream.inference.engine import Engine
@@ -188,8 +189,12 @@ def _embedding(
 ) -> Assembled:
     """An engine that embeds texts."""
     runner, pooling = cast("Any", served.forward.runner), Pooling.read(source if isinstance(source, Path) else None)
-    vectors = EmbeddingEngine(runner, tokenizer, pooling, vocab_size=served.embeds, model_name=name, closed=_leader_of(ranks))
-    description = f"{name}: {served.weights}, {served.forward.forward}, embeds texts of {vectors.max_context:,} tokens"
+    classifier, closed = CrossEncoder.read(source), _leader_of(ranks)
+    vectors = EmbeddingEngine(
+        runner, tokenizer, pooling, vocab_size=served.embeds, model_name=name, classifier=classifier, closed=closed
+    )
+    does = "embeds texts" if classifier is None else "scores pairs"
+    description = f"{name}: {served.weights}, {served.forward.forward}, {does} of {vectors.max_context:,} tokens"
     if ranks is not None:
         ranks.start(runner.follow, vectors.fail)
     return Assembled(vectors, description, _EMBEDS, module, ranks, dtype=served.dtype)

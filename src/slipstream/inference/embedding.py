@@ -20,6 +20,7 @@ from torch import Tensor
 from slipstream.config import huggingface
 from slipstream.inference.config import TransformerConfig
 from slipstream.inference.core import SamplingParams
+from slipstream.inference.cross_encoder import CrossEncoder
 from slipstream.inference.stats import Meters, Stats
 from slipstream.inference.text import Tokenizer
 
@@ -86,7 +87,7 @@ class Forward(Protocol):
     num_blocks: int
     max_context: int
 
-    def hidden(self, texts: Sequence[Sequence[int]]) -> Tensor: ...
+    def hidden(self, texts: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Tensor: ...
 
 
 class Embedded(NamedTuple):
@@ -100,18 +101,25 @@ class Scored(NamedTuple):
 
 
 class _Text:
-    """One text of a call, and its vector once it is computed."""
+    """One text of a call, and its vector once it is computed. types: of its tokens, if it is a pair."""
 
-    __slots__ = ("error", "tokens", "vector")
+    __slots__ = ("error", "tokens", "types", "vector")
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: Sequence[int], types: Sequence[int] | None = None) -> None:
+        self.tokens, self.types = tokens, types
         self.vector: Tensor | None = None
         self.error: Exception | None = None
 
     @property
     def done(self) -> bool:
         return self.vector is not None or self.error is not None
+
+
+def _types_of(batch: Sequence[_Text]) -> list[Sequence[int]] | None:
+    """Of all tokens; None: all are of type 0."""
+    if not any(any(item.types or ()) for item in batch):
+        return None
+    return [item.types or [0] * len(item.tokens) for item in batch]
 
 
 class EmbeddingEngine:
@@ -123,10 +131,19 @@ class EmbeddingEngine:
     embeds = True
 
     def __init__(
-        self, forward: Forward, tokenizer: Tokenizer | None, pooling: Pooling, *, vocab_size: int, model_name: str, closed: str = ""
+        self,
+        forward: Forward,
+        tokenizer: Tokenizer | None,
+        pooling: Pooling,
+        *,
+        vocab_size: int,
+        model_name: str,
+        classifier: CrossEncoder | None = None,
+        closed: str = "",
     ) -> None:
-        """`closed`: if not empty, every call is rejected with this text."""
+        """`classifier`: pairs get scores, and texts no vectors. `closed`: if not empty, every call is rejected with this text."""
         self.runner, self.tokenizer, self.pooling, self.model_name = forward, tokenizer, pooling, model_name
+        self.classifier = classifier
         self.max_context = min(forward.max_context, pooling.max_tokens or forward.max_context)
         self._vocab_size = vocab_size
         self._waiting: deque[deque[_Text]] = deque()  # of each call, in turn
@@ -139,11 +156,16 @@ class EmbeddingEngine:
     def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> Embedded:
         """The vectors of texts, or of token ids as they are. Raises ValueError for a text that is empty or too long; `truncate`
         cuts these to `max_context` tokens."""
+        if self.classifier is not None:
+            raise ValueError(f"{self.model_name} scores pairs of texts and makes no vectors: call score(), or POST /v1/rerank")
         return self._embed({f"text {i}": text for i, text in enumerate(texts)}, truncate)
 
     def _embed(self, texts: Mapping[str, str | Sequence[int]], truncate: bool) -> Embedded:
         """`texts`: by what errors call them."""
-        items = [_Text(self._tokens_of(name, text, truncate)) for name, text in texts.items()]
+        return self._run([_Text(self._tokens_of(name, text, truncate)) for name, text in texts.items()])
+
+    def _run(self, items: Sequence[_Text]) -> Embedded:
+        """Compute them, and what others wait for."""
         if items:
             self._waiting.append(deque(items))
         for item in items:
@@ -160,7 +182,11 @@ class EmbeddingEngine:
         return Embedded(torch.stack(vectors), sum(len(item.tokens) for item in items))
 
     def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> Scored:
-        """The cosine of the vectors of each pair's texts. Raises as `embed`, of "text 2 of pair 0"."""
+        """What the classifier says to each pair, or the cosine of the vectors of its texts. Raises as `embed`, of "text 2 of pair
+        0", or of "pair 0" as a whole, whose longer text is cut first."""
+        if self.classifier is not None:
+            done = self._run([self._pair_of(f"pair {i}", pair, truncate) for i, pair in enumerate(pairs)])
+            return Scored(done.vectors.flatten().tolist(), done.num_tokens)
         names: dict[str, str] = {}
         for i, pair in enumerate(pairs):
             for side, text in enumerate(pair, 1):
@@ -170,6 +196,12 @@ class EmbeddingEngine:
         vectors = torch.nn.functional.normalize(found.vectors, dim=1)
         firsts, seconds = ([places[pair[side]] for pair in pairs] for side in (0, 1))
         return Scored((vectors[firsts] * vectors[seconds]).sum(1).tolist(), found.num_tokens)
+
+    def _pair_of(self, name: str, pair: tuple[str, str], truncate: bool) -> _Text:
+        if self.tokenizer is None:
+            raise ValueError(f"{name} is text, and {self.model_name} has no tokenizer; open it with one")
+        tokens, types = self.tokenizer.pair(*pair, self.max_context if truncate else None)
+        return _Text(self._tokens_of(name, tokens, truncate=False), types)
 
     def _tokens_of(self, name: str, text: str | Sequence[int], truncate: bool) -> Sequence[int]:
         if isinstance(text, str):
@@ -209,9 +241,9 @@ class EmbeddingEngine:
         try:
             if self._closed:
                 raise RuntimeError(self._closed)
-            hidden = self.runner.hidden([item.tokens for item in batch])
+            hidden = self.runner.hidden([item.tokens for item in batch], _types_of(batch))
             lengths = torch.tensor([len(item.tokens) for item in batch], device=hidden.device)
-            vectors = self.pooling(hidden, lengths).cpu()
+            vectors = (self.classifier or self.pooling)(hidden, lengths).cpu()
         except Exception as error:
             for item in batch:
                 item.error = error

@@ -245,7 +245,7 @@ class InferenceEngine:
         return vectors[0] if single else vectors
 
     def score(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """How similar each document is to the query: the cosine of their vectors. Raises as `embed`."""
+        """How well each document fits the query: what a cross-encoder says, or the cosine of their vectors. Raises as `embed`."""
         return self._encoder().score([(query, document) for document in documents], truncate=truncate).scores
 
     def _encoder(self) -> EmbeddingEngine:

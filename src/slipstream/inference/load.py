@@ -194,7 +194,7 @@ def _folder(path: Path, opening: Opening, group: int) -> LoadedModel:
     config = _with_ends(config, huggingface.read_generation(path / "generation_config.json").get("eos_token_id"))
     if quantization:
         return _quantized(path, config, values, quantization, opening, group)
-    weights = _safetensors(path, keep=opening.kind not in QUANTIZED and not opening.by_layer)
+    weights = safetensors_of(path, keep=opening.kind not in QUANTIZED and not opening.by_layer)
     stored = _stored(weights)
     if opening.kind == "int4" and (path / huggingface.CODES).is_file():
         weights = _with_codes(path / huggingface.CODES, weights, group, head_name(config))
@@ -231,13 +231,13 @@ def _quantized(
         raise ValueError(f"quantized weights of {config.family} models, which are stored transposed, are not read")
     stored = FLOATS.get(str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch."), torch.bfloat16)
     dtype = torch.float32 if opening.kind in QUANTIZED else FLOATS.get(opening.kind, stored)
-    state: Any = _safetensors(path, keep=False)
+    state: Any = safetensors_of(path, keep=False)
     readers, kind = restored(state, quantization, keep=opening.kind in ("stored", "int4"), dtype=dtype)
     opening = opening._replace(why=f"from {quantization['quant_method']}" + (f": {kind}" if kind else ""))
     return _build(config, _LazyState(readers), opening, group, stored)
 
 
-def _safetensors(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
+def safetensors_of(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
     """model.safetensors, or the shards in its index. Each tensor is a view of its mapped file.
 
     keep: files stay mapped as long as their tensors exist; otherwise a file is mapped for each access, which releases the pages of

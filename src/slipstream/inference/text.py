@@ -178,6 +178,18 @@ class Tokenizer:
             return list(self.backend.encode(text, add_special_tokens=special).ids)
         return list(self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
+    def pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """The tokens of two texts as one, and the type of each. `most`: the longer text is cut, then both, to so many tokens."""
+        a, b = (self.backend.encode(text, add_special_tokens=False) for text in (first, second))
+        room = len(a) + len(b) if most is None else most - self.backend.num_special_tokens_to_add(is_pair=True)
+        if len(a) + len(b) > room:
+            short = min(len(a), len(b))
+            short, long = (short, room - short) if 2 * short <= room else (room // 2, room - room // 2)
+            a.truncate(long if len(a) > len(b) else short)
+            b.truncate(short if len(a) > len(b) else long)
+        whole = self.backend.post_process(a, b)
+        return whole.ids, whole.type_ids
+
     def _exceeds(self, text: str, max_tokens: int) -> bool:
         """Encode slice by slice. Slices have the tokens of the whole text plus a few at the cuts, so more than twice the limit is
         too long. (Spaces that a special token would absorb count too; no real prompt has thousands of them.)"""
