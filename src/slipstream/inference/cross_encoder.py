@@ -42,18 +42,18 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "g
 _ENDS: Mapping[str, Callable[[Tensor], Tensor]] = {"Sigmoid": torch.sigmoid, "Identity": lambda logits: logits}
 
 
-class _Linear(NamedTuple):
+class _Affine(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEncoder:
-    dense: _Linear
+    dense: _Affine
     activation: Callable[[Tensor], Tensor]
-    norm: _Linear | None
+    norm: _Affine | None
     norm_eps: float
-    out: _Linear
+    out: _Affine
     end: Callable[[Tensor], Tensor]  # of the logit
     averages: bool  # all tokens; else it takes the first
 
@@ -72,13 +72,13 @@ class CrossEncoder:
             return None
         state: Any = source.state_dict() if isinstance(source, torch.nn.Module) else safetensors_of(source, keep=True)
 
-        def layer(name: str) -> _Linear:
+        def layer(name: str) -> _Affine:
             known = next((each for each in (name, name.partition(".")[2]) if f"{each}.weight" in state), name)
             parts = [state[each] if (each := f"{known}.{part}") in state else None for part in ("weight", "bias")]
             weight, bias = (None if one is None else one.detach().float().cpu() for one in parts)
             if weight is None:
                 raise ValueError(f"the model has no {name}.weight, which the classifier of {config['model_type']} needs")
-            return _Linear(weight, bias)
+            return _Affine(weight, bias)
 
         if len((out := layer(row.out)).weight) != 1:
             logger.warning("the classifier of %d labels is not computed: texts get the encoder's vectors", len(out.weight))
