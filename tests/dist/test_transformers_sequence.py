@@ -82,6 +82,17 @@ def test_an_unmodified_model(kind: str, stage: int, data: str) -> None:
     compare(kind, stage, 2, data, **({"sliding_window": 4} if kind == "mistral" and not data else {}))
 
 
+@distributed(world_size=2)
+def test_ranks_of_a_sequence_with_other_batches_are_refused() -> None:
+    """They would train on half of each, without an error."""
+    engine = slipstream.initialize(model=build("llama"), config=settings(1, sequence_parallel_size=2))[0]
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 have shares of the same sequences \(sp\), and the inputs of its first"):
+        engine(**batch(dist.get_rank()))
+    engine.backward(engine(**batch(0)).loss)
+    engine.step()
+    engine.destroy()
+
+
 @distributed(world_size=4)
 @pytest.mark.parametrize("heads", [pytest.param(4, marks=pytest.mark.slow), 1])
 def test_stages_of_shares_have_equal_bits(heads: int) -> None:
