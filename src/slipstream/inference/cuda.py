@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.inference.config import NORMS, Latent, Layer, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import NORMS, Latent, Layer, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch
-from slipstream.inference.decoder import choose, soft_cap, text_batch
+from slipstream.inference.decoder import add_experts, choose, soft_cap, text_batch
 from slipstream.inference.joined import JoinedParts
 from slipstream.inference.kv_cache import KVCache
-from slipstream.inference.models import shape_of
+from slipstream.inference.models import rope_table, shape_of
 from slipstream.inference.weights import Codes, DecoderWeights, Int4, LayerWeights, Matrix, Mlp, leaves
 from slipstream.ops.triton.attention import Tiles, attend, padded_group
 from slipstream.ops.triton.linear import FEW, GROUPS, linear, num_slices
@@ -130,16 +130,9 @@ class _Routed(NamedTuple):
     shared_gate: _Product | None
 
     def __call__(self, h: Tensor) -> Tensor:
-        shares, chosen = choose(self.kind, self.router(h, summed=True)[0], self.router_bias)
-        if self.kind.normalize:
-            shares = shares / shares.sum(-1, keepdim=True)
-        shares = shares * self.kind.scale
+        routes = choose(self.kind, self.router(h, summed=True)[0], self.router_bias)
         out = torch.zeros(h.shape, device=h.device)
-        for e in chosen.unique().tolist():
-            if e in self.mine:
-                token, place = (chosen == e).nonzero(as_tuple=True)
-                own = self.experts[e - self.mine.start](h[token], summed=True)[0]
-                out.index_add_(0, token, own * shares[token, place, None])
+        add_experts(out, h, *routes, self.mine, lambda i, rows: self.experts[i](rows, summed=True)[0])
         if self.shared is not None:
             weight = 1.0 if self.shared_gate is None else self.shared_gate(h, summed=True)[0].sigmoid()
             out += self.shared(h, summed=True)[0] * weight
@@ -364,17 +357,11 @@ class CudaDecoder:
         self._embed_scale = torch.tensor(config.embed_scale, dtype=compute_dtype).item()
         self._attn_scale = config.attn_scale or config.head_dim**-0.5
         self._slopes = torch.tensor(config.alibi[heads], device=cache.device) if config.alibi else None
-        self._rope_tables = {layer.rope: self._rope_table(layer.rope) for layer in config.layers if layer.rope}
+        has_long, ropes = self.short_context < self.max_context, {layer.rope for layer in config.layers if layer.rope}
+        self._rope_tables = {rope: rope_table(rope, self.max_context, has_long, cache.device) for rope in ropes}
         self._parts = _Parts(config, weights)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by number of rows: the graph, and its logits
         self.capture(max_batch)
-
-    def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, fp32 [max_context, rotary_dim / 2]; if long texts have other frequencies, these follow."""
-        positions = torch.arange(self.max_context, dtype=torch.float32, device=self.cache.device)
-        both = (rope.inv_freq, rope.long_inv_freq or rope.inv_freq)[: 1 + (self.short_context < self.max_context)]
-        angles = torch.cat([positions[:, None] * torch.tensor(inv_freq, device=self.cache.device) for inv_freq in both])
-        return angles.cos() * rope.scale, angles.sin() * rope.scale
 
     @torch.inference_mode()
     def put(self, role: str, weight: Matrix) -> None:

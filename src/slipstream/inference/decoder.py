@@ -90,10 +90,6 @@ def head_shapes(config: TransformerConfig) -> list[HeadShape]:
     return [HeadShape(own.stop - own.start, config.head_dim)] * len(config.layers)
 
 
-def mean_of(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
-
-
 class Decoder:
     """A `core.Runner`. Weights, cache and inputs are on one device, the cache's. `exchange`: as of `JoinedParts`."""
 
@@ -182,10 +178,11 @@ class Decoder:
             return self._normed(role, w, x + out)
         return x + self._normed(role, w, out) * self.config.residual_scale
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float | None = None, mean: Callable[[Tensor], Tensor] = mean_of) -> Tensor:
-        """RMSNorm over the last dimension; `eps`: default: the model's. `mean`: over that dimension, or over more."""
+    def _norm(self, x: Tensor, weight: Tensor, eps: float | None = None, mean: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """RMSNorm over the last dimension; `eps`: default: the model's. `mean`: over more than that dimension."""
         wide = x.float()
-        wide = wide * torch.rsqrt(mean(wide.square()) + (self.config.norm_eps if eps is None else eps))
+        squares = wide.square().mean(-1, keepdim=True) if mean is None else mean(wide.square())
+        wide = wide * torch.rsqrt(squares + (self.config.norm_eps if eps is None else eps))
         return (wide * (self.config.norm_offset + weight.float())).to(x.dtype)
 
     def _rope_table(self, rope: Rope, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -263,23 +260,16 @@ class Decoder:
         return linear(gate * linear(x, mlp.up, mlp.up_bias), mlp.down, mlp.down_bias)
 
     def _routed(self, experts: RoutedExperts, w: LayerWeights, h_TE: Tensor) -> Tensor:
-        shares, chosen = choose(experts, linear(h_TE, w.routing).float(), w.router_bias)
-        if experts.normalize:
-            shares = shares / shares.sum(-1, keepdim=True)
-        shares = shares * experts.scale
-        out_TE, mine = torch.zeros_like(h_TE), self.config.part.experts(experts.num)
-        for e in chosen.unique().tolist():
-            if e in mine:
-                token, place = (chosen == e).nonzero(as_tuple=True)
-                own = self._gated(w.experts[e - mine.start], h_TE[token])
-                out_TE.index_add_(0, token, own * shares[token, place, None].to(h_TE.dtype))
+        routes, mine = choose(experts, linear(h_TE, w.routing).float(), w.router_bias), self.config.part.experts(experts.num)
+        out_TE = torch.zeros_like(h_TE)
+        add_experts(out_TE, h_TE, *routes, mine, lambda i, rows: self._gated(w.experts[i], rows))
         if w.shared is not None:
             out_TE += self._gated(w.shared, h_TE) * (1.0 if w.shared_gate is None else linear(h_TE, w.shared_gate).sigmoid())
         return out_TE
 
 
 def choose(experts: RoutedExperts, scores_TN: Tensor, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The top k experts of each token by their scores: their weights, before normalization, and their indices [T, k]."""
+    """The top k experts of each token by their scores: their weights, and their indices [T, k]."""
     values = scores_TN.sigmoid() if experts.score == "sigmoid" else scores_TN.softmax(-1)
     choice = values if bias_N is None else values + bias_N
     if experts.num_groups > 1:
@@ -288,7 +278,18 @@ def choose(experts: RoutedExperts, scores_TN: Tensor, bias_N: Tensor | None) -> 
         closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, best.topk(experts.top_groups, -1).indices, False)
         choice = groups.masked_fill(closed[..., None], -torch.inf).flatten(-2)
     chosen = choice.topk(experts.top_k, -1).indices
-    return values.gather(-1, chosen), chosen
+    shares = values.gather(-1, chosen)
+    return (shares / shares.sum(-1, keepdim=True) if experts.normalize else shares) * experts.scale, chosen
+
+
+def add_experts(
+    out_TE: Tensor, h_TE: Tensor, shares: Tensor, chosen: Tensor, mine: range, compute: Callable[[int, Tensor], Tensor]
+) -> None:
+    """Add the outputs of this process's experts, which `compute` gives by their number among these, times what `choose` gives."""
+    for e in chosen.unique().tolist():
+        if e in mine:
+            token, place = (chosen == e).nonzero(as_tuple=True)
+            out_TE.index_add_(0, token, compute(e - mine.start, h_TE[token]) * shares[token, place, None].to(out_TE.dtype))
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

@@ -141,6 +141,14 @@ def rope(p: Mapping[str, Any], head_dim: int, max_positions: int, original: int 
             raise UnsupportedModel(f"rope_type {kind!r} is not supported; it can be {kinds}")
 
 
+def rope_table(rope: Rope, num: int, has_long: bool, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Cosine and sine, fp32 [num, rotary_dim / 2], of so many positions; then, if `has_long`, those of long texts."""
+    positions = torch.arange(num, dtype=torch.float32, device=device)
+    both = (rope.inv_freq, rope.long_inv_freq or rope.inv_freq)[: 1 + has_long]
+    angles = torch.cat([positions[:, None] * torch.tensor(one, dtype=torch.float32, device=device) for one in both])
+    return angles.cos() * rope.scale, angles.sin() * rope.scale
+
+
 def _new_rope(inv_freq: Tensor, scale: float = 1.0) -> Rope:
     return Rope(inv_freq=tuple(inv_freq.tolist()), scale=scale)
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.adapters import ROLES
-from slipstream.inference.config import NO_LATENT, NORMS, Rope, RoutedExperts, TransformerConfig
+from slipstream.inference.config import NO_LATENT, NORMS, RoutedExperts, TransformerConfig
 from slipstream.inference.core import Batch, Generate, numbers_of
 from slipstream.inference.expert_store import LINE, ExpertStore
 from slipstream.inference.kv_cache import untouched_zeros
 from slipstream.inference.layer_store import LayerStore, WeightMemory, choose
-from slipstream.inference.models import shape_of
+from slipstream.inference.models import rope_table, shape_of
 from slipstream.inference.quantize import dequantize
 from slipstream.inference.ranks import ServingRanks
 from slipstream.inference.sampler import Draws
@@ -282,7 +282,8 @@ class NativeDecoder:
         self._library = build.kernels()
         self._library.slipstream_decoder_forward.argtypes = [_pointer, _pointer, _pointer]
         self._library.slipstream_decoder_steps.argtypes = [_pointer, _pointer, _pointer, _pointer]
-        self._rope_tables = {rope: self._rope_table(rope) for rope in {layer.rope for layer in config.layers} if rope is not None}
+        has_long, ropes = self.short_context < self.max_context, {layer.rope for layer in config.layers if layer.rope}
+        self._rope_tables = {rope: rope_table(rope, self._num_turns, has_long) for rope in ropes}
         layers, head = self._pack(weights) if memory is None else (self._read_layers(weights, memory), self._head(weights))
         self._layers = (_LayerRecord * len(layers))(*layers)
         self._model = self._decoder(weights, head)
@@ -549,20 +550,13 @@ class NativeDecoder:
             record.stored = (MatrixRecord * (2 * num))(*(matrix for pair in pairs for matrix in pair))
         return record
 
-    def _rope_table(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, fp32 [positions, rotary_dim / 2], for as many positions as both context and cache have; then those of
-        long texts."""
-        positions = torch.arange(self._num_turns, dtype=torch.float32)
-        sets = [rope.inv_freq, *([rope.long_inv_freq or rope.inv_freq] if self.short_context < self.max_context else [])]
-        angles = torch.cat([positions[:, None] * torch.tensor(one, dtype=torch.float32) for one in sets])
-        return (angles.cos() * rope.scale).contiguous(), (angles.sin() * rope.scale).contiguous()
-
     @property
     def _num_turns(self) -> int:
+        """The positions of a table of rotary embeddings: as many as both context and cache have."""
         return min(self.max_context, self.num_blocks * PANEL)
 
     def _turn(self, num_tokens: int) -> int:
-        """The row of the tables of `_rope_table` that the first position of a text of so many tokens has."""
+        """The row of the tables of `rope_table` that the first position of a text of so many tokens has."""
         return self._num_turns if num_tokens > self.short_context else 0
 
     def _decoder(self, weights: DecoderWeights, head: MatrixRecord) -> _Decoder:

@@ -30,6 +30,7 @@ from slipstream.inference.native import NativeDecoder, why_not
 from slipstream.inference.sampler import log_total
 from slipstream.inference.weights import DecoderWeights, LayerWeights, leaves
 from slipstream.ops.matrices import PANEL
+from slipstream.parallel.exchange import dual
 
 __all__ = ["ServedForward", "token_logprobs"]
 
@@ -135,18 +136,6 @@ class _TokenLogprobs(torch.autograd.Function):
         return likely.mul_(grads[0][..., None]), None
 
 
-class _Served(torch.autograd.Function):
-    """Returns `served`; the gradient goes to `computed`."""
-
-    @staticmethod
-    def forward(ctx: Any, computed: Tensor, served: Tensor) -> Tensor:
-        return served.view_as(served)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
 def _patch(module: nn.Module, serve: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[], None]:
     """Make the module's forward return served values. Returns a function that undoes it."""
     own, before = vars(module).get("forward"), module.forward
@@ -158,7 +147,7 @@ def _patch(module: nn.Module, serve: Callable[[nn.Module, Tensor], Tensor]) -> C
             served = serve(module, x.detach())
         if not torch.is_grad_enabled() or not (x.requires_grad or any(param.requires_grad for param in module.parameters())):
             return served
-        return _Served.apply(before(x, *args, **kwargs), served)
+        return dual(before(x, *args, **kwargs), lambda _: served, lambda grad: grad)
 
     module.forward = forward
 
