@@ -8,308 +8,230 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_PATTERNS = (
-    "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig LocalSlidingWindowSparsityConfig "
-    "SparsityConfig VariableSparsityConfig"
-)
+# [Note: Served names] A row is a module of DeepSpeed (without "deepspeed.", but for itself), the module of Slipstream that has its
+# names (likewise; "-": the package), and the names; lines that begin with spaces go on with it.
+_SERVED = """
+deepspeed parallel.module: PipelineModule
+deepspeed compat.engine: DeepSpeedConfigError DeepSpeedEngine PipelineEngine initialize
+deepspeed compat.comm: init_distributed
+deepspeed compat.accelerator: get_accelerator
+deepspeed compat.config: DeepSpeedConfig
+deepspeed compat.handles: DeepSpeedOptimizer
+deepspeed compat.utils: OnDevice log_dist logger
+deepspeed compat.versions: git_branch git_hash
+deepspeed compat.inference: InferenceEngine init_inference
+deepspeed compat.rollout: DeepSpeedHybridEngine
+deepspeed -: add_config_arguments
+deepspeed parallel.slicing: tp_model_init
+deepspeed fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer
+inference.engine compat.inference: InferenceEngine
+inference.quantization.quantization compat.zero: _init_group_wise_weight_quantization
+inference.config compat.inference: DeepSpeedInferenceConfig
+ops.transformer fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer
+ops.transformer.transformer fused: DeepSpeedTransformerConfig DeepSpeedTransformerLayer
+module_inject fused: replace_transformer_layer
+runtime compat.handles: DeepSpeedOptimizer ZeROOptimizer
+runtime.hybrid_engine compat.rollout: DeepSpeedHybridEngine
+runtime.rollout compat.rollout: HybridEngineRollout JSDLossOutput ResponseTokenBatch generalized_jsd_loss RolloutBatch
+    RolloutEngine RolloutRequest SamplingConfig RolloutConfig build_rollout
+runtime.rollout.base compat.rollout: RolloutBatch RolloutEngine RolloutRequest SamplingConfig
+runtime.rollout.hybrid_engine_rollout compat.rollout: HybridEngineRollout HybridEngineRolloutConfig
+runtime.rollout.distillation compat.rollout: JSDLossOutput ResponseTokenBatch generalized_jsd_loss
+runtime.base_optimizer compat.handles: DeepSpeedOptimizer ZeROOptimizer
+runtime.config compat.engine: DeepSpeedConfigError
+runtime.config compat.config: DeepSpeedConfig DeepSpeedConfigModel DtypeEnum HybridEngineConfig
+runtime.sequence_parallel.ulysses_sp compat.sequence: TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF
+    UlyssesSPDataLoaderAdapter sequence_tiled_compute
+ops.sparse_attention attention: BertSparseSelfAttention MatMul Softmax SparseAttentionUtils SparseSelfAttention
+    BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig LocalSlidingWindowSparsityConfig
+    SparsityConfig VariableSparsityConfig
+ops.sparse_attention.sparsity_config attention: BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig
+    FixedSparsityConfig LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig
+ops.sparse_attention.sparse_self_attention attention: SparseSelfAttention
+ops.sparse_attention.bert_sparse_self_attention attention: BertSparseSelfAttention
+ops.sparse_attention.sparse_attention_utils attention: SparseAttentionUtils
+ops.sparse_attention.matmul attention: MatMul
+ops.sparse_attention.softmax attention: Softmax
+elasticity config.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config ElasticityConfigError
+    ElasticityError ElasticityIncompatibleWorldSize
+elasticity.elasticity config.elastic: compute_elastic_config elasticity_enabled ensure_immutable_elastic_config
+elasticity.config config.elastic: ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize
+inference compat.ragged: DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine
+inference.v2 compat.ragged: DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine
+inference.v2.engine_v2 compat.ragged: InferenceEngineV2
+inference.v2.engine_factory compat.ragged: build_hf_engine
+inference.v2.config_v2 compat.ragged: DeepSpeedTPConfig QuantizationConfig RaggedInferenceEngineConfig
+inference.v2.scheduling_utils compat.ragged: SchedulingError SchedulingResult
+inference.v2.ragged compat.ragged: AllocationMode DSStateManagerConfig MemoryConfig
+inference.v2.ragged.manager_configs compat.ragged: AllocationMode DSStateManagerConfig MemoryConfig
+compression compression: init_compression redundancy_clean
+compression.compress compression: init_compression redundancy_clean student_initialization
+compression.helper compression: convert_conv1d_to_linear
+compression.helper compat.compression: fix_compression is_module_compressible module_replacement recursive_getattr
+    recursive_setattr
+compression.scheduler compression: compression_scheduler
+compression.utils compression: AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer
+compression.basic_layer compression: BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress QuantAct
+compression.basic_layer compat.compression: ColumnParallelLinear_Compress RowParallelLinear_Compress
+runtime.quantize compat.compression: Quantizer
+runtime.data_pipeline.curriculum_scheduler data: CurriculumScheduler
+runtime.data_pipeline.data_sampling.indexed_dataset data.indexed: MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path
+    dataset_exists index_file_path make_builder make_dataset
+runtime.data_pipeline.data_sampling.utils data.indexed: close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype
+runtime.data_pipeline.data_sampling.utils data.analyze: split_dataset split_index
+runtime.data_pipeline.data_sampling.data_analyzer data: DataAnalyzer DistributedDataAnalyzer
+runtime.data_pipeline.data_sampling.data_sampler compat.data_sampler: DeepSpeedDataSampler
+runtime.data_pipeline.data_sampling.variable_batch_size_and_lr data.batching: VariableBatchSizeLR batch_by_seqlens
+    lr_scheduler_for_variable_batch_size scale_lr
+runtime.data_pipeline.data_sampling.variable_batch_size_and_lr train.loaders:
+    get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
+runtime.data_pipeline.data_routing.helper train.random_ltd: convert_to_random_ltd remove_random_ltd_state_dict
+    save_without_random_ltd
+runtime.data_pipeline.data_routing.basic_layer train.random_ltd: RandomLayerTokenDrop
+runtime.data_pipeline.data_routing.scheduler train.random_ltd: RandomLTDScheduler
+runtime.eigenvalue compression.eigenvalue: Eigenvalue
+runtime.progressive_layer_drop train.layer_drop: ProgressiveLayerDrop
+sequence.layer compat.sequence: DistributedAttention _SeqAllToAll
+runtime.config_utils compat.config: DeepSpeedConfigModel DeepSpeedConfigObject dict_raise_error_on_duplicate_keys
+    get_config_default get_dict_param get_list_param get_scalar_param
+runtime.precision_config compat.config: DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config
+runtime.zero.config compat.config: DeepSpeedZeroConfig DeepSpeedZeroLeafModuleConfig DeepSpeedZeroOffloadOptimizerConfig
+    DeepSpeedZeroOffloadParamConfig ZeroStageEnum get_zero_config
+runtime.zero.config compat.enums: OffloadDeviceEnum
+runtime.zero.leaf_module_config compat.config: DeepSpeedZeroLeafModuleConfig
+runtime.swap_tensor.aio_config compat.config: get_aio_config
+runtime.activation_checkpointing.config compat.config: DeepSpeedActivationCheckpointingConfig
+profiling.flops_profiler observe.profile: FlopsProfiler get_model_profile number_to_string
+utils.timer compat.timers: SynchronizedWallClockTimer ThroughputTimer trim_mean
+profiling.config compat.config: DeepSpeedFlopsProfilerConfig
+comm.config compat.config: CommsLoggerConfig DeepSpeedCommsConfig
+compile.config compat.config: CompileConfig
+monitor.config compat.config: CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config
+monitor.monitor observe.monitors: MonitorMaster
+monitor.tensorboard compat.monitors: TensorBoardMonitor
+monitor.wandb compat.monitors: WandbMonitor
+monitor.csv_monitor compat.monitors: csvMonitor
+monitor.comet compat.monitors: CometMonitor
+utils.config compat.config: DeepSpeedThroughputTimerConfig get_timers_config
+runtime.engine compat.engine: DeepSpeedEngine
+runtime.engine compat.sparse: split_half_float_double_sparse
+runtime.sparse_tensor compat.sparse: SparseTensor
+runtime.comm.coalesced_collectives compat.collectives: all_to_all_quant_reduce reduce_scatter_coalesced
+runtime.zero compat.zero: GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter
+    unregister_external_parameter unwrap_model_for_generation
+runtime.zero compat.estimates: estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
+runtime.zero activations.tiled: TiledLinear
+runtime.zero.partition_parameters compat.zero: GatheredParameters Init ZeroParamStatus ZeroParamType is_zero_param
+    register_external_parameter restore_init_context shutdown_init_context zero_wrapper_for_fp_tensor_constructor
+runtime.zero.utils compat.zero: ZeRORuntimeException apply_to_tensors_only is_zero_param
+runtime.zero.offload_config compat.enums: OffloadDeviceEnum OffloadStateTypeEnum
+runtime.zero.offload_config compat.config: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig
+runtime.zero.stage_1_and_2 compat.handles: DeepSpeedZeroOptimizer
+runtime.zero.stage_1_and_2 compat.estimates: estimate_zero2_model_states_mem_needs_all_cold
+    estimate_zero2_model_states_mem_needs_all_live model_to_params
+runtime.zero.stage3 compat.estimates: estimate_zero3_model_states_mem_needs_all_cold
+    estimate_zero3_model_states_mem_needs_all_live model_to_params
+runtime.zero.stage3 compat.handles: DeepSpeedZeroOptimizer_Stage3
+runtime.zero.stage3 compat.zero: unwrap_model_for_generation
+runtime.bf16_optimizer compat.handles: BF16_Optimizer
+runtime.fp16.fused_optimizer compat.handles: FP16_Optimizer
+runtime.fp16.unfused_optimizer compat.handles: FP16_UnfusedOptimizer
+runtime.lr_schedules compat.schedules: LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments
+    get_config_from_args parse_arguments
+runtime.dataloader compat.handles: DeepSpeedDataLoader
+runtime.dataloader -: RepeatingLoader
+runtime.fp16.loss_scaler compat.pickled: DynamicLossScaler LossScaler LossScalerBase
+runtime.pipe.schedule compat.pipe_schedules: BackwardPass BufferOpInstruction CommitP2P DataParallelSchedule DualPipeVSchedule
+    ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad ReduceGrads
+    ReduceTiedGrads SendActivation SendGrad TrainSchedule
+runtime.utils compat.utils: copy_to_device move_to_device see_memory_usage set_random_seed
+runtime.utils compat.runtime_utils: call_to_str clip_grad_norm_ clip_tensors_by_global_norm empty_cache get_global_norm
+    get_global_norm_of_tensors get_ma_status get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm
+    is_model_parallel_parameter mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context
+runtime.utils parallel.layers: partition_balanced partition_uniform prefix_sum_inc
+runtime.activation_checkpointing.checkpointing compat.checkpointing: CudaRNGStatesTracker checkpoint configure
+    get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint
+    reset
+comm compat.comm: allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group
+    get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed
+    initialize_mesh_device is_available is_initialized log_summary new_group reduce_scatter_fn
+utils compat.pickled: fragment_address
+utils compat.utils: OnDevice get_z3_leaf_modules instrument_w_nvtx log_dist logger see_memory_usage set_log_level_from_string
+    set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules
+    z3_leaf_module z3_leaf_parameter
+utils compat.fragments: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param
+    safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
+    safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized
+utils -: RepeatingLoader
+utils.torch compat.versions: is_functorch_transforming jit_script_compat register_grad_hook required_torch_version
+git_version_info compat.versions: accelerator_name git_branch git_hash installed_ops torch_info version
+utils.nvtx compat.utils: instrument_w_nvtx
+utils.logging compat.utils: log_dist logger set_log_level_from_string
+moe.layer compat.moe: MoE
+moe.sharded_moe compat.moe: MOELayer TopKGate
+moe.utils compat.moe: configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
+    split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer
+    split_params_into_shared_and_expert_params
+utils.groups compat.groups: _create_expert_and_data_parallel _get_broadcast_src_rank _get_data_parallel_group
+    _get_data_parallel_rank _get_data_parallel_world_size _get_expert_broadcast_src_rank _get_expert_parallel_src_rank
+    _get_expert_data_parallel_group _get_expert_data_parallel_group_dict _get_expert_data_parallel_group_ranks
+    _get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_model_parallel_world_size
+    _get_expert_parallel_group _get_expert_parallel_group_dict _get_expert_parallel_group_ranks _get_expert_parallel_rank
+    _get_expert_parallel_world_size _get_max_expert_parallel_group _get_max_expert_size _get_max_expert_size_name
+    _get_model_parallel_group _get_model_parallel_world_size _get_sequence_data_parallel_group _get_sequence_data_parallel_rank
+    _get_sequence_data_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank
+    _get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size
+    get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group
+    get_tensor_model_parallel_rank get_tensor_model_parallel_world_size
+utils.zero_to_fp32 compat.weights: convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint
+    load_state_dict_from_zero_checkpoint
+checkpoint.utils compat.weights: clone_tensors_for_torch_save
+ops.adam compat.optimizers: DeepSpeedCPUAdam FusedAdam
+ops.adagrad compat.optimizers: DeepSpeedCPUAdagrad
+ops.lion compat.optimizers: DeepSpeedCPULion FusedLion
+ops.lamb compat.optimizers: FusedLamb
+runtime.fp16.onebit.adam compat.optimizers: OnebitAdam
+runtime.fp16.onebit.zoadam compat.optimizers: ZeroOneAdam
+runtime.fp16.onebit.lamb compat.optimizers: OnebitLamb
+runtime.fp16.onebit compat.optimizers: OnebitAdam OnebitLamb ZeroOneAdam
+ops compat.op_builders: __compatible_ops__
+ops.op_builder compat.op_builders: ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder
+    CUDAOpBuilder DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder
+    GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder PinMemoryBuilder
+    QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder
+    SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder
+accelerator compat.accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator
+pipe parallel.module: DualPipeVModule PipelineModule
+pipe parallel.layers: LayerSpec TiedLayerSpec
+runtime.pipe parallel.module: PipelineModule
+runtime.pipe parallel.layers: LayerSpec TiedLayerSpec
+runtime.pipe parallel.topology: ProcessTopology
+runtime.pipe.module parallel.module: PipelineError PipelineModule
+runtime.pipe.module parallel.layers: LayerSpec TiedLayerSpec
+runtime.pipe.module parallel.topology: PipeDataParallelTopology PipelineParallelGrid
+runtime.pipe.engine compat.engine: PipelineEngine
+runtime.pipe.dualpipev parallel.module: DualPipeVModule PipelineModule
+runtime.pipe.topology parallel.topology: PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid
+    ProcessTopology _prime_factors
+launcher.runner compat.launcher: DEEPSPEED_ENVIRONMENT_NAME main
+env_report compat.launcher: report
+checkpoint.ds_to_universal compat.universal: main parse_arguments
+"""
 
-_ELASTIC_ERRORS = "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"
 
-_RAGGED = "DeepSpeedTPConfig InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine"
-_ROLLOUTS = "RolloutBatch RolloutEngine RolloutRequest SamplingConfig"
-_DISTILLATION = "JSDLossOutput ResponseTokenBatch generalized_jsd_loss"
-_STATE_MANAGER = "AllocationMode DSStateManagerConfig MemoryConfig"
+def _read(table: str) -> dict[str, dict[str, str]]:
+    """See [Note: Served names]."""
+    served: dict[str, dict[str, str]] = {}
+    for row in table.strip().replace("\n    ", " ").splitlines():
+        place, _, names = row.partition(": ")
+        module, home = place.split()
+        module = module if module == "deepspeed" else f"deepspeed.{module}"
+        served.setdefault(module, {})["slipstream" if home == "-" else f"slipstream.{home}"] = names
+    return served
+
 
 # module of DeepSpeed -> {module of Slipstream: names in it}
-SERVED: Mapping[str, Mapping[str, str]] = {
-    "deepspeed": {
-        "slipstream.parallel.module": "PipelineModule",
-        "slipstream.compat.engine": "DeepSpeedConfigError DeepSpeedEngine PipelineEngine initialize",
-        "slipstream.compat.comm": "init_distributed",
-        "slipstream.compat.accelerator": "get_accelerator",
-        "slipstream.compat.config": "DeepSpeedConfig",
-        "slipstream.compat.handles": "DeepSpeedOptimizer",
-        "slipstream.compat.utils": "OnDevice log_dist logger",
-        "slipstream.compat.versions": "git_branch git_hash",
-        "slipstream.compat.inference": "InferenceEngine init_inference",
-        "slipstream.compat.rollout": "DeepSpeedHybridEngine",
-        "slipstream": "add_config_arguments",
-        "slipstream.parallel.slicing": "tp_model_init",
-        "slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer",
-    },
-    "deepspeed.inference.engine": {"slipstream.compat.inference": "InferenceEngine"},
-    "deepspeed.inference.quantization.quantization": {"slipstream.compat.zero": "_init_group_wise_weight_quantization"},
-    "deepspeed.inference.config": {"slipstream.compat.inference": "DeepSpeedInferenceConfig"},
-    "deepspeed.ops.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
-    "deepspeed.ops.transformer.transformer": {"slipstream.fused": "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"},
-    "deepspeed.module_inject": {"slipstream.fused": "replace_transformer_layer"},
-    "deepspeed.runtime": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
-    "deepspeed.runtime.hybrid_engine": {"slipstream.compat.rollout": "DeepSpeedHybridEngine"},
-    "deepspeed.runtime.rollout": {
-        "slipstream.compat.rollout": f"HybridEngineRollout {_DISTILLATION} {_ROLLOUTS} RolloutConfig build_rollout"
-    },
-    "deepspeed.runtime.rollout.base": {"slipstream.compat.rollout": _ROLLOUTS},
-    "deepspeed.runtime.rollout.hybrid_engine_rollout": {
-        "slipstream.compat.rollout": "HybridEngineRollout HybridEngineRolloutConfig"
-    },
-    "deepspeed.runtime.rollout.distillation": {"slipstream.compat.rollout": _DISTILLATION},
-    "deepspeed.runtime.base_optimizer": {"slipstream.compat.handles": "DeepSpeedOptimizer ZeROOptimizer"},
-    "deepspeed.runtime.config": {
-        "slipstream.compat.engine": "DeepSpeedConfigError",
-        "slipstream.compat.config": "DeepSpeedConfig DeepSpeedConfigModel DtypeEnum HybridEngineConfig",
-    },
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        "slipstream.compat.sequence": "TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
-        "sequence_tiled_compute"
-    },
-    "deepspeed.ops.sparse_attention": {
-        "slipstream.attention": "BertSparseSelfAttention MatMul Softmax SparseAttentionUtils SparseSelfAttention " + _PATTERNS
-    },
-    "deepspeed.ops.sparse_attention.sparsity_config": {"slipstream.attention": _PATTERNS},
-    "deepspeed.ops.sparse_attention.sparse_self_attention": {"slipstream.attention": "SparseSelfAttention"},
-    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": {"slipstream.attention": "BertSparseSelfAttention"},
-    "deepspeed.ops.sparse_attention.sparse_attention_utils": {"slipstream.attention": "SparseAttentionUtils"},
-    "deepspeed.ops.sparse_attention.matmul": {"slipstream.attention": "MatMul"},
-    "deepspeed.ops.sparse_attention.softmax": {"slipstream.attention": "Softmax"},
-    "deepspeed.elasticity": {
-        "slipstream.config.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config " + _ELASTIC_ERRORS
-    },
-    "deepspeed.elasticity.elasticity": {
-        "slipstream.config.elastic": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config"
-    },
-    "deepspeed.elasticity.config": {"slipstream.config.elastic": _ELASTIC_ERRORS},
-    "deepspeed.inference": {"slipstream.compat.ragged": _RAGGED},
-    "deepspeed.inference.v2": {"slipstream.compat.ragged": _RAGGED},
-    "deepspeed.inference.v2.engine_v2": {"slipstream.compat.ragged": "InferenceEngineV2"},
-    "deepspeed.inference.v2.engine_factory": {"slipstream.compat.ragged": "build_hf_engine"},
-    "deepspeed.inference.v2.config_v2": {
-        "slipstream.compat.ragged": "DeepSpeedTPConfig QuantizationConfig RaggedInferenceEngineConfig"
-    },
-    "deepspeed.inference.v2.scheduling_utils": {"slipstream.compat.ragged": "SchedulingError SchedulingResult"},
-    "deepspeed.inference.v2.ragged": {"slipstream.compat.ragged": _STATE_MANAGER},
-    "deepspeed.inference.v2.ragged.manager_configs": {"slipstream.compat.ragged": _STATE_MANAGER},
-    "deepspeed.compression": {"slipstream.compression": "init_compression redundancy_clean"},
-    "deepspeed.compression.compress": {"slipstream.compression": "init_compression redundancy_clean student_initialization"},
-    "deepspeed.compression.helper": {
-        "slipstream.compression": "convert_conv1d_to_linear",
-        "slipstream.compat.compression": "fix_compression is_module_compressible module_replacement recursive_getattr "
-        "recursive_setattr",
-    },
-    "deepspeed.compression.scheduler": {"slipstream.compression": "compression_scheduler"},
-    "deepspeed.compression.utils": {
-        "slipstream.compression": "AsymQuantizer BinaryQuantizer SymQuantizer TernaryQuantizer TopKBinarizer"
-    },
-    "deepspeed.compression.basic_layer": {
-        "slipstream.compression": "BNLayer_Compress Conv2dLayer_Compress Embedding_Compress LinearLayer_Compress QuantAct",
-        "slipstream.compat.compression": "ColumnParallelLinear_Compress RowParallelLinear_Compress",
-    },
-    "deepspeed.runtime.quantize": {"slipstream.compat.compression": "Quantizer"},
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {"slipstream.data": "CurriculumScheduler"},
-    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
-        "slipstream.data.indexed": "MMapIndexedDataset MMapIndexedDatasetBuilder code data_file_path dataset_exists "
-        "index_file_path make_builder make_dataset"
-    },
-    "deepspeed.runtime.data_pipeline.data_sampling.utils": {
-        "slipstream.data.indexed": "close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype",
-        "slipstream.data.analyze": "split_dataset split_index",
-    },
-    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": {"slipstream.data": "DataAnalyzer DistributedDataAnalyzer"},
-    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {"slipstream.compat.data_sampler": "DeepSpeedDataSampler"},
-    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": {
-        "slipstream.data.batching": "VariableBatchSizeLR batch_by_seqlens lr_scheduler_for_variable_batch_size scale_lr",
-        "slipstream.train.loaders": "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
-    },
-    "deepspeed.runtime.data_pipeline.data_routing.helper": {
-        "slipstream.train.random_ltd": "convert_to_random_ltd remove_random_ltd_state_dict save_without_random_ltd"
-    },
-    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": {"slipstream.train.random_ltd": "RandomLayerTokenDrop"},
-    "deepspeed.runtime.data_pipeline.data_routing.scheduler": {"slipstream.train.random_ltd": "RandomLTDScheduler"},
-    "deepspeed.runtime.eigenvalue": {"slipstream.compression.eigenvalue": "Eigenvalue"},
-    "deepspeed.runtime.progressive_layer_drop": {"slipstream.train.layer_drop": "ProgressiveLayerDrop"},
-    "deepspeed.sequence.layer": {"slipstream.compat.sequence": "DistributedAttention _SeqAllToAll"},
-    "deepspeed.runtime.config_utils": {
-        "slipstream.compat.config": "DeepSpeedConfigModel DeepSpeedConfigObject "
-        "dict_raise_error_on_duplicate_keys get_config_default get_dict_param get_list_param get_scalar_param"
-    },
-    "deepspeed.runtime.precision_config": {
-        "slipstream.compat.config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config get_float16_config"
-    },
-    "deepspeed.runtime.zero.config": {
-        "slipstream.compat.config": "DeepSpeedZeroConfig DeepSpeedZeroLeafModuleConfig DeepSpeedZeroOffloadOptimizerConfig "
-        "DeepSpeedZeroOffloadParamConfig ZeroStageEnum get_zero_config",
-        "slipstream.compat.enums": "OffloadDeviceEnum",
-    },
-    "deepspeed.runtime.zero.leaf_module_config": {"slipstream.compat.config": "DeepSpeedZeroLeafModuleConfig"},
-    "deepspeed.runtime.swap_tensor.aio_config": {"slipstream.compat.config": "get_aio_config"},
-    "deepspeed.runtime.activation_checkpointing.config": {"slipstream.compat.config": "DeepSpeedActivationCheckpointingConfig"},
-    "deepspeed.profiling.flops_profiler": {"slipstream.observe.profile": "FlopsProfiler get_model_profile number_to_string"},
-    "deepspeed.utils.timer": {"slipstream.compat.timers": "SynchronizedWallClockTimer ThroughputTimer trim_mean"},
-    "deepspeed.profiling.config": {"slipstream.compat.config": "DeepSpeedFlopsProfilerConfig"},
-    "deepspeed.comm.config": {"slipstream.compat.config": "CommsLoggerConfig DeepSpeedCommsConfig"},
-    "deepspeed.compile.config": {"slipstream.compat.config": "CompileConfig"},
-    "deepspeed.monitor.config": {
-        "slipstream.compat.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config"
-    },
-    "deepspeed.monitor.monitor": {"slipstream.observe.monitors": "MonitorMaster"},
-    "deepspeed.monitor.tensorboard": {"slipstream.compat.monitors": "TensorBoardMonitor"},
-    "deepspeed.monitor.wandb": {"slipstream.compat.monitors": "WandbMonitor"},
-    "deepspeed.monitor.csv_monitor": {"slipstream.compat.monitors": "csvMonitor"},
-    "deepspeed.monitor.comet": {"slipstream.compat.monitors": "CometMonitor"},
-    "deepspeed.utils.config": {"slipstream.compat.config": "DeepSpeedThroughputTimerConfig get_timers_config"},
-    "deepspeed.runtime.engine": {
-        "slipstream.compat.engine": "DeepSpeedEngine",
-        "slipstream.compat.sparse": "split_half_float_double_sparse",
-    },
-    "deepspeed.runtime.sparse_tensor": {"slipstream.compat.sparse": "SparseTensor"},
-    "deepspeed.runtime.comm.coalesced_collectives": {
-        "slipstream.compat.collectives": "all_to_all_quant_reduce reduce_scatter_coalesced"
-    },
-    "deepspeed.runtime.zero": {
-        "slipstream.compat.zero": "GatheredParameters Init MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
-        "unregister_external_parameter unwrap_model_for_generation",
-        "slipstream.compat.estimates": "estimate_zero3_model_states_mem_needs_all_cold "
-        "estimate_zero3_model_states_mem_needs_all_live",
-        "slipstream.activations.tiled": "TiledLinear",
-    },
-    "deepspeed.runtime.zero.partition_parameters": {
-        "slipstream.compat.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType is_zero_param register_external_parameter "
-        "restore_init_context shutdown_init_context zero_wrapper_for_fp_tensor_constructor"
-    },
-    "deepspeed.runtime.zero.utils": {"slipstream.compat.zero": "ZeRORuntimeException apply_to_tensors_only is_zero_param"},
-    "deepspeed.runtime.zero.offload_config": {
-        "slipstream.compat.enums": "OffloadDeviceEnum OffloadStateTypeEnum",
-        "slipstream.compat.config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig",
-    },
-    "deepspeed.runtime.zero.stage_1_and_2": {
-        "slipstream.compat.handles": "DeepSpeedZeroOptimizer",
-        "slipstream.compat.estimates": "estimate_zero2_model_states_mem_needs_all_cold "
-        "estimate_zero2_model_states_mem_needs_all_live model_to_params",
-    },
-    "deepspeed.runtime.zero.stage3": {
-        "slipstream.compat.estimates": "estimate_zero3_model_states_mem_needs_all_cold "
-        "estimate_zero3_model_states_mem_needs_all_live model_to_params",
-        "slipstream.compat.handles": "DeepSpeedZeroOptimizer_Stage3",
-        "slipstream.compat.zero": "unwrap_model_for_generation",
-    },
-    "deepspeed.runtime.bf16_optimizer": {"slipstream.compat.handles": "BF16_Optimizer"},
-    "deepspeed.runtime.fp16.fused_optimizer": {"slipstream.compat.handles": "FP16_Optimizer"},
-    "deepspeed.runtime.fp16.unfused_optimizer": {"slipstream.compat.handles": "FP16_UnfusedOptimizer"},
-    "deepspeed.runtime.lr_schedules": {
-        "slipstream.compat.schedules": "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments "
-        "get_config_from_args parse_arguments"
-    },
-    "deepspeed.runtime.dataloader": {"slipstream.compat.handles": "DeepSpeedDataLoader", "slipstream": "RepeatingLoader"},
-    "deepspeed.runtime.fp16.loss_scaler": {"slipstream.compat.pickled": "DynamicLossScaler LossScaler LossScalerBase"},
-    "deepspeed.runtime.pipe.schedule": {
-        "slipstream.compat.pipe_schedules": "BackwardPass BufferOpInstruction CommitP2P DataParallelSchedule DualPipeVSchedule "
-        "ForwardPass InferenceSchedule LoadMicroBatch OptimizerStep PipeInstruction PipeSchedule RecvActivation RecvGrad "
-        "ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule"
-    },
-    "deepspeed.runtime.utils": {
-        "slipstream.compat.utils": "copy_to_device move_to_device see_memory_usage set_random_seed",
-        "slipstream.compat.runtime_utils": "call_to_str clip_grad_norm_ clip_tensors_by_global_norm empty_cache get_global_norm "
-        "get_global_norm_of_tensors get_ma_status get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm "
-        "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace maybe_loss_for_backward noop_context",
-        "slipstream.parallel.layers": "partition_balanced partition_uniform prefix_sum_inc",
-    },
-    "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "slipstream.compat.checkpointing": "CudaRNGStatesTracker checkpoint configure get_cuda_rng_tracker is_configured "
-        "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed non_reentrant_checkpoint reset"
-    },
-    "deepspeed.comm": {
-        "slipstream.compat.comm": "allgather_fn configure get_all_ranks_from_group get_global_rank get_local_rank get_rank "
-        "get_world_group get_world_size has_all_gather_into_tensor has_reduce_scatter_tensor inference_all_reduce init_distributed "
-        "initialize_mesh_device is_available is_initialized log_summary new_group reduce_scatter_fn"
-    },
-    "deepspeed.utils": {
-        "slipstream.compat.pickled": "fragment_address",
-        "slipstream.compat.utils": "OnDevice get_z3_leaf_modules instrument_w_nvtx log_dist logger see_memory_usage "
-        "set_log_level_from_string "
-        "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules "
-        "z3_leaf_module z3_leaf_parameter",
-        "slipstream.compat.fragments": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
-        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-        "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
-        "safe_update_full_grad_vectorized",
-        "slipstream": "RepeatingLoader",
-    },
-    "deepspeed.utils.torch": {
-        "slipstream.compat.versions": "is_functorch_transforming jit_script_compat register_grad_hook required_torch_version"
-    },
-    "deepspeed.git_version_info": {
-        "slipstream.compat.versions": "accelerator_name git_branch git_hash installed_ops torch_info version"
-    },
-    "deepspeed.utils.nvtx": {"slipstream.compat.utils": "instrument_w_nvtx"},
-    "deepspeed.utils.logging": {"slipstream.compat.utils": "log_dist logger set_log_level_from_string"},
-    "deepspeed.moe.layer": {"slipstream.compat.moe": "MoE"},
-    "deepspeed.moe.sharded_moe": {"slipstream.compat.moe": "MOELayer TopKGate"},
-    "deepspeed.moe.utils": {
-        "slipstream.compat.moe": "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
-        "split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer "
-        "split_params_into_shared_and_expert_params"
-    },
-    "deepspeed.utils.groups": {
-        "slipstream.compat.groups": "_create_expert_and_data_parallel _get_broadcast_src_rank _get_data_parallel_group "
-        "_get_data_parallel_rank "
-        "_get_data_parallel_world_size _get_expert_broadcast_src_rank _get_expert_parallel_src_rank "
-        "_get_expert_data_parallel_group _get_expert_data_parallel_group_dict _get_expert_data_parallel_group_ranks "
-        "_get_expert_data_parallel_rank _get_expert_data_parallel_world_size _get_expert_model_parallel_world_size "
-        "_get_expert_parallel_group _get_expert_parallel_group_dict _get_expert_parallel_group_ranks _get_expert_parallel_rank "
-        "_get_expert_parallel_world_size _get_max_expert_parallel_group _get_max_expert_size _get_max_expert_size_name "
-        "_get_model_parallel_group _get_model_parallel_world_size _get_sequence_data_parallel_group "
-        "_get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size _get_sequence_parallel_group "
-        "_get_sequence_parallel_rank _get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank "
-        "get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size "
-        "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
-    },
-    "deepspeed.utils.zero_to_fp32": {
-        "slipstream.compat.weights": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
-        "load_state_dict_from_zero_checkpoint"
-    },
-    "deepspeed.checkpoint.utils": {"slipstream.compat.weights": "clone_tensors_for_torch_save"},
-    "deepspeed.ops.adam": {"slipstream.compat.optimizers": "DeepSpeedCPUAdam FusedAdam"},
-    "deepspeed.ops.adagrad": {"slipstream.compat.optimizers": "DeepSpeedCPUAdagrad"},
-    "deepspeed.ops.lion": {"slipstream.compat.optimizers": "DeepSpeedCPULion FusedLion"},
-    "deepspeed.ops.lamb": {"slipstream.compat.optimizers": "FusedLamb"},
-    "deepspeed.runtime.fp16.onebit.adam": {"slipstream.compat.optimizers": "OnebitAdam"},
-    "deepspeed.runtime.fp16.onebit.zoadam": {"slipstream.compat.optimizers": "ZeroOneAdam"},
-    "deepspeed.runtime.fp16.onebit.lamb": {"slipstream.compat.optimizers": "OnebitLamb"},
-    "deepspeed.runtime.fp16.onebit": {"slipstream.compat.optimizers": "OnebitAdam OnebitLamb ZeroOneAdam"},
-    "deepspeed.ops": {"slipstream.compat.op_builders": "__compatible_ops__"},
-    "deepspeed.ops.op_builder": {
-        "slipstream.compat.op_builders": "ALL_OPS AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
-        "CUDAOpBuilder DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder "
-        "FusedLionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder "
-        "PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder ShareMemCommBuilder "
-        "SparseAttnBuilder SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder"
-    },
-    "deepspeed.accelerator": {
-        "slipstream.compat.accelerator": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator"
-    },
-    "deepspeed.pipe": {
-        "slipstream.parallel.module": "DualPipeVModule PipelineModule",
-        "slipstream.parallel.layers": "LayerSpec TiedLayerSpec",
-    },
-    "deepspeed.runtime.pipe": {
-        "slipstream.parallel.module": "PipelineModule",
-        "slipstream.parallel.layers": "LayerSpec TiedLayerSpec",
-        "slipstream.parallel.topology": "ProcessTopology",
-    },
-    "deepspeed.runtime.pipe.module": {
-        "slipstream.parallel.module": "PipelineError PipelineModule",
-        "slipstream.parallel.layers": "LayerSpec TiedLayerSpec",
-        "slipstream.parallel.topology": "PipeDataParallelTopology PipelineParallelGrid",
-    },
-    "deepspeed.runtime.pipe.engine": {"slipstream.compat.engine": "PipelineEngine"},
-    "deepspeed.runtime.pipe.dualpipev": {"slipstream.parallel.module": "DualPipeVModule PipelineModule"},
-    "deepspeed.runtime.pipe.topology": {
-        "slipstream.parallel.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid "
-        "ProcessTopology _prime_factors"
-    },
-    "deepspeed.launcher.runner": {"slipstream.compat.launcher": "DEEPSPEED_ENVIRONMENT_NAME main"},
-    "deepspeed.env_report": {"slipstream.compat.launcher": "report"},
-    "deepspeed.checkpoint.ds_to_universal": {"slipstream.compat.universal": "main parse_arguments"},
-}
+SERVED: Mapping[str, Mapping[str, str]] = _read(_SERVED)
 
 # module that `python -m` can run -> its function
 RUN: Mapping[str, str] = {
