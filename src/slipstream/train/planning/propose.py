@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch.nn as nn
 
 from slipstream.config.plan import OffloadPlan, Plan
+from slipstream.config.trial import nested
 from slipstream.train.planning import predict
 from slipstream.train.planning.explain import Forecast, optimizer_of, parts_of, seconds, setting_of, size
 from slipstream.train.planning.predict import Counted, Peak, Profile, Rates, count
@@ -214,8 +215,4 @@ def _short(key: str, value: Any) -> str:
 
 def lines(changes: dict[str, Any]) -> str:
     """The changes as JSON."""
-    nested: dict[str, Any] = {}
-    for key, value in changes.items():
-        block, _, name = key.rpartition(".")
-        (nested.setdefault(block, {}) if block else nested)[name] = value
-    return json.dumps(nested, indent=2)
+    return json.dumps(nested(changes), indent=2)
