@@ -16,17 +16,7 @@ from typing import NoReturn
 
 HOSTFILE = "/job/hostfile"
 _OPERATIONS = {"pt2pt": "send_recv"}
-_NO_EFFECT_ON_DISKS = (
-    "read",
-    "write",
-    "no_read",
-    "no_write",
-    "single_submit",
-    "overlap_events",
-    "handle",
-    "flush_page_cache",
-    "verbose",
-)
+_NO_EFFECT_ON_DISKS = "read write no_read no_write single_submit overlap_events handle flush_page_cache verbose"
 
 
 def ds_bench() -> int:
@@ -56,7 +46,7 @@ def ds_io() -> int:
     parser.add_argument("--block_size", help="one size of block, 1M; default: several are tried")
     parser.add_argument("--queue_depth", help="one number of blocks in flight; default: several are tried")
     parser.add_argument("--log_dir", "--loops", "--io_parallel", help="no effect: results are printed, and timed by the second")
-    for name in _NO_EFFECT_ON_DISKS:
+    for name in _NO_EFFECT_ON_DISKS.split():
         parser.add_argument(f"--{name}", action="store_true", help="no effect: reads and writes are measured and shown")
     options = parser.parse_args()
     own = {"--size": options.io_size, "--block-sizes": options.block_size, "--depths": options.queue_depth}

@@ -63,10 +63,6 @@ def _once(params: Iterable[Any], mpu: Any) -> list[Any]:
     return [param for param in params if first or is_model_parallel_parameter(param)]
 
 
-def _finite_or(value: float, total: Tensor) -> float:
-    return float(total) if bool(total.isfinite()) else value
-
-
 def get_global_norm(norm_list: Iterable[Any]) -> float:
     """Combine the norms of parts into one; infinity if any is negative or not finite."""
     norms = [float(norm) for norm in norm_list]
@@ -114,7 +110,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
     """Return the norm of the parameters; -1 if it is not finite."""
-    return _finite_or(-1.0, _norm(_once(_tensors(parameters), mpu), float(norm_type), mpu))
+    return float(get_global_norm_of_tensors(_once(_tensors(parameters), mpu), norm_type, mpu))
 
 
 def get_tensor_bytes(item: Any) -> int:

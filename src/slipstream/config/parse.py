@@ -40,17 +40,11 @@ _TOP = {
     "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
 }
+_STAGE_3 = """prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
+module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential gather_16bit_weights_on_model_save"""
 _ZERO = {
     "cpu_offload_params": "cpu_offload_param",
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-    "model_persistence_threshold": "stage3_model_persistence_threshold",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-    "module_granularity_threshold": "stage3_module_granularity_threshold",
-    "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
-    "allgather_sequential": "stage3_allgather_sequential",
-    "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    **{name: f"stage3_{name}" for name in _STAGE_3.split()},
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
 RENAMED: Mapping[str, str] = MappingProxyType(
