@@ -19,8 +19,8 @@ from slipstream import ops
 from slipstream.inference.native import NativeDecoder
 from slipstream.observe.host import cpu_flags
 from slipstream.ops import build, cpu
-from tests.inference import test_k_quants, test_native
-from tests.inference.test_native import Requests, logits_of, weights_of
+from tests.inference import test_k_quants, test_native, test_native_attention
+from tests.inference.test_native import Requests, weights_of
 from tests.unit import test_ops_optim as optim
 from tests.unit.test_inference_sampler import test_the_kernel_draws_what_its_twin_draws as check_sampling
 from tests.unit.test_ops import equal_bits
@@ -79,13 +79,7 @@ def emulated(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterato
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("isa", ["avx512", "avx512vnni", "avx512bf16"])
 def test_decoder(isa: str, kind: str, family: str) -> None:
-    config, weights = weights_of(kind, family, **(test_native.EXPERTS if family == "Qwen2Moe" else {}))
-    actual, expected = logits_of(isa, config, weights), logits_of("avx2", config, weights)
-    if (isa, kind) == ("avx512bf16", "bfloat16"):
-        errors = [float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)]
-        assert min(errors) > 0 and max(errors) < 0.02, errors
-    else:
-        assert all(a.equal(b) for a, b in zip(actual, expected, strict=True))
+    test_native.check_against_avx2(isa, kind, family)
 
 
 def test_products_of_bf16() -> None:
@@ -112,6 +106,12 @@ def test_products_of_bf16() -> None:
 def test_the_same_bits_in_every_batch(isa: str, kind: str) -> None:
     assert cpu.use_isa(isa)
     test_native.test_the_same_bits_in_every_batch(kind, torch.bfloat16, "Llama")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_attention(seed: int) -> None:
+    assert cpu.use_isa("avx512bf16")
+    test_native_attention.test_as_in_fp64("avx512bf16", seed)
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])

@@ -14,6 +14,11 @@ from tests.inference.twins import SIZES, VOCAB, decoder_of, tiny
 BROKEN = VOCAB - 1
 RUNNERS: dict[str, Any] = {  # the forward, a model
     "native": (lambda model: native_of(model, num_blocks=6), "Llama", {**SIZES, "num_key_value_heads": 1}),
+    "native, bf16": (
+        lambda model: native_of(model, num_blocks=6, cache_dtype=torch.bfloat16),
+        "Llama",
+        {**SIZES, "num_key_value_heads": 1},
+    ),
     "torch": (decoder_of, "Llama", SIZES),
     "fused": (generic, "GPT2", {**GPT2, "tie_word_embeddings": False}),
     "one by one": (generic, "Falcon", {**FALCON, "tie_word_embeddings": False}),

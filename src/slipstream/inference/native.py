@@ -1,8 +1,8 @@
 """The native CPU forward: a whole step of a transformer in one C call (ops/csrc/decoder_body.h), weights packed once at load.
 
 `NativeDecoder` is a `core.Runner`. It owns the packed weights and the paged KV cache, whose layout is the kernel's: keys of a block
-are transposed, so that 16 positions are one vector. A logit has the same bits for every composition of the batch, for every split
-of the prompt into chunks, and whether its prefix was computed or cached.
+are transposed, so that 16 positions are one vector, in bf16 of pairs (csrc/decoder.h). A logit has the same bits for every
+composition of the batch, for every split of the prompt into chunks, and whether its prefix was computed or cached.
 """
 
 from __future__ import annotations

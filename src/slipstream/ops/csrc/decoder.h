@@ -115,8 +115,8 @@ struct layer {
     struct matrix q, k, v, out, gate_up /* alternating panels of gate and up; only up if the MLP is plain */, down;
     const struct experts *experts; /* instead of gate_up and down; NULL: dense */
     const float *cosine, *sine; /* [positions][rotary_dim / 2], maybe of several sets of frequencies; NULL: no rotation */
-    void *keys;   /* [block][kv_head][head_dim][PANEL] */
-    void *values; /* [block][kv_head][PANEL][head_dim] */
+    void *keys;   /* [block][kv_head][head_dim][PANEL]; bf16: [...][head_dim / 2][PANEL][2] */
+    void *values; /* [block][kv_head][PANEL][head_dim]; bf16: [...][PANEL / 2][head_dim][2] */
     int32_t rotary_dim, window;
 };
 

@@ -104,6 +104,8 @@ INLINE uint16_t to_bf16(float x)
 
 /* ---- attention ---- */
 
+#define LINE 64 /* bytes of 16 lanes */
+
 /* The location of position p of a sequence: its block, and p % PANEL inside. */
 INLINE int64_t block_of(const struct batch *batch, int sequence, int64_t position)
 {
@@ -133,10 +135,10 @@ TARGET static void place_key(const struct decoder *model, const struct layer *la
     turn(model, layer, k, &layer->k_norm, kv_head, batch->turns[sequence] + position);
     const int64_t at = position % PANEL, base = (block_of(batch, sequence, position) * num_kv + kv_head) * dim * PANEL;
     if (model->cache_type == WEIGHT_BF16) {
-        uint16_t *keys = (uint16_t *)layer->keys + base + at, *values = (uint16_t *)layer->values + base + at * dim;
+        uint16_t *keys = (uint16_t *)layer->keys + base + at * 2, *values = (uint16_t *)layer->values + base + at / 2 * dim * 2 + at % 2;
         for (int64_t d = 0; d < dim; ++d) {
-            keys[d * PANEL] = to_bf16(k[d]);
-            values[d] = to_bf16(v[d]);
+            keys[d / 2 * PANEL * 2 + d % 2] = to_bf16(k[d]);
+            values[d * 2] = to_bf16(v[d]);
         }
     } else {
         float *keys = (float *)layer->keys + base + at, *values = (float *)layer->values + base + at * dim;
@@ -153,7 +155,7 @@ static const float LANES[PANEL] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,
 struct queries {
     int count, sequence;
     int64_t kv_head;
-    float *q; /* [count][head_dim] */
+    float *q; /* [count][head_dim]; [Note: Pairs] has bf16 in the first half of each */
     float *to[ROWS];
     int64_t first[ROWS], last[ROWS]; /* visible positions, both inclusive */
     int64_t own[ROWS];               /* its position */
@@ -184,25 +186,53 @@ INLINE struct segment segment_of(const struct decoder *model, const struct batch
 /* Into the second level: lines on their way to the first are few, so they would be waited for. */
 INLINE void fetch_further(const char *p) { __builtin_prefetch(p, 0, 2); }
 
+/* [Note: Pairs] A bf16 cache has numbers in pairs: of a key's features, of two positions' values. Where the instruction set has dot
+ * products of bf16, a pair is one term of a sum, queries and weights are rounded to bf16, and the sum of weights is that of the rounded
+ * ones. Elsewhere the two are multiplied in fp32, one after the other. */
+INLINE int in_pairs(const int type) { return DOTS_BF16 && type == WEIGHT_BF16; }
+
+/* The numbers of the cache that share a lane of a line. */
+INLINE int per_lane(const int type) { return type == WEIGHT_BF16 ? 2 : 1; }
+
+/* Number k of each lane of a line, in fp32. */
+INLINE vec load_lane(const int type, const char *line, const int k)
+{
+    return type == WEIGHT_F32 ? load_f32(line) : k ? load_odd_bf16(line) : load_even_bf16(line);
+}
+
 /* The scores of `num` blocks from `block` on. Fetches their values. */
 INLINE void score(const int count, const int num, const int type, const struct decoder *model, const struct layer *layer,
                   const struct queries *queries, const struct segment *segment, int64_t block, float scores[][RANGE])
 {
-    const int64_t dim = model->head_dim, size = weight_size(type), step = 4 / size; /* features per line */
+    const int64_t dim = model->head_dim;
+    const int step = per_lane(type);
     const char *const keys = layer->keys, *const values = layer->values;
     vec sums[ROWS * 4];
     for (int a = 0; a < count * num; ++a)
         sums[a] = vec_zero();
-    for (int64_t d = 0; d < dim; d += step)
+    for (int64_t d = 0, line = 0; d < dim; d += step, line += LINE) {
+#if DOTS_BF16
+        if (in_pairs(type)) {
+            vec pairs[4];
+            for (int j = 0; j < num; ++j) {
+                fetch_further(values + segment->at[block + j] + line);
+                pairs[j] = load_f32(keys + segment->at[block + j] + line);
+            }
+            for (int i = 0; i < count; ++i)
+                for (int j = 0; j < num; ++j)
+                    sums[i * num + j] = dot_pairs(sums[i * num + j], pairs[j], (const uint16_t *)(queries->q + i * dim) + d);
+            continue;
+        }
+#endif
         for (int j = 0; j < num; ++j) {
-            const int64_t at = d * PANEL * size;
-            fetch_further(values + segment->at[block + j] + at);
+            fetch_further(values + segment->at[block + j] + line);
             for (int k = 0; k < step; ++k) {
-                const vec key = load_weight(type, keys + segment->at[block + j] + at + k * PANEL * size);
+                const vec key = load_lane(type, keys + segment->at[block + j] + line, k);
                 for (int i = 0; i < count; ++i)
                     sums[i * num + j] = vec_fma(vec_set(queries->q[i * dim + d + k]), key, sums[i * num + j]);
             }
         }
+    }
     for (int i = 0; i < count; ++i)
         for (int j = 0; j < num; ++j) {
             const int64_t at = (block + j) * PANEL;
@@ -224,8 +254,8 @@ INLINE void hide(float *scores, int64_t from, int64_t until, int64_t size, float
         scores[at] = value;
 }
 
-/* A query's scores -> weights, in place: 0 where it sees nothing. `sums`: from the weights' on. */
-TARGET static void weigh(const struct queries *queries, int query, const struct segment *segment, float *scores, float *sums)
+/* A query's scores -> weights, in place: 0 where it sees nothing; `halves`: bf16, in the first half. `sums`: from the weights' on. */
+TARGET static void weigh(const struct queries *queries, int query, const struct segment *segment, float *scores, int halves, float *sums)
 {
     const int64_t size = segment->blocks * PANEL;
     const int64_t first = queries->first[query] - segment->from, after = queries->last[query] + 1 - segment->from;
@@ -238,27 +268,53 @@ TARGET static void weigh(const struct queries *queries, int query, const struct 
     for (int64_t at = 0; at < size; at += PANEL)
         store_f32(scores + at, vec_exp(vec_sub(load_f32(scores + at), most)), 0);
     hide(scores, from, until, size, 0.0f);
-    for (int64_t at = 0; at < size; at += PANEL)
-        total = vec_add(total, load_f32(scores + at));
+    for (int64_t at = 0; at < size; at += PANEL) {
+        const vec weight = load_f32(scores + at);
+        total = vec_add(total, halves ? store_bf16((uint16_t *)scores + at, weight, 0) : weight);
+    }
     store_f32(sums, total, 0);
     store_f32(sums + PANEL, most, 0);
 }
 
-/* sums += a block's weighted values of `num` vectors; `all`: every query sees all of its `seen` positions. */
-INLINE void mix_block(const int count, const int num, const int type, const int all, const struct queries *queries, int64_t position,
-                      int64_t seen, const char *values, const char *next, int64_t width, const float *weights, vec *sums)
+/* Values that a query does not see are no terms of its sums: 0 times NaN would be NaN. */
+INLINE int sees(const struct queries *queries, int query, int64_t position)
 {
-    const int64_t size = PANEL * weight_size(type);
-    for (int64_t at = 0; at < seen; ++at, values += width, next += width) {
-        vec value[4];
-        for (int b = 0; b < num * size; b += 64)
-            fetch_further(next + b);
+    return position >= queries->first[query] && position <= queries->last[query];
+}
+
+/* sums += the weighted values, of `num` vectors, of a block's positions from `at` to `stop`. `all`: every query sees all of them. */
+INLINE void mix_block(const int count, const int num, const int type, const int all, const struct queries *queries, int64_t position,
+                      int64_t at, int64_t stop, const char *values, const char *next, int64_t width, const float *weights, vec *sums)
+{
+    const int step = per_lane(type);
+    values += at / step * width;
+    next += at / step * width;
+    for (; at < stop; at += step, values += width, next += width) {
         for (int j = 0; j < num; ++j)
-            value[j] = load_weight(type, values + j * size);
-        for (int i = 0; i < count; ++i)
-            if (all || (position + at >= queries->first[i] && position + at <= queries->last[i])) /* 0 times NaN would be NaN */
-                for (int j = 0; j < num; ++j)
-                    sums[i * num + j] = vec_fma(vec_set(weights[i * RANGE + at]), value[j], sums[i * num + j]);
+            fetch_further(next + j * LINE);
+#if DOTS_BF16
+        if (in_pairs(type)) {
+            vec pairs[4];
+            for (int j = 0; j < num; ++j)
+                pairs[j] = load_f32(values + j * LINE);
+            for (int i = 0; i < count; ++i) {
+                const uint16_t *const pair = (const uint16_t *)(weights + i * RANGE) + at;
+                const int first = all || sees(queries, i, position + at), second = all || sees(queries, i, position + at + 1);
+                for (int j = 0; j < num && (first || second); ++j)
+                    sums[i * num + j] = dot_pairs(sums[i * num + j], all ? pairs[j] : pairs_of(pairs[j], first, second), pair);
+            }
+            continue;
+        }
+#endif
+        for (int k = 0; k < step && (all || at + k < stop); ++k) {
+            vec value[4];
+            for (int j = 0; j < num; ++j)
+                value[j] = load_lane(type, values + j * LINE, k);
+            for (int i = 0; i < count; ++i)
+                if (all || sees(queries, i, position + at + k))
+                    for (int j = 0; j < num; ++j)
+                        sums[i * num + j] = vec_fma(vec_set(weights[i * RANGE + at + k]), value[j], sums[i * num + j]);
+        }
     }
 }
 
@@ -266,8 +322,8 @@ INLINE void mix_block(const int count, const int num, const int type, const int 
 INLINE void mix(const int count, const int num, const int type, const struct decoder *model, const struct layer *layer,
                 const struct queries *queries, const struct segment *segment, int64_t d, const float *weights, float *to)
 {
-    const int64_t size = weight_size(type), width = model->head_dim * size;
-    const char *const keys = (const char *)layer->keys + d * size, *const values = (const char *)layer->values + d * size;
+    const int64_t width = model->head_dim * 4; /* bytes of lines */
+    const char *const keys = (const char *)layer->keys + d * 4, *const values = (const char *)layer->values + d * 4;
     int64_t low = segment->from, high = segment->until; /* all queries see these */
     vec sums[ROWS * 4];
     for (int i = 0; i < count; ++i) {
@@ -276,13 +332,13 @@ INLINE void mix(const int count, const int num, const int type, const struct dec
         for (int j = 0; j < num; ++j)
             sums[i * num + j] = vec_zero();
     }
-    for (int64_t block = 0; block < segment->blocks; ++block, weights += PANEL) {
+    for (int64_t block = 0; block < segment->blocks; ++block, weights += in_pairs(type) ? PANEL / 2 : PANEL) {
         const int64_t position = segment->from + block * PANEL, left = segment->until - position, seen = left < PANEL ? left : PANEL;
         const char *const at = values + segment->at[block], *const next = keys + segment->at[segment->blocks + block];
-        if (position >= low && position + seen <= high)
-            mix_block(count, num, type, 1, queries, position, seen, at, next, width, weights, sums);
-        else
-            mix_block(count, num, type, 0, queries, position, seen, at, next, width, weights, sums);
+        const int64_t below = high - position < seen ? high - position : seen; /* with whole lines: */
+        const int64_t whole = position < low || below < 0 ? 0 : below - below % per_lane(type);
+        mix_block(count, num, type, 1, queries, position, 0, whole, at, next, width, weights, sums);
+        mix_block(count, num, type, 0, queries, position, whole, seen, at, next, width, weights, sums);
     }
     for (int i = 0; i < count; ++i)
         for (int j = 0; j < num; ++j)
@@ -302,7 +358,7 @@ INLINE void sum_range_of(const int count, const int type, const struct decoder *
     for (; num > 1 && block < segment.blocks; ++block)
         score(count, 1, type, model, layer, queries, &segment, block, weights);
     for (int i = 0; i < count; ++i)
-        weigh(queries, i, &segment, weights[i], to + i * SUMS(dim) + dim);
+        weigh(queries, i, &segment, weights[i], in_pairs(type), to + i * SUMS(dim) + dim);
     for (; d + num * PANEL <= dim; d += num * PANEL)
         mix(count, num, type, model, layer, queries, &segment, d, weights[0], to);
     for (; num > 1 && d < dim; d += PANEL)
@@ -361,6 +417,8 @@ TARGET static struct queries queries_of(const struct decoder *model, const struc
         queries.first[i] = layer->window && own >= layer->window ? own - layer->window + 1 : 0;
         if (layer->window && queries.last[i] >= own + layer->window)
             queries.last[i] = own + layer->window - 1;
+        for (int64_t d = 0; d < dim && in_pairs(model->cache_type); d += PANEL)
+            store_bf16((uint16_t *)q + d, load_f32(q + d), 0);
         queries.slope[i] = model->slopes ? model->slopes[head] : 0.0f;
         queries.from = queries.first[i] < queries.from ? queries.first[i] : queries.from;
         queries.until = queries.last[i] >= queries.until ? queries.last[i] + 1 : queries.until;
