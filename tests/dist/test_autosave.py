@@ -279,8 +279,13 @@ def test_directories_of_each_host(tmp_path: Path) -> None:
     for stage in (3, 0):
         load(stage, host)
         assert files(host, "two") == files(host, "later") == own
-    load(2, number := {0: 0, 2: 1}.get(rank, 10 + rank), per_host=1)  # four hosts: the first and the third have saved
-    assert number < 10 or not list((tmp_path / f"host{number}").iterdir())
+    number = {0: 0, 2: 1}.get(rank, 10 + rank)  # four hosts: the first and the third have saved
+    if rank == 3:  # it has something else by that name
+        (tmp_path / "host13" / "two").mkdir(parents=True)
+        (tmp_path / "host13" / "two" / "mine").write_text("7")
+    load(2, number, per_host=1)
+    left = [str(path.relative_to(tmp_path / f"host{number}")) for path in (tmp_path / f"host{number}").rglob("*")]
+    assert number < 10 or left == (["two", "two/mine"] if rank == 3 else [])
     assert files(host, "two") == files(host, "later") == own
     if rank == 0:
         (tmp_path / "host1" / "later" / "rank_00003.bin").write_bytes(b"short")
@@ -294,7 +299,11 @@ def test_directories_of_each_host(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="never"):
             engine.load_checkpoint(str(tmp_path / f"host{host}"), "never")
         assert torch.equal(toy.checksum(engine), before)
+        with pytest.raises(CheckpointError, match="tag"):
+            engine.load_checkpoint(str(tmp_path / f"host{host}"), "two" if rank else None)
         engine.destroy()
+    dist.barrier()
+    assert not list(tmp_path.glob("*/.loading*"))
 
 
 def test_no_memory_without_a_launcher(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

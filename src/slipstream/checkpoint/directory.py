@@ -10,7 +10,7 @@ Order of a save, each step on disk before the next: data files, metadata.json, [
 `latest` replaced. A crash before the first rename leaves the old state. A crash between the two folder renames leaves the old
 checkpoint under its `.old-` name, where `locate` finds it; the next save renames it back. Every folder named like a tag is
 therefore complete. Only rank 0 writes here, except for data files. Where each host has a directory of its own (hosts.py), a rank of
-each writes there, and a folder has the files of two hosts.
+each writes there, and in memory a folder has the files of two.
 
 A save in progress holds a lock on its folder, so that `sweep` removes crashed saves and never another engine's running save; the
 kernel releases the lock when the process ends.

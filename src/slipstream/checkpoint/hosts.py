@@ -3,9 +3,9 @@
     save              a host's directory gets the metadata and the files of its own ranks; in memory also those of the host before
                       it, so that a host that is lost takes none with it
     complete_newest   ranks that start again, on whichever hosts are left, complete the newest checkpoint in each directory
-    completed         while a checkpoint is loaded, each directory has the files of the others, too
+    completed         while a checkpoint is loaded, each host has a folder with the files of the others, too
 
-Files travel through torch's process group. While ranks start again, each host needs room for the whole checkpoint.
+Files travel through torch's process group. Meanwhile each host needs room for the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.directory import LATEST, committed_tags, read_latest, remove, sweep, write_synced
+from slipstream.checkpoint.directory import (
+    LATEST,
+    committed_tags,
+    is_deepspeed,
+    lock_folder,
+    read_latest,
+    remove,
+    sweep,
+    unlock,
+    write_synced,
+)
 from slipstream.checkpoint.document import METADATA, file_name
 from slipstream.checkpoint.errors import CheckpointError, Ranks
 from slipstream.checkpoint.load import load_metadata
@@ -32,6 +43,7 @@ from slipstream.ops.disk import num_free
 from slipstream.ops.pages import available_memory
 
 _CHUNK = 1 << 26  # bytes of a message
+_BESIDE = ".loading-"  # the folders of loads that run
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,71 +171,94 @@ def complete_newest(directory: str, hosts: Hosts, after: int) -> bool:
 
     Collective. Raises CheckpointError on every rank, for instance if a host has no room for it.
     """
-    ranks, step = Ranks(hosts.group), f"the checkpoint in memory {directory} was not completed"
-    return _complete(ranks, step, Path(directory), hosts, None, after) is not None
-
-
-@contextmanager
-def completed(directory: str, tag: str | None, hosts: Hosts, *, universal: bool = False) -> Iterator[str | None]:
-    """Inside, each host's directory has all files of checkpoint `tag`; yields the tag. None: the latest of the first host with one.
-
-    Collective. Files that came from other hosts are removed at the end. Raises CheckpointError on every rank, for instance if a
-    file is on no host. A tag that no host has, or that is of DeepSpeed's format, is left to the reader."""
-    ranks, step, parent = Ranks(hosts.group), f"checkpoint {directory}/{tag or LATEST} was not loaded", Path(directory)
-    if tag is None:
-        latest = ranks.gather(step, lambda: read_latest(parent, universal) if hosts.is_leader else None)
-        tag = ranks.decide(step, lambda: next((each for each in latest if each is not None), None))
-    made = None if tag is None else _complete(ranks, step, parent, hosts, tag, -2)
-    try:
-        yield tag
-    finally:
-        for path in () if made is None else made[0]:
-            path.unlink(missing_ok=True)
-        if made is not None and made[1]:
-            remove(parent / str(tag))
-
-
-def _complete(ranks: Ranks, step: str, parent: Path, hosts: Hosts, tag: str | None, after: int) -> tuple[list[Path], bool] | None:
-    """Move what each host's directory lacks of a checkpoint: `tag`, or the newest of more than `after` steps that is whole. Returns
-    what this rank has written, and whether that is a folder of its own; None: the hosts have none. Collective."""
-    holdings = ranks.gather(step, lambda: _holding(parent, hosts, tag) if hosts.is_leader else None)
-    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None], tag, after))
+    ranks, step, parent = Ranks(hosts.group), f"the checkpoint in memory {directory} was not completed", Path(directory)
+    holdings = ranks.gather(step, lambda: _holding(parent, hosts, None) if hosts.is_leader else None)
+    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None], None, after))
     if chosen is None:
-        return None
+        return False
     newest, moves = chosen
     folder, own = parent / newest.tag, [move for move in moves if move.to == hosts.index]
     is_new = any(move.name == METADATA for move in own)
     target = folder.with_name(f"{newest.tag}.tmp-{secrets.token_hex(8)}") if is_new else folder
-
-    def fetch() -> None:
-        if is_new:
-            target.mkdir(parents=True)
-        hosts.move(moves, folder, target)
 
     def commit() -> None:
         if is_new:
             if folder.exists():  # of another save at the same step, which is not whole
                 remove(folder)
             os.rename(target, folder)
-        if hosts.is_leader and hosts.in_memory:
+        if hosts.is_leader:
             write_synced(parent / LATEST, f"{newest.tag}\n".encode())
 
+    ranks.gather(step, lambda: target.mkdir(parents=True) if is_new else None)
     try:
-        ranks.gather(step, fetch)
+        ranks.gather(step, lambda: hosts.move(moves, folder, target))
     except BaseException:
         for move in own:  # a sender that could not read has sent something else
             (target / move.name).unlink(missing_ok=True)
         raise
     ranks.gather(step, commit)
-    return [folder / move.name for move in own], is_new
+    return True
 
 
-def _holding(parent: Path, hosts: Hosts, wanted: str | None) -> _Holding:
-    """What this leader's directory has: of the checkpoint `wanted`, or of all."""
-    parent.mkdir(parents=True, exist_ok=True)
-    sweep(parent, "")
+@contextmanager
+def completed(directory: str, tag: str | None, hosts: Hosts, *, universal: bool = False) -> Iterator[tuple[str, str | None]]:
+    """Inside, a directory has all files of checkpoint `tag` on each host: yields it, and the tag. None: of the hosts' latest, the
+    newest that is whole.
+
+    [Note: Beside] Nothing in `directory` is changed, whatever a host has under that tag: what is to be loaded is a folder beside,
+    with links to the host's own files and those that came from others, and it goes when it has been loaded.
+
+    Collective. Raises CheckpointError on every rank, for instance if a file is on no host. What no host has, or is of DeepSpeed's
+    format, is left to the reader."""
+    ranks, step, parent = Ranks(hosts.group), f"checkpoint {directory}/{tag or LATEST} was not loaded", Path(directory)
+    latest = ranks.gather(step, lambda: (tag or read_latest(parent, universal)) if hosts.is_leader else None)
+    wanted = ranks.decide(step, lambda: sorted({each for each in latest if each is not None}))
+    holdings = ranks.gather(step, lambda: _holding(parent, hosts, wanted) if hosts.is_leader else None)
+    chosen = ranks.decide(step, lambda: _choose([each for each in holdings if each is not None], tag, -2))
+    if chosen is None:
+        yield directory, tag
+        return
+    newest, moves = chosen
+    number = ranks.decide(step, lambda: secrets.token_hex(8))
+    beside = parent / f"{_BESIDE}{number}-{hosts.index - hosts.index % hosts.per_host}"
+    own, source, target = [move.name for move in moves if move.to == hosts.index], parent / newest.tag, beside / newest.tag
+    lock = None
+
+    def make() -> None:
+        nonlocal lock
+        if not hosts.is_leader:
+            return
+        target.mkdir(parents=True)
+        lock = lock_folder(beside)
+        for name in newest.sizes.keys() - set(own):
+            _link(source / name, target / name)
+
+    try:
+        ranks.gather(step, make)
+        ranks.gather(step, lambda: hosts.move(moves, source, target))
+        yield str(beside), newest.tag
+    finally:
+        if hosts.is_leader:
+            shutil.rmtree(beside, ignore_errors=True)
+            unlock(lock)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        os.symlink(source.absolute(), target)
+
+
+def _holding(parent: Path, hosts: Hosts, wanted: Sequence[str] | None) -> _Holding:
+    """What this leader's directory has: of the checkpoints `wanted`, or of all."""
+    if wanted is None:
+        parent.mkdir(parents=True, exist_ok=True)
+        sweep(parent, "")
+    else:
+        _sweep_beside(parent)
     held = []
-    for tag in committed_tags(parent) if wanted is None else [wanted]:
+    for tag in committed_tags(parent) if wanted is None else [each for each in wanted if not is_deepspeed(parent / each)]:
         try:
             metadata = load_metadata(parent, tag)
         except CheckpointError:
@@ -232,8 +267,16 @@ def _holding(parent: Path, hosts: Hosts, wanted: str | None) -> _Holding:
         present = {name for name, size in sizes.items() if _size(parent / tag / name) == size}
         steps = int(metadata.shared.get("counters", {}).get("global_steps", -1))
         held.append(_Held(metadata.save_id, tag, steps, sizes, frozenset(present)))
-    free = num_free(parent)
+    free = num_free(next(each for each in (parent.absolute(), *parent.absolute().parents) if each.is_dir()))
     return _Holding(hosts.index, min(free, available_memory()) if hosts.in_memory else free, held)
+
+
+def _sweep_beside(parent: Path) -> None:
+    """Remove what loads that were killed have left."""
+    for folder in parent.glob(f"{_BESIDE}*"):
+        if (lock := lock_folder(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            unlock(lock)
 
 
 def _size(path: Path) -> int:

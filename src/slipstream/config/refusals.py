@@ -202,6 +202,16 @@ def mesh_sizes(values: Values) -> dict[str, list[tuple[str, int]]]:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
+        lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.memory_every_steps and not c.one_host,
+        "slipstream.checkpoint.memory_every_steps resumes from memory or a disk that all hosts share, and "
+        "checkpoint.use_node_local_storage has one on each host: drop one of the two",
+    ),
+    Refusal(
+        lambda c: c.plan.quantized and c.plan.mesh.pp > 1,
+        "weight_quantization is not built with pipelines (pp {c.plan.mesh.pp}), whose stages have other layers; use "
+        "zero_optimization.stage 3 instead",
+    ),
+    Refusal(
         lambda c: c.plan.checkpoint.per_host and c.plan.checkpoint.asynchronous and not c.one_host,
         "asynchronous checkpoints (checkpoint.writer.decoupled, datastates_ckpt) are committed when all files are in one folder; "
         "checkpoint.use_node_local_storage has one on each host: drop one of the two",

@@ -55,7 +55,7 @@ class Autosave:
     """
 
     def __init__(self, plan: CheckpointPlan, mesh: Mesh) -> None:
-        self.plan, self.is_first, self._group = plan, mesh.is_first, mesh.world.group
+        self.plan, self.is_first, self._group, self._world = plan, mesh.is_first, mesh.world.group, mesh.world
         self.loaded = False
         self.hosts: Hosts | None = None  # several, with a folder in memory each
         self.memory = self._find_memory(mesh.world) if plan.memory_every_steps else None
@@ -133,7 +133,7 @@ class Autosave:
             return
         if self.memory is not None and self._resume_from_memory(engine, self.memory, self.plan.folder):
             return
-        if os.path.isdir(self.plan.folder):
+        if any(gather_objects(os.path.isdir(self.plan.folder), self._world)):  # a host that is new may lack its own
             engine.load_checkpoint(self.plan.folder)
 
     def _resume_from_memory(self, engine: Saved, memory: str, disk: str) -> bool:

@@ -100,13 +100,14 @@ class Saves:
             checkpoint.save(directory, tag, hosts=self.auto.hosts if in_memory else self.hosts, **options)
 
     @contextmanager
-    def complete(self, directory: str, tag: str | None) -> Iterator[str | None]:
-        """Inside, what is to be loaded is whole on each host. Yields its tag; None: the latest. Collective."""
+    def complete(self, directory: str, tag: str | None) -> Iterator[tuple[str, str | None]]:
+        """The directory and the tag to load from, where the checkpoint is whole on each host. Collective."""
         if self.hosts is None or directory == self.auto.memory:
-            yield tag
-        else:
-            with checkpoint.completed(directory, tag, self.hosts, universal=self.plan.universal) as found:
-                yield found
+            yield directory, tag
+            return
+        agree(self.mesh.world, f"checkpoint {directory}/{tag or 'latest'} was not loaded", {"tag": tag})
+        with checkpoint.completed(directory, tag, self.hosts, universal=self.plan.universal) as found:
+            yield found
 
     def finish(self) -> None:
         """Wait for the asynchronous save in flight. Collective; raises the same CheckpointError on every rank, once."""
