@@ -64,9 +64,9 @@ def quantized_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, kinds)}
 
 
-def of_engine(model: nn.Module, stage: int, block: Any, dtype: str, transport: str = "shared") -> tuple[Any, Tensor]:
+def of_engine(model: nn.Module, stage: int, block: Any, dtype: str, transport: str = "shared", **more: Any) -> tuple[Any, Tensor]:
     with zero.held_values(model):
-        engine = toy.make(model, stage, transport, dtype=dtype, optimizer=None, weight_quantization=block)
+        engine = toy.make(model, stage, transport, dtype=dtype, optimizer=None, weight_quantization=block, **more)
     with torch.no_grad():
         return engine, engine(IDS)
 
@@ -123,8 +123,10 @@ def test_no_rank_has_the_floats(where: str, tmp_path: Path) -> None:
             )
             weight = model.get_submodule("up").weight
             assert weight.dtype is torch.uint8 and zero.is_held(weight) and weight.ds_tensor.numel() == weight.numel() // 2
-    engine, logits = of_engine(model, 3, ALL, "bf16")
+    engine, logits = of_engine(model, 3, ALL, "bf16", data_types={"keep_in_fp32_modules": ["embed"]})
     assert torch.equal(logits, wanted) and logits.dtype is torch.bfloat16
+    off = {"weight_quantization": {"enabled": False, **ALL}}
+    assert not quantized_names(zero._init_group_wise_weight_quantization(toy.seeded(Small), off))
     mine = engine.state_dict()
     assert mine.keys() == states.keys() and all(torch.equal(mine[name], states[name]) for name in states)
     engine.destroy()
@@ -151,10 +153,23 @@ def test_rules_that_do_not_fit_change_nothing(caplog: pytest.LogCaptureFixture) 
         with pytest.raises(ValueError, match=says):
             quantize_by_rules(model, rules, torch.float32)
         assert not quantized_names(model)
+    with pytest.raises(ValueError, match=r"layers \['embed', 'head'\] share a weight; leave one of \['embed', 'head'\]"):
+        quantize_by_rules(model, {"embed": group(4, 16), "head": group(8, 16)}, torch.float32)
     model.up.weight.data[3, 5] = torch.inf
     with pytest.raises(ValueError, match="layer 'up' has non-finite weights"):
         quantize_by_rules(model, {"": group(4, 16)}, torch.float32)
     assert not quantized_names(model)
-    quantize_by_rules(model, {"down": group(4, 16), "head": group(4, 16)}, torch.float32)
+    quantize_by_rules(model, {"down": group(4, 16), "head": group(4, 16), "mlp": group(4, 16)}, torch.float32)
     assert quantized_names(model) == {"down"}
-    assert "weight_quantization leaves out layers that share their weight with others: head" in caplog.text
+    assert "leaves out layers whose weight is also used in another way: embed, head" in caplog.text
+    assert "post_init_quant: no layer's name has 'mlp'" in caplog.text
+    model = toy.seeded(Small)
+    quantize_by_rules(model, {"head": group(8, 16), "": group(4, 32)}, torch.float32)
+    assert (model.head.form, model.up.form.bits) == (model.embed.form, 4) and model.head.form.bits == 8, "the rule that names one"
+    fast = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    torch_s = nn.Sequential(fast, nn.Embedding(9, 16, max_norm=1.0), nn.Linear(16, 16))
+    x = torch.randn(2, 3, 16)
+    quantize_by_rules(torch_s.eval(), {"": group(8, 16)}, torch.float32)
+    assert quantized_names(torch_s) == {"2"}
+    with torch.no_grad():
+        assert torch_s[2](torch_s[0](x)).isfinite().all()

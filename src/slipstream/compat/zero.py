@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from slipstream.compat.utils import z3_leaf_module
 from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.quantized import row_forms
+from slipstream.quantized.linear import refuse
 from slipstream.quantized.rules import layers_with_rules, quantize_layers, rules_of
 from slipstream.train.engine import Engine
 from slipstream.world.join import init_distributed
@@ -585,11 +586,16 @@ def held_values(model: nn.Module | None) -> Iterator[None]:
 def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[str, Any]) -> nn.Module:
     """Quantize the layers that `weight_quantization` of a config dict names, in place; returns the model. For models without an
     engine: `initialize` does it too. Layers that `Init` has sharded are gathered one at a time and sharded again, which is
-    collective. Raises ValueError as `layers_with_rules`."""
+    collective. Raises ValueError as `quantize_by_rules`."""
     from slipstream.config.features import InferenceWeightQuantization  # pydantic is slow to import
 
     block = InferenceWeightQuantization.model_validate(ds_config["weight_quantization"])
-    for names, form in layers_with_rules(model, rules_of(block.model_dump())):
+    if not block.enabled or not (rules := rules_of(block.model_dump())):
+        return model
+    chosen = layers_with_rules(model, rules)
+    held = {f"{name}.weight" for names, _ in chosen for name in names if is_held(model.get_submodule(name).weight)}
+    refuse(model, {model.get_submodule(names[0]): names for names, _ in chosen}, held.__contains__)
+    for names, form in chosen:
         weight = model.get_submodule(names[0]).weight
         group = getattr(weight, "ds_process_group", None)
         with GatheredParameters([weight]):

@@ -53,8 +53,6 @@ class QuantizedEmbedding(nn.Embedding):
     """`nn.Embedding` with a frozen quantized weight, uint8 [num_embeddings, form.row_nbytes]. Only the rows of a batch's tokens are
     dequantized, to a dtype that follows casts of the module."""
 
-    _like: Tensor
-
     def __init__(self, embedding: nn.Embedding, form: RowForm, weight: nn.Parameter, dtype: torch.dtype | None = None) -> None:
         """`weight`: the packed one. `dtype`: of the result; None: of `embedding`."""
         nn.Module.__init__(self)
@@ -62,12 +60,17 @@ class QuantizedEmbedding(nn.Embedding):
         self.padding_idx, self.max_norm, self.norm_type = embedding.padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
         self.weight = weight
-        self.register_buffer("_like", torch.empty(0, dtype=dtype or embedding.weight.dtype), persistent=False)
+        self.dtype = dtype or embedding.weight.dtype
         self.train(embedding.training)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = F.embedding(input.reshape(-1), self.weight)
-        return dequantize_rows(rows, self.form, self._like.dtype).view(*input.shape, self.embedding_dim)
+        return dequantize_rows(rows, self.form, self.dtype).view(*input.shape, self.embedding_dim)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedEmbedding:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        super()._apply(fn, recurse)
+        return self
 
     def reset_parameters(self) -> None:
         raise ValueError(_NO_INITIALIZER)

@@ -7,7 +7,7 @@ layer  an `nn.Linear` or `nn.Embedding`, no subclass. The output head too, and l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,33 +31,61 @@ def rules_of(block: Mapping[str, Any]) -> Rules:
 def layers_with_rules(model: nn.Module, rules: Rules) -> list[tuple[list[str], RowForm]]:
     """The names of the layers that share a weight, and how it is to be quantized; without those that are quantized already.
 
-    Raises ValueError if two texts are in a layer's name, or if no layer has a rule."""
-    holders: dict[int, dict[str, nn.Module]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for param in module._parameters.values():
-            if param is not None:
-                holders.setdefault(id(param), {})[name] = module
-    chosen, whole, done = [], [], False
+    Raises ValueError if two texts are in a layer's name, if layers that share a weight have different ones, or if no layer has a
+    rule."""
+    holders = _holders(model)
+    # In evaluation torch computes these from their children's weights, without a call of the children.
+    inner = {id(child) for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer) for child in each.modules()}
+    chosen, left, used = [], [], set()
     for name, module in model.named_modules():
-        done |= isinstance(module, QuantizedLinear | QuantizedEmbedding)
-        if type(module) not in _KINDS or _text_of(name, rules) is None:
+        if type(module) not in _KINDS or (text := _text_of(name, rules)) is None:
             continue
+        used.add(text)
         sharing = holders.pop(id(module.weight), {})
-        texts = [_text_of(each, rules) for each in sharing]
-        if any(type(each) not in _KINDS for each in sharing.values()) or None in texts or not all(sharing):
-            whole.append(name)
-        elif sharing:
-            rule = rules[str(texts[0])]
+        rule = _rule_of(sharing, rules)
+        if sharing and rule is not None and all(_fits(each) and id(each) not in inner for each in sharing.values()):
             columns = module.embedding_dim if isinstance(module, nn.Embedding) else module.in_features
             chosen.append((list(sharing), RowForm(bits=rule["num_bits"], columns=int(columns), block=rule["group_size"])))
+        else:
+            left += list(sharing)
+    done = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear | QuantizedEmbedding)]
     if not chosen and not done:
         raise ValueError(
             f"weight_quantization: no nn.Linear and no nn.Embedding of {type(model).__name__} has one of {sorted(rules)} in its "
             f"name; give post_init_quant keys that are parts of layers' names"
         )
-    if whole:
-        logger.warning("weight_quantization leaves out layers that share their weight with others: %s", ", ".join(whole))
+    _warn([text for text in rules if text not in used and not any(text in name for name in done)], left)
     return chosen
+
+
+def _holders(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
+    """The modules that have a parameter, by its id."""
+    holders: dict[int, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for param in module._parameters.values():
+            if param is not None:
+                holders.setdefault(id(param), {})[name] = module
+    return holders
+
+
+def _warn(idle: Sequence[str], left: Sequence[str]) -> None:
+    if idle:
+        logger.warning("weight_quantization.post_init_quant: no layer's name has %s", ", ".join(map(repr, idle)))
+    if left:
+        logger.warning("weight_quantization leaves out layers whose weight is also used in another way: %s", ", ".join(left))
+
+
+def _fits(layer: nn.Module) -> bool:
+    return type(layer) in _KINDS and getattr(layer, "max_norm", None) is None
+
+
+def _rule_of(names: Collection[str], rules: Rules) -> Mapping[str, Any] | None:
+    """Of layers that share a weight: the one that names a layer, before the one of all; None if a layer has none."""
+    texts = {_text_of(name, rules) if name else None for name in names}
+    named = sorted(text for text in texts if text)
+    if any(rules[text] != rules[named[0]] for text in named):
+        raise ValueError(f"weight_quantization.post_init_quant: layers {sorted(names)} share a weight; leave one of {named}")
+    return None if None in texts or not texts else rules[named[0] if named else ""]
 
 
 def quantize_layers(

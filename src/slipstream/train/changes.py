@@ -20,7 +20,7 @@ from slipstream.observe import memory, traffic
 from slipstream.observe.profile import profile_step
 from slipstream.observe.trace import trace_steps
 from slipstream.ops import matmul
-from slipstream.quantized.linear import nothing
+from slipstream.quantized.linear import QuantizedEmbedding, nothing
 from slipstream.quantized.rules import quantize_by_rules, rules_of
 from slipstream.train.adaptive import adapt_batch
 from slipstream.train.curriculum import shorten_sequences
@@ -60,8 +60,11 @@ def _quantize(model: nn.Module, plan: Plan) -> None:
     """First, so that what other changes copy of a layer is quantized, too."""
     if plan.quantized is not None:
         reader = asked(model)
-        is_unread = nothing if reader is None or isinstance(reader, Load) else reader.__contains__
+        is_unread: Callable[[str], bool] = nothing if reader is None or isinstance(reader, Load) else reader.__contains__
         quantize_by_rules(model, rules_of(plan.quantized), plan.precision.param_dtype, is_unread)
+    for module in model.modules():
+        if isinstance(module, QuantizedEmbedding):
+            module.dtype = plan.precision.param_dtype
 
 
 def _fuse_layers(model: nn.Module, plan: Plan) -> None:
