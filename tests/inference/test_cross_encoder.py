@@ -86,8 +86,21 @@ def test_scores_as_transformers(case: str, tmp_path: Path) -> None:
         assert len({round(score, 3) for score in found.scores}) == len(PAIRS)
         with pytest.raises(ValueError, match="scores pairs of texts and makes no vectors"):
             engine.embed("abc")
-    with slipstream.init_inference(model_of(case), tokenizer=str(tmp_path), device="cpu") as engine:
+    live = model_of(case)
+    live.__class__ = type("Mine", (type(live),), {})
+    with slipstream.init_inference(live, tokenizer=str(tmp_path), device="cpu") as engine:
         assert engine.score("ab", ["cdefg"]) == pytest.approx(found.scores[:1], abs=1e-6)
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    model = model_of("bert")
+    engine = slipstream.initialize(model=model, config={"train_batch_size": 1})[0]
+    engine.save_checkpoint(str(tmp_path / "c"), "t")
+    engine.destroy()
+    backend_of().save(str(tmp_path / "tokenizer.json"))
+    with slipstream.init_inference(str(tmp_path / "c"), tokenizer=str(tmp_path), device="cpu") as serving:
+        scores = torch.tensor([serving.score(first, [second])[0] for first, second in PAIRS])
+    torch.testing.assert_close(scores, logits_of("bert").sigmoid(), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +126,13 @@ def test_other_classifiers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
         )
 
 
-@given(st.text("abcd", max_size=30), st.text("abcd", max_size=30), st.integers(4, 40))
+@given(st.text("abcd", max_size=30), st.text("abcd", max_size=30), st.integers(3, 40))
 def test_pairs_are_cut_as_tokenizers_cuts_them(first: str, second: str, most: int) -> None:
     cut = backend_of()
     cut.enable_truncation(most, strategy="longest_first")
     expected = cut.encode(first, second)
     assert Tokenizer(backend_of()).pair(first, second, most) == (expected.ids, expected.type_ids)
+    assert len(Tokenizer(backend_of()).pair(first, second, 1)[0]) == 3, "no fewer than the special ones"
     whole = backend_of().encode(first, second)
     assert Tokenizer(backend_of()).pair(first, second) == (whole.ids, whole.type_ids)
 

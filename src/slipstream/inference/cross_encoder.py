@@ -16,9 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.config import huggingface
+from slipstream.inference import trained
 from slipstream.inference.load import safetensors_of
 
 logger = logging.getLogger(__name__)
+
+
+_CLASS = "ForSequenceClassification"
 
 
 class _Row(NamedTuple):
@@ -61,16 +65,10 @@ class CrossEncoder:
     def read(cls, source: Any) -> CrossEncoder | None:
         """From a folder or a live model; None if it has no classifier of one label. Raises ValueError for an activation that is not
         known."""
-        if isinstance(source, torch.nn.Module):
-            config: Mapping[str, Any] = getattr(source, "config").to_dict() | {"architectures": [type(source).__name__]}  # noqa: B009
-        elif isinstance(source, Path) and (source / "config.json").is_file():
-            config = huggingface.read_config(source / "config.json")
-        else:
-            return None
+        config, state = _found(source)
         row = _ROWS.get(str(config.get("model_type")))
-        if row is None or not str(next(iter(config.get("architectures") or ()), "")).endswith("ForSequenceClassification"):
+        if row is None:
             return None
-        state: Any = source.state_dict() if isinstance(source, torch.nn.Module) else safetensors_of(source, keep=True)
 
         def layer(name: str) -> _Affine:
             known = next((each for each in (name, name.partition(".")[2]) if f"{each}.weight" in state), name)
@@ -103,6 +101,22 @@ class CrossEncoder:
         if self.norm is not None:
             x = F.layer_norm(x, x.shape[1:], *self.norm, eps=self.norm_eps)
         return self.end(F.linear(x, *self.out))
+
+
+def _found(source: Any) -> tuple[Mapping[str, Any], Any]:
+    """The configuration and the weights of a model for sequence classification; nothing if it is none."""
+    if isinstance(source, torch.nn.Module):
+        is_one = any(each.__name__.endswith(_CLASS) for each in type(source).__mro__)
+        return (getattr(source, "config").to_dict(), source.state_dict()) if is_one else ({}, {})  # noqa: B009
+    if not isinstance(source, Path) or source.is_file():
+        return {}, {}
+    if (saved := trained.find(source)) is not None:  # it does not name its class
+        state, row = saved.state(), _ROWS.get(str(saved.config.get("model_type")))
+        is_one = row is not None and all(f"{name}.weight" in state for name in (row.dense, row.out))
+        return (saved.config, state) if is_one else ({}, {})
+    config = huggingface.read_config(source / "config.json")
+    is_one = str(next(iter(config.get("architectures") or ()), "")).endswith(_CLASS)
+    return (config, safetensors_of(source, keep=True)) if is_one else ({}, {})
 
 
 def _end_of(config: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ __all__ = ["EmbeddingEngine", "Pooling"]
 
 logger = logging.getLogger(__name__)
 
+_TYPED = ("bert", "electra")  # families whose forward gets the types of tokens from transformers' tokenizers; others have type 0
 BLOCK = 16  # tokens of a block of the cache
 ROWS = 2048  # tokens of a forward: more make it no faster, and its scratch memory leaves the caches
 
@@ -144,12 +145,23 @@ class EmbeddingEngine:
         """`classifier`: pairs get scores, and texts no vectors. `closed`: if not empty, every call is rejected with this text."""
         self.runner, self.tokenizer, self.pooling, self.model_name = forward, tokenizer, pooling, model_name
         self.classifier = classifier
+        self._has_types = getattr(forward.config, "family", "") in _TYPED
         self.max_context = min(forward.max_context, pooling.max_tokens or forward.max_context)
         self._vocab_size = vocab_size
         self._waiting: deque[deque[_Text]] = deque()  # of each call, in turn
         self._running = threading.Lock()  # held during a forward, by the call that computes for all
         self._closed = closed
         self._forwards = self._tokens = 0
+
+    @property
+    def does(self) -> str:
+        return "embeds texts" if self.classifier is None else "scores pairs of texts"
+
+    @property
+    def instead(self) -> str:
+        """Of generation."""
+        names = ("embed", "embeddings") if self.classifier is None else ("score", "rerank")
+        return "call {}(), or POST /v1/{}".format(*names)
 
     # ---- vectors
 
@@ -241,7 +253,7 @@ class EmbeddingEngine:
         try:
             if self._closed:
                 raise RuntimeError(self._closed)
-            hidden = self.runner.hidden([item.tokens for item in batch], _types_of(batch))
+            hidden = self.runner.hidden([item.tokens for item in batch], _types_of(batch) if self._has_types else None)
             lengths = torch.tensor([len(item.tokens) for item in batch], device=hidden.device)
             vectors = (self.classifier or self.pooling)(hidden, lengths).cpu()
         except Exception as error:
@@ -278,10 +290,10 @@ class EmbeddingEngine:
         return list(self._tokens_of("the text", prompt, truncate=False))
 
     def submit(self, prompt: Any, params: SamplingParams, **more: Any) -> Any:
-        raise ValueError(f"{self.model_name} embeds texts and does not generate: call embed(), or POST /v1/embeddings")
+        raise ValueError(f"{self.model_name} {self.does} and does not generate: {self.instead}")
 
     def load_adapter(self, name: str, folder: Any, *, replace: bool = False) -> None:
-        raise ValueError(f"{self.model_name} embeds texts, and adapters are of models that generate")
+        raise ValueError(f"{self.model_name} {self.does}, and adapters are of models that generate")
 
     def unload_adapter(self, name: str) -> None:
         raise ValueError(f"there is no adapter {name!r:.100}")

@@ -263,7 +263,7 @@ class InferenceEngine:
             raise TypeError(f'messages is {messages!r:.200}; give a list of messages: [{{"role": "user", "content": "Hello"}}]')
         loop: Any = self.engine
         if isinstance(loop, EmbeddingEngine) and not self.tokenizer.templates:
-            raise ValueError(f"{loop.model_name} embeds texts and does not generate: call embed(), or POST /v1/embeddings")
+            raise ValueError(f"{loop.model_name} {loop.does} and does not generate: {loop.instead}")
         return self.tokenizer.encode(self.tokenizer.chat(messages, **variables), special=False)
 
     @property
