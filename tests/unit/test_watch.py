@@ -23,18 +23,18 @@ BOOK = "dp (0, 1)"
 
 
 class Ranks:
-    """Two ranks' watches and monitors; each beat is a call."""
+    """Some ranks' watches and monitors; each beat is a call."""
 
-    def __init__(self, hasty: bool = True, names: Mapping[int, str] | None = None) -> None:
+    def __init__(self, hasty: bool = True, names: Mapping[int, str] | None = None, num: int = 2) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        self.watches = [Watch(timeout_s=100) for _ in range(2)]
+        self.watches = [Watch(timeout_s=100) for _ in range(num)]
         self.monitors = []
         for rank, watch in enumerate(self.watches):
             watch.rank, watch.names = rank, names or {}
             if hasty:
                 watch.beat_s, watch.standstill_s, watch.name_busy_s = 0.02, 0.1, 0.1
-            watch.ledgers.append(Ledger(BOOK, (0, 1), None))
-            self.monitors.append(StatusMonitor(watch, store, Axis("dp", None, (0, 1), rank, 2)))
+            watch.ledgers.append(Ledger(BOOK, tuple(range(num)), None))
+            self.monitors.append(StatusMonitor(watch, store, Axis("dp", None, tuple(range(num)), rank, num)))
 
     def wait(self, rank: int, what: str, number: int | None = None, launched: int = 0) -> None:
         """Rank `rank` waits in `what`; on a process group it is operation `number` of `launched`."""
@@ -125,6 +125,22 @@ def test_a_stopped_rank_is_named_and_no_standstill(caplog: pytest.LogCaptureFixt
     ranks.watches.append(watch)
     assert ranks.beat(0.02) == [None, None]
     assert None not in ranks.beat(), "it goes on, and does not move"
+
+
+def test_what_a_rank_said_before_it_was_stopped_is_old() -> None:
+    """Its monitor wakes before its training: all seem to wait then, and it has had no time to move."""
+    ranks = Ranks(num=3)
+    for rank in (0, 1):
+        ranks.wait(rank, "exchange for rank 2")
+    assert ranks.beat(0.3) == [None, None, None]
+    stopped = ranks.monitors.pop(0), ranks.watches.pop(0)
+    ranks.watches[1].waits, ranks.watches[1].wait_for = 1, "exchange for rank 0"
+    assert ranks.beat() == [None, None]
+    ranks.monitors.insert(0, stopped[0])
+    ranks.watches.insert(0, stopped[1])
+    ranks.beat(0.001)
+    stopped[1].waits, stopped[1].wait_for = 1, ""
+    assert ranks.beat() == [None, None, None]
 
 
 class Clock:

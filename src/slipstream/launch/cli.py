@@ -601,12 +601,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         closed = isinstance(error, BrokenPipeError)  # by the reader of stdout (`| head`)
+        where = error.filename
         if not closed and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes its buffer at exit
+        try:
+            sys.stdout.flush()
+        except OSError:  # stdout is it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes its buffer at exit
+            where = where or "its output"
         if closed:
             return 141
-        print(f"slipstream {options.command}: {error.strerror}: {error.filename or 'its output'}", file=sys.stderr)
+        if where is None:
+            raise
+        print(f"slipstream {options.command}: {error.strerror}: {where}", file=sys.stderr)
         return 1
 
 

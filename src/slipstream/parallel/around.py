@@ -100,4 +100,6 @@ def first_of(output: Any) -> Any:
 
 def with_first(output: Any, first: Any) -> Any:
     """An output with another first part."""
+    if hasattr(output, "_make"):  # a NamedTuple
+        return output._make([first, *output[1:]])
     return type(output)([first, *output[1:]]) if isinstance(output, (tuple, list)) else first

@@ -208,8 +208,8 @@ def has_slices(model: nn.Module) -> bool:
 
 
 def has_plan(model: nn.Module, plan: TensorPlan) -> bool:
-    """Whether `slice_model` knows layers of a model, other than a head."""
-    rules = [match for match, cut in _rules_of(model, plan) if cut.kind != "skip" and cut is not _HEAD]
+    """Whether layers of a model, other than a head, have rules of its own, not of what its configuration derives from."""
+    rules = [match for match, cut in _rules_of(model, plan, derived=False) if cut.kind != "skip" and cut is not _HEAD]
     return has_slices(model) or any(match(name) for name, _ in model.named_modules() for match in rules)
 
 
@@ -322,7 +322,8 @@ def model_types(config: Any) -> list[str]:
     return list(dict.fromkeys(kind for kind in every if kind))
 
 
-def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], Any], Cut]]:
+def _rules_of(model: nn.Module, plan: TensorPlan, *, derived: bool = True) -> list[tuple[Callable[[str], Any], Cut]]:
+    """derived: a configuration may have the rules of what it derives from."""
     kinds = model_types(getattr(model, "config", None))
     partition = _partition(plan.partition)
     rules = [(_of_parameters(pattern), _cut_of(spec)) for spec in _own_specs(model, plan) for pattern in spec.patterns]
@@ -331,10 +332,11 @@ def _rules_of(model: nn.Module, plan: TensorPlan) -> list[tuple[Callable[[str], 
     if plan.preset is not None and plan.preset not in (*RULES, *kinds):  # a model of that kind may have transformers' own plan
         known, kind = ", ".join(sorted(RULES)), kinds[0] if kinds else ""
         raise ValueError(f"tensor_parallel.preset_model {plan.preset!r} is none of {known}, nor the model's type, {kind!r}")
-    for known_kind in (plan.preset or "", *kinds):
+    styles = _styles_of(model)
+    inherited = kinds[1:] if derived and not styles else []  # a model's own plan says more than that of what it derives from
+    for known_kind in (plan.preset or "", *kinds[:1], *inherited):
         if known_kind in RULES:
             return rules + _compiled(RULES[known_kind])
-    styles = _styles_of(model)
     unknown = sorted({style for style in styles.values() if style not in _STYLES})
     if unknown:
         raise ValueError(

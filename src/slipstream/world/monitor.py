@@ -53,7 +53,8 @@ class Seen:
     """What one rank's statuses have shown since this rank waits. Times are in seconds, of this rank's clock.
 
     [Note: Silent ranks] A process that is stopped (SIGSTOP, a debugger, a suspended host) publishes nothing, and the last status
-    that it published, perhaps "waits", says nothing about it. So a rank stands still only if it keeps publishing.
+    that it published, perhaps "waits", says nothing about it. So a rank stands still only if it keeps publishing; what it published
+    before a silence does not count, because its monitor may wake before its training does.
     """
 
     moved: str
@@ -62,14 +63,17 @@ class Seen:
     last: int = -1  # number of the last status
     heard: float = 0.0  # when that came
 
-    def add(self, status: RankStatus, now: float) -> None:
-        if status.moved != self.moved:
+    def add(self, status: RankStatus, now: float, standstill_s: float) -> None:
+        if status.moved != self.moved or (status.number != self.last and self.is_silent(now, standstill_s)):
             self.moved, self.since, self.number = status.moved, now, status.number
         if status.number != self.last:
             self.last, self.heard = status.number, now
 
     def is_still(self, now: float, standstill_s: float) -> bool:
-        return now - self.since > standstill_s and self.last - self.number >= _STILL
+        return now - self.since > standstill_s and self.last - self.number >= _STILL and not self.is_silent(now, standstill_s)
+
+    def is_silent(self, now: float, standstill_s: float) -> bool:
+        return now - self.heard > standstill_s / 2
 
 
 class StatusMonitor:
@@ -210,8 +214,8 @@ class StatusMonitor:
         now = time.monotonic()
         for index, status in enumerate(statuses):
             seen = self.seen.setdefault(index, Seen(status.moved, now, status.number))
-            seen.add(status, now)
-            if now - seen.heard > watch.standstill_s:
+            seen.add(status, now, watch.standstill_s)
+            if seen.is_silent(now, watch.standstill_s):
                 status.wait_for, status.awaits = "", None
         if not all(status.wait_for for status in statuses):
             self._warn_of_busy(watch, statuses, now)
@@ -231,7 +235,7 @@ class StatusMonitor:
             self.named_at = now
             busy = [rank for rank, status in zip(self.ranks, statuses, strict=True) if not status.wait_for]
             subject = f"rank {busy[0]} has" if len(busy) == 1 else f"ranks {busy} have"
-            silent = [index for index, seen in self.seen.items() if now - seen.heard > watch.standstill_s]
+            silent = [index for index, seen in self.seen.items() if seen.is_silent(now, watch.standstill_s)]
             logger.warning("%s been busy for %.0f s while others wait:\n%s", subject, waited, self._table(statuses, silent))
 
     def _can_move(self, statuses: Sequence[RankStatus]) -> bool:

@@ -82,7 +82,8 @@ class AdmissionGate:
             await self.app(scope, receive, send)
             return
         # Served, not redirected: a proxy's clients would be sent to an address that only the proxy knows.
-        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        root = scope.get("root_path", "")  # of an app that is mounted: below it, "/" is the page
+        scope = {**scope, "path": scope["path"].rstrip("/") if scope["path"].rstrip("/") != root else f"{root}/"}
         path = scope["path"] if scope["path"] in COUNTED else "other"
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
