@@ -161,6 +161,8 @@ def test_the_routes(tmp_path: Path) -> None:
                 long = post("/v1/rerank", query="a" * 40, documents=["b" * 40])
                 assert long["status"] == 400 and "pair 0 has 83 tokens" in long["error"]["message"]
                 assert post("/v1/rerank", query="a" * 40, documents=["b" * 40], truncate_prompt_tokens=-1)["status"] == 200
+                chat = post("/v1/completions", model=tmp_path.name, prompt="abc")["error"]["message"]
+                assert "scores pairs of texts and does not generate" in chat and "/v1/rerank" in chat
                 refused = post("/v1/embeddings", input="abc")
                 assert refused["status"] == 400 and "makes no vectors" in refused["error"]["message"]
         router.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import socket
@@ -415,12 +416,27 @@ sys.exit(cli.main(["generate", "smollm2", "x"]))
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_a_full_disk_is_one_line() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line(unbuffered: str) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     script = "from slipstream.launch import cli, talk\ntalk.generate = lambda options: print('x') or 0\n"
     script += "raise SystemExit(cli.main(['generate', 'smollm2', 'x']))"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment
+        )
     assert (done.returncode, done.stderr) == (1, "slipstream generate: No space left on device: its output\n")
+
+
+def test_a_full_disk_under_another_file_is_no_output_s(tmp_path: Path) -> None:
+    """What was printed is there, and the traceback shows where."""
+    script = "from slipstream.launch import cli, talk\n"
+    script += "talk.generate = lambda options: (print('x'), open('/dev/full', 'w', 1).write('y\\n'))\n"
+    script += "raise SystemExit(cli.main(['generate', 'smollm2', 'x']))"
+    with open(tmp_path / "out", "w") as out:
+        done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1 and "write('y" in done.stderr + script and "Traceback" in done.stderr
+    assert (tmp_path / "out").read_text() == "x\n"
 
 
 def test_ctrl_c_while_torch_imports_numpy(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def facts_of(
         "shared": shared,
         "zygote": os.getppid() if shared else 0,  # whose they are
         "normalize": engine.pooling.normalize if isinstance(engine, EmbeddingEngine) else None,  # None: it does not embed
+        "scores": isinstance(engine, EmbeddingEngine) and engine.classifier is not None,
     }
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -612,9 +613,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if closed:
             return 141
         if where is None:
-            raise
+            if not _is_full(1):
+                raise
+            where = "its output"
         print(f"slipstream {options.command}: {error.strerror}: {where}", file=sys.stderr)
         return 1
+
+
+def _is_full(descriptor: int) -> bool:
+    """Whether a write to a file, or to a device, may have failed for lack of space: what is not buffered fails where it is printed,
+    and the error names no file."""
+    kind = os.fstat(descriptor).st_mode
+    return stat.S_ISCHR(kind) or (stat.S_ISREG(kind) and os.fstatvfs(descriptor).f_bavail == 0)
 
 
 def _execute(options: argparse.Namespace) -> int:

@@ -48,6 +48,7 @@ AGREED = {  # facts that are equal for all engines -> the remedy
     "max_context": "give both the same --max-context, and a KV cache that has room for it",
     "adapters": "give both the same --lora-modules",
     "normalize": "serve the same model",
+    "scores": "serve the same model",
     "block_size": "serve the same model",
 }
 LOOK = 0.05  # seconds between looks for an engine that starts again
@@ -164,7 +165,7 @@ class Router:
         self.block_size: int = facts["block_size"]
         self.adapters: tuple[str, ...] = tuple(facts["adapters"])
         self.pooling = Pooling(normalize=bool(facts["normalize"]))
-        self.embeds = facts["normalize"] is not None
+        self.embeds, self._scores = facts["normalize"] is not None, bool(facts["scores"])
         return self
 
     @classmethod
@@ -249,7 +250,8 @@ class Router:
     ) -> Ticket:
         """Raises as `Engine.submit`."""
         if self.embeds:
-            raise ValueError(f"{self.model_name} embeds texts and does not generate: POST /v1/embeddings")
+            does, path = ("scores pairs of texts", "rerank") if self._scores else ("embeds texts", "embeddings")
+            raise ValueError(f"{self.model_name} {does} and does not generate: POST /v1/{path}")
         if not self.healthy:
             raise ClosedError(self.why or "the engine is closed")
         more = {"n": n, "priority": priority, "salt": salt, "tenant": tenant, "adapter": adapter}
