@@ -285,7 +285,7 @@ def sweep_drafts(target: Path) -> None:
 
 def _remove_dead(path: Path, own: bool) -> None:
     lock = lock_folder(path)
-    if lock is not None and (lock != _NO_LOCKS or own):
+    if lock is not None and (lock != NO_LOCKS or own):
         shutil.rmtree(path, ignore_errors=True)
     unlock(lock)
 
@@ -358,11 +358,11 @@ def _working(directory: Path) -> list[tuple[str, re.Match[str]]]:
     return [(name, match) for name in sorted(os.listdir(directory)) if (match := _WORKING.fullmatch(name))]
 
 
-_NO_LOCKS = -1
+NO_LOCKS = -1
 
 
 def lock_folder(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None if another process holds it, _NO_LOCKS if locks are not supported."""
+    """A descriptor that holds the folder's lock; None if another process holds it, NO_LOCKS if locks are not supported."""
     with suppress(FileNotFoundError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -372,10 +372,10 @@ def lock_folder(folder: Path) -> int | None:
             os.close(handle)
         except OSError:
             os.close(handle)
-            return _NO_LOCKS
+            return NO_LOCKS
     return None
 
 
 def unlock(lock: int | None) -> None:
-    if lock is not None and lock != _NO_LOCKS:
+    if lock is not None and lock != NO_LOCKS:
         os.close(lock)

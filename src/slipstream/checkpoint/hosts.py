@@ -27,6 +27,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.directory import (
     LATEST,
+    NO_LOCKS,
     committed_tags,
     is_deepspeed,
     lock_folder,
@@ -272,9 +273,9 @@ def _holding(parent: Path, hosts: Hosts, wanted: Sequence[str] | None) -> _Holdi
 
 
 def _sweep_beside(parent: Path) -> None:
-    """Remove what loads that were killed have left."""
+    """Remove what loads that were killed have left; nothing where a file system has no locks, since a load may run."""
     for folder in parent.glob(f"{_BESIDE}*"):
-        if (lock := lock_folder(folder)) is not None:
+        if (lock := lock_folder(folder)) not in (None, NO_LOCKS):
             shutil.rmtree(folder, ignore_errors=True)
             unlock(lock)
 

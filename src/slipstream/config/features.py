@@ -170,6 +170,11 @@ class InferenceWeightQuantization(Block):
     post_init_quant: Annotated[dict[str, GroupQuantization], BeforeValidator(lambda value: value or {})] = {}
 
 
+_OFFLOAD = Feature(
+    "DeepCompile's own offload",
+    "set it to false; zero_optimization.offload_optimizer, offload_param and activation_checkpointing.cpu_checkpointing serve "
+    "compiled models, too",
+)
 _COMPILED = "the engine schedules gathers, reductions and offload of compiled models as of others"
 
 
@@ -182,13 +187,13 @@ class Compile(Block):
     autoep_non_moe: bool = no_effect(False, _COMPILED)
     free_activation: bool = no_effect(False, _COMPILED)
     free_activation_threshold: Size = no_effect(10 * MIB, _COMPILED)
-    offload_activation: bool = no_effect(False, _COMPILED)
+    offload_activation: bool = switch(False, _OFFLOAD)
     offload_activation_pin_memory: bool = no_effect(True, _COMPILED)
-    offload_opt_states: bool = no_effect(False, _COMPILED)
+    offload_opt_states: bool = switch(False, _OFFLOAD)
     double_buffer: bool = no_effect(True, _COMPILED)
     symmetric_memory: bool = no_effect(False, _COMPILED)
     debug_log: bool = no_effect(False, _COMPILED)
-    offload_parameters: bool = no_effect(False, _COMPILED)
+    offload_parameters: bool = switch(False, _OFFLOAD)
     sync_before_reduce: bool = no_effect(False, _COMPILED)
     sync_after_reduce: bool = no_effect(False, _COMPILED)
     sync_before_allgather: bool = no_effect(False, _COMPILED)
