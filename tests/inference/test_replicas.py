@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -368,12 +368,89 @@ def test_an_engine_that_ends() -> None:
         assert router.stats().finished[Finish.CANCELLED] <= 1, "figures of before its end are kept, as far as they were asked for"
 
 
-def test_a_request_that_ends_engines_ends() -> None:
-    """It goes to one other engine, not to all in turn."""
-    sources = [Local("a"), Local("b")]
+class Streamed(NamedTuple):
+    text: str
+    error: str | None
+
+
+def ask_over_http(address: str, prompt: str, **fields: Any) -> tuple[int, Any]:
+    """The status and the body, or what a stream said."""
+    reply = call(address, "POST", COMPLETIONS, json.dumps({"model": "model", "prompt": prompt, "temperature": 0, **fields}))
+    if not fields.get("stream"):
+        return reply.status, json.loads(reply.body)
+    events = [json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line.startswith("data: {")]
+    errors = [event["error"]["message"] for event in events if "error" in event]
+    text = "".join(choice["text"] for event in events for choice in event.get("choices", ()))
+    return reply.status, Streamed(text, errors[0] if errors else None)
+
+
+@pytest.mark.parametrize("fields", [{"n": 2, "seed": 7, "temperature": 1.0, "logprobs": 2}, {"max_tokens": 40, "echo": True}])
+def test_a_whole_answer_begins_again_at_another_engine(fields: dict[str, Any]) -> None:
+    """Its client has got nothing of it: the response is that of an engine that lives. A stream that has begun ends with an error,
+    and one that has not goes to the other engine, too."""
+    fields = {"max_tokens": 30, "ignore_eos": True, **fields}
+    steps = threading.Semaphore(0)
+    a, b = Local("a", lambda batch: steps.acquire(timeout=30)), Local("b")
+    with running() as engine, serving(engine) as address:  # type: ignore[arg-type]
+        expected = [ask_over_http(address, prompt, **fields)[1] for prompt in ("whole", "late")]
+    with routed(a, b) as router, serving(router) as address, ThreadPoolExecutor(4) as clients:  # type: ignore[arg-type]
+        router.engines[1].state = ReplicaState.DRAINING
+        whole = clients.submit(ask_over_http, address, "whole", **fields)
+        until(lambda: router.stats().running > 0)
+        begun = clients.submit(ask_over_http, address, "begun", stream=True, max_tokens=30, ignore_eos=True)
+        until(lambda: len(router.engines[0]._tickets) == 2)
+        steps.release(6)
+        until(lambda: all(ticket.generated > 2 for ticket in router.engines[0]._tickets.values()))
+        late = clients.submit(ask_over_http, address, "late", stream=True, **{**fields, "logprobs": None})
+        until(lambda: len(router.engines[0]._tickets) == 3)
+        router.engines[1].state = ReplicaState.READY
+        a.allowed.clear()
+        a.cut()
+        steps.release(1000)
+        status, body = whole.result()
+        assert status == 200, body
+        assert [body["choices"], body["usage"]] == [expected[0]["choices"], expected[0]["usage"]]
+        status, streamed = begun.result()
+        assert status == 200 and streamed.text and "was cut (a)" in str(streamed.error)
+        texts = [choice["text"] for choice in expected[1]["choices"]]
+        status, streamed = late.result()
+        assert (status, streamed.error, sorted(streamed.text)) == (200, None, sorted("".join(texts)))
+        a.allowed.set()
+
+
+def test_what_a_dead_engine_has_goes_to_another() -> None:
+    """Requests fail by themselves until the engine knows that it is dead; then its end is the engine's, not theirs."""
+    go, prompts = threading.Event(), [f"number {number}" for number in range(5)]
+    with running() as engine:
+        expected = [wait(ask(engine, prompt)).text() for prompt in prompts]
+
+    def device(batch: Batch) -> None:
+        if go.wait(30):
+            raise RuntimeError("the device is lost")
+
+    a, b = Local("a", device, max_running=1), Local("b")
+    with routed(a, b) as router:
+        router.engines[1].state = ReplicaState.DRAINING
+        answers = [submit(router, prompt) for prompt in prompts]
+        router.engines[1].state = ReplicaState.READY
+        a.allowed.clear()
+        go.set()
+        until(lambda: not a.engine.healthy)
+        a.cut()
+        ends = [wait(answer).last() for answer in answers]
+        assert [end.finish is Finish.ERROR for end in ends] == [True, True, False, False, False]
+        assert [answer.text() for answer in answers[2:]] == expected[2:]
+        a.before = lambda batch: None
+        a.allowed.set()
+
+
+@pytest.mark.parametrize("after", [0, 5])  # tokens
+def test_a_request_that_ends_engines_ends(after: int) -> None:
+    """It goes to one other engine, not to all in turn, also if it is a whole one that has begun."""
+    sources = [Local("a"), Local("b"), Local("c")]
 
     def die(batch: Batch) -> None:
-        if any(chunk.request.tokens[0] == ord("!") for chunk in batch.chunks):
+        if any(chunk.request.tokens[0] == ord("!") and chunk.request.num_generated >= after for chunk in batch.chunks):
             for source in sources:
                 if threading.current_thread() is source.engine._thread:
                     source.cut()
@@ -382,9 +459,9 @@ def test_a_request_that_ends_engines_ends() -> None:
         source.before = die
     with routed(*sources) as router:
         with suppress(ClosedError):  # both have ended before they could accept it
-            assert wait(submit(router, "! kills")).last().finish is Finish.ERROR
-        until(lambda: len(router._ready()) == 2)
-        assert sorted(source.opens for source in sources) == [2, 2]
+            assert wait(submit(router, "! kills", replace(GREEDY, ignore_eos=True), whole=True)).last().finish is Finish.ERROR
+        until(lambda: len(router._ready()) == 3)
+        assert sorted(source.opens for source in sources) == [1, 2, 2]
         assert wait(submit(router, "good")).last().finish is not Finish.ERROR
 
 

@@ -644,6 +644,7 @@ class Engine:
             self._failures = 0
             if (error := self._probe()) is not None:
                 why = f"{MAX_FAILURES} consecutive forwards failed, and then a single token that had worked before: {error}"
+                logger.error("the engine of %s fails: %s", self.model_name, why)
                 self._shut(Finish.ERROR, why)
 
     def _probe(self) -> str | None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slipstream.inference import wire
+from slipstream.inference.core import Finish
 from slipstream.inference.embedding import EmbeddingEngine
 from slipstream.inference.engine import Engine, Handle, Output
 from slipstream.inference.kv_cache import reserved_nbytes
@@ -137,6 +138,8 @@ class Session:
 
         def sink(output: Output) -> None:
             nonlocal unfinished
+            if output.finish in (Finish.CANCELLED, Finish.ERROR) and not self.engine.healthy:
+                return  # the connection ends with the engine, and the server asks another one
             self.link.send("output", number, output)
             if output.finish is not None:
                 unfinished -= 1
@@ -244,7 +247,7 @@ def _serve(link: wire.Link, assembled: Assembled, digest: str, shared: int = 0) 
         session.join(LOOK)
     if not session.is_alive():
         return 0
-    link.close()  # after the errors of its requests
+    link.close()
     return 1
 
 

@@ -1,7 +1,8 @@
 """Convert an engine's outputs to the formats of responses, streaming and non-streaming.
 
-A format receives the outputs of every choice in order. In OpenAI's two formats with `choices`, `pieces` makes the chunks of a
-stream from new outputs; `choice` makes the entry of a non-streaming response from all outputs of a choice, concatenated by `join`.
+A format receives the outputs of every choice in order; their `index` is the choice. In OpenAI's two formats with `choices`,
+`pieces` makes the chunks of a stream from new outputs; `choice` makes the entry of a non-streaming response from all outputs of a
+choice, concatenated by `join`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,25 +32,27 @@ from slipstream.inference.server.gate import JSON
 from slipstream.inference.text import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """Consecutive outputs of one choice, concatenated."""
-
-    index: int  # of the choice
-    text: str
-    logprobs: Sequence[Logprob]
-    finish: Finish | None
-    prompt: Sequence[Logprob | None] | None = None  # of the prompt's tokens, if requested; only with the first output
-
-
-def join(index: int, outputs: Sequence[Output]) -> Joined:
-    return Joined(
-        index=index,
-        text="".join(output.text for output in outputs),
-        logprobs=[logprob for output in outputs for logprob in output.logprobs],
-        finish=outputs[-1].finish,
-        prompt=outputs[0].prompt_logprobs,
+def join(index: int, outputs: Sequence[Output]) -> Output:
+    """Consecutive outputs of one sequence, which is choice `index`, as one."""
+    last = outputs[-1]
+    return Output(
+        index,
+        "".join(output.text for output in outputs),
+        tuple(token for output in outputs for token in output.token_ids),
+        tuple(logprob for output in outputs for logprob in output.logprobs),
+        last.finish,
+        last.usage,
+        last.error,
+        outputs[0].prompt_logprobs,
     )
+
+
+def joined(batch: Iterable[tuple[int, Output]]) -> list[Output]:
+    """The outputs of each choice as one, in the order of the choices' first outputs."""
+    outputs: dict[int, list[Output]] = {}
+    for choice, output in batch:
+        outputs.setdefault(choice, []).append(output)
+    return [join(choice, parts) for choice, parts in outputs.items()]
 
 
 def event(body: Any, name: str = "") -> bytes:
@@ -68,7 +71,7 @@ class Format(ABC):
         """The beginning of a stream."""
 
     @abstractmethod
-    def events(self, part: Joined) -> bytes:
+    def events(self, part: Output) -> bytes:
         """The events of new outputs; none while the text is held back."""
 
     @abstractmethod
@@ -80,7 +83,7 @@ class Format(ABC):
         """The event of an error, which is the end of the stream."""
 
     @abstractmethod
-    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
+    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
         """A whole response."""
 
 
@@ -105,18 +108,18 @@ class ChoicesFormat(Format):
         self.head: dict[str, Any] = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
 
     @abstractmethod
-    def pieces(self, part: Joined) -> list[dict[str, Any]]:
+    def pieces(self, part: Output) -> list[dict[str, Any]]:
         """Return the `choices` entries of the next chunks; none while the text is held back."""
 
     @abstractmethod
-    def choice(self, joined: Joined) -> CompletionChoice | ChatChoice:
+    def choice(self, joined: Output) -> CompletionChoice | ChatChoice:
         """Return the `choices` entry of a non-streaming response."""
 
     def begin(self, include_usage: bool) -> bytes:
         self.include_usage = include_usage
         return b""
 
-    def events(self, part: Joined) -> bytes:
+    def events(self, part: Output) -> bytes:
         return b"".join(self._chunk([choice]) for choice in self.pieces(part))
 
     def end(self, usages: Mapping[int, Usage]) -> bytes:
@@ -125,7 +128,7 @@ class ChoicesFormat(Format):
     def error(self, error: RequestError) -> bytes:
         return event(error.body())
 
-    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
+    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
         entries = [self.choice(joined) for joined in choices]
         return {**self.head, "object": self.response_object, "choices": entries, "usage": self._usage(usages)}
 
@@ -147,10 +150,10 @@ class ChoicesFormat(Format):
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in firsts)},
         }
 
-    def _prompt(self, part: Joined) -> list[dict[str, PromptLogprob] | None]:
+    def _prompt(self, part: Output) -> list[dict[str, PromptLogprob] | None]:
         """The log-probabilities of the prompt's tokens: by token id, of the token and of the likeliest."""
         listed: list[dict[str, PromptLogprob] | None] = []
-        for entry in part.prompt or ():
+        for entry in part.prompt_logprobs or ():
             ranks = {} if entry is None else {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
             if entry is not None:
                 ranks.setdefault(entry.token_id, (entry.logprob, None))  # type: ignore[arg-type]
@@ -184,19 +187,19 @@ class CompletionFormat(ChoicesFormat):
         self._offsets: dict[int, int] = {}  # choice -> offset of its next token in its text
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # choice -> decoder; counts a character once it is complete
 
-    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
-        kept: list[Joined] = []
+    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
+        kept: list[Output] = []
         for first in range(0, len(choices) if self.kept < self.width else 0, self.width):
             best = sorted(choices[first : first + self.width], key=_likeliness, reverse=True)[: self.kept]
             kept += [replace(joined, index=len(kept) + place) for place, joined in enumerate(best)]
         return super().body(kept or choices, usages)
 
-    def pieces(self, part: Joined) -> list[dict[str, Any]]:
-        if not (part.text or part.finish or part.prompt or (self.logprobs and part.logprobs)):
+    def pieces(self, part: Output) -> list[dict[str, Any]]:
+        if not (part.text or part.finish or part.prompt_logprobs or (self.logprobs and part.logprobs)):
             return []
         return [dict(self.choice(part))]
 
-    def choice(self, joined: Joined) -> CompletionChoice:
+    def choice(self, joined: Output) -> CompletionChoice:
         part = replace(joined, text="", logprobs=(), finish=joined.finish and Finish.LENGTH) if self.silent else joined
         repeated = self._repeated(self.echo, part.index) if self.echo and part.index not in self._started else ""
         self._started.add(part.index)
@@ -206,7 +209,7 @@ class CompletionFormat(ChoicesFormat):
             "logprobs": self._logprobs(part) if self.logprobs else None,
             "finish_reason": _reason(part.finish),
         }
-        if self.scored and part.prompt is not None:
+        if self.scored and part.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._prompt(part)
         return choice
 
@@ -214,13 +217,15 @@ class CompletionFormat(ChoicesFormat):
         prompt = echo.prompts[index // self.kept]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special=False)
 
-    def _logprobs(self, part: Joined) -> CompletionLogprobs:
+    def _logprobs(self, part: Output) -> CompletionLogprobs:
         """Tokens are keyed by their text: of several with the same text, top_logprobs has only the most likely."""
         offset = self._offsets.get(part.index, 0)
         decoder = self._decoders.setdefault(part.index, codecs.getincrementaldecoder("utf-8")("replace"))
         body: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        prompt = self.prompts[part.index // self.kept] if self.echo and part.prompt is not None else ()
-        for token, entry in (*zip(prompt, part.prompt or (), strict=False), *((entry.token_id, entry) for entry in part.logprobs)):
+        scored: list[tuple[int, Logprob | None]] = [(entry.token_id, entry) for entry in part.logprobs]
+        if self.echo and part.prompt_logprobs is not None:
+            scored = [*zip(self.prompts[part.index // self.kept], part.prompt_logprobs, strict=True), *scored]
+        for token, entry in scored:
             body["tokens"].append(self._name(token))
             body["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
             body["top_logprobs"].append(None if entry is None else self._top(entry))
@@ -274,9 +279,9 @@ class ChatFormat(ChoicesFormat):
         self._called: set[int] = set()  # choices whose only forced call has begun, which it does after the reasoning
         self._cut: set[int] = set()  # choices whose forced call is truncated
 
-    def pieces(self, part: Joined) -> list[dict[str, Any]]:
+    def pieces(self, part: Output) -> list[dict[str, Any]]:
         logprobs = self._logprobs(part) if self.logprobs and part.logprobs else None
-        scores, (thought, part) = part if self.scored and part.prompt is not None else None, self._think(part)
+        scores, (thought, part) = part if self.scored and part.prompt_logprobs is not None else None, self._think(part)
         deltas = self._deltas(part, thought)
         if logprobs and not deltas:
             deltas.append({"content": ""})
@@ -291,7 +296,7 @@ class ChatFormat(ChoicesFormat):
             choices.append({"index": part.index, "delta": {}, "logprobs": None, "finish_reason": self._reason(part)})
         return choices
 
-    def _deltas(self, part: Joined, thought: str) -> list[dict[str, Any]]:
+    def _deltas(self, part: Output, thought: str) -> list[dict[str, Any]]:
         """What a part adds to its message: role, reasoning, calls, text."""
         deltas: list[dict[str, Any]] = []
         if part.index not in self._started:
@@ -318,7 +323,7 @@ class ChatFormat(ChoicesFormat):
             deltas.append({"content": part.text})
         return deltas
 
-    def choice(self, joined: Joined) -> ChatChoice:
+    def choice(self, joined: Output) -> ChatChoice:
         logprobs = self._logprobs(joined) if self.logprobs else None
         thought, joined = self._think(joined)
         if len(self.forced) == 1:
@@ -335,13 +340,13 @@ class ChatFormat(ChoicesFormat):
         }
         if thought:
             answer["message"]["reasoning_content"] = thought
-        if self.scored and joined.prompt is not None:
+        if self.scored and joined.prompt_logprobs is not None:
             answer["prompt_logprobs"] = self._prompt(joined)
         if calls:
             answer["message"]["tool_calls"] = [self._call(*call) for call in calls]  # type: ignore[misc]
         return answer
 
-    def _think(self, part: Joined) -> tuple[str, Joined]:
+    def _think(self, part: Output) -> tuple[str, Output]:
         """Split off the reasoning."""
         if self.thinking is None:
             return "", part
@@ -349,7 +354,7 @@ class ChatFormat(ChoicesFormat):
         thought, text = thoughts.push(part.text, last=part.finish is not None)
         return thought, replace(part, text=text)
 
-    def _parse(self, part: Joined) -> tuple[str, list[tuple[str, str]]]:
+    def _parse(self, part: Output) -> tuple[str, list[tuple[str, str]]]:
         finder = self._finders.setdefault(part.index, CallFinder(self.allowed, self.max_calls, self.calls))
         return finder.push(part.text, last=part.finish is not None)
 
@@ -365,14 +370,14 @@ class ChatFormat(ChoicesFormat):
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    def _reason(self, part: Joined) -> Any:
+    def _reason(self, part: Output) -> Any:
         """A call of the function that the client named ends with "stop", any other call with "tool_calls" (OpenAI's guide)."""
         reason = _reason(part.finish)
         forced = self.forced and not self.named and part.index not in self._cut
         called = self._finders[part.index].num_calls if self.allowed else forced
         return "tool_calls" if reason == "stop" and called else reason
 
-    def _logprobs(self, part: Joined) -> ChatLogprobs:
+    def _logprobs(self, part: Output) -> ChatLogprobs:
         return {
             "content": [
                 {
@@ -392,7 +397,7 @@ def _reason(finish: Finish | None) -> Any:
     return None if finish is None else finish.value
 
 
-def _likeliness(joined: Joined) -> float:
+def _likeliness(joined: Output) -> float:
     """The mean log-probability of a token."""
     return sum(entry.logprob for entry in joined.logprobs) / max(1, len(joined.logprobs))
 

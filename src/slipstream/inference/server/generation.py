@@ -24,10 +24,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from slipstream.inference.core import NO_TARGET, Finish, QueueFullError, SamplingParams, Target
 from slipstream.inference.engine import Output, Usage, nbytes_of
-from slipstream.inference.server.answers import Joined, join
+from slipstream.inference.server.answers import joined
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.gate import JSON
-from slipstream.inference.server.router import Served
+from slipstream.inference.server.router import Router, Served
 
 if TYPE_CHECKING:
     from slipstream.inference.server.state import Front, Prepared
@@ -173,6 +173,7 @@ class Work:
     tenant: str = ""
     adapter: str = ""  # its name; "": the model alone
     constraint: str = ""  # the request's field that constrains the output
+    whole: bool = False  # the client gets nothing of it before its end
 
 
 class Deadlines:
@@ -248,9 +249,10 @@ async def running(
         def sink(output: Output) -> None:
             mailbox.post(first + output.index, output)
 
-        whose: dict[str, Any] = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter, **work.target._asdict()}
+        more: dict[str, Any] = {"salt": work.salt, "tenant": work.tenant, "adapter": work.adapter, **work.target._asdict()}
+        more |= {"whole": work.whole} if isinstance(engine, Router) else {}
         waited = time.perf_counter() - arrived  # to be prepared, and for the compiler of schemas
-        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, waited=waited, **whose)
+        return engine.submit(prompt, work.params, n=work.n, priority=work.priority, sink=sink, waited=waited, **more)
 
     def start(prompt: Sequence[int], first: int) -> asyncio.Future[Any]:
         """Submit in a worker thread. The caller must shield the future, else a cancellation loses the handle."""
@@ -321,7 +323,7 @@ class Answer(Response):
         self.front, self.engine, self.work, self.form, self.arrived = front, engine, prepared.work, prepared.form, arrived
         options = prepared.request.stream_options
         self.include_usage = options is not None and bool(options.include_usage)
-        self.write = self._stream if prepared.request.stream else self._respond
+        self.write = self._respond if prepared.work.whole else self._stream
         self.headers_sent = front.headers(prepared.ignored)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -363,14 +365,14 @@ class Answer(Response):
         first = self.form.begin(self.include_usage)
         async for batch in batches:
             usages |= _usages(batch)
-            if body := first + b"".join(self.form.events(part) for part in _joined(batch)):
+            if body := first + b"".join(self.form.events(part) for part in joined(batch)):
                 await mailbox.send(send, body, more=True)
             first = b""
         await mailbox.send(send, first + self.form.end(usages), more=False)
 
     async def _respond(self, batches: Batches, mailbox: Mailbox, send: Send) -> None:
         outputs = [entry async for batch in batches for entry in batch]
-        response = JSON(self.form.body(sorted(_joined(outputs), key=lambda joined: joined.index), _usages(outputs)))
+        response = JSON(self.form.body(sorted(joined(outputs), key=lambda one: one.index), _usages(outputs)))
         headers = [*response.raw_headers, *self.headers_sent]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": response.body})
@@ -394,11 +396,3 @@ def _refusal(message: str, constraint: str) -> RequestError:
 
 def _usages(batch: list[tuple[int, Output]]) -> dict[int, Usage]:
     return {choice: output.usage for choice, output in batch if output.usage is not None}
-
-
-def _joined(batch: list[tuple[int, Output]]) -> list[Joined]:
-    """Join the outputs of each choice, in the order of the choices' first outputs."""
-    outputs: dict[int, list[Output]] = {}
-    for choice, output in batch:
-        outputs.setdefault(choice, []).append(output)
-    return [join(choice, parts) for choice, parts in outputs.items()]

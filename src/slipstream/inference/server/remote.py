@@ -17,6 +17,7 @@ from typing import Any
 from slipstream.inference import wire
 from slipstream.inference.core import Finish, SamplingParams
 from slipstream.inference.engine import ClosedError, Output, Sink, Usage
+from slipstream.inference.server.answers import joined
 from slipstream.inference.stats import Stats, settled, total
 from slipstream.inference.wire import Link
 
@@ -45,6 +46,7 @@ class Ticket:
     params: SamplingParams
     sink: Sink
     more: Mapping[str, Any]  # n, priority, salt, tenant, adapter, first_within, wait_within
+    whole: bool = False  # nothing of it is delivered before its end, so that another engine can begin it again
     keys: Sequence[int] = ()  # of its prefixes, `router.prefix_keys`
     number: int = 0  # at its engine
     engine: RemoteEngine | None = None
@@ -57,6 +59,7 @@ class Ticket:
     arrival: float = field(default_factory=time.monotonic)
     generated: int = 0
     unfinished: set[int] = field(default_factory=set)  # sequences
+    kept: list[tuple[int, Output]] = field(default_factory=list)  # of a whole one: each output and its sequence
 
     @property
     def size(self) -> int:
@@ -67,17 +70,29 @@ class Ticket:
     def outstanding(self) -> int:
         """Tokens that its engine has still to compute, about."""
         rest = len(self.unfinished) * min(self.params.max_tokens, EXPECTED) - self.generated
-        return (0 if self.begun else self.uncached) + max(rest, len(self.unfinished))
+        return (0 if self.generated else self.uncached) + max(rest, len(self.unfinished))
+
+    def begin(self, number: int, engine: RemoteEngine) -> None:
+        """At an engine, which may not be the first."""
+        self.number, self.engine = number, engine
+        self.unfinished, self.generated, self.kept = set(range(self.more["n"])), 0, []
 
     def deliver(self, output: Output) -> None:
         num = len(output.token_ids)
         if self.engine is not None and num:  # without any, it may only have waited
             self.engine.charge(self.more["tenant"], 2 * num + (0 if self.generated else self.uncached))
-        self.begun = True
         self.generated += num
         if output.finish is not None:
             self.unfinished.discard(output.index)
-        self.sink(output)
+        outputs = [output]
+        if self.whole:
+            self.kept.append((output.index, output))
+            if self.unfinished and output.finish not in (Finish.CANCELLED, Finish.ERROR):
+                return
+            outputs, self.kept = joined(self.kept), []
+        self.begun = True
+        for one in outputs:
+            self.sink(one)
 
     def end(self, finish: Finish, why: str | None = None) -> None:
         """Deliver the ends of its unfinished sequences."""
@@ -150,8 +165,7 @@ class RemoteEngine:
 
     def submit(self, ticket: Ticket) -> None:
         """Raises as `Engine.submit`, and LostError."""
-        ticket.number, ticket.engine = next(self._numbers), self
-        ticket.unfinished = set(range(ticket.more["n"]))
+        ticket.begin(next(self._numbers), self)
         self._tickets[ticket.number] = ticket
         try:
             more = {**ticket.more, "elsewhere": ticket.elsewhere, "waited": time.monotonic() - ticket.arrival}

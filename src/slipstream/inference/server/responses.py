@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from slipstream.inference.core import Finish
-from slipstream.inference.engine import Usage
-from slipstream.inference.server.answers import ChatFormat, Format, Joined, event
+from slipstream.inference.engine import Output, Usage
+from slipstream.inference.server.answers import ChatFormat, Format, event
 from slipstream.inference.server.chat import ChatRequest
 from slipstream.inference.server.chat import prepare as prepare_chat
 from slipstream.inference.server.errors import RequestError
@@ -227,7 +227,7 @@ class ResponsesFormat(Format):
         started = self._response("in_progress", None)
         return self._event("response.created", response=started) + self._event("response.in_progress", response=started)
 
-    def events(self, part: Joined) -> bytes:
+    def events(self, part: Output) -> bytes:
         self.finish = part.finish
         events = b""
         for piece in self.chat.pieces(part):
@@ -253,7 +253,7 @@ class ResponsesFormat(Format):
         failed = self._response("failed", None) | {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._event("response.failed", response=failed)
 
-    def body(self, choices: Sequence[Joined], usages: Mapping[int, Usage]) -> Any:
+    def body(self, choices: Sequence[Output], usages: Mapping[int, Usage]) -> Any:
         for joined in choices:
             self.events(joined)
         status = self._status()

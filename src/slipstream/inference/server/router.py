@@ -1,8 +1,8 @@
 """Several engines as one: `Router` has what the HTTP server needs of an engine, and keeps their processes alive.
 
-A request goes to the engine that has least left to compute for it: `ranked`. If an engine ends, requests without an output so far
-go to another, as new ones; those that have begun end with an error. One thread for each engine starts it, or connects to it on
-another host, reads from it, and does so again when it ends; a request is sent by the thread that submits it.
+A request goes to the engine that has least left to compute for it: `ranked`. If an engine ends, requests of which nothing has been
+delivered go to another, as new ones; streams that have begun end with an error. One thread for each engine starts it, or connects
+to it on another host, reads from it, and does so again when it ends; a request is sent by the thread that submits it.
 """
 
 from __future__ import annotations
@@ -247,8 +247,10 @@ class Router:
         first_within: float | None = None,
         wait_within: float | None = None,
         waited: float = 0.0,
+        whole: bool = False,
     ) -> Ticket:
-        """Raises as `Engine.submit`."""
+        """As `Engine.submit`. `whole`: the sink gets one output of each sequence, when all have ended or one has failed, and until
+        then another engine may begin again."""
         if self.embeds:
             does, path = ("scores pairs of texts", "rerank") if self._scores else ("embeds texts", "embeddings")
             raise ValueError(f"{self.model_name} {does} and does not generate: POST /v1/{path}")
@@ -258,7 +260,7 @@ class Router:
         more |= target_of(first_within, wait_within)._asdict()
         keys = prefix_keys(prompt, self.block_size, salt, adapter)
         arrival = time.monotonic() - waited
-        ticket = Ticket(prompt=prompt, params=params, sink=sink, more=more, keys=keys, arrival=arrival)
+        ticket = Ticket(prompt=prompt, params=params, sink=sink, more=more, whole=whole, keys=keys, arrival=arrival)
         self._place(ticket)
         return ticket
 

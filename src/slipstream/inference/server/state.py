@@ -227,6 +227,7 @@ class Serving:
             # Even if it was unloaded since the name was checked: the model alone would answer in its name.
             adapter="" if request.model in (None, self.engine.model_name) else request.model,
             constraint=constraint,
+            whole=not request.stream,
         )
         return Prepared(request, work, form, names)
 
