@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -96,6 +97,33 @@ def test_a_key_that_is_missing(address: str, capsys: pytest.CaptureFixture[str])
     assert "401" in capsys.readouterr().err
 
 
+@contextmanager
+def saying(answer: bytes, times: int) -> Iterator[str]:
+    """A server that says it to each of so many clients."""
+
+    def reply() -> None:
+        for _ in range(times):
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 20):  # closed with something unread, it would be a reset connection
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=reply)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def test_a_server_of_something_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with saying(STREAM + b"<html>welcome</html>", times=1) as address:
+        assert main(["bench-serve", address]) == 2
+    error = f"slipstream bench-serve: http://{address}: /v1/models lists no model; name it with --model\n"
+    assert capsys.readouterr().err == error
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
@@ -111,20 +139,8 @@ def test_a_key_that_is_missing(address: str, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_servers_that_break_off(answer: bytes, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def reply() -> None:
-        for _ in range(2):
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(answer)
-                connection.shutdown(socket.SHUT_WR)
-                while connection.recv(1 << 20):  # closed with something unread, it would be a reset connection
-                    pass
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=reply)
-        thread.start()
-        code, result = bench(capsys, f"127.0.0.1:{listener.getsockname()[1]}", "--model=m", "--requests=2")
-        thread.join()
+    with saying(answer, times=2) as address:
+        code, result = bench(capsys, address, "--model=m", "--requests=2")
     assert code == 1
     assert sum(result["failed"].values()) == 2
     assert all(why in one for one in result["failed"])

@@ -98,6 +98,8 @@ def test_a_model_is_loaded_once_at_its_first_request(pool: ThreadPoolExecutor) -
         until_waiting(address, "a", 4)
         assert states(address) == {"a": "loading", "b": "unloaded"}
         assert ask(address, "b").status == 200, "it does not wait for the other"
+        body = json.dumps({"model": "b", "prompt": "some text"}).encode()
+        assert call(address, "POST", COMPLETIONS, b"\xef\xbb\xbf" + body).status == 200, "as PowerShell writes UTF-8"
         a.allowed.set()
         assert [reply.result().status for reply in replies] == [200] * 4
         assert (a.opens, b.opens) == (1, 1)

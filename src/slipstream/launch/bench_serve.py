@@ -23,7 +23,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import h11
+from slipstream.world.extras import needs
+
+with needs("the load generator", extra="serve"):
+    import h11
 
 __all__ = ["execute"]
 
@@ -93,10 +96,10 @@ class Client:
     async def model(self) -> str:
         """The first model in /v1/models."""
         async with self._send("GET", "/v1/models", None) as chunks:
-            answer = json.loads(b"".join([chunk async for chunk in chunks]))
+            answer = b"".join([chunk async for chunk in chunks])
         try:
-            return str(answer["data"][0]["id"])
-        except (LookupError, TypeError):
+            return str(json.loads(answer)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
             raise ServerError("/v1/models lists no model; name it with --model") from None
 
     async def complete(self, model: str, request: LoadRequest, answer: RequestTimes, start: float) -> None:

@@ -11,6 +11,7 @@ per MB.
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,7 @@ class Body:
         """All that has arrived. Raises RequestError if the body was rejected."""
         if self.refused is not None:
             raise self.refused
-        self._parts = [b"".join(self._parts)]  # which copies nothing the second time
+        self._parts = [b"".join(self._parts).removeprefix(codecs.BOM_UTF8)]  # PowerShell's begin with it; the second time no copy
         return self._parts[0]
 
     def _hold(self, size: int) -> None:

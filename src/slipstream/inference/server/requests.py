@@ -7,7 +7,6 @@ named in the header x-slipstream-ignored and in the log; with --strict-fields th
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -235,7 +234,7 @@ def parse(kind: type[RequestT], body: bytes) -> RequestT:
     if kind.has_messages:
         check_messages(body)
     try:
-        return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))  # PowerShell's begin with it
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise refused(error) from None
 
