@@ -50,37 +50,44 @@ def _ends(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, IO[str], l
 class _Process:
     """A process that an engine runs in, or will: its link, and what it says on stderr, which goes on with its name."""
 
-    pid: int
-
-    def __init__(self, name: str, connection: socket.socket, said: IO[str]) -> None:
+    def __init__(self, name: str, pid: int, connection: socket.socket, said: IO[str]) -> None:
         """`said`: the read end of its stderr."""
-        self.name, self.tail, self.connection, self.link = name, deque[str](maxlen=TAIL), connection, Link(connection)
+        self._using = threading.Lock()
+        self._descriptor: int | None = os.pidfd_open(pid)  # None: closed, and its number another's
+        self.name, self.pid, self.tail, self.connection = name, pid, deque[str](maxlen=TAIL), connection
+        self.link = Link(connection)
         self.forwarding = threading.Thread(target=self._forward, args=(said,), daemon=True)
         self.forwarding.start()
 
     def kill(self) -> None:
-        raise NotImplementedError
+        with self._using, suppress(OSError):  # it has ended
+            if self._descriptor is not None:
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
-    def _wait(self, seconds: float) -> bool:
-        """Whether it has ended."""
-        raise NotImplementedError
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Within so many seconds."""
+        return self._descriptor is None or is_readable(self._descriptor, seconds)
 
     def _status(self) -> int | None:
         """Of the process, which has ended; negative: of a signal; None: nobody knows."""
         raise NotImplementedError
 
     def end(self) -> str:
-        """Wait until the process has ended, kill it if that takes long, and return how it ended. Its link is closed."""
-        if not self._wait(PATIENCE):
+        """Close its link, which ends it, kill it if that takes long, and return how it ended."""
+        self.link.close()
+        if not self.has_ended(PATIENCE):
             self.kill()
-            self._wait(PATIENCE)
-        if (status := self._status()) is None:
+            self.has_ended(PATIENCE)
+        with self._using:
+            descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+        if descriptor is None or (status := self._status()) is None:
             return "ended"
         return f"exited with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
 
     def failed(self) -> ReplicaError:
         """It ended before its engine was ready: the error, with the end of its stderr."""
-        self.link.close()
         ending = self.end()
         self.forwarding.join(1)
         return ReplicaError(f"{self.name} {ending} before its engine was ready; its last lines:\n{''.join(self.tail).rstrip()}")
@@ -101,48 +108,22 @@ class Blank(_Process):
             link, said, (its, says) = _ends(ours, theirs)
             command = [sys.executable, "-m", "slipstream.inference.replica", str(its)]
             # A group of its own: the terminal's Ctrl-C is the server's, which lets running requests finish.
-            self.process = subprocess.Popen(command, pass_fds=[its], stdout=says, stderr=says, process_group=0)
-            self.pid = self.process.pid
-            super().__init__(SPARE, link, said)
+            self._process = subprocess.Popen(command, pass_fds=[its], stdout=says, stderr=says, process_group=0)
+            super().__init__(SPARE, self._process.pid, link, said)
             ours.pop_all()
 
-    def kill(self) -> None:
-        self.process.kill()
-
-    def _wait(self, seconds: float) -> bool:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
     def _status(self) -> int | None:
-        return self.process.returncode
+        return self._process.poll()
 
 
 class Fork(_Process):
     """A replica that a zygote has forked."""
 
     def __init__(self, zygote: Zygote, blank: Blank, name: str, pid: int, connection: socket.socket, said: IO[str]) -> None:
-        self.zygote, self.blank, self.pid = zygote, blank, pid
-        self._using = threading.Lock()
-        self._descriptor: int | None = os.pidfd_open(pid)  # None: closed, and its number another's
-        super().__init__(name, connection, said)
-
-    def kill(self) -> None:
-        with self._using, suppress(OSError):  # it has ended
-            if self._descriptor is not None:
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def _wait(self, seconds: float) -> bool:
-        return self._descriptor is None or is_readable(self._descriptor, seconds)
+        self.zygote, self.blank = zygote, blank
+        super().__init__(name, pid, connection, said)
 
     def _status(self) -> int | None:
-        with self._using:
-            descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return None
-        os.close(descriptor)
         return self.zygote.status(self.blank, self.pid)
 
 
@@ -184,8 +165,8 @@ class Zygote:
                 self._lock.release()
             if kind == "status":
                 return status
-        with suppress(subprocess.TimeoutExpired, ChildProcessError):
-            blank.process.wait(BUSY)  # until it has ended, its forks are not this process's
+        blank.has_ended(BUSY)  # until then its forks are not this process's
+        with suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)
             return os.waitstatus_to_exitcode(status) if ended else None
         return None
@@ -197,7 +178,6 @@ class Zygote:
             blank.kill()
         with self._lock:
             if self._blank is not None:
-                self._blank.link.close()
                 self._blank.end()
                 self._blank = None
 
@@ -209,10 +189,10 @@ class Zygote:
         return ["ended", None]
 
     def _loaded(self) -> Blank:
-        if self._blank is not None and self._blank.process.poll() is None:
+        if self._blank is not None and not self._blank.has_ended():
             return self._blank
         if self._blank is not None:
-            self._blank.link.close()
+            self._blank.end()
         self._blank = blank = self.spare.take()
         blank.name = self.name
         if self._closed:
@@ -239,10 +219,10 @@ class Spare:
         """The spare process, if it lives; else a new one."""
         with self._lock:
             blank, self._blank = self._blank, None
-        if blank is not None and blank.process.poll() is None:
+        if blank is not None and not blank.has_ended():
             return blank
         if blank is not None:
-            blank.link.close()
+            blank.end()
         return Blank()
 
     def fill(self) -> None:
@@ -257,9 +237,8 @@ class Spare:
         with self._lock:
             self._closed, blank, self._blank = True, self._blank, None
         if blank is not None:
-            blank.link.close()
-            blank.process.kill()
-            blank.process.wait()
+            blank.kill()
+            blank.end()
 
 
 @dataclass(kw_only=True)
@@ -315,5 +294,5 @@ class EngineProcess:
             self.zygote.close()
 
     def end(self) -> str:
-        """Wait until the process has ended, kill it if that takes long, and return how it ended. Its link is closed."""
+        """As `_Process.end`."""
         return "was never started" if self._process is None else self._process.end()
