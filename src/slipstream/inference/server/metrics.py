@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from slipstream.inference.core import Finish
 from slipstream.inference.stats import Histogram, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,126 +51,103 @@ class ModelFigures(NamedTuple):
     loading: Loading | None = None  # if there are several models
 
 
-Values = Iterable[tuple[str, str, float]]  # a suffix of the name, a label, a value
-
-
-def _line(name: str, model: str, suffix: str, label: str, value: float) -> str:
-    named = "model=" + json.dumps(model, ensure_ascii=False) if model else ""  # escaped as Prometheus asks
-    labels = ",".join(filter(None, (named, label)))
-    return f"slipstream_{name}{suffix}{f'{{{labels}}}' if labels else ''} {value:.10g}"
-
-
-def _block(name: str, kind: str, text: str, values: Iterable[tuple[str, str, str, float]]) -> list[str]:
-    """`values`: the model, and as in `Values`."""
-    head = [f"# HELP slipstream_{name} {text}", f"# TYPE slipstream_{name} {kind}"]
-    return head + [_line(name, *value) for value in values]
-
-
-def _of_processes(models: Sequence[ModelFigures]) -> list[str]:
-    lines = list[str]()
-    replicas = [(one.model, f'replica="{each.name}"', each) for one in models for each in one.replicas]
-    for name, kind, text, part in _OF_REPLICAS if replicas else ():
-        lines += _block(f"replica_{name}", kind, text, ((model, "", label, part(one)) for model, label, one in replicas))
-    counted = [(model, label, one.stats) for model, label, one in replicas if one.stats is not None]
-    for name, kind, text, value in _OF_STATS if replicas else ():
-        lines += _block(f"replica_{name}", kind, text, ((model, "", label, value(one)) for model, label, one in counted))
-    for name, kind, text, figure in _OF_LOADING if any(one.loading for one in models) else ():
-        lines += _block(f"model_{name}", kind, text, ((one.model, "", "", figure(one.loading)) for one in models if one.loading))
-    return lines
+# Name, type, attribute of what it is of, text.
+_OF_ENGINES = (
+    ("healthy", "gauge", "healthy", "1 while the engine accepts requests."),
+    ("requests_waiting", "gauge", "waiting", "Queued sequences."),
+    ("requests_running", "gauge", "running", "Running sequences, which hold KV blocks."),
+    ("kv_blocks", "gauge", "blocks", "Blocks of the KV cache."),
+    ("kv_block_tokens", "gauge", "block_size", "Tokens per KV block."),
+    ("kv_usage_ratio", "gauge", "kv_usage", "Fraction of the KV cache held by running sequences."),
+    ("tokens_per_second", "gauge", "tokens_per_second", "Generated, recent average."),
+    ("prompt_tokens_per_second", "gauge", "prompt_tokens_per_second", "Computed, recent average."),
+    ("prompt_tokens_total", "counter", "prompt_tokens", "Prompt tokens, computed or cached."),
+    ("cached_tokens_total", "counter", "cached_tokens", "Prompt tokens found in the prefix cache."),
+    ("generated_tokens_total", "counter", "generated_tokens", "Generated tokens."),
+    ("draft_tokens_total", "counter", "draft_tokens", "Tokens proposed by speculative decoding."),
+    ("accepted_tokens_total", "counter", "accepted_tokens", "Proposed tokens that were accepted."),
+    ("preemptions_total", "counter", "preemptions", "Sequences preempted and recomputed."),
+    ("forwards_total", "counter", "forwards", "Forward passes of the model."),
+    ("expert_hits_total", "counter", "expert_hits", "Experts of a layer needed and found in memory."),
+    ("expert_misses_total", "counter", "expert_misses", "Experts of a layer needed and read from disk."),
+    ("targets_met_total", "counter", "targets_met", "Sequences whose latency target was met."),
+    ("targets_missed_total", "counter", "targets_missed", "Sequences whose latency target was missed."),
+    ("finished_total", "counter", "finished", "Finished sequences by reason."),
+    ("time_to_first_token_seconds", "histogram", "time_to_first_token", "From arrival."),
+    ("time_between_tokens_seconds", "histogram", "between_tokens", "Per sequence."),
+    ("queue_seconds", "histogram", "queue", "From arrival to the first forward, per request."),
+    ("prefill_seconds", "histogram", "prefill", "From the first forward to the first token, per request."),
+    ("decode_seconds", "histogram", "decode", "From the first token to the end, per sequence."),
+    ("request_seconds", "histogram", "whole", "From arrival to the end, per sequence."),
+    ("request_prompt_tokens", "histogram", "prompt_lengths", "Per request."),
+    ("request_output_tokens", "histogram", "output_lengths", "Per sequence."),
+)
+_OF_REPLICAS = (
+    ("ready", "gauge", "ready", "1 while its process serves."),
+    ("starts_total", "counter", "starts", "Starts of its process, or connections to one on another host."),
+)
+_OF_THEIR_ENGINES = (
+    ("requests_waiting", "gauge", "waiting", "Queued sequences."),
+    ("requests_running", "gauge", "running", "Running sequences."),
+    ("kv_blocks_used", "gauge", "blocks_used", "Blocks of its KV cache held by running sequences."),
+    ("prompt_tokens_total", "counter", "prompt_tokens", "Prompt tokens, computed or cached."),
+    ("cached_tokens_total", "counter", "cached_tokens", "Prompt tokens found in its prefix cache."),
+    ("generated_tokens_total", "counter", "generated_tokens", "Generated tokens."),
+)
+_OF_LOADING = (
+    ("loaded", "gauge", "loaded", "1 while it is loaded."),
+    ("loads_total", "counter", "loads", "Loads."),
+    ("load_failures_total", "counter", "failures", "Loads that failed, and engines that could not be started again."),
+    ("requests_waiting", "gauge", "waiting", "HTTP requests that wait until it is loaded."),
+    ("bytes", "gauge", "nbytes", "Memory that it takes."),
+)
+_OF_TRAFFIC = (
+    ("requests_active", "gauge", "active", "HTTP requests that generate or are queued."),
+    ("requests_total", "counter", "answers", "HTTP responses by path and status."),
+    ("abandoned_total", "counter", "abandoned", "Responses whose client disconnected before their end."),
+)
 
 
 def render(models: Sequence[ModelFigures], traffic: Traffic) -> str:
-    lines: list[str] = []
-
-    def metric(*described: Any) -> None:
-        lines.extend(_block(*described))
-
-    def of_engines(name: str, kind: str, text: str, values: Callable[[Stats], Values]) -> None:
-        metric(name, kind, text, ((one.model, *value) for one in models if one.stats is not None for value in values(one.stats)))
-
-    def one(name: str, kind: str, text: str, value: Callable[[Stats], float]) -> None:
-        of_engines(name, kind, text, lambda stats: [("", "", value(stats))])
-
-    one("healthy", "gauge", "1 while the engine accepts requests.", lambda stats: stats.healthy)
-    one("requests_waiting", "gauge", "Queued sequences.", lambda stats: stats.waiting)
-    one("requests_running", "gauge", "Running sequences, which hold KV blocks.", lambda stats: stats.running)
-    metric("http_requests_active", "gauge", "HTTP requests that generate or are queued.", [("", "", "", traffic.active)])
-    one("kv_blocks", "gauge", "Blocks of the KV cache.", lambda stats: stats.blocks)
-    one("kv_block_tokens", "gauge", "Tokens per KV block.", lambda stats: stats.block_size)
-    one("kv_usage_ratio", "gauge", "Fraction of the KV cache held by running sequences.", lambda stats: stats.kv_usage)
-    one("tokens_per_second", "gauge", "Generated, recent average.", lambda stats: stats.tokens_per_second)
-    one("prompt_tokens_per_second", "gauge", "Computed, recent average.", lambda stats: stats.prompt_tokens_per_second)
-    one("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", lambda stats: stats.prompt_tokens)
-    one("cached_tokens_total", "counter", "Prompt tokens found in the prefix cache.", lambda stats: stats.cached_tokens)
-    one("generated_tokens_total", "counter", "Generated tokens.", lambda stats: stats.generated_tokens)
-    one("draft_tokens_total", "counter", "Tokens proposed by speculative decoding.", lambda stats: stats.draft_tokens)
-    one("accepted_tokens_total", "counter", "Proposed tokens that were accepted.", lambda stats: stats.accepted_tokens)
-    one("preemptions_total", "counter", "Sequences preempted and recomputed.", lambda stats: stats.preemptions)
-    one("forwards_total", "counter", "Forward passes of the model.", lambda stats: stats.forwards)
-    one("expert_hits_total", "counter", "Experts of a layer needed and found in memory.", lambda stats: stats.expert_hits)
-    one("expert_misses_total", "counter", "Experts of a layer needed and read from disk.", lambda stats: stats.expert_misses)
-    one("targets_met_total", "counter", "Sequences whose latency target was met.", lambda stats: stats.targets_met)
-    one("targets_missed_total", "counter", "Sequences whose latency target was missed.", lambda stats: stats.targets_missed)
-    of_engines("finished_total", "counter", "Finished sequences by reason.", _ends)
-    answers = [("", "", f'path="{path}",status="{status}"', num) for (path, status), num in sorted(traffic.answers.items())]
-    metric("http_requests_total", "counter", "HTTP responses by path and status.", answers)
-    metric(
-        "http_abandoned_total",
-        "counter",
-        "Responses whose client disconnected before their end.",
-        [("", "", "", traffic.abandoned)],
+    engines = [(_of(one.model), one.stats) for one in models if one.stats is not None]
+    replicas = [([*_of(one.model), f'replica="{each.name}"'], each) for one in models for each in one.replicas]
+    theirs = [(labels, one.stats) for labels, one in replicas if one.stats is not None]
+    loading = [(_of(one.model), one.loading) for one in models if one.loading is not None]
+    parts: tuple[tuple[str, Any, Sequence[tuple[list[str], Any]]], ...] = (
+        ("", _OF_ENGINES, engines),
+        ("http_", _OF_TRAFFIC, [([], traffic)]),
+        ("replica_", _OF_REPLICAS, replicas),
+        ("replica_", _OF_THEIR_ENGINES, theirs),
+        ("model_", _OF_LOADING, loading),
     )
-    of_engines("time_to_first_token_seconds", "histogram", "From arrival.", lambda stats: _histogram(stats.time_to_first_token))
-    of_engines("time_between_tokens_seconds", "histogram", "Per sequence.", lambda stats: _histogram(stats.between_tokens))
-    of_engines(
-        "queue_seconds", "histogram", "From arrival to the first forward, per request.", lambda stats: _histogram(stats.queue)
-    )
-    of_engines(
-        "prefill_seconds",
-        "histogram",
-        "From the first forward to the first token, per request.",
-        lambda stats: _histogram(stats.prefill),
-    )
-    of_engines(
-        "decode_seconds", "histogram", "From the first token to the end, per sequence.", lambda stats: _histogram(stats.decode)
-    )
-    of_engines("request_seconds", "histogram", "From arrival to the end, per sequence.", lambda stats: _histogram(stats.whole))
-    of_engines("request_prompt_tokens", "histogram", "Per request.", lambda stats: _histogram(stats.prompt_lengths))
-    of_engines("request_output_tokens", "histogram", "Per sequence.", lambda stats: _histogram(stats.output_lengths))
-    lines += _of_processes(models)
+    lines = list[str]()
+    for prefix, rows, ones in parts:
+        for name, kind, attribute, text in rows if ones else ():
+            name = f"slipstream_{prefix}{name}"
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+            for labels, one in ones:
+                for suffix, own, value in _values(getattr(one, attribute)):
+                    among = ",".join([*labels, *own])
+                    lines.append(f"{name}{suffix}{f'{{{among}}}' if among else ''} {value:.10g}")
     return "\n".join(lines) + "\n"
 
 
-_OF_REPLICAS: tuple[tuple[str, str, str, Callable[[Replica], float]], ...] = (
-    ("ready", "gauge", "1 while its process serves.", lambda one: one.ready),
-    ("starts_total", "counter", "Starts of its process, or connections to one on another host.", lambda one: one.starts),
-)
-_OF_STATS: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
-    ("requests_waiting", "gauge", "Queued sequences.", lambda stats: stats.waiting),
-    ("requests_running", "gauge", "Running sequences.", lambda stats: stats.running),
-    ("kv_blocks_used", "gauge", "Blocks of its KV cache held by running sequences.", lambda stats: stats.blocks_used),
-    ("prompt_tokens_total", "counter", "Prompt tokens, computed or cached.", lambda stats: stats.prompt_tokens),
-    ("cached_tokens_total", "counter", "Prompt tokens found in its prefix cache.", lambda stats: stats.cached_tokens),
-    ("generated_tokens_total", "counter", "Generated tokens.", lambda stats: stats.generated_tokens),
-)
-_OF_LOADING: tuple[tuple[str, str, str, Callable[[Loading], float]], ...] = (
-    ("loaded", "gauge", "1 while it is loaded.", lambda one: one.loaded),
-    ("loads_total", "counter", "Loads.", lambda one: one.loads),
-    ("load_failures_total", "counter", "Loads that failed, and engines that could not be started again.", lambda one: one.failures),
-    ("requests_waiting", "gauge", "HTTP requests that wait until it is loaded.", lambda one: one.waiting),
-    ("bytes", "gauge", "Memory that it takes.", lambda one: one.nbytes),
-)
+def _of(model: str) -> list[str]:
+    return ["model=" + json.dumps(model, ensure_ascii=False)] if model else []  # escaped as Prometheus asks
 
 
-def _ends(stats: Stats) -> Values:
-    return [("", f'reason="{finish.value}"', num) for finish, num in sorted(stats.finished.items(), key=lambda end: end[0].value)]
+def _values(figure: Any) -> Iterator[tuple[str, list[str], float]]:
+    """The suffixes of a name, labels and values of a number, a histogram or numbers by what they are of."""
+    match figure:
+        case Histogram(bounds=bounds, counts=counts):
+            totals = itertools.accumulate(counts)  # Prometheus' buckets are cumulative
+            yield from (("_bucket", [f'le="{bound}"'], num) for bound, num in zip((*bounds, "+Inf"), totals, strict=True))
+            yield from (("_sum", [], figure.sum), ("_count", [], sum(counts)))
+        case Mapping():
+            yield from sorted(("", _named(key), num) for key, num in figure.items())
+        case _:
+            yield "", [], figure
 
 
-def _histogram(histogram: Histogram) -> Values:
-    """Prometheus' buckets are cumulative."""
-    total = 0
-    for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
-        total += count
-        yield "_bucket", f'le="{bound}"', total
-    yield "_sum", "", histogram.sum
-    yield "_count", "", total
+def _named(key: Finish | tuple[str, int]) -> list[str]:
+    return [f'reason="{key.value}"'] if isinstance(key, Finish) else [f'path="{key[0]}"', f'status="{key[1]}"']
