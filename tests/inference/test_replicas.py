@@ -762,7 +762,9 @@ def test_a_key_has_one_queue_in_an_engine_of_several_servers() -> None:
             body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 2})
             return call(address, "POST", COMPLETIONS, body, {"Content-Type": "application/json", "Authorization": f"Bearer {key}"})
 
-        waiting = [clients.submit(post, one, "alice") for _ in range(3)]
+        waiting = [clients.submit(post, one, "alice")]
+        until(lambda: engine.stats().running == 1)
+        waiting += [clients.submit(post, one, "alice") for _ in range(2)]
         until(lambda: (engine.stats().running, engine.stats().waiting) == (1, 2))
         for address in (one, other):
             refused = post(address, "alice")
