@@ -286,7 +286,7 @@ def test_the_requests_of_each_tenant_are_spread(tokens: int = 150) -> None:
         many = [submit(router, f"flood {number}", LONG, tenant="many") for number in range(8)]
         few = [submit(router, f"shared {number}", LONG, tenant="few") for number in range(4)]
         for one in router.engines:
-            assert [len(one._tickets), one.outstanding_of()["few"]] == [6, 2 * tokens + one.outstanding_of()["few"] % tokens]
+            assert [len(one._tickets), one.outstanding()["few"]] == [6, 2 * tokens + one.outstanding()["few"] % tokens]
         steps.release(10_000)
         assert all(wait(one).last().finish is Finish.LENGTH for one in (*many, *few))
 
@@ -355,7 +355,7 @@ def test_an_engine_that_ends() -> None:
         until(lambda: router.engines[1].state.value == "ready")
         a.allowed.clear()
         a.cut()
-        until(lambda: not router.engines[0].outstanding)
+        until(lambda: not router.engines[0].outstanding())
         steps.release(1000)
         assert wait(begun).last().finish is Finish.ERROR and "was cut (a)" in str(begun.last().error)
         assert wait(waiting).text() == expected

@@ -258,7 +258,8 @@ def summary(
     for name, (_, latency) in _LATENCIES.items():
         results |= _distribution(name, [latency(answer) for answer in answers])
     if options.first_within is not None or options.wait_within is not None:
-        good = _num_within(answers, options.first_within or math.inf, options.wait_within or math.inf)
+        first, wait = options.first_within or math.inf, options.wait_within or math.inf
+        good = sum(answer.first <= first and answer.longest <= wait for answer in answers)
         results |= {"within_target": good, "within_target_per_second": good / seconds}
     return results
 
@@ -268,10 +269,6 @@ def _distribution(name: str, latencies: Sequence[float]) -> dict[str, dict[str, 
     if not values:
         return {}
     return {name: {"mean": sum(values) / len(values)} | {f"p{p}": percentile(values, p) for p in _PERCENTILES}}
-
-
-def _num_within(answers: Sequence[RequestTimes], first: float, wait: float) -> int:
-    return sum(answer.first <= first and answer.longest <= wait for answer in answers)
 
 
 def show(results: dict[str, Any]) -> None:

@@ -167,17 +167,11 @@ class ChoicesFormat(Format):
         return listed
 
 
-class Echo(NamedTuple):
-    """The response repeats the prompts: as they came, text or token ids."""
-
-    prompts: Sequence[str | Sequence[int]]
-
-
 @dataclass(eq=False, kw_only=True)
 class CompletionFormat(ChoicesFormat):
     prefix, response_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    echo: Echo | None = None
+    echo: Sequence[str | Sequence[int]] = ()  # the prompts as they came, text or token ids, if the response repeats them
     kept: int = 0  # choices of each prompt that a response has, the likeliest; 0: all
 
     def __post_init__(self) -> None:
@@ -201,7 +195,7 @@ class CompletionFormat(ChoicesFormat):
 
     def choice(self, joined: Output) -> CompletionChoice:
         part = replace(joined, text="", logprobs=(), finish=joined.finish and Finish.LENGTH) if self.silent else joined
-        repeated = self._repeated(self.echo, part.index) if self.echo and part.index not in self._started else ""
+        repeated = self._repeated(part.index) if self.echo and part.index not in self._started else ""
         self._started.add(part.index)
         choice: CompletionChoice = {
             "index": part.index,
@@ -213,8 +207,8 @@ class CompletionFormat(ChoicesFormat):
             choice["prompt_logprobs"] = self._prompt(part)
         return choice
 
-    def _repeated(self, echo: Echo, index: int) -> str:
-        prompt = echo.prompts[index // self.kept]
+    def _repeated(self, index: int) -> str:
+        prompt = self.echo[index // self.kept]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special=False)
 
     def _logprobs(self, part: Output) -> CompletionLogprobs:

@@ -45,7 +45,7 @@ from slipstream.inference.server.models import Models
 from slipstream.inference.server.prepare import Bodies
 from slipstream.inference.server.requests import Fields
 from slipstream.inference.server.router import Served
-from slipstream.inference.server.state import Front, Limits, Prepared
+from slipstream.inference.server.state import Front, Prepared
 from slipstream.inference.wire import BEAT, SILENCE
 
 Route = Callable[[Front, Request], Awaitable[Response]]
@@ -118,16 +118,11 @@ def create_app(
     """
     _check_keys(api_keys=api_keys, priority_keys=priority_keys)
     check_origins(cors_origins)
-    limits = Limits(
-        max_body_bytes=max_body_bytes,
+    front = Front(
+        models=engine if isinstance(engine, Models) else status.OnlyModel(engine, int(time.time())),
         max_output_tokens=max_output_tokens,
         request_timeout_s=request_timeout_s,
         body_timeout_s=body_timeout_s,
-        schema_timeout_s=schema_timeout_s,
-    )
-    front = Front(
-        models=engine if isinstance(engine, Models) else status.OnlyModel(engine, int(time.time())),
-        limits=limits,
         traffic=Traffic(),
         deadlines=Deadlines(),
         unread=Unread(read_timeout_s),

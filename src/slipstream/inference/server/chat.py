@@ -83,13 +83,9 @@ class Tool(Fields):
     function: Function
 
 
-class FunctionName(Fields):
-    name: str
-
-
 class NamedTool(Fields):
     type: Literal["function"]
-    function: FunctionName
+    function: Function  # of which only the name counts
 
 
 class AllowedTools(Fields):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from slipstream.inference.server.answers import CompletionFormat, Echo
+from slipstream.inference.server.answers import CompletionFormat
 from slipstream.inference.server.errors import RequestError
 from slipstream.inference.server.grammar import structured
 from slipstream.inference.server.requests import MAX_SEQUENCES, NOT_SERVED, SampledFields, TokenId, explained, wrong
@@ -63,7 +63,7 @@ def prepare(server: Serving, request: CompletionRequest, caller: Caller) -> Prep
         width=width,
         logprobs=request.logprobs is not None,
         prompts=prompts,
-        echo=Echo(request.prompts()) if request.echo else None,
+        echo=request.prompts() if request.echo else (),
         scored=request.prompt_logprobs is not None,
         silent=request.max_tokens == 0,
         kept=request.n or 1,

@@ -334,7 +334,7 @@ class Answer(Response):
             started = True
             await send(message)
 
-        front, timeout_s = self.front, self.front.limits.request_timeout_s
+        front, timeout_s = self.front, self.front.request_timeout_s
         mailbox = Mailbox(front.unread, self.work.n * len(self.work.prompts))
         try:
             late = RequestError(f"the request did not finish within {timeout_s:g} s", status=504, code="timeout")

@@ -147,7 +147,7 @@ class Models:
         if (model := self._named.get(name)) is None:
             raise not_found(name, self._named)
         request.state.model = model.name
-        limit = front.limits.request_timeout_s
+        limit = front.request_timeout_s
         late = RequestError(f"the model {model.name!r} was not loaded within {limit:g} s", status=504, code="timeout")
         async with front.deadlines.within(limit, late):
             router = await self._acquire(model, request.receive)

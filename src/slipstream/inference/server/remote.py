@@ -125,12 +125,7 @@ class RemoteEngine:
         self._link: Link | None = None
         self._turn = threading.Lock()  # of READY and DOWN, which two threads set
 
-    @property
-    def outstanding(self) -> int:
-        """Tokens to compute, about."""
-        return self.outstanding_of().total()
-
-    def outstanding_of(self) -> Counter[str]:
+    def outstanding(self) -> Counter[str]:
         """Tokens to compute, about, for each tenant."""
         tokens = Counter[str]()
         for ticket in list(self._tickets.values()):

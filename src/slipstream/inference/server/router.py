@@ -374,7 +374,7 @@ class Router:
                 return None
             matched = [next((n for n, key in enumerate(ticket.keys) if key not in one.known), len(ticket.keys)) for one in engines]
             tenant, size = ticket.more["tenant"], ticket.size
-            everywhere = {one: one.outstanding_of() for one in self.engines}
+            everywhere = {one: one.outstanding() for one in self.engines}
             outstanding = [everywhere[one] for one in engines]
             pairs = zip(outstanding, matched, strict=True)
             loads = [backlog(tokens, tenant, size, self.block_size * num) for tokens, num in pairs]

@@ -33,17 +33,6 @@ MAX_SCORES = 200_000  # entries of one response; 8,192 tokens with 20 alternativ
 MAX_LOGGED = 1000  # fields without effect that are logged, each once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits on one request."""
-
-    max_body_bytes: int
-    max_output_tokens: int | None  # None: the context
-    request_timeout_s: float  # to generate the response
-    body_timeout_s: float  # to receive the body
-    schema_timeout_s: float  # to compile a JSON schema
-
-
 def check_scores(num: int) -> None:
     """Raise RequestError for too many log-probabilities of prompts: each is an object of the response, repeated for each choice."""
     if num > MAX_SCORES:
@@ -90,7 +79,9 @@ class Front:
     """What the routes of one server share."""
 
     models: Choice
-    limits: Limits
+    max_output_tokens: int | None  # of a sequence; None: the context
+    request_timeout_s: float  # to generate the response
+    body_timeout_s: float  # to receive the body
     traffic: Traffic
     deadlines: Deadlines
     unread: Unread
@@ -155,10 +146,10 @@ class Front:
             raise RequestError(f"content-type is {kind[:100]!r}; it must be application/json", status=415)
         if (coding := request.headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
             raise RequestError(f"content-encoding is {coding[:100]!r}; send the body as it is", status=415)
-        late = RequestError(f"the body did not arrive within {self.limits.body_timeout_s:g} s", status=408)
+        late = RequestError(f"the body did not arrive within {self.body_timeout_s:g} s", status=408)
         late.headers["Connection"] = "close"  # else the client could send the remaining bytes forever
         with self.bodies.arriving() as body:
-            async with self.deadlines.within(self.limits.body_timeout_s, late):
+            async with self.deadlines.within(self.body_timeout_s, late):
                 await self._read(request, body)
             request.state.arrived = time.perf_counter()
             yield await self.bodies.prepare(partial(make, await self.models.pick(self, request, body)), body)
@@ -166,7 +157,7 @@ class Front:
     async def _read(self, request: Request, body: Body) -> None:
         # Rejected bodies are drained up to this size: many clients read no response before they have sent all. Who waits to be told
         # to go on has sent nothing.
-        drained = (1 if "100-continue" in request.headers.get("expect", "").lower() else 8) * self.limits.max_body_bytes
+        drained = (1 if "100-continue" in request.headers.get("expect", "").lower() else 8) * self.bodies.max_bytes
         if (announced := request.headers.get("content-length", "")).isdecimal() and int(announced) > drained:
             raise body.too_large()
         async for part in request.stream():
@@ -257,7 +248,7 @@ class Serving:
 
     def max_tokens(self, prompts: Sequence[Sequence[int]], requested: int | None, default: int, param: str) -> int:
         """Of the output: `requested`, or at most `default`. Raises RequestError."""
-        longest, limit = max(map(len, prompts)), self.front.limits.max_output_tokens
+        longest, limit = max(map(len, prompts)), self.front.max_output_tokens
         free = self.engine.max_context - longest
         if free < 1 or (requested or 1) > free:
             message = f"the model's context is {self.engine.max_context} tokens; the prompt has {longest}"
