@@ -324,6 +324,7 @@ def test_several_models(browser: Any) -> None:
         with phone(browser, 390):
             until(browser, "document.querySelectorAll('#models option').length === 2")
             until(browser, f"document.getElementById('model').textContent === '{names[0]} (unloaded)'")
+            until(browser, "document.getElementById('cache').textContent === '0.0 %'")
             for turn, name in enumerate((*names, names[0])):
                 Select(browser.find_element("id", "models")).select_by_value(name)
                 until(browser, f"document.getElementById('models').value === '{name}'")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -237,6 +239,30 @@ def test_a_load_that_fails_is_its_own_matter(pool: ThreadPoolExecutor, monkeypat
         c.error = ""
         assert ask(address, "c").status == 200
         assert listed(address)["c"]["status"] == {"value": "loaded"}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page's script needs node")
+def test_several_models_are_one_in_the_panel_of_the_page(pool: ThreadPoolExecutor) -> None:
+    """Counts are added, the fraction of the KV cache that is used is not."""
+    a, b = Source("a", slow=True), Source("b", slow=True)
+    with served(a, b) as address:
+        script = re.search(r"function parse\(text\) \{.*?\n\}", call(address, "GET", "/").body.decode(), re.DOTALL)
+        assert script is not None
+
+        def parsed() -> dict[str, float]:
+            code = f"{script[0]}; console.log(JSON.stringify(parse(require('fs').readFileSync(0, 'utf8'))))"
+            metrics = call(address, "GET", "/metrics").body
+            return json.loads(subprocess.run(["node", "-e", code], input=metrics, capture_output=True, check=True).stdout)
+
+        replies = [pool.submit(ask, address, name, prompt="x" * 150, max_tokens=40) for name in "ab"]
+        for source in (a, b):
+            source.steps.release(11)
+        until(lambda: states(address) == {"a": "loaded", "b": "loaded"} and parsed()["slipstream_requests_running"] == 2)
+        until(lambda: parsed()["slipstream_kv_usage_ratio"] > 0.5)
+        assert parsed()["slipstream_kv_usage_ratio"] <= 1
+        for source in (a, b):
+            source.steps.release(1000)
+        assert [reply.result().status for reply in replies] == [200, 200]
 
 
 def test_a_killed_engine_is_waited_for(pool: ThreadPoolExecutor) -> None:
