@@ -334,6 +334,7 @@ def test_what_the_command_line_says(tmp_path: Path, capsys: pytest.CaptureFixtur
             "--max-loaded 1 --model-name s",
             "--model-name is of one model, and here models are loaded on demand; write NAME=",
         ),
+        ([f"y='{folder}'"], "--model-name z", "--model-name z and y= both name the model; leave one of them out"),
         ([folder], "--max-loaded-bytes 1G --lora-modules s=t", "write them into the quotes of the model that they are of"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -313,7 +313,9 @@ def _authorities(file: str | None) -> Any:
 
 
 def _with_own(options: argparse.Namespace, own: argparse.Namespace) -> argparse.Namespace:
-    """The options of all models, and over them those of one."""
+    """The options of all models, and over them those of one. Raises ValueError if two name it."""
+    if own.name is not None and options.model_name is not None:
+        raise ValueError(f"--model-name {options.model_name} and {own.name}= both name the model; leave one of them out")
     given = {name: value for name, value in vars(own).items() if value not in (None, [])}
     name = given.pop("name", options.model_name)
     return argparse.Namespace(**{**vars(options), **given, "model_name": name})

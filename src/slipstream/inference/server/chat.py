@@ -120,8 +120,6 @@ class ResponseFormat(Fields):
 
 
 class ChatRequest(SampledFields):
-    has_messages = True
-
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool | None = None

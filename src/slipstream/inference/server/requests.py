@@ -84,7 +84,6 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     labels: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # fields without an effect, and their values that ask for nothing
-    has_messages: ClassVar[bool] = False  # and so `check_messages`
     changes_adapters: ClassVar[bool] = False  # which a server allows by --lora-root
 
     def ignored(self, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -231,7 +230,7 @@ RequestT = TypeVar("RequestT", bound=Fields)
 
 def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """Parse a body. Raises RequestError, which names the invalid field."""
-    if kind.has_messages:
+    if "messages" in kind.model_fields:
         check_messages(body)
     try:
         return kind.model_validate_json(body)

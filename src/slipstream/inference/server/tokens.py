@@ -17,8 +17,6 @@ MAX_TOKENS = 131_072  # of one request: the JSON of its response holds the inter
 
 
 class TokenizeRequest(Fields):
-    has_messages = True
-
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
