@@ -444,6 +444,40 @@ def test_what_a_dead_engine_has_goes_to_another() -> None:
         a.allowed.set()
 
 
+class Hasty:
+    """A source whose engine answers a request before it has said that it takes it, and then ends."""
+
+    address, attempts, max_pause = "", 1000, 0.01
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self.facts, self.stats = name, json.loads(json.dumps(facts_of(engine, "hashes"))), engine.stats()
+
+    def open(self) -> Connected:
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self.answer, args=(wire.Link(theirs),)).start()
+        return Connected(wire.Link(ours), self.facts)
+
+    def answer(self, link: wire.Link) -> None:
+        for kind, number, *rest in link.messages:
+            if kind == "submit":
+                link.send("output", number, Output(0, "a", (97,)))
+                break
+            link.send("done", number, wire.packed_stats(self.stats) if rest[0] == "stats" else None)
+        link.close()
+
+    def stop(self) -> None: ...
+
+    def end(self) -> str:
+        return "has ended"
+
+
+def test_a_stream_is_begun_by_its_first_output_and_not_by_the_reply() -> None:
+    """It is not begun again elsewhere, where its client would get the beginning twice."""
+    with running() as engine, routed(Hasty("a", engine), Hasty("b", engine)) as router:
+        answer = wait(submit(router, "x"))
+        assert (answer.text(), answer.last().error) == ("a", "the engine's process has ended (a)")
+
+
 @pytest.mark.parametrize("after", [0, 5])  # tokens
 def test_a_request_that_ends_engines_ends(after: int) -> None:
     """It goes to one other engine, not to all in turn, also if it is a whole one that has begun."""

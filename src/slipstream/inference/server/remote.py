@@ -225,6 +225,8 @@ class RemoteEngine:
     def _deliver(self, number: int, output: Output) -> None:
         if (ticket := self._tickets.get(number)) is None:
             return  # it was cancelled
+        if not ticket.accepted:  # the engine was quicker than its reply, which may never come
+            self._reply("done", number, None)
         try:
             ticket.deliver(output)
         except Exception:  # of the caller's code: a closed event loop, for example
