@@ -35,8 +35,6 @@ from slipstream.launch.zygote import spare_ranks
 from slipstream.observe.host import num_cores, read_pressure
 from slipstream.world import brief
 
-__all__ = ["main", "run_node"]
-
 _POLL_S = 0.02  # between two looks at the ranks, in a job of one host: with more, each look asks the rendezvous's host
 _SHARED_MEMORY, _KEPT = Path("/dev/shm"), "slipstream-memory-"
 

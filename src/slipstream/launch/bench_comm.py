@@ -13,8 +13,6 @@ import os
 from slipstream.train.planning import OPERATIONS, Rate, measure_collectives
 from slipstream.world.discover import discover
 
-__all__ = ["execute"]
-
 
 def _print(rates: list[Rate], shown: Rate) -> None:
     if not rates or rates[-1][:2] != shown[:2]:

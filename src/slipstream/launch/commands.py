@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 from slipstream.launch.hosts import Host
 
-__all__ = ["LAUNCHERS", "Command", "Job", "agent_argv", "mpich", "one_node", "openmpi", "pdsh", "slurm", "ssh"]
-
 AGENT = "slipstream.launch.agent"
 WORKER = "slipstream.launch.worker"
 # Seconds until a host that does not answer counts as gone, and that a new round of ranks waits for more than the fewest hosts

@@ -10,8 +10,6 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["Core", "bind", "cores_of", "parse_list", "share"]
-
 Core = tuple[int, ...]
 _SYSTEM = Path("/sys/devices/system")
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from slipstream.world.brief import RECORDS
 
-__all__ = ["FILES", "num_threads", "parse_file", "propagated", "shown"]
-
 FILES = (".deepspeed_env", ".slipstream_env")
 
 PREFIXES = (

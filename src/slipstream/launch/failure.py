@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, replace
 
 from slipstream.observe.host import Pressure
 
-__all__ = ["Extract", "Failure", "decode", "encode", "explain", "first", "is_consequence", "render", "shell_code", "summary_of"]
-
 MARK = "\x1eslipstream-failure "
 LONGEST = 16_000  # characters of a traceback or message; a longer one loses its middle
 

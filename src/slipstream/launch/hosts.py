@@ -11,8 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Host", "exclude", "include", "limit", "parse_filter", "parse_hostfile"]
-
 _LINE = re.compile(r"^(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d+)$")
 
 

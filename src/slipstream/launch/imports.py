@@ -10,8 +10,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Walk"]
-
 _PACKAGES = {"site-packages", "dist-packages"}
 _MAKERS = {"getLogger", "Path", "TypeVar", "ParamSpec", "namedtuple", "NamedTuple", "partial", "field", "compile", "get", "Lock"}
 _MAKERS |= {"int", "float", "str", "bool", "tuple", "list", "dict", "set", "frozenset", "range", "len", "max", "min", "device"}

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from slipstream.config.plan import ModelFacts, Plan
 
-__all__ = ["execute", "parse_count", "sizes_text", "state_nbytes"]
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _RATES = ("flops", "memory", "wire", "host", "disk_read", "disk_write")
 _MAX_PROPOSALS = 4

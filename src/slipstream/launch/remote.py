@@ -20,8 +20,6 @@ from slipstream.launch.commands import Command
 from slipstream.launch.failure import Extract, Failure, first, render, shell_code
 from slipstream.world import brief
 
-__all__ = ["run_commands"]
-
 _POLL_S = 0.05
 _RECORDS_S = 0.5  # after the first failure, time for the records of other commands to arrive
 _GRACE_S = 4.0  # from the request to stop to SIGKILL; agents stop their ranks within watch.GRACE_S

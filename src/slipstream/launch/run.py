@@ -28,8 +28,6 @@ from slipstream.launch.layout import KnownMesh, arrange, read_mesh
 from slipstream.world.discover import Node, node, ranks_per_node
 from slipstream.world.sizes import VARIABLE, shown_mesh
 
-__all__ = ["HostState", "Start", "execute", "plan_run", "read_host"]
-
 DEFAULT_PORT = 29500  # torch's default, for jobs on several hosts
 _ELASTIC_RESTARTS = 100  # torch counts a lost host as a failure of those that are left
 _THIS_HOST = commands.LOOPBACK

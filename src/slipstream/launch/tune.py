@@ -36,8 +36,6 @@ from slipstream.launch import hyper, search
 from slipstream.launch.search import BATCH, Candidate, Outcome, Rules
 from slipstream.observe.host import memory_total
 
-__all__ = ["Tuner", "execute"]
-
 STATE, TABLE, BEST, RUNS = "tuning.json", "tuning.md", "best.json", "runs"
 _MEASURED = ("seconds", "loss", "peak_bytes")
 _POLL_S, _GRACE_S = 0.05, 15.0

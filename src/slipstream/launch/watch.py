@@ -22,8 +22,6 @@ from types import TracebackType
 
 from slipstream.launch.worker import note_death
 
-__all__ = ["GRACE_S", "RankWatch"]
-
 GRACE_S = 2.5  # a rank that raises may need worker.EXIT_S to exit; the sum stays below the documented 5 s
 _SCAN_S = 0.25
 

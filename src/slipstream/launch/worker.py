@@ -38,8 +38,6 @@ from slipstream.launch.failure import Failure, decode, encode, first, is_consequ
 from slipstream.world import brief
 from slipstream.world import discover as places
 
-__all__ = ["EXIT_S", "main", "read_records", "read_stack"]
-
 EXIT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 

@@ -39,8 +39,6 @@ from typing import Any
 from slipstream.launch import worker
 from slipstream.launch.imports import Walk
 
-__all__ = ["spare_ranks"]
-
 _WORKER = "slipstream.launch.worker"
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37

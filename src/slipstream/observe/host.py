@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileSystem", "Pressure", "cgroup_directories", "cpu_flags", "memory_total", "num_cores", "read_pressure"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63

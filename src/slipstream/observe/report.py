@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from slipstream.observe.host import cpu_flags, memory_total, num_cores, read_pressure
 
-__all__ = ["ReportRow", "ReportSection", "as_json", "as_text", "collect", "execute"]
-
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 _PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "triton", "transformers", "accelerate", "deepspeed")
 
