@@ -73,6 +73,31 @@ def test_a_config_that_one_rank_cannot_use(tmp_path: Path) -> None:
     )
 
 
+@distributed(world_size=2)
+def test_weights_that_one_rank_cannot_quantize() -> None:
+    """Not the config: what a change of the model needs of its values is there on one rank only."""
+
+    def make(rank: int) -> None:
+        model = toy.seeded(toy.Net)
+        if rank == 1:
+            next(each for each in model.modules() if isinstance(each, nn.Linear)).weight.data[0, 0] = float("inf")
+        toy.make(model, 3, optimizer=None, weight_quantization={"quantized_initialization": {"num_bits": 8, "group_size": 8}})
+
+    assert re.fullmatch(r"rank 1 refuses its config \(layer '.*' has non-finite weights; leave it out .*\)", told(make))
+
+
+@distributed(world_size=2)
+def test_data_that_differ() -> None:
+    """A rank of fewer samples would end earlier, and the others would wait for it."""
+    data = [torch.randn(8) for _ in range(8)]
+
+    def make(samples: int) -> None:
+        slipstream.initialize(model=toy.seeded(toy.Net), config=toy.settings(1), training_data=data[:samples])
+
+    assert told(lambda rank: make(8 - 2 * rank)) == "rank 1 has training_data of 6 samples where rank 0 has 8 samples"
+    assert told(lambda rank: make(8 - 8 * rank)).startswith("rank 1 refuses its config (training data: 0 samples are too few")
+
+
 class Mpu:
     """One replica on all ranks, which have slices of its layers or shares of its sequences."""
 

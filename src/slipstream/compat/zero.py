@@ -13,7 +13,7 @@ import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.quantized import row_forms
 from slipstream.quantized.linear import refuse
 from slipstream.quantized.rules import layers_with_rules, quantize_layers, rules_of
+from slipstream.train.agreement import refused_together
 from slipstream.train.engine import Engine
 from slipstream.world.join import init_distributed
 from slipstream.zero import access
@@ -593,8 +594,10 @@ def _init_group_wise_weight_quantization(model: nn.Module, ds_config: Mapping[st
     if not block.enabled or not (rules := rules_of(block.model_dump())):
         return model
     chosen = layers_with_rules(model, rules)
-    held = {f"{name}.weight" for names, _ in chosen for name in names if is_held(model.get_submodule(name).weight)}
-    refuse(model, {model.get_submodule(names[0]): names for names, _ in chosen}, held.__contains__)
+    weights: dict[str, Any] = {f"{name}.weight": model.get_submodule(name).weight for names, _ in chosen for name in names}
+    groups = {name: weight.ds_process_group for name, weight in weights.items() if is_held(weight)}
+    with refused_together(next(iter(groups.values()))) if groups else nullcontext():
+        refuse(model, {model.get_submodule(names[0]): names for names, _ in chosen}, groups.__contains__)
     for names, form in chosen:
         weight = model.get_submodule(names[0]).weight
         group = getattr(weight, "ds_process_group", None)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
@@ -61,6 +62,19 @@ def fact_of_refusal(error: ValueError) -> Facts:
     return {_REFUSAL: str(error)}
 
 
+@contextmanager
+def refused_together(group: Any = None) -> Iterator[None]:
+    """If the block, which has no collectives, raises ValueError on some ranks of a process group, all of them raise. Collective.
+
+    If it raises the same on all, each raises its own error."""
+    try:
+        yield
+    except ValueError as error:
+        check_alike(fact_of_refusal(error), group)
+        raise
+    check_alike({}, group)
+
+
 def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Facts:
     """The facts of the optimizer: classes, the groups' options and each parameter's group."""
     facts = {"optimizer": type(optimizer).__name__, "lr_scheduler": type(scheduler).__name__}
@@ -69,6 +83,12 @@ def facts_of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None
         facts |= {f"optimizer group {i} {key}": str(value) for key, value in options(group).items()}
     held = {id(param): i for i, group in enumerate(groups) for param in group["params"]}
     return facts | {f"optimizer group of {name!r}": str(held.get(id(param))) for name, param in model.named_parameters()}
+
+
+def facts_of_data(loader: Any) -> Facts:
+    """The fact of a loader that deals a dataset's samples to the ranks: with other numbers of samples they would end apart."""
+    is_dealt = loader is not None and not getattr(loader, "iterable", False)
+    return {"training_data of": f"{len(loader.dataset)} samples"} if is_dealt else {}
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,9 +39,11 @@ from slipstream.train.agreement import (
     check_alike,
     check_alike_on,
     fact_of_refusal,
+    facts_of_data,
     facts_of_model,
     facts_of_optimizer,
     facts_of_plan,
+    refused_together,
 )
 from slipstream.train.changes import change_model
 from slipstream.train.disk_space import open_spaces, warn_of_resident_weights
@@ -121,7 +123,8 @@ def initialize(
     plan, overrides = _resolve(loaded, facts, group, optimizer is not None)
     check_alike(facts_of_plan(plan, model, device), group)  # first what is exchanged: a rank that refuses its config waits here
     places = places_of(mpu)
-    connect_changes = change_model(model, plan)
+    with refused_together(group):  # weights that are not finite, for instance, may be on one rank only
+        connect_changes = change_model(model, plan)
     mesh = _mesh(plan, model, group, places)
     part = _part(model, mesh, is_users=places is not None)
     check_alike_on(facts_of_model(model), mesh.world, part)
@@ -130,12 +133,13 @@ def initialize(
     plan = _recomputing(plan, model)
     mesh = mesh.with_families(map(differs_of, model.parameters()))
     _log_config(plan, loaded, overrides, optimizer, mesh)
-    loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
+    with refused_together(group):  # a host may lack a file of its data
+        loader = None if training_data is None else _loader(plan, training_data, collate_fn, mesh, device)
     named = resolve_optimizer(plan.optimizer.type, plan.optimizer.params) if optimizer is None and plan.optimizer else None
     values = _first_values(model, mesh, device)
     inner, rule = build_optimizer(named, model, optimizer, model_parameters, on_host=plan.offload.optimizer != "none")
     scheduler = scaled_schedule(plan, loader, scheduler_of(plan, lr_scheduler, inner), inner)
-    check_alike_on(facts_of_optimizer(model, inner, scheduler), mesh.world, part)
+    check_alike_on(facts_of_optimizer(model, inner, scheduler) | facts_of_data(loader), mesh.world, part)
     if mesh.is_first:
         warn_of_frozen(inner)
     mark_kinds(model, plan, inner, rule)
