@@ -81,6 +81,16 @@ def test_files_are_one(tmp_path: Path) -> None:
         check_same([one.fingerprint, other.fingerprint])
 
 
+def test_a_folder_with_shards_of_an_older_save_is_read_as_transformers_does(tmp_path: Path) -> None:
+    save_file(state(mask=torch.tensor([5, 6])), tmp_path / "model.safetensors")
+    save_file(state(), tmp_path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(state(), "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = open_weights(tmp_path, Model())
+    assert files.read("mask", 0, 2).tolist() == [5, 6]
+    files.close()
+
+
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=4))
 def test_any_range_of_any_shape(data: Any, shape: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     model = nn.ParameterList([nn.Parameter(torch.randn(shape))])

@@ -25,8 +25,8 @@ from slipstream.checkpoint.load import retry_if_replaced
 from slipstream.checkpoint.save import save
 from slipstream.checkpoint.upcycle import USED, upcycle
 from slipstream.checkpoint.values import decode, encode
-from slipstream.checkpoint.weights import DTYPES, INDEX, SINGLE, entry_of, files_of, read_header
-from slipstream.config.huggingface import read_config
+from slipstream.checkpoint.weights import DTYPES, entry_of, files_of, read_header
+from slipstream.config.huggingface import INDEX, SINGLE, read_config
 
 Kind = Literal["hf", "slipstream", "deepspeed"]
 _SOURCES = "give the folder of a checkpoint, of several, or of a Hugging Face model"

@@ -33,7 +33,8 @@ from slipstream.checkpoint.directory import exchange, lock_folder, sweep_drafts,
 from slipstream.checkpoint.errors import ONE_PLACE, CheckpointError, Ranks
 from slipstream.checkpoint.flat_slice import FlatSlice, Shape, memory, runs
 from slipstream.checkpoint.plan import Share, own_shares
-from slipstream.checkpoint.weights import INDEX, SINGLE, WORDS
+from slipstream.checkpoint.weights import WORDS
+from slipstream.config.huggingface import INDEX, SINGLE
 
 SHARD_NBYTES = 5_000_000_000  # per file; transformers' default
 

@@ -23,7 +23,7 @@ from slipstream.checkpoint.box_reader import BoxReader
 from slipstream.checkpoint.document import SIZE_LIMIT, Document, Entry, Piece
 from slipstream.checkpoint.flat_slice import Box, Shape, whole_box
 from slipstream.checkpoint.stacks import names_in_files, parts_of_stack
-from slipstream.config.huggingface import read_index
+from slipstream.config.huggingface import INDEX, SINGLE, weight_files
 from slipstream.ops.rows import RowForm, quantize_rows
 from slipstream.zero.leaves import whole_shape
 
@@ -41,7 +41,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype -> safetensors' name
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class StoredWeights(NamedTuple):
@@ -202,11 +201,9 @@ def files_of(path: Any) -> list[Path]:
     folder = Path(path)
     if not folder.is_dir():
         return [folder]
-    if (folder / INDEX).is_file():
-        return [folder / name for name in read_index(folder / INDEX)]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    raise ValueError(f"there is neither {INDEX} nor {SINGLE} in {folder}; name the .safetensors files themselves")
+    if not (files := weight_files(folder)):
+        raise ValueError(f"there is neither {INDEX} nor {SINGLE} in {folder}; name the .safetensors files themselves")
+    return files
 
 
 def _header(file: Path) -> list[StoredWeights]:

@@ -153,6 +153,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 SPARSE_PATTERN = "slipstream_sparse_attention"  # attribute of the config of a model with block-sparse attention
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = "slipstream_codes.safetensors"  # weights of a model's folder in codes, by compression.export for init_inference
 
 
@@ -210,6 +211,14 @@ def read_index(path: Path) -> list[str]:
     return names
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: model.safetensors, before shards of an older save, as in transformers, or the shards in its
+    index. [] if there is neither."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    return [folder / name for name in read_index(folder / INDEX)] if (folder / INDEX).is_file() else []
+
+
 def _read(path: Path, table: Mapping[str, FieldRule]) -> dict[str, Any]:
     values = read_object(path)
     _check(values, table, path)
@@ -253,7 +262,7 @@ _FILES: dict[str, Callable[[Path], object]] = {
     "config.json": read_config,
     "generation_config.json": read_generation,
     "tokenizer_config.json": read_tokenizer_config,
-    "model.safetensors.index.json": read_index,
+    INDEX: read_index,
 }
 
 

@@ -243,25 +243,20 @@ def safetensors_of(path: Path, *, keep: bool) -> Mapping[str, Matrix]:
     keep: files stay mapped as long as their tensors exist; otherwise a file is mapped for each access, which releases the pages of
     tensors that were read before.
     """
-    index = path / "model.safetensors.index.json"
-    if (path / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    elif index.is_file():
-        names = huggingface.read_index(index)
-    else:
+    if not (files := huggingface.weight_files(path)):
         pickled = next(path.glob("*.bin"), None)
         hint = f" ({pickled.name} is pickle, which is never read: save it with safe_serialization=True)" if pickled else ""
-        raise ValueError(f"{path} has neither model.safetensors nor {index.name}{hint}")
+        raise ValueError(f"{path} has neither {huggingface.SINGLE} nor {huggingface.INDEX}{hint}")
     state: dict[str, Tensor] = {}
     readers: dict[str, Callable[[], Matrix]] = {}
-    for name in names:
-        if not (path / name).is_file():
-            raise ValueError(f"{path} lacks {name}, which its index names")
-        with opened(path / name) as file:
-            for key in file.keys():  # noqa: SIM118 (not a mapping)
-                readers[key] = partial(_tensor, path / name, key)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{path} lacks {file.name}, which its index names")
+        with opened(file) as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a mapping)
+                readers[key] = partial(_tensor, file, key)
                 if keep:
-                    state[key] = file.get_tensor(key)
+                    state[key] = tensors.get_tensor(key)
     return state if keep else _LazyState(readers)
 
 
