@@ -86,6 +86,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         make_dataset(f"{tmp_path}/x", "lazy")
 
 
+def test_numbers_that_a_dtype_does_not_hold_are_refused(tmp_path: Path) -> None:
+    """The tokens of a larger vocabulary would be others."""
+    builder = make_builder(f"{tmp_path}/x.bin", "mmap", vocab_size=50_000)
+    builder.add_item(torch.tensor([0, 65_535]))
+    with pytest.raises(ValueError, match=r"x.bin: a row has numbers from 3 to 65536, and uint16 those from 0 to 65535"):
+        builder.add_item(torch.tensor([3, 65_536]))
+    with pytest.raises(ValueError, match="numbers from -1 to 1"):
+        builder.add_items(np.array([[0, 1], [-1, 0]]))
+    builder.finalize(f"{tmp_path}/x.idx")
+    assert MMapIndexedDataset(f"{tmp_path}/x")[0].tolist() == [0, 65_535]
+
+
 def test_tokens_of_megatron(tmp_path: Path) -> None:
     """Megatron-LM's code 8 is uint16, DeepSpeed's uint64."""
     write_rows(f"{tmp_path}/x", np.uint16, [np.arange(5), np.arange(3)])
@@ -172,6 +184,13 @@ def test_functions_in_place_of_the_measuring(tmp_path: Path) -> None:
     assert seen == [("init", 0), (0, [-2, 5, 12]), (3, [19, -5]), "end", ["value", "total"]]
     with pytest.raises(ValueError, match="replace the measuring together"):
         DataAnalyzer(Numbers(5), custom_map_init=lambda *_: None, **metrics())
+
+
+def test_a_sum_is_of_more_than_its_values_dtype_holds(tmp_path: Path) -> None:
+    sums = {"metric_functions": [lambda batch: batch, lambda batch: batch.sum(dtype=torch.int8).view(1)]}
+    options = metrics(**sums, metric_dtypes=[torch.int64, torch.int8])
+    with pytest.raises(ValueError, match="and int8 those from -128 to 127: use a wider dtype"):
+        DataAnalyzer(Numbers(103), save_path=tmp_path, **options).run_map()
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ class _Results:
                 if metric.kind == SINGLE:
                     self.values[i].append(values.reshape(-1))
                 else:
-                    self.sums[i] = np.atleast_1d(values) if self.sums[i] is None else self.sums[i] + values
+                    self.sums[i] = np.atleast_1d(values).astype(np.int64) + (0 if self.sums[i] is None else self.sums[i])
 
 
 class DataAnalyzer:

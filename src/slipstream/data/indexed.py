@@ -178,9 +178,15 @@ class MMapIndexedDatasetBuilder:
         self.add_items([np_array])
 
     def add_items(self, arr_list: Iterable[NDArray[Any]]) -> None:
-        """Write rows; those of an array of two dimensions in one go."""
+        """Write rows; those of an array of two dimensions in one go. Raises ValueError for numbers that the dtype does not hold."""
         rows = [arr_list] if isinstance(arr_list, np.ndarray) and arr_list.ndim == 2 else [row[None] for row in arr_list]
+        held = np.iinfo(self._dtype)
         for equal in rows:
+            if equal.size and not np.can_cast(equal.dtype, self._dtype) and (equal.min() < held.min or equal.max() > held.max):
+                raise ValueError(
+                    f"{self._file.name}: a row has numbers from {equal.min()} to {equal.max()}, and {self._dtype} those from "
+                    f"{held.min} to {held.max}: use a wider dtype"
+                )
             self._file.write(np.ascontiguousarray(equal, self._dtype).data)
             self._sizes += [math.prod(equal.shape[1:])] * len(equal)
 
@@ -221,9 +227,10 @@ def close_mmap_dataset_builder(builder: MMapIndexedDatasetBuilder, fname: str) -
 def write_rows(fname: str, dtype: Any, *documents: Iterable[NDArray[Any]]) -> None:
     """Write FNAME.bin and FNAME.idx: the rows of each document."""
     builder = create_mmap_dataset_builder(fname, dtype)
-    for rows in documents:
-        builder.add_items(rows)
-        builder.end_document()
+    with builder._file:
+        for rows in documents:
+            builder.add_items(rows)
+            builder.end_document()
     builder.finalize(index_file_path(fname))
 
 
