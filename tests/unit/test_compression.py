@@ -187,6 +187,24 @@ def test_inputs_are_quantized() -> None:
     assert isinstance(compression.redundancy_clean(net, config).first, compression.LinearLayer_Compress)
 
 
+def test_rows_are_dropped_beside_an_embedding_that_has_none() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.ModuleDict({"words": nn.Embedding(8, 16), "up": nn.Linear(16, 8)})
+            self.down = nn.Linear(8, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.down(self.part["up"](self.part["words"](ids)))  # type: ignore[no-any-return]
+
+    config = block(row_pruning=technique({}, ["part"], [["down"]], dense_ratio=0.5))
+    model, ids = compression.init_compression(Words(), config), torch.arange(8)
+    before = model(ids)
+    compression.redundancy_clean(model, config)
+    assert model.get_submodule("part.up").weight.shape == (4, 16) and model.get_submodule("down").weight.shape == (4, 4)
+    torch.testing.assert_close(model(ids), before)
+
+
 @pytest.mark.parametrize("method", ["l1", "topk"])
 @pytest.mark.parametrize("kind", ["sparse_pruning", "row_pruning"])
 def test_masked_and_cleaned(method: str, kind: str) -> None:

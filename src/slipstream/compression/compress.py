@@ -303,19 +303,15 @@ def clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], co
     """As `redundancy_clean`. codes: gets those of matrices on the grid of int4, by their names and `.q`, `.scale`, `.low`."""
     # grids of rows and of groups of columns are those of what is left, as in the forward
     for group in sorted(groups_of(read_block(deepspeed_config)), key=LayerGroup.is_served):
-        names = group.layers(model)
-        layers = [layer for layer in map(model.get_submodule, names) if isinstance(layer, Compressed)]
-        if group.is_served():
-            for name in names:
-                layer = model.get_submodule(name)
-                if isinstance(layer, LinearLayer_Compress) and group.params.target_bits == 4:
-                    codes |= zip(
-                        (f"{name}.weight.{part}" for part in ("q", "scale", "low")), served(layer.weight.detach(), 4), strict=True
-                    )
-        masks = [layer.fix(TECHNIQUES[group.technique]) for layer in layers]
+        layers = {name: layer for name in group.layers(model) if isinstance(layer := model.get_submodule(name), Compressed)}
+        for name, layer in layers.items():
+            if group.is_served() and isinstance(layer, LinearLayer_Compress) and group.params.target_bits == 4:
+                parts = zip(("q", "scale", "low"), served(layer.weight.detach(), 4), strict=True)
+                codes |= {f"{name}.weight.{part}": value for part, value in parts}
+        masks = {name: layer.fix(TECHNIQUES[group.technique]) for name, layer in layers.items()}
         if group.related is not None and group.technique != SPARSE:
             for i, patterns in enumerate(group.related):
-                _drop(group, model, names, masks, i, patterns)
+                _drop(group, model, masks, i, patterns)
     for module in list(model.modules()):
         if isinstance(module, Compressed):
             release(module)
@@ -324,14 +320,12 @@ def clean(model: nn.Module, deepspeed_config: str | Path | Mapping[str, Any], co
     return model
 
 
-def _drop(
-    group: LayerGroup, model: nn.Module, names: list[str], masks: list[Tensor | None], i: int, patterns: Sequence[str]
-) -> None:
+def _drop(group: LayerGroup, model: nn.Module, masks: Mapping[str, Tensor | None], i: int, patterns: Sequence[str]) -> None:
     """Drop what pattern i's layers have masked, and its counterpart in the related layers of the same block."""
     pattern = group.modules[i]
-    chosen = [(name, mask) for name, mask in zip(names, masks, strict=True) if pattern == "*" or re.search(pattern, name)]
+    chosen = [(name, mask) for name, mask in masks.items() if pattern == "*" or re.search(pattern, name)]
     related = _related(group._replace(related=[patterns]), model)
-    if len(related) % len(chosen):
+    if not chosen or len(related) % len(chosen):
         raise ValueError(f"{group.where}: {len(chosen)} layers match {pattern!r} and {len(related)} are related to them")
     for (name, mask), others in zip(chosen, _dealt(chosen, related), strict=True):
         if mask is None:
