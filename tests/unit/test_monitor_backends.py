@@ -209,6 +209,16 @@ def test_a_report_has_the_run(tmp_path: Path) -> None:
     assert [samples for samples, _ in report_page.read_series(path)[LOSS]] == [4, 8], "a resumed one goes on"
 
 
+def test_a_page_with_as_many_points_as_it_can_have_goes_on(tmp_path: Path) -> None:
+    path, points = tmp_path / "report.html", [(i, float(i)) for i in range(report_page.MOST_POINTS)]
+    path.write_text(report_page.page("long", {LOSS: points}, {}))
+    report = report_page.Report(str(path), "long")
+    report.write([(LOSS, 7.0, report_page.MOST_POINTS)])
+    report.close()
+    series = report_page.read_series(path)[LOSS]
+    assert [tuple(point) for point in series] == [*((2 * i + 1, 2 * i + 0.5) for i in range(len(points) // 2)), (len(points), 7.0)]
+
+
 def test_a_long_curve_keeps_its_mean() -> None:
     curve = report_page.Curve([])
     for i in range(50_001):

@@ -65,7 +65,7 @@ class Curve:
             self.points.append(_mean(self.held))
             self.held.clear()
         if len(self.points) >= MOST_POINTS:
-            self.points = [_mean(pair) for pair in zip(self.points[::2], self.points[1::2], strict=True)]
+            self.points = [_mean(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
             self.stride *= 2
 
     def shown(self) -> list[Point]:
