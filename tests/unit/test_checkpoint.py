@@ -191,7 +191,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
     metadata = load_metadata(tmp_path, "a")
     assert metadata.world_size == 1 and metadata.shared["step"] == 3 and metadata.shared["ema"]["w"].is_meta
-    assert {name: tuple(info) for name, info in metadata.tensors.items()} == {
+    assert {name: (entry.shape, entry.dtype) for name, entry in metadata.tensors.items()} == {
         name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
     target = blank(tensors)

@@ -8,22 +8,23 @@ types a value may have; hosts.py keeps checkpoints in the memory of several host
 
 from slipstream.checkpoint.background import AsyncSave, Staging
 from slipstream.checkpoint.conversion import convert
+from slipstream.checkpoint.document import Entry
 from slipstream.checkpoint.errors import CheckpointError
 from slipstream.checkpoint.flat_slice import FlatSlice
 from slipstream.checkpoint.hosts import Hosts, complete_newest, completed
-from slipstream.checkpoint.load import Loaded, Metadata, TensorInfo, latest_tag, load, load_metadata, retry_if_replaced
+from slipstream.checkpoint.load import Loaded, Metadata, latest_tag, load, load_metadata, retry_if_replaced
 from slipstream.checkpoint.save import Content, save, save_async
 
 __all__ = [
     "AsyncSave",
     "CheckpointError",
     "Content",
+    "Entry",
     "FlatSlice",
     "Hosts",
     "Loaded",
     "Metadata",
     "Staging",
-    "TensorInfo",
     "complete_newest",
     "completed",
     "convert",

@@ -18,7 +18,6 @@ order of the model among parameters of one shape.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,17 +87,8 @@ class ExpertFiles:
     def layers(self) -> list[_ExpertLayer]:
         return [*self.native.values(), *self.autoep.values()]
 
-    def _files(self, layer: int, num: int, ranks: range) -> list[list[str]]:
-        files: list[list[str]] = [[] for _ in ranks]
-        for (index, rank), expert in itertools.product(enumerate(ranks), range(num)):
-            name = f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt"
-            if not (self.folder / name).is_file():
-                raise CheckpointError(f"it has no {name}")
-            files[index].append(name)
-        return files
-
-    def _on_any(self, layer: int, num: int, ranks: range) -> list[str]:
-        """AutoEP deals experts to all ranks of a stage: each file is of one of the slices."""
+    def _files(self, layer: int, num: int, ranks: Sequence[int]) -> list[str]:
+        """Of a layer's experts, each of one of these ranks."""
         files = []
         for expert in range(num):
             names = [f"layer_{layer}_expert_{expert}_mp_rank_{rank:02d}_model_states.pt" for rank in ranks]
@@ -119,7 +109,7 @@ class ExpertFiles:
         # Without ZeRO no rank's names are stored, and all layers are split over as many ranks as saved optimizers
         num_ranks = max(len(self.optimizers()), 1)
         for index, num in enumerate(map(int, model["num_experts"])):
-            files = self._files(index, num, ranks)
+            files = [self._files(index, num, [rank]) for rank in ranks]
             found = _NATIVE.fullmatch(next(iter(read(self.folder / files[0][0])), ""))
             if found is None:
                 raise CheckpointError(f"{files[0][0]} has no parameter of an expert")
@@ -137,7 +127,7 @@ class ExpertFiles:
                     f"the experts of {prefix!r} are placed as {placed or (num, own)}, which is not in equal parts"
                 )
             is_apart = has_files and layer.get("checkpoint_format") != "zero3_partitioned"
-            files = [self._on_any(int(layer["moe_layer_id"]), num, ranks)] if is_apart else []
+            files = [self._files(int(layer["moe_layer_id"]), num, ranks)] if is_apart else []  # dealt to all ranks of a stage
             self.autoep[prefix] = _ExpertLayer(num=num, own=own, files=files)
             if f"{prefix}shared_experts_gate.weight" in (model["module"] or {}):
                 self.has_shared_gate.add(prefix)

@@ -291,10 +291,10 @@ def _remove_dead(path: Path, own: bool) -> None:
 
 
 def retain(directory: Path, keep: int, tag: str) -> None:
-    """Remove all but the newest `keep` checkpoints; `tag` and the one in `latest` are always num_kept."""
-    removable = [name for name in committed_tags(directory) if name not in (tag, read_latest(directory))]
-    num_kept = len(committed_tags(directory)) - len(removable)
-    for name in removable[: max(0, len(removable) - max(0, keep - num_kept))]:
+    """Remove all but the newest `keep` checkpoints; `tag` and the one in `latest` always stay."""
+    tags, latest = committed_tags(directory), read_latest(directory)
+    others = [name for name in tags if name not in (tag, latest)]
+    for name in others[: max(0, min(len(tags) - keep, len(others)))]:
         remove(directory / name)
 
 

@@ -152,14 +152,7 @@ def render(document: Document) -> bytes:
                 "dtype": str(entry.dtype).removeprefix("torch."),
                 "shape": entry.shape,
                 "pieces": [
-                    {
-                        "offsets": piece.box.offsets,
-                        "sizes": piece.box.sizes,
-                        "file": piece.file,
-                        "at": piece.at,
-                        "crc32": piece.crc32,
-                    }
-                    for piece in entry.pieces
+                    {**piece.box._asdict(), "file": piece.file, "at": piece.at, "crc32": piece.crc32} for piece in entry.pieces
                 ],
             }
             for name, entry in document.tensors.items()

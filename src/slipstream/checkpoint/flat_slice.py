@@ -184,10 +184,7 @@ def _check_disjoint(name: str, shape: Shape, parts: Sequence[Box]) -> None:
         while active and active[0][0] <= box.offsets[dim]:
             active.pop(0)
         for _, active_box in active:
-            if all(
-                a < b + n and b < a + m
-                for a, m, b, n in zip(box.offsets, box.sizes, active_box.offsets, active_box.sizes, strict=True)
-            ):
+            if box.overlap(active_box) is not None:
                 raise ValueError(f"tensor {name!r} of shape {shape}: {_words(active_box)} and {_words(box)} overlap")
         insort(active, (box.offsets[dim] + box.sizes[dim], box))
 

@@ -267,7 +267,7 @@ def _holding(parent: Path, hosts: Hosts, wanted: Sequence[str] | None) -> _Holdi
         sizes = {**metadata.document.files, METADATA: (parent / tag / METADATA).stat().st_size}
         present = {name for name, size in sizes.items() if _size(parent / tag / name) == size}
         steps = int(metadata.shared.get("counters", {}).get("global_steps", -1))
-        held.append(_Held(metadata.save_id, tag, steps, sizes, frozenset(present)))
+        held.append(_Held(metadata.document.save_id, tag, steps, sizes, frozenset(present)))
     free = num_free(next(each for each in (parent.absolute(), *parent.absolute().parents) if each.is_dir()))
     return _Holding(hosts.index, min(free, available_memory()) if hosts.in_memory else free, held)
 

@@ -16,7 +16,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from slipstream.checkpoint.box_reader import BoxReader, open_data
 from slipstream.checkpoint.directory import is_checkpoint, is_deepspeed, locate, read_document, read_latest, state_of
-from slipstream.checkpoint.document import Document, ZipRecord, counterpart, one_axis
+from slipstream.checkpoint.document import Document, Entry, ZipRecord, counterpart, one_axis
 from slipstream.checkpoint.errors import CheckpointError, Ranks
-from slipstream.checkpoint.flat_slice import FlatSlice, Shape
+from slipstream.checkpoint.flat_slice import FlatSlice
 from slipstream.checkpoint.plan import check_entry, dtype_of, shares_of
 from slipstream.checkpoint.values import decode
 
@@ -39,25 +40,23 @@ T = TypeVar("T")
 _TRIES = 5
 
 
-class TensorInfo(NamedTuple):
-    shape: Shape
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Metadata:
     """The content of a checkpoint, known without reading tensors."""
 
     path: Path
-    save_id: str
-    world_size: int  # of the run that saved it
-    tensors: Mapping[str, TensorInfo]
     shared: dict[str, Any]  # its tensors and arrays are stand-ins on the meta device: shape and dtype only
     document: Document = field(repr=False)
 
-    def of(self, document: Document) -> Metadata:
-        """The same with the tensors of another document."""
-        return replace(self, tensors=_infos(document), document=document)
+    @property
+    def world_size(self) -> int:
+        """Of the run that saved it; 0 for files of other programs."""
+        return self.document.world_size
+
+    @cached_property
+    def tensors(self) -> dict[str, Entry]:
+        """Those with names of their own; the others belong to values."""
+        return {name: entry for name, entry in self.document.tensors.items() if not name.startswith("$")}
 
 
 class Loaded(NamedTuple):
@@ -121,8 +120,10 @@ def _load_metadata(directory: str | os.PathLike[str], tag: str, group: dist.Proc
 
     def read() -> str:
         path = locate(parent, tag)
-        result.append(_metadata(path, read_document(path) if deepspeed is None else deepspeed))
-        return result[0].save_id
+        document = read_document(path) if deepspeed is None else deepspeed
+        shared = _values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared")
+        result.append(Metadata(path=path, shared=shared, document=document))
+        return document.save_id
 
     save_ids = ranks.gather(step, read)
     ranks.decide(step, lambda: _check_same(save_ids))
@@ -133,21 +134,6 @@ def _check_same(save_ids: list[str]) -> None:
     if len(set(save_ids)) > 1:
         rank = next(rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0])
         raise CheckpointError(f"ranks 0 and {rank} see different checkpoints there; was it just replaced?")
-
-
-def _metadata(path: Path, document: Document) -> Metadata:
-    return Metadata(
-        path=path,
-        save_id=document.save_id,
-        world_size=document.world_size,
-        tensors=_infos(document),
-        shared=_values(document.shared, _stand_ins(document, "$shared/", "meta"), f"{path}: shared"),
-        document=document,
-    )
-
-
-def _infos(document: Document) -> dict[str, TensorInfo]:
-    return {name: TensorInfo(entry.shape, entry.dtype) for name, entry in document.tensors.items() if not name.startswith("$")}
 
 
 def load(

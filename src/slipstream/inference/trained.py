@@ -22,7 +22,7 @@ class Trained(NamedTuple):
 
     directory: Path
     tag: str
-    tensors: Mapping[str, checkpoint.TensorInfo]
+    tensors: Mapping[str, checkpoint.Entry]
     config: dict[str, Any]  # like config.json
 
     def state(self) -> dict[str, Tensor]:

@@ -132,7 +132,7 @@ def _restacked(
     except CheckpointError as error:
         remedy = "load_module_strict=False, or exclude=[...], keeps the model's values of these stacks"
         raise CheckpointError(f"{step}: {error}; {remedy}") from None
-    return metadata.of(replace(metadata.document, tensors=tensors)) if parts else metadata, parts
+    return replace(metadata, document=replace(metadata.document, tensors=tensors)) if parts else metadata, parts
 
 
 def _join_scalars(shared: dict[str, Any], parts: Mapping[str, Sequence[str]]) -> None:
