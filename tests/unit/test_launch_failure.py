@@ -24,9 +24,9 @@ from slipstream.launch.failure import (
     shell_code,
     shorten,
 )
-from slipstream.observe.host import FileSystem, Pressure
+from slipstream.observe.host import Pressure
 
-CALM = Pressure(cgroup_kills=3, host_kills=5, limit=8 << 30, shm=FileSystem(total=64 << 20, free=1 << 20))
+CALM = Pressure(cgroup_kills=3, host_kills=5, limit=8 << 30, shm=(64 << 20, 63 << 20, 1 << 20))
 BLIND = Pressure(cgroup_kills=None, host_kills=None, limit=None, shm=None)
 
 

@@ -175,7 +175,7 @@ def test_a_hanging_backend_holds_no_step(monkeypatch: pytest.MonkeyPatch, caplog
         written.close()
     values = [event.value for event in slow.seen[:-1]]
     assert values == sorted(values) and values[-4:] == [96.0, 97.0, 98.0, 99.0], "the newest win"
-    assert len(values) + written.dropped == 100 and f"slow missed {written.dropped} steps" in caplog.text
+    assert f"slow missed {100 - len(values)} steps" in caplog.text
     assert slow.seen[-1].tag == "end"
 
 

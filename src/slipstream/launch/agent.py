@@ -27,12 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.launch import environment
 from slipstream.launch.failure import Failure, decode, encode, first, render, shell_code, with_reason
 from slipstream.launch.watch import RankWatch
 from slipstream.launch.worker import read_records, read_stack
 from slipstream.launch.zygote import spare_ranks
-from slipstream.observe.host import num_cores, read_pressure
+from slipstream.observe.host import read_pressure
 from slipstream.world import brief
 
 _POLL_S = 0.02  # between two looks at the ranks, in a job of one host: with more, each look asks the rendezvous's host
@@ -52,8 +51,8 @@ def _share_cores(num_ranks: int, *, verbose: bool) -> None:
     """Set OMP_NUM_THREADS to each rank's share of the cores, unless the user has set it."""
     if "OMP_NUM_THREADS" in os.environ:
         return
-    cores = num_cores()
-    threads = environment.num_threads(cores, num_ranks)
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // num_ranks)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if verbose:
         note = f"OMP_NUM_THREADS={threads} for each rank ({cores} cores, {num_ranks} ranks); set it to override"

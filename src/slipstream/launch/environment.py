@@ -70,8 +70,3 @@ def shown(variables: Mapping[str, str]) -> str:
         text = "***" if is_secret(name) else value if len(value) <= 60 else value[:57] + "..."
         words.append(f"{name}={text}")
     return " ".join(words)
-
-
-def num_threads(num_cores: int, num_ranks: int) -> int:
-    """OMP_NUM_THREADS for each of `num_ranks` ranks that share `num_cores` cores."""
-    return max(1, num_cores // num_ranks)

@@ -166,7 +166,7 @@ def _explain_kill(before: Pressure, after: Pressure) -> str:
 
 
 def _explain_bus(after: Pressure) -> str:
-    shm = f" (/dev/shm has {_gib(after.shm.free)} of {_gib(after.shm.total)} free)" if after.shm else ""
+    shm = f" (/dev/shm has {_gib(after.shm[2])} of {_gib(after.shm[0])} free)" if after.shm else ""
     return (
         f"bus error (SIGBUS): a page of a shared or file mapping could not be allocated{shm}; possible causes: data loader "
         "workers filled /dev/shm (raise the container's --shm-size or lower num_workers), a mapped file was truncated"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,21 +20,13 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileSystem:
-    """A file system's bytes."""
-
-    total: int
-    free: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
     """Memory limits and kill counts at one moment; the difference of two shows what the kernel killed in between."""
 
     cgroup_kills: int | None  # processes that the OOM killer ended in this control group
     host_kills: int | None  # the same over the whole host
     limit: int | None  # bytes this control group may use; None = no limit
-    shm: FileSystem | None  # /dev/shm
+    shm: tuple[int, int, int] | None  # bytes of /dev/shm: all, used, free
 
 
 def counter(text: str, name: str) -> int | None:
@@ -70,14 +63,6 @@ def _texts(directories: Sequence[Path], names: Sequence[str]) -> list[str]:
     return [text for directory in directories for name in names if (text := _read(directory / name))]
 
 
-def space(path: str) -> FileSystem | None:
-    try:
-        stat = os.statvfs(path)
-    except OSError:
-        return None
-    return FileSystem(total=stat.f_blocks * stat.f_frsize, free=stat.f_bavail * stat.f_frsize)
-
-
 def read_pressure() -> Pressure:
     directories = cgroup_directories(_read(Path("/proc/self/cgroup")) or "")
     vmstat = _read(Path("/proc/vmstat"))
@@ -87,7 +72,7 @@ def read_pressure() -> Pressure:
         cgroup_kills=next((number for number in kills if number is not None), None),
         host_kills=counter(vmstat, "oom_kill") if vmstat else None,
         limit=min((int(text) for text in limits if text.isdigit() and int(text) < _UNLIMITED), default=None),
-        shm=space("/dev/shm"),
+        shm=shutil.disk_usage("/dev/shm") if os.path.exists("/dev/shm") else None,
     )
 
 
@@ -103,20 +88,11 @@ class Resident:
     """This process's memory. Its file stays open: to open it in each step would be 0.2 % of one of 50 ms."""
 
     def __init__(self) -> None:
-        path = "/proc/self/statm"
-        self._file = os.open(path, os.O_RDONLY) if os.path.exists(path) else None
-        if self._file is not None:
-            weakref.finalize(self, os.close, self._file)
+        self._file = os.open("/proc/self/statm", os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
 
-    def nbytes(self) -> int | None:
-        return int(os.pread(self._file, 100, 0).split()[1]) * PAGE if self._file is not None else None
-
-
-def num_cores() -> int:
-    """Cores this process may run on, by affinity and cpuset."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    def nbytes(self) -> int:
+        return int(os.pread(self._file, 100, 0).split()[1]) * PAGE
 
 
 def cpu_flags() -> frozenset[str]:

@@ -137,11 +137,6 @@ class Monitors:
         """Those that are open."""
         return [worker.backend for worker in self._workers if worker.backend is not None]
 
-    @property
-    def dropped(self) -> int:
-        """Steps that a backend did not get, because it was slower than the steps: of the slowest."""
-        return max((worker.dropped for worker in self._workers), default=0)
-
     def write_events(self, events: Sequence[tuple[str, Any, int]]) -> None:
         """(tag, value, samples) each. Returns at once; a value on a GPU is waited for."""
         if self._workers and events:

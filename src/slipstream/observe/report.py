@@ -7,7 +7,6 @@ missing. Collecting starts no process group and allocates nothing on a device; i
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.observe.host import cpu_flags, memory_total, num_cores, read_pressure
+from slipstream.observe.host import cpu_flags, memory_total, read_pressure
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 _PACKAGES = ("numpy", "pydantic", "safetensors", "rich", "triton", "transformers", "accelerate", "deepspeed")
@@ -78,7 +77,7 @@ def _devices() -> ReportSection:
 
     flags = cpu_flags()
     rows = [
-        ReportRow("CPU", _processor(), f"{num_cores()} cores for this process, of {os.cpu_count()}"),
+        ReportRow("CPU", _processor(), f"{len(os.sched_getaffinity(0))} cores for this process, of {os.cpu_count()}"),
         ReportRow("CPU flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter here"),
     ]
     for index in range(torch.cuda.device_count()):
@@ -102,8 +101,6 @@ def _backends() -> ReportSection:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available():
-        return ReportSection("backends", (ReportRow("torch.distributed", "no", "this torch was built without it"),))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
     mpi = dist.is_mpi_available()
     rows = (
@@ -122,8 +119,6 @@ def _yes(present: bool) -> str:
 def _shared_memory() -> ReportRow:
     """Whether ranks of this host can open each other's memory, tried with a child process as the peer."""
     name = "shared memory"
-    if not hasattr(os, "memfd_create"):
-        return ReportRow(name, "no", "this system has no memfd_create; ranks of one host talk over gloo")
     descriptor = os.memfd_create("slipstream-report")
     try:
         os.write(descriptor, b"seen")
@@ -138,8 +133,6 @@ def _shared_memory() -> ReportRow:
 
 
 def _kernels() -> ReportSection:
-    if importlib.util.find_spec("slipstream.ops") is None:
-        return ReportSection("kernels", (ReportRow("ops", "none", "this build has no slipstream.ops"),))
     from slipstream import ops
 
     return ReportSection("kernels", tuple(ReportRow(op.name, op.implementation, op.reason) for op in ops.report()))
@@ -148,10 +141,10 @@ def _kernels() -> ReportSection:
 def _memory() -> ReportSection:
     pressure = read_pressure()
     shm, kills = pressure.shm, pressure.cgroup_kills
-    free = f"{_size(shm.free)} free; data loader workers use it, Slipstream does not" if shm else "data loader workers need it"
+    free = f"{_size(shm[2])} free; data loader workers use it, Slipstream does not" if shm else "data loader workers need it"
     rows = (
         ReportRow("memory", _size(memory_total()), "of the control group" if pressure.limit else "of the host"),
-        ReportRow("/dev/shm", _size(shm.total) if shm else "none", free),
+        ReportRow("/dev/shm", _size(shm[0]) if shm else "none", free),
         ReportRow("out-of-memory kills", "unknown" if kills is None else str(kills), "in this control group"),
     )
     return ReportSection("memory", rows)
