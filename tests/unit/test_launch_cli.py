@@ -250,6 +250,9 @@ def test_refused_with_hosts() -> None:
     [
         ("run", "slipstream run: no script; slipstream run [options] script.py"),
         ("run --nprc 2 t.py", "slipstream run: unknown option --nprc; did you mean --nproc?"),
+        ("run /dev t.py", "slipstream run: /dev: no such script"),
+        ("run --hostfile /bin/true t.py", "slipstream run: cannot read /bin/true: 'utf-8' codec can't decode byte"),
+        ("run --launcher-args '\"' t.py", "slipstream run: argument --launcher-args: No closing quotation"),
         ("run --nproc 0 t.py", "slipstream run: argument --nproc: '0' is not a number of 1 or more"),
         ("run --master_port 99999 t.py", "slipstream run: argument --master-port: '99999' is not a port"),
         ("run --bind_core_list 3-1 t.py", "slipstream run: argument --bind-core-list: '3-1' is not a list of cores; write 0-3,8"),
@@ -302,6 +305,7 @@ def test_refused_with_hosts() -> None:
         ),
         ("serve smollm2 --lora-root /nowhere", "slipstream serve: --lora-root is '/nowhere', but there is no such folder"),
         ("serve smollm2 --host 192.0.2.1", "slipstream serve: cannot listen on 192.0.2.1, port 8000: Cannot assign"),
+        ("plan --ranks 8 --bandwidth 0 --model tests.toy:Lm", "slipstream plan: --bandwidth '0' is not a number above 0"),
         ("plan /no/such.json", "slipstream plan: no config file at '/no/such.json'"),
         ("", "slipstream: the following arguments are required: command"),
     ],
@@ -437,6 +441,14 @@ def test_a_full_disk_under_another_file_is_no_output_s(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", script], stdout=out, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1 and "write('y" in done.stderr + script and "Traceback" in done.stderr
     assert (tmp_path / "out").read_text() == "x\n"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.json").write_text('{"train_batch_size": 4}')
+    script, folder = tmp_path / "train.py", tmp_path / "c.json" / "tuning"
+    script.touch()
+    assert main(["tune", str(tmp_path / "c.json"), "--folder", str(folder), "--script", str(script)]) == 1
+    assert capsys.readouterr().err == f"slipstream tune: Not a directory: {folder}\n"
 
 
 def test_ctrl_c_while_torch_imports_numpy(tmp_path: Path) -> None:

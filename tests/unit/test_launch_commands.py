@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -173,5 +178,20 @@ def test_environment_file() -> None:
             environment.parse_file(bad, "f")
 
 
-def test_threads() -> None:
-    assert [environment.num_threads(cores, ranks) for cores, ranks in ((8, 2), (2, 4), (7, 2))] == [4, 1, 3]
+def test_a_second_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
+    """It comes while commands are being stopped, which takes seconds."""
+    script = """
+from slipstream.launch import remote
+from slipstream.launch.commands import Command
+remote._GRACE_S = 0.5
+stubborn = "trap '' TERM; touch runs; while :; do sleep 0.05; done"
+raise SystemExit(remote.run_commands([Command(name="x", argv=("sh", "-c", stubborn))]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "runs").exists():
+        time.sleep(0.01)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert process.communicate(timeout=60)[1] == "slipstream run: stopped by SIGINT, and the ranks on all hosts have stopped\n"
+    assert process.returncode == 130

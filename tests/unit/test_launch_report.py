@@ -80,8 +80,9 @@ def test_counts(text: str, count: int) -> None:
 
 
 def test_counts_refused() -> None:
-    with pytest.raises(ValueError, match=r"write 7e9, 1\.3B or 350M"):
-        parse_count("many")
+    for text in ("many", "0", "0.2", "1e999", "-1"):
+        with pytest.raises(ValueError, match=rf"'{text}' is not a number above 0; write 7e9, 1\.3B or 350M"):
+            parse_count(text)
 
 
 def test_plan_prints_values_sources_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

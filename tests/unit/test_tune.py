@@ -304,6 +304,33 @@ def test_ranges_of_values() -> None:
             hyper.range_of(wrong)
 
 
+def test_options_of_the_other_search_are_refused(tmp_path: Path) -> None:
+    for words, name in (("--search lr=1:2 --metric latency", "metric"), ("--lr-range 1:2 --max-batch 64", "max-batch")):
+        with pytest.raises(ValueError, match=f"--{name} has no effect with --search and --lr-range: leave it out"):
+            tune.settle(options(tmp_path, *words.split()), {})
+
+
+def test_a_range_test_of_a_script_whose_loss_is_not_known_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that calls loss.backward() trains as well, and the engine never sees the loss."""
+    given = options(tmp_path, "--lr-range", "1e-6:1", "--steps", "2", "--warmup", "0")
+    tuner = tune.Tuner(given, {MICRO: 4}, tune.settle(given, {}))
+    tuner.open()
+
+    class Ended:
+        returncode = 0
+
+        def __init__(self, command: Any, **_: Any) -> None:
+            lines = [{"samples": 4, "micro": 4, "rows": 4}, *({"seconds": 1.0, "timed": True, "lr": 1e-3, "memory": 1},) * 2]
+            (tuner.folder / "runs" / "0" / PROGRESS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    with pytest.raises(ValueError, match=r"learning rates failed: the loss does not go through engine.backward"):
+        hyper.search(tuner)
+
+
 def test_a_range_test_finds_the_steepest_descent_and_the_divergence() -> None:
     rates = [10 ** (-6 + 6 * i / 119) for i in range(120)]
     noise = random.Random(0)

@@ -77,8 +77,8 @@ def test_models_without_a_mixture_are_refused(tmp_path: Path) -> None:
             convert(tmp_path / "dense", tmp_path / "x", "hf", num_experts=num_experts, top_k=k)
     with pytest.raises(CheckpointError, match=r"top_k \(3\) is of the mixture that num_experts"):
         convert(tmp_path / "dense", tmp_path / "x", "hf", top_k=3)
-    with pytest.raises(CheckpointError, match="for Hugging Face folders"):
-        convert(tmp_path / "dense", tmp_path / "x", "slipstream", num_experts=4)
+    with pytest.raises(CheckpointError, match="max_shard_size, num_experts: for Hugging Face folders only; to='slipstream' keeps"):
+        convert(tmp_path / "dense", tmp_path / "x", "slipstream", max_shard_size="1GB", num_experts=4)
     saved("Qwen3", tmp_path / "mixed", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     with pytest.raises(CheckpointError, match="1 of 2 layers attend without the window of 4 tokens"):
         convert(tmp_path / "mixed", tmp_path / "x", "hf", num_experts=4)

@@ -40,7 +40,7 @@ def convert(
     *,
     tag: str | None = None,
     dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str | None = None,
     like: str | os.PathLike[str] | None = None,
     num_experts: int | None = None,
     top_k: int | None = None,
@@ -49,14 +49,17 @@ def convert(
     """Convert the checkpoint `source` to `target` and return the folder written.
 
     source: one checkpoint, a directory of checkpoints (`tag` selects one, None the latest), or a Hugging Face folder. dtype: of
-    the parameters in a Hugging Face folder; None keeps the stored one. like: a Hugging Face folder of the same model, from which
-    configuration and tokenizer are copied. num_experts: write a mixture of so many experts, copies of the model's MLP, of which a
-    token uses `top_k` (2). name: of DeepSpeed's folder in `target`; None: `TAG_universal`. Raises CheckpointError, with nothing
-    written.
+    the parameters in a Hugging Face folder; None keeps the stored one. max_shard_size: of its files; None: 5GB. like: a Hugging
+    Face folder of the same model, from which configuration and tokenizer are copied. num_experts: write a mixture of so many
+    experts, copies of the model's MLP, of which a token uses `top_k` (2). name: of DeepSpeed's folder in `target`; None:
+    `TAG_universal`. Raises CheckpointError, with nothing written.
     """
+    of_hf = {"dtype": dtype, "max_shard_size": max_shard_size, "like": like, "num_experts": num_experts}
+    if to != "hf" and (idle := [name for name, value in of_hf.items() if value is not None]):
+        raise CheckpointError(f"{', '.join(idle)}: for Hugging Face folders only; to={to!r} keeps every tensor as it is")
     if top_k is not None and num_experts is None:
         raise CheckpointError(f"top_k ({top_k}) is of the mixture that num_experts (--upcycle) writes; give that, or leave it out")
-    cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size)
+    cast, shard_nbytes = pretrained.dtype_of(dtype), pretrained.num_bytes(max_shard_size or "5GB")
     used = USED if top_k is None else top_k
     source, target = Path(os.path.abspath(source)), Path(target)
 
@@ -66,8 +69,6 @@ def convert(
             if to == "hf":
                 _to_hf(stored, target, cast, shard_nbytes, None if like is None else Path(like), num_experts, used)
                 return target
-            if cast is not None or like is not None or num_experts is not None:
-                raise CheckpointError(f"dtype, like and num_experts are for Hugging Face folders; to={to!r} keeps every tensor")
             return _to_slipstream(stored, target) if to == "slipstream" else _to_deepspeed(stored, target, name)
 
     return retry_if_replaced(source, tag, work)

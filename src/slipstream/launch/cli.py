@@ -114,23 +114,40 @@ def _hosts(text: str) -> str:
     return text
 
 
+def _parsed(module: str, name: str) -> Callable[[str], Any]:
+    """A type of an option: what a function of a module, imported when it is needed, makes of the text, or its ValueError."""
+
+    def parse(text: str) -> Any:
+        try:
+            return getattr(importlib.import_module(module), name)(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _among(module: str, name: str) -> Callable[[str], list[str]]:
+    """A type of an option: some keys, of a table in a module that is imported when it is needed."""
+
+    def parse(text: str) -> list[str]:
+        known, chosen = getattr(importlib.import_module(module), name), text.split(",")
+        if unknown := [each for each in chosen if each not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return chosen
+
+    return parse
+
+
+_bytes = _parsed("slipstream.inference", "num_bytes")
+_sizes = _parsed("slipstream.world.sizes", "parse_mesh")
+_axes = _among("slipstream.launch.search", "AXES")
+_words = _parsed("shlex", "split")
+_operations = _among("slipstream.train.planning", "OPERATIONS")
+
+
 def _cores(text: str) -> str:
-    from slipstream.launch.cores import parse_list
-
-    try:
-        parse_list(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    _parsed("slipstream.launch.cores", "parse_list")(text)
     return text
-
-
-def _sizes(text: str) -> dict[str, int]:
-    from slipstream.world.sizes import parse_mesh
-
-    try:
-        return parse_mesh(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _key(text: str) -> str:
@@ -169,7 +186,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--mesh", type=_sizes, metavar="SIZES", help="sizes of the model's axes, as in slipstream.mesh: pp=2,sp=2,tp=4")
     add = parser.add_argument_group("launching").add_argument
     add("--launcher", choices=sorted(("local", *LAUNCHERS)), help="default: local on one host, slurm in an allocation, else ssh")
-    add("--launcher-args", default="", metavar="ARGS", help="extra arguments for ssh, srun, mpirun ...")
+    add("--launcher-args", type=_words, default="", metavar="ARGS", help="extra arguments for ssh, srun, mpirun ...")
     add("--ssh-port", type=_port, metavar="PORT")
     add("--no-ssh", action="store_true", help="start only this node's ranks; use with --node-rank")
     add("--max-restarts", type=_count, default=0, metavar="N", help="restart all ranks up to N times after a failure")
@@ -242,15 +259,6 @@ def _add_layouts(parser: argparse.ArgumentParser) -> None:
     add("--draw", choices=("text", "svg"), help="draw the pipeline of the fastest layout that has one")
 
 
-def _axes(text: str) -> list[str]:
-    from slipstream.launch.search import AXES
-
-    chosen = text.split(",")
-    if unknown := [axis for axis in chosen if axis not in AXES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(AXES)}")
-    return chosen
-
-
 def _rates(text: str) -> tuple[float, float]:
     low, _, high = text.partition(":")
     with suppress(ValueError):
@@ -270,7 +278,7 @@ def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--script", required=True, metavar="SCRIPT", help="its own options go after --")
     add = parser.add_argument_group("runs").add_argument
     add("--nproc", "--num-gpus", type=_positive, metavar="N", help="ranks per host; default: one per CUDA device, else 1")
-    add("--launch-args", default="", metavar="ARGS", help="further options of slipstream run: --launch-args='--hostfile hosts'")
+    add("--launch-args", type=_words, default="", metavar="ARGS", help="options of `run`: --launch-args='--hostfile hosts'")
     add("-m", "--module", action="store_true", help="SCRIPT is a dotted module name, as in python -m")
     add("--map", action="append", default=[], metavar="KEY=--FLAG", help="an option of the script that follows a config key")
     add("--warmup", type=_count, metavar="N", help="steps before those that are timed; default 2")
@@ -296,15 +304,6 @@ def _add_tune(commands: argparse._SubParsersAction[_Parser]) -> None:
     add("--folder", metavar="DIR", help="runs, table and best config, from which the same command goes on; default tuning")
     add("--overwrite", action="store_const", const=True, help="begin again in a folder that has a search")
     add("--train", action="store_true", help="then run the script to its end with the best config")
-
-
-def _bytes(text: str) -> int:
-    from slipstream.inference import num_bytes
-
-    try:
-        return num_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _adapter(text: str) -> tuple[str, str]:
@@ -517,15 +516,6 @@ def _depths(text: str) -> list[int]:
     return [_positive(word) for word in text.split(",")]
 
 
-def _operations(text: str) -> list[str]:
-    from slipstream.train.planning import OPERATIONS
-
-    chosen = text.split(",")
-    if unknown := [name for name in chosen if name not in OPERATIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(OPERATIONS)}")
-    return chosen
-
-
 def _add_bench_comm(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser = commands.add_parser(
         "bench-comm",
@@ -568,7 +558,7 @@ def _add_convert(commands: argparse._SubParsersAction[_Parser]) -> None:
     parser.add_argument("--to", choices=("hf", "slipstream", "deepspeed"), default="hf", help="default hf")
     parser.add_argument("--tag", metavar="TAG", help="which checkpoint of several; default: the latest")
     parser.add_argument("--dtype", metavar="TYPE", help="bf16, fp16 or fp32, for --to hf; default: as stored")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum file size, for --to hf; default 5GB")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="maximum file size, for --to hf; default 5GB")
     parser.add_argument("--like", metavar="FOLDER", help="for --to hf: folder to copy the configuration and tokenizer from")
     parser.add_argument("--upcycle", type=int, metavar="N", help="for --to hf: write a mixture of N experts, copies of each MLP")
     parser.add_argument("--top-k", type=int, metavar="K", help="with --upcycle: experts of a token; default 2")
@@ -601,7 +591,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         closed = isinstance(error, BrokenPipeError)  # by the reader of stdout (`| head`)
         where = error.filename
-        if not closed and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not closed and where is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         try:
             sys.stdout.flush()

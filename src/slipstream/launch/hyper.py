@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slipstream.launch.tune import Tuner
 
 LR = "optimizer.params.lr"
+_OF_CONFIGURATIONS = ("axes", "disk", "max_batch", "memory", "metric", "micro_batches", "patience", "tuner")  # options
 _DIVERGED = 4.0  # times the smallest smoothed loss
 _MEMORY = 0.9  # of the smoothed loss
 _MOST_FAILED = 3  # runs, when none has succeeded
@@ -56,6 +57,9 @@ def check(options: Any) -> None:
     """Raise ValueError for a search that cannot start."""
     if options.search and options.lr_range:
         raise ValueError("--search and --lr-range are two searches; pass one of them")
+    idle = [name for name in _OF_CONFIGURATIONS if getattr(options, name) is not None]
+    if idle and (options.search or options.lr_range):
+        raise ValueError(f"--{idle[0].replace('_', '-')} has no effect with --search and --lr-range: leave it out")
     for text in options.search:
         range_of(text)
     if options.search:

@@ -38,9 +38,10 @@ _STATES = ("weights", "gradients", "optimizer")
 def parse_count(text: str, option: str = "--num_params ") -> int:
     """Parse a number such as `7e9`, `1.3B`, `350M` or `46_300_000`. Raises ValueError, which names `option`."""
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]*)?(?:e[0-9]+)?)([kmbgt]?)", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{option}{text!r} is not a number; write 7e9, 1.3B or 350M")
-    return round(float(match[1]) * _UNITS[match[2]])
+    number = float(match[1]) * _UNITS[match[2]] if match else 0
+    if not 0.5 < number < float("inf"):
+        raise ValueError(f"{option}{text!r} is not a number above 0; write 7e9, 1.3B or 350M")
+    return round(number)
 
 
 def state_nbytes(plan: Plan, num_params: int, world: int) -> dict[str, int]:
@@ -245,11 +246,8 @@ def _cost_of_parts(options: argparse.Namespace, plan: Plan) -> int:
     cluster = replace(cluster, element=plan.precision.param_dtype.itemsize)
     cost = layouts.cost_of(model, cluster, layout)
     if options.json:
-        print(
-            json.dumps(
-                {"parameters": model.num_params, "layout": layout._asdict(), "cost": cost._asdict(), "seconds": cost.seconds}
-            )
-        )
+        row = {"layout": layout._asdict(), "cost": cost._asdict(), "seconds": cost.seconds}
+        print(json.dumps({"parameters": model.num_params} | row))
         return 0
     print(f"{_described(options, model, cluster)}\n\n{layouts.table(model, cluster, [(layout, cost)])}")
     print("seconds of a step, by part; GB of the fullest rank, with states and activations on its device")
@@ -266,15 +264,10 @@ def _setting(options: argparse.Namespace, ranks: int, batch: int) -> tuple[Any, 
     rates = calibrate.rates("bfloat16", options.device or facts(None).device_type, None, rates_of(options.rate))
     between = parse_count(options.bandwidth, "--bandwidth ") / 8 if options.bandwidth else rates.wire
     memory = options.memory or float("inf")
-    sizes = {
-        "ranks": ranks,
-        "hosts": options.hosts,
-        "flops": rates.flops,
-        "inside": rates.wire,
-        "between": between,
-        "memory": memory,
-    }
-    return layouts.decoder_of(build_on_meta(options.model), options.length, batch, options.heads), layouts.Cluster(**sizes)
+    cluster = layouts.Cluster(
+        ranks=ranks, hosts=options.hosts, flops=rates.flops, inside=rates.wire, between=between, memory=memory
+    )
+    return layouts.decoder_of(build_on_meta(options.model), options.length, batch, options.heads), cluster
 
 
 def _described(options: argparse.Namespace, model: Any, cluster: Any) -> str:
@@ -347,23 +340,16 @@ def _forecast(options: argparse.Namespace, plan: Plan) -> int:
     counted = predict.count(parts, explain.setting_of(plan, options.world, device))
     forecast = explain.Forecast(counted=counted, profile=profile, rates=rates)
     proposals: list[propose.Proposal] | propose.Least | None = None
-    if options.memory:
-        if profile_of is None or rates is None:
-            raise ValueError("--memory needs the size of the activations; give --batch-shape 2x128, --batch or --activations 300M")
+    if profile_of is None and (idle := [f"--{name}" for name in ("memory", "rate") if getattr(options, name)]):
+        raise ValueError(f"{idle[0]} needs the size of the activations; give --batch-shape 2x128, --batch or --activations 300M")
+    if options.memory and profile_of is not None and rates is not None:
         tried = propose.survey(model, plan, options.world, device, folder, rates, profile_of, options.memory)
         proposals = propose.choose(tried, options.memory)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     if options.json:
         fitting = proposals[:_MAX_PROPOSALS] if isinstance(proposals, list) else []
-        print(
-            json.dumps(
-                {
-                    "parameters": num_params,
-                    **explain.as_dict(forecast),
-                    "proposals": [{"changes": proposal.changes, **explain.as_dict(proposal.forecast)} for proposal in fitting],
-                }
-            )
-        )
+        rows = [{"changes": proposal.changes, **explain.as_dict(proposal.forecast)} for proposal in fitting]
+        print(json.dumps({"parameters": num_params, **explain.as_dict(forecast), "proposals": rows}))
     else:
         print(f"{num_params:,} parameters\n\n{explain.table(forecast)}")
         if options.activations:

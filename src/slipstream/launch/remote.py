@@ -134,6 +134,8 @@ def run_commands(commands: Sequence[Command], spare: int = 0) -> int:
         _stop(running)
         raise ValueError(f"{error.filename} is not installed on this host; install it or choose another --launcher") from None
     except _Stopped as stop:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)  # to stop takes seconds, in which a second Ctrl-C is likely
         _stop(running)
         name = signal.Signals(stop.number).name
         print(f"slipstream run: stopped by {name}, and the ranks on all hosts have stopped", file=sys.stderr, flush=True)

@@ -91,30 +91,21 @@ def _default_launcher(options: argparse.Namespace, around: HostState, chosen: Se
 
 
 def _node_of_this_host(options: argparse.Namespace, around: HostState, chosen: Sequence[Host], place: Node | None) -> Node:
-    """The node rank and master address of this host, when each host starts only its own ranks."""
+    """This host's place, when each host starts only its own ranks. Elastic ones number themselves where they meet: all give 0."""
     known = place or Node(num_nodes=1, node_rank=0, master_addr=None, master_port=None)
-    num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or known.num_nodes
-    if options.node_rank is None and place is None and num_nodes > 1:
-        raise ValueError(
-            f"--num_nodes {num_nodes} needs --node_rank 0..{num_nodes - 1} on each node, or a --hostfile to start all from here"
-        )
-    node_rank = known.node_rank if options.node_rank is None else options.node_rank
-    if not 0 <= node_rank < num_nodes:
-        raise ValueError(f"--node_rank {node_rank} must be in 0..{num_nodes - 1} for {num_nodes} node(s); set --num_nodes")
+    if options.elastic:
+        wanted, num_nodes, node_rank = f"--elastic {options.elastic}", int(options.elastic.partition(":")[2]), 0
+    else:
+        num_nodes = len(chosen) if around.hostfile is not None else options.num_nodes or known.num_nodes
+        wanted, node_rank = f"--num_nodes {num_nodes}", known.node_rank if options.node_rank is None else options.node_rank
+        if options.node_rank is None and place is None and num_nodes > 1:
+            raise ValueError(f"{wanted} needs --node_rank 0..{num_nodes - 1} on each node, or a --hostfile to start all from here")
+        if not 0 <= node_rank < num_nodes:
+            raise ValueError(f"--node_rank {node_rank} must be in 0..{num_nodes - 1} for {num_nodes} node(s); set --num_nodes")
     master = options.master_addr or known.master_addr or (chosen[0].name if around.hostfile is not None else None)
     if num_nodes > 1 and master is None:
-        raise ValueError(f"--num_nodes {num_nodes} needs --master_addr, the name or address of node 0, the same on all nodes")
+        raise ValueError(f"{wanted} needs --master_addr, the name or address of the host where all meet, the same on all hosts")
     return Node(num_nodes, node_rank, master, options.master_port or known.master_port)
-
-
-def _elastic_node(options: argparse.Namespace, around: HostState, chosen: Sequence[Host], place: Node | None) -> Node:
-    """The same on every host: the agents number themselves where they meet."""
-    known = place or Node(num_nodes=1, node_rank=0, master_addr=None, master_port=None)
-    most = int(options.elastic.partition(":")[2])
-    master = options.master_addr or known.master_addr or (chosen[0].name if around.hostfile is not None else None)
-    if most > 1 and master is None:
-        raise ValueError(f"--elastic {options.elastic} needs --master_addr, the host where all meet, the same on all hosts")
-    return Node(most, 0, master, options.master_port or known.master_port)
 
 
 def _exports(around: HostState) -> tuple[dict[str, str], list[str]]:
@@ -168,6 +159,8 @@ def _start_here(options: argparse.Namespace, around: HostState, job: Job, place:
         share(around.cores, job.cores, len(here.devices), 0)  # raises, before anything has started
     unused = [name for name in ("launcher_args", "ssh_port", "venv_script") if getattr(options, name)]
     notes += [f"--{name} has no effect: ranks on this host are started without a launcher" for name in unused] + _about_logs(job)
+    if options.elastic and options.node_rank is not None:
+        notes.append("--node_rank has no effect: elastic hosts number themselves where they meet")
     return Start(commands=(), agent=tuple(agent), env=env, notes=(summary, *notes))
 
 
@@ -278,7 +271,7 @@ def _start(options: argparse.Namespace, around: HostState, chosen: tuple[Host, .
         directory=around.directory,
         program=options.script,
         arguments=tuple(options.arguments),
-        launcher_args=tuple(shlex.split(options.launcher_args)),
+        launcher_args=tuple(options.launcher_args),
         log=options.enable_each_rank_log and os.path.join(options.enable_each_rank_log, around.time),
         cores=options.bind_core_list or ("all" if options.bind_cores_to_rank else None),
         **{name: getattr(options, name) for name in _JOB_OPTIONS},
@@ -288,19 +281,24 @@ def _start(options: argparse.Namespace, around: HostState, chosen: tuple[Host, .
             raise ValueError(
                 f"--launcher local with {len(chosen)} hosts needs --node_rank on each; or use --launcher ssh to start all from here"
             )
-        of_this_host = _elastic_node if options.elastic else _node_of_this_host
-        return _start_here(options, around, job, of_this_host(options, around, chosen, place))
+        return _start_here(options, around, job, _node_of_this_host(options, around, chosen, place))
     if around.hostfile is None:
         _refuse_without_hostfile(options, launcher)
     return _start_elsewhere(options, around, job, launcher)
 
 
-def _read_env_files(explicit: str | None) -> tuple[tuple[str, str], ...]:
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
+
+
+def _env_files(explicit: str | None) -> list[Path]:
     if explicit is not None:
-        return ((explicit, Path(explicit).read_text()),)
+        return [Path(explicit)]
     folders = dict.fromkeys((Path.home(), Path.cwd()))
-    paths = (folder / name for folder in folders for name in environment.FILES)
-    return tuple((str(path), path.read_text()) for path in paths if path.is_file())
+    return [path for folder in folders for name in environment.FILES if (path := folder / name).is_file()]
 
 
 def _free_port() -> int:
@@ -311,13 +309,6 @@ def _free_port() -> int:
 
 def read_host(options: argparse.Namespace) -> HostState:
     """Read the state of this host for `plan_run`. Raises ValueError if a file cannot be read."""
-    hostfile = None
-    try:
-        if options.hostfile:
-            hostfile = Path(options.hostfile).read_text()
-        env_files = _read_env_files(options.env_file)
-    except OSError as error:
-        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from None
     import torch
 
     return HostState(
@@ -329,8 +320,8 @@ def read_host(options: argparse.Namespace) -> HostState:
         free_port=_free_port(),
         time=time.strftime("%Y%m%d%H%M%S"),
         cores=cores_of(os.sched_getaffinity(0)),
-        hostfile=hostfile,
-        env_files=env_files,
+        hostfile=_read(options.hostfile) if options.hostfile else None,
+        env_files=tuple((str(path), _read(path)) for path in _env_files(options.env_file)),
         mesh=read_mesh(options.mesh, options.arguments),
     )
 
@@ -343,7 +334,7 @@ def _check_program(options: argparse.Namespace) -> None:
     if options.no_python:
         if shutil.which(script) is None:
             raise ValueError(f"{script}: no such executable (--no_python runs it without Python)")
-    elif not options.module and not Path(script).exists():
+    elif not options.module and (not Path(script).exists() or Path(script).is_dir()):
         folder = Path(script).parent
         siblings = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
         near = difflib.get_close_matches(Path(script).name, siblings, n=1)

@@ -16,8 +16,6 @@ import json
 import math
 import os
 import random
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -35,6 +33,7 @@ from slipstream.config.trial import PROGRESS, STOP, SURVEY, TASK, VARIABLE, laid
 from slipstream.launch import hyper, search
 from slipstream.launch.search import BATCH, Candidate, Outcome, Rules
 from slipstream.observe.host import memory_total
+from slipstream.ops.pages import available_memory
 
 STATE, TABLE, BEST, RUNS = "tuning.json", "tuning.md", "best.json", "runs"
 _MEASURED = ("seconds", "loss", "peak_bytes")
@@ -68,14 +67,6 @@ _FROM_BLOCK: Mapping[str, str] = {  # an option's name -> DeepSpeed's
 
 def _say(text: str) -> None:
     print(f"slipstream tune: {text}", file=sys.stderr, flush=True)
-
-
-def host_memory() -> int:
-    """Bytes that are available on this host, at most the control group's limit."""
-    with suppress(OSError):
-        if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
-            return min(int(match[1]) << 10, memory_total() or sys.maxsize)
-    return memory_total() or sys.maxsize
 
 
 def smallest(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,9 +117,6 @@ class Started:
     def log(self) -> str:
         return (self.folder / "log.txt").read_text(errors="replace")
 
-    def lines(self) -> list[dict[str, Any]]:
-        return lines_of(self.folder)
-
     def kill(self) -> None:
         """Stop the launcher and its ranks, and wait for them."""
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -161,9 +149,9 @@ class Tuner:
             raise ValueError(f"{self.folder} exists and has no {STATE} of a search: name another --folder")
         if not is_known or self.options.overwrite:
             shutil.rmtree(self.folder / RUNS, ignore_errors=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             for name in (TABLE, BEST):
                 (self.folder / name).unlink(missing_ok=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
             self.save()
             return
         state = json.loads((self.folder / STATE).read_text())
@@ -210,7 +198,8 @@ class Tuner:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
         folder.mkdir(parents=True)
         config = laid_over(self.config, nested(changes))
-        wanted = {"memory": options.memory, "host": host_memory(), "disk": options.disk, "max_batch": options.max_batch}
+        host = min(available_memory(), memory_total() or sys.maxsize)
+        wanted = {"memory": options.memory, "host": host, "disk": options.disk, "max_batch": options.max_batch}
         task = {"config": config, "warmup": options.warmup, "steps": options.steps, "survey": wanted if surveys else None}
         task |= {"rates": rates} if rates else {}
         write_json(folder / TASK, task)
@@ -241,7 +230,7 @@ class Tuner:
             if time.monotonic() - run.began > self.options.timeout:
                 run.kill()
                 return f"no end after {self.options.timeout:g} seconds (--timeout)"
-            costs = self._rungs(run.lines())
+            costs = self._rungs(lines_of(run.folder))
             if not said and costs and self.rules.tuner == "model_based" and search.is_slow(costs, self.rows):
                 steps = list(search.rungs(self.options.steps, self.rules))[len(costs) - 1]
                 said = f"after {steps} steps outside the better half of the runs"
@@ -257,7 +246,7 @@ class Tuner:
         return tuple(search.cost(median(times[:rung]), samples, self.rules) for rung in passed)
 
     def _row(self, run: Started, changes: Mapping[str, Any], ended: str) -> Outcome:
-        lines, code = run.lines(), run.process.returncode
+        lines, code = lines_of(run.folder), run.process.returncode
         times = [line["seconds"] for line in lines[1:] if line["timed"]]
         found: dict[str, Any] = {"changes": dict(changes), "wall": time.monotonic() - run.began, "rungs": self._rungs(lines)}
         if times:
@@ -280,12 +269,15 @@ class Tuner:
         fed, micro = lines[0]["rows"], lines[0]["micro"]
         if self.fixed is None and self.survey is not None and fed not in (None, micro):
             return f"the script fed {fed} rows in a micro-batch of {micro}; --map {BATCH[0]}=--FLAG tells it"
-        if self.rules.metric == "loss" and found.get("loss") is None:
-            return "the loss is not finite, or does not go through engine.backward"
+        by_loss = self.rules.metric == "loss"
+        if (by_loss or self.options.lr_range) and not all("loss" in line for line in lines[1:]):
+            return "the loss does not go through engine.backward(loss), which tells its value"
+        if by_loss and found.get("loss") is None:
+            return "the loss is not finite"
         return ""
 
     def _learn_rows(self, run: Started) -> None:
-        head = run.lines()[0]
+        head = lines_of(run.folder)[0]
         if head["rows"] not in (None, head["micro"]):
             self.fixed = head["micro"]
             _say(
@@ -451,7 +443,7 @@ def settle(options: argparse.Namespace, config: Mapping[str, Any]) -> Rules:
     script, options.arguments = options.script, options.after
     if not options.module and not Path(script).is_file():
         raise ValueError(f"--script {script}: no such file")
-    options.launch = [*(["--nproc", str(options.nproc)] if options.nproc else []), *shlex.split(options.launch_args)]
+    options.launch = [*(["--nproc", str(options.nproc)] if options.nproc else []), *options.launch_args]
     options.launch += ["--module"] if options.module else []
     options.mappings = dict(map(_mapping, options.map))
     options.micro_range, options.min_batch, options.num_micro_batches = (1, sys.maxsize), 1, None
