@@ -498,7 +498,7 @@ def test_deepspeeds_other_engines(tmp_path: Path) -> None:
         parts: list[mii.Response] = []
         pipe(prompts[0], streaming_fn=parts.extend, **settings)
         assert "".join(part.generated_text for part in parts) == (expected[0].generated_text if dist.get_rank() == 0 else "")
-        with pytest.raises(mii.UnknownArgument, match="no setting 'beams'"):
+        with pytest.raises(mii.UnknownArgument, match="no option 'beams'"):
             pipe(prompts, beams=2)
 
         class Own(Exception):  # no other process can read it

@@ -76,7 +76,7 @@ def test_a_pipeline(folder: Path, expected: list[Any]) -> None:
     assert str(cut) == expected[0].text.partition(expected[0].text[3:5])[0] and cut.finish_reason == "stop"
     samples = {str(pipe(PROMPTS[0], max_new_tokens=6, temperature=2.0, top_p=1.0)[0]) for _ in range(5)}
     assert len(samples) > 1
-    with pytest.raises(mii.UnknownArgument, match="generation has no setting 'max_tokens'; did you mean"):
+    with pytest.raises(mii.UnknownArgument, match="generation has no option 'max_tokens'; did you mean"):
         pipe(PROMPTS[0], max_tokens=3)
     with pytest.raises(ValueError, match="the prompt has 40 tokens and max_length is 40"):
         pipe("x" * 40)

@@ -281,6 +281,11 @@ def test_options(caplog: pytest.LogCaptureFixture) -> None:
     limited = init_inference(gpt2(), {"max_out_tokens": 4, "min_out_tokens": 2})
     with pytest.raises(RuntimeError, match="max_out_tokens is 4"):
         limited.generate(torch.ones(1, 5, dtype=torch.int64))
-    first = limited.generate(torch.tensor([[7, 8]]), max_new_tokens=1, min_new_tokens=0)[0, -1].item()
-    assert limited.generate(torch.tensor([[7, 8]]), max_new_tokens=5, eos_token_id=first, pad_token_id=0).shape[1] >= 4
-    assert DeepSpeedInferenceConfig.of(None, {"dtype": "half"}).kind == "float16"
+    first = limited.generate(torch.tensor([[7, 8]]), max_new_tokens=1)[0, -1].item()
+    ended = limited.generate(torch.tensor([[7, 8]]), max_new_tokens=5, eos_token_id=first, pad_token_id=0)
+    assert ended.shape[1] == 3 and "min_out_tokens has no effect here" in caplog.text  # in DeepSpeed it is a size of memory
+    config = DeepSpeedInferenceConfig(dtype="half", tp={"tp_size": 2}, kernel_inject=False, min_tokens=1, tm=True)
+    assert (config.kind, config.tensor_parallel, config.cuts) == ("float16", 2, 2)
+    assert init_inference(bert(), DeepSpeedInferenceConfig(), dtype="bf16").dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="given twice"):
+        init_inference(bert(), config, dtype="bf16")

@@ -12,9 +12,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.compat import kernels, slices
+from slipstream.compat.options import Refused, read_options
 from slipstream.inference.generate import suggestion
 from slipstream.inference.precision import parse_dtype
 from slipstream.parallel.inferred import (
@@ -48,15 +48,18 @@ _ALIASES = {
     "kernel_inject": "replace_with_kernel_inject",
     "injection_dict": "injection_policy",
     "max_tokens": "max_out_tokens",
+    "min_tokens": "min_out_tokens",
+    "tm": "triangular_masking",
     "tp": "tensor_parallel",
     "mp_size": "tensor_parallel",
+    "expert_group": "ep_group",
+    "expert_mp_group": "ep_mp_group",
 }
 _EXPERTS = "experts are not spread over ranks here; slipstream.init_inference(ep_size=...) serves mixtures over processes"
-# Options of features that are missing: the values that ask for nothing, and why.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "ep_size": ((1,), _EXPERTS),
-    "ep_group": ((None,), _EXPERTS),
-    "ep_mp_group": ((None,), _EXPERTS),
+_REFUSED: Refused = {
+    "ep_size": ((1, False), _EXPERTS),
+    "ep_group": ((None, False), _EXPERTS),
+    "ep_mp_group": ((None, False), _EXPERTS),
     "moe": ((None, False, {}), _EXPERTS),
     "quant": ((None, False, {}), "dtype=torch.int8 quantizes the weights"),
     "zero": ((None, False, {}, 0), "slipstream.init_inference(folder, zero=...) keeps layers on disk"),
@@ -65,94 +68,53 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 _NO_EFFECT = {
     **dict.fromkeys(("replace_method", "enable_cuda_graph", "use_triton", "triton_autotune"), "the fastest forward is chosen"),
     **dict.fromkeys(("injection_policy_tuple", "triangular_masking", "moe_experts", "moe_type"), "the module's own layers say it"),
-    "return_tuple": "outputs are the module's",
+    **dict.fromkeys(("return_tuple", "transposed_mode"), "outputs and weights are the module's"),
+    "min_out_tokens": "memory grows with an answer; generate(min_new_tokens=) makes answers longer",
     "training_mp_size": "the checkpoint's files say it",
+    "set_empty_params": "the module's own device says it",
 }
-_SIZES = ("ep_size", "enabled", "stage")  # the keys of a block that hold the requested value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedInferenceConfig:
-    """The options of `init_inference`, by DeepSpeed's names. Raises ValueError for those that are not built.
+    """The options of `init_inference`, by DeepSpeed's names: from a dictionary or the path of a JSON file, and keywords.
 
     dtype: of weights and outputs; int8 packs the linear layers, of encoders with kernels all but the head's, of a cut module the
         sliced ones. None: as they are.
     replace_with_kernel_inject: native kernels compute an encoder's forward, where its outputs are the same, and it is not cut.
     injection_policy: {class of a block: names of its linear layers}, checked against the module. If the module is cut and has no
         plan, the layers whose outputs are summed over the ranks (parallel/inferred.py).
-    checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device (set_empty_params).
+    checkpoint: files of weights (`slices`), relative to base_dir, for a module that may be on the meta device.
     tensor_parallel, mp_size: the ranks of the job, over which the module is cut by its plan (transformers', or DeepSpeed's), or by
         one that is found in a forward, with a model's example inputs or in the engine's first call.
     mpu: of a module that is a slice of its own, of that size; the checkpoint is cut for it.
     save_mp_checkpoint_path: a folder that gets the weights, and a description that `checkpoint` takes.
-    max_out_tokens: prompts of `generate` may be as long. min_out_tokens: new tokens at least.
+    max_out_tokens: prompts of `generate` may be as long.
 
-    The others have no effect, which is logged, or are refused.
+    The others have no effect, which is logged, or are refused. Raises ValueError for these, unknown and contradictory options.
     """
 
     dtype: Any = None
     replace_with_kernel_inject: bool = False
     injection_policy: Mapping[Any, Any] | None = None
-    injection_policy_tuple: tuple[str, ...] | None = None
     max_out_tokens: int | None = None
-    min_out_tokens: int = 0
-    replace_method: str = "auto"
-    enable_cuda_graph: bool = False
-    use_triton: bool = False
-    triton_autotune: bool = False
-    triangular_masking: bool = True
-    training_mp_size: int = 1
-    return_tuple: bool = True
-    moe_experts: Any = None
-    moe_type: str = "standard"
-    tensor_parallel: Any = None
+    tensor_parallel: int | None = None
     mpu: Any = None
     checkpoint: Any = None
     base_dir: str = ""
     save_mp_checkpoint_path: str | None = None
-    set_empty_params: bool = False
-    ep_size: int = 1
-    ep_group: Any = None
-    ep_mp_group: Any = None
-    moe: Any = None
-    quant: Any = None
-    zero: Any = None
-    keep_module_on_host: bool = False
 
-    def __post_init__(self) -> None:
-        for name, (off, why) in _REFUSED.items():
-            value = getattr(self, name)
-            block = value if isinstance(value, Mapping) else {}
-            if next((block[key] for key in _SIZES if key in block), value) not in (*off, False):
-                raise ValueError(f"{name} is {value!r:.200}: {why}")
+    def __init__(self, config: Any = None, **options: Any) -> None:
+        if isinstance(config, str | os.PathLike):
+            config = json.loads(Path(config).read_text())
+        given = vars(config) if isinstance(config, DeepSpeedInferenceConfig) else config or {}
+        sources = [{word: _ranks(word, value) for word, value in source.items()} for source in (given, options)]
+        names = type(self).__annotations__
+        read = read_options("init_inference", names, sources, refused=_REFUSED, idle=_NO_EFFECT, aliases=_ALIASES)
+        vars(self).update(read)
         if self.mpu is not None and (self.tensor_parallel or self.place[1]) != self.place[1]:
             raise ValueError(f"tensor_parallel is {self.tensor_parallel!r}, and the slices that mpu counts are {self.place[1]}")
         if self.cuts and self.replace_with_kernel_inject:
             logger.warning("init_inference: replace_with_kernel_inject has no effect here: ranks compute shares of the module")
-
-    @classmethod
-    def of(cls, config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
-        """From a dictionary or the path of a JSON file, and keywords. Raises ValueError for unknown or contradictory options."""
-        if isinstance(config, cls):
-            return config
-        if isinstance(config, str | os.PathLike):
-            config = json.loads(Path(config).read_text())
-        options: dict[str, Any] = {}
-        names = [field.name for field in fields(cls)]
-        for source in (config or {}, given):
-            for word, value in source.items():
-                name = _ALIASES.get(word, word)
-                if name == "tensor_parallel" and isinstance(value, Mapping):
-                    value = value.get("tp_size", 1) if value.get("enabled", True) else 1
-                if name not in names:
-                    raise ValueError(f"init_inference has no option {word!r}; {suggestion(word, [*names, *_ALIASES])}")
-                if name in options and options[name] != value:
-                    raise ValueError(f"{name} is given twice, as {options[name]!r:.200} and as {value!r:.200}")
-                options[name] = value
-        for name, why in _NO_EFFECT.items():
-            if name in options:
-                logger.warning("init_inference: %s has no effect here: %s", name, why)
-        return cls(**options)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -164,7 +126,7 @@ class DeepSpeedInferenceConfig:
     @property
     def cuts(self) -> int:
         """The ranks that the module is cut over here; 0: none, or it is a slice of its own already."""
-        return int(self.tensor_parallel) if self.mpu is None and (self.tensor_parallel or 1) > 1 else 0
+        return int(self.tensor_parallel or 0) if self.mpu is None and (self.tensor_parallel or 1) > 1 else 0
 
     @property
     def kind(self) -> str | None:
@@ -179,18 +141,27 @@ class DeepSpeedInferenceConfig:
         return kind
 
 
+def _ranks(word: str, value: Any) -> Any:
+    """The size that a block of tensor parallelism says; other options as they are."""
+    if _ALIASES.get(word, word) != "tensor_parallel":
+        return value
+    block = value if isinstance(value, Mapping) else {"tp_size": getattr(value, "tp_size", value)}
+    return block.get("tp_size", 1) if block.get("enabled", True) else 1
+
+
 class InferenceEngine(nn.Module):
     """A module that computes what the module in it computes. Attributes that it lacks are the module's: config, device, dtype."""
 
     module: nn.Module
 
-    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: nn.Module, config: Any = None, **options: Any) -> None:
+        """See `init_inference`."""
         super().__init__()
         if not isinstance(model, nn.Module):
             raise ValueError(
                 f"model is {model!r:.200}: deepspeed.init_inference takes a module; slipstream.init_inference opens folders"
             )
-        self._config = DeepSpeedInferenceConfig.of(config, {})
+        self._config = DeepSpeedInferenceConfig(config, **options)
         _check_policy(model, self._config)
         self._model_times: list[float] = []
         self.model_profile_enabled = False
@@ -252,8 +223,6 @@ class InferenceEngine(nn.Module):
         limit, ids = self._config.max_out_tokens, kwargs.get("input_ids", inputs)
         if limit is not None and isinstance(ids, Tensor) and ids.shape[-1] > limit:
             raise RuntimeError(f"the prompt has {ids.shape[-1]} tokens and max_out_tokens is {limit}; raise it in init_inference")
-        if self._config.min_out_tokens:
-            kwargs.setdefault("min_new_tokens", self._config.min_out_tokens)
         times = self._model_times if self.model_profile_enabled else None
         answers = None if self._decoder is None else self._decoder.generate(ids, generation_config, kwargs, times)
         if answers is not None:
@@ -293,11 +262,18 @@ class InferenceEngine(nn.Module):
         examples = None
         if not inputs and not options and (examples := example_inputs(self.module)) is None:
             return None
-        trial, failed = _tried(self.module, axis, inputs, examples or options, _rows_named(self._config))
+        trial: PlanTrial | None = None
+        failed: Exception | None = None
+        try:
+            trial = try_out(self.module, axis, inputs, examples or options, _rows_named(self._config))
+        except Exception as error:  # which other ranks may not have
+            failed = error
         kinds = (OneTokenError,) if examples is None else (OneTokenError, ForwardError)
         waits = isinstance(failed, kinds)  # for a call that shows more
         own = type(failed).__name__ if waits else repr(failed) if failed else trial and trial.partition
-        other = _other_outcome(axis, own)
+        outcomes: list[Any] = [None] * axis.size
+        dist.all_gather_object(outcomes, own)
+        other = next((f"rank {rank}: {one}" for rank, one in enumerate(outcomes) if one != own), "")
         if failed is not None and not waits:
             raise failed.__cause__ if isinstance(failed, ForwardError) and failed.__cause__ else failed
         if other:
@@ -328,7 +304,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
     config: a dictionary, the path of a JSON file, or a `DeepSpeedInferenceConfig`, which lists the options. kwargs: the same
     options as keywords. Raises ValueError for options that are unknown, contradictory or not built.
     """
-    return InferenceEngine(model, DeepSpeedInferenceConfig.of(config, kwargs))
+    return InferenceEngine(model, config, **kwargs)
 
 
 def _axis(size: int) -> Axis:
@@ -338,21 +314,6 @@ def _axis(size: int) -> Axis:
     if world != size:
         raise ValueError(f"tensor_parallel is {size}, and {world} ranks run this: start it by slipstream run --nproc {size} SCRIPT")
     return Axis("tp", dist.group.WORLD, tuple(range(size)), dist.get_rank(), size)
-
-
-def _tried(*arguments: Any) -> tuple[PlanTrial | None, Exception | None]:
-    """`try_out`'s result, or its error, which other ranks may not have."""
-    try:
-        return try_out(*arguments), None
-    except Exception as error:
-        return None, error
-
-
-def _other_outcome(axis: Axis, own: Any) -> str:
-    """The first rank whose outcome is another than this rank's, with it; "" if all have the same. Collective."""
-    outcomes: list[Any] = [None] * axis.size
-    dist.all_gather_object(outcomes, own)
-    return next((f"rank {rank}: {one}" for rank, one in enumerate(outcomes) if one != own), "")
 
 
 def _rows_named(config: DeepSpeedInferenceConfig) -> Policy:
@@ -370,12 +331,8 @@ def _check_policy(model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
         blocks = [module for module in model.modules() if isinstance(module, kind)]
         if not blocks:
             raise ValueError(f"injection_policy: {type(model).__name__} has no {kind.__name__}")
-        inside = set(_linear_names(blocks))
+        modules = (item for block in blocks for item in block.named_modules())
+        inside = {name for name, module in modules if getattr(module, "weight", None) is not None}
         for name in named.get(kind, ()):
             if not any(one == name or one.endswith(f".{name}") for one in inside):
                 raise ValueError(f"injection_policy: {kind.__name__} has no {name!r}; {suggestion(name, inside)}")
-
-
-def _linear_names(blocks: list[nn.Module]) -> Iterator[str]:
-    for block in blocks:
-        yield from (name for name, module in block.named_modules() if getattr(module, "weight", None) is not None)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -33,13 +32,14 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
+from slipstream.compat.options import Refused, read_options
 from slipstream.compat.together import Leader
 from slipstream.inference import SamplingParams, init_inference
-from slipstream.inference.generate import InferenceEngine, suggestion
+from slipstream.inference.generate import InferenceEngine
 from slipstream.world.join import init_distributed
 
 __all__ = [
@@ -56,17 +56,14 @@ __all__ = [
     "serve",
 ]
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
 _START_S = 600.0  # for a server to load its model
 _STOP_S = 90.0  # for a server to finish its requests
 _CONNECTIONS = 64  # prompts that a client sends at once
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # takes no proxy: servers are on this machine
 _NAME = re.compile(r"[\w.-]{1,100}")
 _OF_PIPELINES = ("tensor_parallel", "all_rank_output")
 _OF_SERVERS = {"tensor_parallel": "--tp", "replica_num": "--replicas"}  # options of a deployment, and of `slipstream serve`
-# Options of features that are missing: the values that ask for nothing, and what to do.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: Refused = {
     "replica_num": ((1, None), "a pipeline is one model; set it to 1, or start a deployment by mii.serve"),
     "replica_configs": (([], (), None), "replicas are alike; give their number as replica_num"),
     "task": (("text-generation", None), "text-generation is the task; `slipstream serve` also embeds texts"),
@@ -129,10 +126,6 @@ class Response:
     __str__ = __repr__
 
 
-def _without(rows: Mapping[str, T], names: Sequence[str]) -> dict[str, T]:
-    return {name: row for name, row in rows.items() if name not in names}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """quantization_mode: int8 or int4, of the weights. dtype: as in `slipstream.init_inference`. device: likewise.
@@ -150,28 +143,15 @@ class ModelConfig:
     @classmethod
     def of(cls, model: str, others: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> tuple[ModelConfig, dict[str, Any]]:
         """The config, and the options named `more`. Raises UnknownArgument, ValueError for contradictions and missing features."""
-        names = [field.name for field in fields(cls)]
-        refused, idle = _without(_REFUSED, more), _without(_NO_EFFECT, more)
-        given: dict[str, Any] = {"model_name_or_path": model} if model else {}
-        for source in others:
-            for name, value in source.items():
-                if name in refused:
-                    off, why = refused[name]
-                    if getattr(value, "value", value) not in off:
-                        raise ValueError(f"{name} is {value!r:.200}: {why}")
-                elif name in idle:
-                    logger.warning("mii: %s has no effect here: %s", name, idle[name])
-                elif name not in names and name not in more:
-                    raise UnknownArgument(f"mii has no option {name!r}; {suggestion(name, [*names, *more, *_REFUSED])}")
-                elif given.get(name, value) != value:
-                    raise ValueError(f"{name} is given twice, as {given[name]!r} and as {value!r}; give it once")
-                else:
-                    given[name] = value
+        names = [*(field.name for field in fields(cls)), *more]
+        sources = [*([{"model_name_or_path": model}] if model else []), *others]
+        given = read_options("mii", names, sources, refused=_REFUSED, idle=_NO_EFFECT, unknown=UnknownArgument)
+        own = {name: given.pop(name) for name in more if name in given}
         if not given.get("model_name_or_path"):
             raise ValueError("no model is given; pass the folder of one")
         if given.get("quantization_mode") not in (None, "int8", "int4"):
             raise ValueError(f"quantization_mode is {given['quantization_mode']!r}; it must be None, int8 or int4")
-        return cls(**{name: given[name] for name in names if name in given}), {name: given[name] for name in more if name in given}
+        return cls(**given), own
 
     @property
     def precision(self) -> str | None:
@@ -198,10 +178,7 @@ class GenerateParams:
     def of(cls, settings: Mapping[str, Any], max_length: int) -> GenerateParams:
         """Raises UnknownArgument."""
         names = [field.name for field in fields(cls)]
-        for name in settings:
-            if name not in names:
-                raise UnknownArgument(f"generation has no setting {name!r}; {suggestion(name, names)}")
-        return cls(**{"max_length": max_length, **settings})
+        return cls(**{"max_length": max_length} | read_options("generation", names, [settings], unknown=UnknownArgument))
 
     def most(self, num_prompt: int) -> int:
         """Tokens to generate after a prompt. Raises ValueError if none are left."""
@@ -245,10 +222,8 @@ class _Generator(ABC):
         Raises UnknownArgument for a setting that there is not, ValueError for a prompt that leaves no room, RuntimeError for a
         stream of several prompts.
         """
-        texts, params = (
-            [prompts] if isinstance(prompts, str) else list(prompts),
-            GenerateParams.of(settings, self.config.max_length),
-        )
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = GenerateParams.of(settings, self.config.max_length)
         if streaming_fn is None and not params.stream:
             return self._answers(texts, params)
         if len(texts) != 1 or streaming_fn is None:
@@ -282,11 +257,12 @@ class MIIPipeline(_Generator):
         options: dict[str, Any] = {"dtype": config.precision, "tokenizer": config.tokenizer, "device": config.device}
         options |= {"tp_size": size} if size > 1 else {}
         self._leader = Leader() if size > 1 and dist.is_initialized() else None
-        try:
+        with contextlib.ExitStack() as opening:
+            if self._leader is not None:
+                opening.callback(self._leader.close)
             self.inference_engine: InferenceEngine = init_inference(config.model_name_or_path, **options)
-        except BaseException:
-            self._close_leader()
-            raise
+            opening.callback(self.inference_engine.close)
+            self._open = opening.pop_all()
         self.tokenizer = self.inference_engine.tokenizer
 
     def generate(
@@ -302,12 +278,7 @@ class MIIPipeline(_Generator):
 
     def destroy(self) -> None:
         """Free the model; of several processes, the others wait for rank 0."""
-        self.inference_engine.close()
-        self._close_leader()
-
-    def _close_leader(self) -> None:
-        if self._leader is not None:
-            self._leader.close()
+        self._open.close()
 
     def _answers(self, prompts: list[str], params: GenerateParams) -> list[Response]:
         streams = [self._stream(prompt, params) for prompt in prompts]
@@ -414,7 +385,7 @@ class MIIClient(_Generator):
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.deployment.key}"}
         request = urllib.request.Request(self.deployment.url + path, json.dumps(body).encode(), headers)
         try:
-            return _direct().open(request)
+            return _DIRECT.open(request)
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
@@ -423,11 +394,6 @@ class MIIClient(_Generator):
             raise ServerError(f"{self.deployment.name}: {text:.1000}") from None
         except OSError as error:
             raise ServerError(f"the server of {self.deployment.name} does not answer at {self.deployment.url}: {error}") from None
-
-
-def _direct() -> urllib.request.OpenerDirector:
-    """An opener that takes no proxy: servers are on this machine."""
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def pipeline(model_name_or_path: str = "", model_config: Mapping[str, Any] | None = None, **options: Any) -> MIIPipeline:
