@@ -122,6 +122,9 @@ def test_a_cpu_as_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.rand(2), first)
     with accelerator.stream(accelerator.current_stream()):
         assert accelerator.lazy_call(lambda: 7) == 7
+    accelerator.reset_max_memory_allocated()
+    accelerator.range_push("block", domain="model")
+    assert not accelerator.is_pinned(torch.ones(1)) and accelerator.is_fp64_supported() and accelerator.export_envs() == []
     stats = accelerator.memory_stats()
     assert 0 < stats["allocated_bytes.all.current"] <= stats["allocated_bytes.all.peak"]
     env: dict[str, str] = {}

@@ -6,12 +6,12 @@ import contextlib
 import importlib
 import os
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.observe.memory import MemoryReading
 from slipstream.world.join import local_world_size
 
 SUPPORTED = ("cuda", "cpu")
@@ -31,52 +31,8 @@ class DeepSpeedAccelerator:
     def device(self, device_index: int | None = None) -> Any:
         return torch.device(self.device_name(device_index))
 
-    def current_device(self) -> Any:
-        """A value for `torch.tensor(device=)`: CUDA's index, or the CPU."""
-        return torch.cuda.current_device() if self.on_cuda else torch.device("cpu")
-
-    def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}" if self.on_cuda else "cpu"
-
-    def is_synchronized_device(self) -> bool:
-        return not self.on_cuda
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def communication_backend_name(self) -> str:
-        return "nccl" if self.on_cuda else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported() if self.on_cuda else True
-
-    def total_memory(self, device_index: Any = None) -> int:
-        if self.on_cuda:
-            return torch.cuda.get_device_properties(device_index).total_memory
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def available_memory(self, device_index: Any = None) -> int:
-        if self.on_cuda:
-            return torch.cuda.mem_get_info(device_index)[0]
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def pin_memory(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor.pin_memory() if self.on_cuda else tensor
-
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._name
-
-    def range_push(self, message: str) -> None:
-        if self.on_cuda:
-            torch.cuda.nvtx.range_push(message)
-
-    def range_pop(self) -> None:
-        if self.on_cuda:
-            torch.cuda.nvtx.range_pop()
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         current_env[_VISIBLE] = ",".join(map(str, local_accelerator_ids))
@@ -101,45 +57,72 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask an instance for its own, before it has a name
             raise AttributeError(name)
-        if name in _EVERYWHERE:
-            return _EVERYWHERE[name]
-        if self.on_cuda and hasattr(torch.cuda, _CUDA_NAMES.get(name, name)):
-            return getattr(torch.cuda, _CUDA_NAMES.get(name, name))
-        if not self.on_cuda and name in _ON_CPU:
-            return _ON_CPU[name]
+        own, cuda = _ON_CUDA if self.on_cuda else _ON_CPU, _CUDA_NAMES.get(name, name)
+        for table in (_EVERYWHERE, own):
+            if name in table:
+                return table[name]
+        if self.on_cuda and hasattr(torch.cuda, cuda):
+            return getattr(torch.cuda, cuda)
         raise AttributeError(f"the accelerator ({self._name}) of Slipstream's deepspeed has no {name!r}")
 
 
-def _resident(device_index: Any = None, key: str = "VmRSS") -> int:
-    """The process's memory, which stands for that of the device."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{key}:"))
-
-
-def _no_op(*args: Any) -> None:
+def _no_op(*args: Any, **kwargs: Any) -> None:
     """A CPU has no devices, streams or cached memory to act on."""
+
+
+def _memory() -> MemoryReading:
+    return MemoryReading.of(torch.device("cpu"))
+
+
+def _memory_stats(device_index: Any = None) -> dict[str, int]:
+    now = _memory()
+    return {"allocated_bytes.all.current": now.allocated, "allocated_bytes.all.peak": now.peak}
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _EVERYWHERE: Mapping[str, Any] = {  # what does not depend on the device
     "is_available": lambda: True,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
     "is_fp16_supported": lambda: True,
     "random": lambda: torch.random,
     "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
     "visible_devices_envs": lambda: [_VISIBLE],
     "op_builder_dir": lambda: "deepspeed.ops.op_builder",
+    "export_envs": list,
+    "is_fp64_supported": lambda: True,
+    "is_pinned": lambda tensor: tensor.is_pinned(),
 }
-_peak = partial(_resident, key="VmHWM")
+_SYNCHRONIZED = ("is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
 _CUDA_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+_ON_CUDA: Mapping[str, Any] = {
+    **dict.fromkeys(_SYNCHRONIZED, lambda: False),
+    "current_device_name": lambda: f"cuda:{torch.cuda.current_device()}",
+    "communication_backend_name": lambda: "nccl",
+    "total_memory": lambda device_index=None: torch.cuda.get_device_properties(device_index).total_memory,
+    "available_memory": lambda device_index=None: torch.cuda.mem_get_info(device_index)[0],
+    "pin_memory": lambda tensor, *args, **kwargs: tensor.pin_memory(),
+    "range_push": lambda message, *args, **kwargs: torch.cuda.nvtx.range_push(message),
+    "range_pop": lambda *args, **kwargs: torch.cuda.nvtx.range_pop(),
+}
 _TENSORS = "BFloat16Tensor ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor"
+_NO_OPS = """set_device synchronize empty_cache current_stream default_stream range_push range_pop reset_peak_memory_stats
+reset_max_memory_allocated reset_max_memory_cached"""
 # CPU counterparts of torch.cuda's functions
 _ON_CPU: Mapping[str, Any] = {
     **{name: getattr(torch, name) for name in _TENSORS.split()},
     **dict.fromkeys(("Stream", "Event")),
-    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"), _no_op),
-    **dict.fromkeys(("current_stream", "default_stream"), _no_op),
-    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), _resident),
-    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), _peak),
+    **dict.fromkeys(_SYNCHRONIZED, lambda: True),
+    **dict.fromkeys(_NO_OPS.split(), _no_op),
+    **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), lambda device_index=None: _memory().allocated),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), lambda device_index=None: _memory().peak),
+    "current_device": lambda: torch.device("cpu"),  # for `torch.tensor(device=)`
+    "current_device_name": lambda: "cpu",
+    "communication_backend_name": lambda: "gloo",
+    "is_bf16_supported": lambda: True,
+    "total_memory": lambda device_index=None: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    "available_memory": lambda device_index=None: os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    "pin_memory": lambda tensor, *args, **kwargs: tensor,
     # the ranks of this host: LOCAL_SIZE, or the launcher's count
     "device_count": lambda: int(os.environ.get("LOCAL_SIZE", "0")) or local_world_size(),
     "stream": lambda stream: contextlib.nullcontext(),
@@ -148,7 +131,7 @@ _ON_CPU: Mapping[str, Any] = {
     "initial_seed": torch.initial_seed,
     "default_generator": lambda device_index=None: torch.default_generator,
     "lazy_call": lambda callback: callback(),
-    "memory_stats": lambda device_index=None: {"allocated_bytes.all.current": _resident(), "allocated_bytes.all.peak": _peak()},
+    "memory_stats": _memory_stats,
     "is_triton_supported": lambda: False,
 }
 
